@@ -1,0 +1,49 @@
+"""Fine-tune Phi models with LoRA on Hugging Face Accelerate: one curve under every launcher, nothing in silence.
+
+What a recipe needs is imported from here, each name only when it is used: `finetune --help` must not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from finetune.cli import command as command
+    from finetune.config.compose import load_config as load_config
+    from finetune.data.encode import encode_examples as encode_examples
+    from finetune.data.examples import load_examples as load_examples
+    from finetune.distributed.ddp_init import cleanup_ddp as cleanup_ddp
+    from finetune.distributed.ddp_init import initialize_ddp as initialize_ddp
+    from finetune.distributed.runtime import launch as launch
+    from finetune.model.base import build_base_model as build_base_model
+    from finetune.model.base import build_tokenizer as build_tokenizer
+    from finetune.model.lora import add_lora as add_lora
+    from finetune.training.trainer import Trainer as Trainer
+
+_HOMES = {
+    "add_lora": "finetune.model.lora",
+    "build_base_model": "finetune.model.base",
+    "build_tokenizer": "finetune.model.base",
+    "cleanup_ddp": "finetune.distributed.ddp_init",
+    "command": "finetune.cli",
+    "encode_examples": "finetune.data.encode",
+    "initialize_ddp": "finetune.distributed.ddp_init",
+    "launch": "finetune.distributed.runtime",
+    "load_config": "finetune.config.compose",
+    "load_examples": "finetune.data.examples",
+    "Trainer": "finetune.training.trainer",
+}
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'finetune' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

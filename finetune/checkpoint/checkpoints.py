@@ -1,0 +1,248 @@
+"""The checkpoints of a run: save, verify, load, prune, publish. Knows no loop; the main process saves."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.checkpoint.model_files import (
+    ADAPTER_FILES,
+    FULL_FILES,
+    TOKENIZER_FILES,
+    encode_full_model,
+    encode_model,
+    encode_tokenizer,
+    load_model,
+)
+from finetune.checkpoint.optimizer_file import OPTIMIZER_FILE, encode_optimizer, load_optimizer
+from finetune.durable import (
+    Chunks,
+    committed_folder,
+    describe_os_error,
+    disk_failures_end_the_run,
+    find_damage,
+    read_manifest,
+    remove_folder,
+)
+from finetune.errors import CheckpointError
+from finetune.run_folder import RunFolder
+from finetune.training.state import TrainerState
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+STATE_FILE = "state.json"
+_COPY_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
+
+
+def save_checkpoint(
+    folder: RunFolder,
+    step: int,
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: TrainerState,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Path:
+    """Commit a checkpoint: on return it is durable, verified by nothing but its manifest, and logged.
+
+    Args:
+        folder: an open run folder. If it has a `base/`, the adapter names that as its base.
+        step: optimizer steps done; equals `state.step`.
+        model: the bare model (a PeftModel or a transformers model), no DDP around it.
+        optimizer: any whose state holds tensors and numbers; a wrapper that passes on `state_dict` will do.
+        state: where training stands.
+        tokenizer: if given, its files and chat template go with the checkpoint.
+
+    Raises:
+        RunFailedError: the disk is full or failing; earlier checkpoints are intact.
+        CheckpointError: the state of this model or optimizer cannot be kept.
+    """
+    if step != state.step:
+        raise ValueError(f"step={step}, but the state says {state.step}")
+    base = folder.base if folder.base.is_dir() else None
+    files: dict[str, Chunks] = {
+        **encode_model(model, base),
+        **encode_optimizer(model, optimizer),
+        **(encode_tokenizer(tokenizer) if tokenizer is not None else {}),
+        STATE_FILE: [(json.dumps(state.as_record(), indent=2, allow_nan=False) + "\n").encode()],
+    }
+    path = folder.checkpoint(step)
+    _commit(path, files, doing="Saving checkpoint")
+    _log.info("checkpoint committed step=%d", step)
+    return path
+
+
+def load_checkpoint(
+    path: Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> TrainerState:
+    """Put a checkpoint into a model and an optimizer of the same make, on whatever device they are.
+
+    Every rank may call it. The content is taken as `newest_valid` or `verify` found it; names and shapes are
+    checked in full.
+
+    Args:
+        path: a folder that `verify` has nothing against.
+        model: the bare model, as for `save_checkpoint`.
+        optimizer: left out where only the weights are wanted.
+
+    Raises:
+        CheckpointError: it does not fit the model or the optimizer, or a file cannot be read.
+    """
+    state = read_state(path)
+    load_model(model, path)
+    if optimizer is not None:
+        load_optimizer(model, optimizer, path)
+    return state
+
+
+def read_state(path: Path) -> TrainerState:
+    """Where training stood when a checkpoint was saved.
+
+    Raises:
+        CheckpointError: state.json is missing, damaged or of another schema.
+    """
+    file = path / STATE_FILE
+    try:
+        record = json.loads(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {describe_os_error(error)}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not JSON: {error}.") from error
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{file} is not a JSON object.")
+    return TrainerState.from_record(record, source=str(file))
+
+
+def verify(path: Path) -> list[str]:
+    """What is wrong with a checkpoint folder, one line per file; empty when all bytes are as written."""
+    problems = _unexpected_names(path, {OPTIMIZER_FILE, STATE_FILE}) or find_damage(path)
+    if problems:
+        return problems
+    try:
+        step = read_state(path).step
+    except CheckpointError as error:
+        return [str(error)]
+    return [] if path.name == f"step-{step:06d}" else [f"{STATE_FILE}: is of step {step}, not of {path.name}"]
+
+
+def verify_published(path: Path) -> list[str]:
+    """The same for `adapter/` and `base/`, which hold a model and no training state."""
+    return _unexpected_names(path, set()) or find_damage(path)
+
+
+def newest_valid(folder: RunFolder) -> Path | None:
+    """The newest checkpoint that is whole; a damaged one on the way is named in a warning and left alone."""
+    for step in reversed(folder.checkpoint_steps()):
+        path = folder.checkpoint(step)
+        problems = verify(path)
+        if not problems:
+            return path
+        _log.warning("checkpoint %s is damaged and not used: %s", path, "; ".join(problems))
+    return None
+
+
+def prune(folder: RunFolder, keep: int, best: int | None) -> list[int]:
+    """Remove checkpoints behind the newest `keep`, once the newest of all is known to be whole.
+
+    Args:
+        folder: an open run folder.
+        keep: how many of the newest stay, counted from the newest valid one; damaged newer ones stay too.
+        best: a step whose checkpoint stays besides; None: none.
+
+    Returns:
+        The steps removed.
+
+    Raises:
+        RunFailedError: the disk refused.
+    """
+    newest = newest_valid(folder)
+    if newest is None:
+        return []
+    steps = folder.checkpoint_steps()
+    older = [step for step in steps if folder.checkpoint(step) <= newest][:-keep]
+    removed = [step for step in older if step != best]
+    for step in removed:
+        with disk_failures_end_the_run("Removing old checkpoint", folder.checkpoint(step)):
+            remove_folder(folder.checkpoint(step))
+    return removed
+
+
+def publish_adapter(folder: RunFolder, checkpoint: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
+    """Make `adapter/` hold a checkpoint's adapter (or full model) with tokenizer and template, in one step.
+
+    Args:
+        folder: an open run folder.
+        checkpoint: where the model comes from; each file is compared with its manifest while it is copied.
+        tokenizer: written where the checkpoint has no tokenizer files of its own.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged; `adapter/` is as it was.
+        RunFailedError: the disk is full or failing; `adapter/` is as it was.
+    """
+    if damage := _unexpected_names(checkpoint, {OPTIMIZER_FILE, STATE_FILE}):
+        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(damage)}.")
+    manifest = read_manifest(checkpoint)
+    wanted = {*ADAPTER_FILES, *FULL_FILES, *TOKENIZER_FILES} & manifest.keys()
+    files: dict[str, Chunks] = {name: _read_chunks(checkpoint / name) for name in sorted(wanted)}
+    if tokenizer is not None and not wanted & set(TOKENIZER_FILES):
+        files |= encode_tokenizer(tokenizer)
+    _commit(folder.adapter, files, doing="Publishing", expected=manifest)
+    return folder.adapter
+
+
+def save_base(folder: RunFolder, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
+    """Save a randomly initialised base model once as `base/`, before an adapter is put on it.
+
+    A base that is there and whole stays; a resumed run reads its base from it. A torn one is written again.
+
+    Raises:
+        RunFailedError: the disk is full or failing.
+    """
+    if not folder.base.is_dir() or verify_published(folder.base):
+        files = {**encode_full_model(model), **(encode_tokenizer(tokenizer) if tokenizer is not None else {})}
+        _commit(folder.base, files, doing="Saving base model")
+    return folder.base
+
+
+def _commit(
+    path: Path,
+    files: Mapping[str, Chunks],
+    *,
+    doing: str,
+    expected: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """Write a folder of files; those that `expected` names must come out as it says."""
+    with disk_failures_end_the_run(doing, path), committed_folder(path) as writer:
+        for name, content in files.items():
+            entry = writer.write(name, content)
+            if expected and name in expected and entry != expected[name]:
+                raise CheckpointError(f"{name} has changed since it was saved (SHA-256 differs); {path} is as it was.")
+
+
+def _unexpected_names(path: Path, required: Collection[str]) -> list[str]:
+    """Files that a manifest must not name, and files that it should."""
+    try:
+        names = read_manifest(path).keys()
+    except ValueError as error:
+        return [str(error)]
+    known = {*required, *ADAPTER_FILES, *FULL_FILES, *TOKENIZER_FILES}
+    problems = [f"{name}: not a file that finetune writes there" for name in sorted(names - known)]
+    problems += [f"{name}: missing" for name in sorted(set(required) - names)]
+    if not (set(ADAPTER_FILES) <= names or {"config.json", "model.safetensors"} <= names):
+        problems.append("neither an adapter nor a model is in it")
+    return problems
+
+
+def _read_chunks(path: Path) -> Iterator[bytes]:
+    if path.is_symlink():
+        raise CheckpointError(f"{path} is a symbolic link; a checkpoint holds regular files only.")
+    with path.open("rb") as file:
+        while chunk := file.read(_COPY_BYTES):
+            yield chunk

@@ -1,0 +1,51 @@
+"""List and copy the recipes that are shipped."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from pathlib import Path
+
+from finetune.errors import ConfigError
+from finetune.shipped_files import shipped_folder
+
+
+def list_recipes() -> list[tuple[str, str]]:
+    """Name and first docstring line of each recipe."""
+    return [(path.stem, _first_line(path)) for path in sorted(shipped_folder("recipes").glob("*.py"))]
+
+
+def copy_recipe(name: str, folder: Path) -> list[Path]:
+    """Write a recipe to a folder, and beside it the config files that its name stands for.
+
+    Raises:
+        ConfigError: no such recipe, or a file is there already: nothing is written then.
+    """
+    recipes = {path.stem: path for path in shipped_folder("recipes").glob("*.py")}
+    name = name.removesuffix(".py")
+    if name not in recipes:
+        raise ConfigError(f"there is no recipe {name}. There are: {', '.join(sorted(recipes))}.")
+    copies = {recipes[name]: folder / f"{name}.py"}
+    task = shipped_folder("configs") / "task" / f"{task_of(recipes[name]) or name}.yaml"
+    if task.is_file():
+        copies[task] = folder / "configs" / "task" / task.name
+    present = [str(target) for target in copies.values() if target.exists()]
+    if present:
+        raise ConfigError(f"{', '.join(present)} is there already. Nothing was written; name another folder.")
+    for source, target in copies.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    return list(copies.values())
+
+
+def task_of(recipe: Path) -> str | None:
+    """The task that a recipe composes its config with: ``load_config(words, task="…")``."""
+    for node in ast.walk(ast.parse(recipe.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.keyword) and node.arg == "task" and isinstance(node.value, ast.Constant):
+            return str(node.value.value)
+    return None
+
+
+def _first_line(recipe: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n")[0]

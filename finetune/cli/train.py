@@ -1,0 +1,32 @@
+"""`finetune train`: what the recipes spell out, with the method taken from the config."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def train_from_words(words: Sequence[str], *, run: str | None = None) -> None:
+    """Train, test and say what was written.
+
+    Collective: every process of the launch.
+    """
+    from finetune.config.compose import load_config
+
+    config = load_config(words, run=run)
+
+    from finetune.data.encode import encode_examples
+    from finetune.data.examples import load_examples
+    from finetune.distributed.runtime import launch
+    from finetune.model.base import build_base_model, build_tokenizer
+    from finetune.model.lora import add_lora
+    from finetune.training.trainer import Trainer
+
+    with launch(config) as runtime:
+        tokenizer = build_tokenizer(config.model)
+        splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
+        base = build_base_model(config.model)
+        model = add_lora(base, config.lora) if config.training.method == "lora" else base
+        trainer = Trainer(runtime, config, model, tokenizer, splits)
+        train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
+        trainer.run_training(train_loader, val_loader)
+        trainer.run_test(test_loader)

@@ -1,0 +1,180 @@
+"""Put settings into one tree, check it against the schema, and say what is wrong in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Union
+
+from pydantic import ValidationError
+
+from finetune.config.config_files import GROUPS
+from finetune.config.keys import did_you_mean_key, expected, fields, section_class, takes_mapping, takes_text
+from finetune.config.schema import Config, is_allowed_object, refused_object
+from finetune.config.yaml_reader import DottedName, Setting
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+Tree = dict[str, Union[Setting, "Tree"]]
+"""Nested by the parts of the keys; a leaf is the setting that counts."""
+
+
+def put(tree: Tree, setting: Setting, problems: list[str]) -> None:
+    """Set one key, over whatever stood there. What cannot be set is appended to ``problems``."""
+    problem = _key_problem(setting) or _object_problem(setting)
+    if problem:
+        problems.append(_line(setting, problem))
+        return
+    if setting.dotted not in fields() and section_class(setting.dotted):
+        return  # a section with nothing beneath it
+    if takes_text(setting.dotted) and setting.text is not None and setting.value is not None:
+        setting = replace(setting, value=setting.value if isinstance(setting.value, str) else setting.text)
+    *above, last = setting.key
+    for part in above:
+        below = tree.get(part)
+        if not isinstance(below, dict):
+            below = tree[part] = {}
+        tree = below
+    tree[last] = setting
+
+
+def build_config(tree: Tree, run_name: str, problems: list[str]) -> Config | None:
+    """The frozen config, or None with every reason appended to ``problems``.
+
+    Args:
+        tree: the settings that count.
+        run_name: names the run's folder where no setting does.
+        problems: receives one line per key that has a wrong value.
+    """
+    values = _values(tree)
+    values.setdefault("output_dir", f"runs/{run_name}")
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        problems += _in_plain_words(error, tree)
+        return None
+    config._origins.update({setting.dotted: setting.origin for setting in _leaves(tree)})
+    return config
+
+
+def missing_or_contradicting(tree: Tree) -> list[str]:
+    """What concerns more than one key, and what a run cannot do without."""
+    problems = []
+    has_model, has_config = _value(tree, "model.path"), _value(tree, "model.config")
+    if not has_model and not has_config:
+        problems.append("model.path: not set. Choose model=phi_tiny, or give model.path=FOLDER_OR_HUB_ID.")
+    if has_config and _value(tree, "model.init") != "random":
+        where = _origin(tree, "model.config")
+        problems.append(f"{where}: model.config: has no pretrained weights. Add model.init=random.")
+    if has_config and not has_model and not _value(tree, "model.tokenizer"):
+        problems.append("model.tokenizer: not set, and there is no model.path to take it from. Give one of them.")
+    if not _value(tree, "data.path") and not _value(tree, "data.train"):
+        problems.append("data.path: not set. Choose data=orders, or give data.path=FILE_FOLDER_OR_HUB_ID.")
+    return problems
+
+
+def _key_problem(setting: Setting) -> str:
+    """Why there can be no value at this key, or nothing."""
+    dotted = setting.dotted
+    if dotted in fields():
+        return ""
+    for depth in range(len(setting.key) - 1, 0, -1):
+        above = ".".join(setting.key[:depth])
+        if above in fields():
+            takes = f"{above} has no keys of its own: it takes {expected(above)}."
+            return "" if takes_mapping(above) else takes
+    section = section_class(dotted)
+    if section:
+        keys = ", ".join(f"{dotted}.{key}" for key in list(section.model_fields)[:3])
+        is_empty = setting.value in (None, {})
+        return "" if is_empty else f"is a section with keys ({keys}, ...), got {_got(setting)}."
+    group = setting.key[0]
+    if group in GROUPS and not section_class(group):
+        return f"{group} is no section: a word or a run file chooses configs/{group}/NAME.yaml with it."
+    return f"there is no such key. {did_you_mean_key(dotted) or _sections()}"
+
+
+def _sections() -> str:
+    return f"There is: {', '.join(Config.model_fields)}. All keys: finetune config show."
+
+
+def _object_problem(setting: Setting) -> str:
+    """Names that no config may use; checked here, so that none gets any further."""
+    refused = [name for name in _dotted_names(setting.value) if not is_allowed_object(name)]
+    return f"{refused_object(refused[0])}. Nothing was imported." if refused else ""
+
+
+def _dotted_names(value: object) -> Iterator[DottedName]:
+    if isinstance(value, DottedName):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _dotted_names(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _dotted_names(item)
+
+
+def _in_plain_words(error: ValidationError, tree: Tree) -> list[str]:
+    """One line per key; pydantic reports each member of a union by itself."""
+    lines: dict[str, str] = {}
+    for detail in error.errors(include_url=False):
+        parts = [str(part) for part in detail["loc"]]
+        dotted = ".".join(parts[:2] if section_class(parts[0]) else parts[:1])
+        lines.setdefault(dotted, _value_problem(dotted, detail, tree))
+    return list(lines.values())
+
+
+def _value_problem(dotted: str, detail: ErrorDetails, tree: Tree) -> str:
+    setting = _find(tree, dotted)
+    assert setting is not None, f"a default of the schema is wrong: {detail}"
+    if detail["type"] == "value_error":
+        return _line(setting, str(detail.get("ctx", {})["error"]), dotted)
+    return _line(setting, f"expected {expected(dotted)}, got {_got(setting)}", dotted)
+
+
+def _line(setting: Setting, problem: str, dotted: str = "") -> str:
+    older = f" (written {setting.older_key})" if setting.older_key else ""
+    return f"{setting.origin}: {dotted or setting.dotted}{older}: {problem}"
+
+
+def _got(setting: Setting) -> str:
+    """The value as its author would recognise it, short."""
+    if isinstance(setting.value, str):
+        shown = f"'{setting.value}'"
+    elif setting.text:
+        shown = setting.text
+    else:
+        shown = repr(setting.value)
+    return shown if len(shown) <= 60 else f"{shown[:56]} ..."
+
+
+def _values(tree: Tree) -> dict[str, object]:
+    return {key: _values(node) if isinstance(node, dict) else node.value for key, node in tree.items()}
+
+
+def _leaves(tree: Tree) -> Iterator[Setting]:
+    for node in tree.values():
+        if isinstance(node, dict):
+            yield from _leaves(node)
+        else:
+            yield node
+
+
+def _find(tree: Tree, dotted: str) -> Setting | None:
+    """The setting at a key, or the first one below it."""
+    node: Setting | Tree | None = tree
+    for part in dotted.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return next(_leaves(node), None) if isinstance(node, dict) else node
+
+
+def _value(tree: Tree, dotted: str) -> object:
+    setting = _find(tree, dotted)
+    return setting.value if setting else None
+
+
+def _origin(tree: Tree, dotted: str) -> str:
+    setting = _find(tree, dotted)
+    return setting.origin if setting else "default"

@@ -1,0 +1,183 @@
+"""Compose a run's configuration from files and words.
+
+Lowest first: the schema's defaults; group files that the caller or the run file chooses; the run file's own
+keys; group files that words choose; single words. So a run file may choose a group and override one of its
+keys, while `model=phi4` on the command line still wins over what the run file says about the model. Where two
+group files set one key, the later of model, data, task, parallel wins. Mappings are merged key by key, `{}` empties one;
+lists are replaced.
+
+Every file is a fragment of the whole tree. A run file may also choose groups by name (`model: phi_tiny`) and
+then set single keys of that section with dots (`model.revision: main`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from finetune.config.checks import Tree, build_config, missing_or_contradicting, put
+from finetune.config.config_files import (
+    GROUPS,
+    RUN_FILES,
+    find_group_file,
+    find_run_file,
+    list_configs,
+    shown_path,
+)
+from finetune.config.keys import expected, fields, takes_text
+from finetune.config.older_spelling import translate
+from finetune.config.render import json_schema, resolved_yaml, show
+from finetune.config.schema import Config
+from finetune.config.yaml_reader import COMMAND_LINE, Setting, read_file, read_value
+from finetune.errors import ConfigError
+
+__all__ = ["compose", "json_schema", "list_configs", "load_config", "resolved_yaml", "show"]
+
+
+def load_config(
+    words: Sequence[str] = (),
+    *,
+    run: str | None = None,
+    model: str | None = None,
+    data: str | None = None,
+    task: str | None = None,
+) -> Config:
+    """The configuration that words ask for, as a recipe wants it: complete and checked.
+
+    Args:
+        words: `a.b=c`, `model=`, `data=`, `task=`, `parallel=`, `run=`; usually ``sys.argv[1:]``.
+        run: a run file, by name in configs/ or by path, unless a word `run=` gives it.
+        model: the group file where neither a word nor the run file chooses one; `data` and `task` alike.
+        data: see `model`.
+        task: see `model`.
+
+    Raises:
+        ConfigError: with every problem found, one per line.
+    """
+    defaults = {"model": model, "data": data, "task": task}
+    return compose(words, run=run, defaults={group: name for group, name in defaults.items() if name})
+
+
+def compose(
+    words: Sequence[str],
+    *,
+    run: str | None = None,
+    defaults: Mapping[str, str] | None = None,
+    complete: bool = True,
+) -> Config:
+    """Merge files and words, check the whole, and remember where each value came from.
+
+    Args:
+        words: what the command line says.
+        run: a run file, by name in configs/ or by path.
+        defaults: names of group files where neither a word nor the run file chooses.
+        complete: also require what a run cannot do without (a model, data). Off: to look at a part.
+
+    Raises:
+        ConfigError: with every problem found, one per line.
+    """
+    problems: list[str] = []
+    asked = _read_words(words, run, problems)
+    from_run = _read_run(asked.run, problems)
+    chosen = {name: _Choice(value, "chosen by the caller") for name, value in (defaults or {}).items()}
+    chosen |= from_run.groups
+    below = [name for name in GROUPS if name in chosen and name not in asked.groups]
+    layers = [
+        *(_read_group(name, chosen[name], problems) for name in below),
+        from_run.settings,
+        *(_read_group(name, asked.groups[name], problems) for name in GROUPS if name in asked.groups),
+        translate(asked.settings, problems),
+    ]
+    is_all_read = not problems
+    tree: Tree = {}
+    for layer in layers:
+        for setting in layer:
+            put(tree, setting, problems)
+    if complete and is_all_read:  # else what seems to be missing may stand where nothing could be read
+        problems += missing_or_contradicting(tree)
+    task = (chosen | asked.groups).get("task")
+    config = build_config(tree, _run_name(asked.run, task), problems)
+    if config is None or problems:
+        raise ConfigError(_as_message(problems))
+    return config
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A file that was chosen, and where."""
+
+    name: str
+    place: str
+
+
+@dataclass
+class _Asked:
+    """What the command line, or a run file, says: files it chooses and keys it sets."""
+
+    run: _Choice | None = None
+    groups: dict[str, _Choice] = field(default_factory=dict)
+    settings: list[Setting] = field(default_factory=list)
+
+
+def _read_words(words: Sequence[str], run: str | None, problems: list[str]) -> _Asked:
+    asked = _Asked(run=_Choice(run, COMMAND_LINE) if run else None)
+    for word in words:
+        key, equals, value = word.partition("=")
+        key = key.strip()
+        if not equals or not key or key.startswith("-"):
+            problems.append(f"{COMMAND_LINE}: {word}: {_how_to_write(word)}")
+        elif not value.strip():
+            takes = f" It takes {expected(key)}." if key in fields() else ""
+            problems.append(f"{COMMAND_LINE}: {key}: has no value. Write {key}=VALUE.{takes}")
+        elif key == "run" and asked.run and asked.run.name != value:
+            problems.append(f"{COMMAND_LINE}: run={value}: the run file is {asked.run.name} already. Keep one.")
+        elif key == "run":
+            asked.run = _Choice(value, COMMAND_LINE)
+        elif key in GROUPS:
+            asked.groups[key] = _Choice(value, COMMAND_LINE)
+        else:
+            asked.settings += read_value(key.split("."), value, problems, as_text=takes_text(key))
+    return asked
+
+
+def _how_to_write(word: str) -> str:
+    if word.startswith("-"):
+        return f"words have no dashes but an equals sign: {word.lstrip('-').partition('=')[0]}=VALUE."
+    hint = "expected key=value, such as model=phi_tiny or optim.learning_rate=1e-4."
+    names = [name for name, _ in list_configs()[RUN_FILES]]
+    return f"{hint} For the run file write run={word}." if word in names or word.endswith(".yaml") else hint
+
+
+def _read_run(run: _Choice | None, problems: list[str]) -> _Asked:
+    """A run file's settings, with its choices of groups taken out."""
+    path = find_run_file(run.name, run.place, problems) if run else None
+    found = _Asked()
+    if path is None:
+        return found
+    settings = read_file(path, shown_path(path), problems)
+    for setting in translate(settings, problems):
+        name = setting.value if isinstance(setting.value, str) else setting.text
+        if setting.dotted in GROUPS and setting.value is not None and name:
+            found.groups[setting.dotted] = _Choice(name, setting.origin)
+        else:
+            found.settings.append(setting)
+    return found
+
+
+def _read_group(group: str, choice: _Choice, problems: list[str]) -> list[Setting]:
+    path = find_group_file(group, choice.name, choice.place, problems)
+    return translate(read_file(path, shown_path(path), problems), problems) if path else []
+
+
+def _run_name(run: _Choice | None, task: _Choice | None) -> str:
+    """What a run is called that was not told its output_dir."""
+    choice = run or task
+    return Path(choice.name).stem if choice else "run"
+
+
+def _as_message(problems: Sequence[str]) -> str:
+    unique = list(dict.fromkeys(problems))
+    if len(unique) == 1:
+        return unique[0]
+    return f"the configuration has {len(unique)} problems:\n" + "\n".join(f"  {problem}" for problem in unique)

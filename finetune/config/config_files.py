@@ -1,0 +1,91 @@
+"""Find the YAML files that words choose: by path, in ./configs, or shipped with the package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from finetune.config.keys import did_you_mean
+from finetune.shipped_files import shipped_folder
+
+GROUPS = ("model", "data", "task", "parallel")
+"""The group words, in the order in which their files are merged: a later one wins over an earlier one."""
+
+RUN_FILES = "run"
+"""What `list_configs` calls the files that lie directly in configs/."""
+
+_PATH_INSTEAD = {
+    "model": "For a hub id or a folder write model.path={name}.",
+    "data": "For rows of your own write data.path={name}.",
+}
+
+
+def find_run_file(name: str, place: str, problems: list[str]) -> Path | None:
+    """The file of ``run=NAME``: a path that ends in .yaml or .yml, or a name in configs/."""
+    return _find(RUN_FILES, name, f"{place}: run={name}", problems)
+
+
+def find_group_file(group: str, name: str, place: str, problems: list[str]) -> Path | None:
+    """The file of ``group=NAME``: a path that ends in .yaml or .yml, or a name in configs/<group>/."""
+    return _find(group, name, f"{place}: {group}={name}", problems)
+
+
+def list_configs() -> dict[str, list[tuple[str, str]]]:
+    """For `run` and every group its names, each with the description in the file's first line."""
+    return {
+        group: [(name, _description(path)) for name, path in sorted(_named_files(group).items())]
+        for group in (RUN_FILES, *GROUPS)
+    }
+
+
+def shown_path(path: Path) -> str:
+    """A path as messages name it: relative to the current directory, `shipped configs/…`, else absolute."""
+    path = path.absolute()
+    for folder, prefix in ((Path.cwd(), ""), (shipped_folder("configs").parent, "shipped ")):
+        if path.is_relative_to(folder):
+            return prefix + path.relative_to(folder).as_posix()
+    return str(path)
+
+
+def _find(group: str, name: str, word: str, problems: list[str]) -> Path | None:
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name).expanduser()
+        if path.is_file():
+            return path
+        what = "is not a file" if path.exists() else "does not exist"
+        problems.append(f"{word}: the file {what} (looked in {Path.cwd()})")
+        return None
+    files = _named_files(group)
+    if name in files:
+        return files[name]
+    folder = "configs" if group == RUN_FILES else f"configs/{group}"
+    hints = [did_you_mean(name, files), _hint(group, name)]
+    there = f"There is: {', '.join(sorted(files))}." if files else ""
+    message = f"{word}: there is no {folder}/{name}.yaml, neither here nor shipped."
+    problems.append(" ".join(part for part in (message, there, *hints) if part))
+    return None
+
+
+def _hint(group: str, name: str) -> str:
+    inside = Path(name) / "config.yaml"
+    if group == RUN_FILES and inside.is_file():
+        return f"For the run in this folder write run={inside}."
+    if group in _PATH_INSTEAD and re.search(r"[/.~:]", name):
+        return _PATH_INSTEAD[group].format(name=name)
+    return ""
+
+
+def _named_files(group: str) -> dict[str, Path]:
+    """Name to file; what lies in ./configs wins over what is shipped."""
+    below = "" if group == RUN_FILES else group
+    folders = (shipped_folder("configs") / below, Path.cwd() / "configs" / below)
+    return {path.stem: path for folder in folders for path in folder.glob("*.y*ml") if path.is_file()}
+
+
+def _description(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8") as file:
+            line = file.readline(200)
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return line.lstrip("# ").rstrip() if line.startswith("#") else ""

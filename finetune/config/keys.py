@@ -1,0 +1,123 @@
+"""What dotted keys there are and what each takes, in plain words, all read from the schema."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from finetune.config.schema import Config, Section
+
+
+@cache
+def fields() -> dict[str, FieldInfo]:
+    """Every dotted key that takes a value, and its field: `seed`, `training.max_steps`, ..."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in Config.model_fields.items():
+        section = section_class(name)
+        if section is None:
+            found[name] = field
+        else:
+            found |= {f"{name}.{key}": inner for key, inner in section.model_fields.items()}
+    return found
+
+
+def section_class(name: str) -> type[Section] | None:
+    """The model of a section, or None where ``name`` is not a section."""
+    field = Config.model_fields.get(name)
+    annotation = field.annotation if field else None
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
+
+
+def takes_text(dotted: str) -> bool:
+    """Whether a key takes text and nothing but text (and null)."""
+    field = fields().get(dotted)
+    return field is not None and _is_text(field.annotation)
+
+
+def takes_mapping(dotted: str) -> bool:
+    """Whether a key takes free keys and values of its own, as optim.args does."""
+    field = fields().get(dotted)
+    return field is not None and any(get_origin(kind) is dict for kind in _alternatives(field.annotation))
+
+
+def expected(dotted: str) -> str:
+    """What a key takes, in plain words: ``a whole number above 0``."""
+    return _in_words(_field_schema(dotted))
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """``Did you mean a or b?``, or nothing where nothing is close."""
+    close = difflib.get_close_matches(name, list(choices), n=2, cutoff=0.7)
+    return f"Did you mean {' or '.join(close)}?" if close else ""
+
+
+def did_you_mean_key(dotted: str) -> str:
+    """The same for a dotted key: one with the same last part in another section comes first."""
+    last = dotted.rpartition(".")[2]
+    same = [key for key in fields() if key.rpartition(".")[2] == last]
+    return f"Did you mean {' or '.join(same)}?" if same else did_you_mean(dotted, fields())
+
+
+def _alternatives(annotation: object) -> tuple[object, ...]:
+    """The members of a union (``int | None`` has two), or the annotation alone."""
+    return get_args(annotation) if NoneType in get_args(annotation) else (annotation,)
+
+
+def _is_text(annotation: object) -> bool:
+    kinds = [kind for kind in _alternatives(annotation) if kind is not NoneType]
+    return all(
+        kind is str or (get_origin(kind) is Literal and all(isinstance(choice, str) for choice in get_args(kind)))
+        for kind in kinds
+    )
+
+
+@cache
+def _whole_schema() -> dict[str, Any]:
+    return Config.model_json_schema()
+
+
+def _field_schema(dotted: str) -> Mapping[str, Any]:
+    section, _, key = dotted.rpartition(".")
+    model = section_class(section)
+    holder: dict[str, Any] = _whole_schema()["$defs"][model.__name__] if model else _whole_schema()
+    schema: Mapping[str, Any] = holder["properties"][key]
+    return schema
+
+
+def _in_words(schema: Mapping[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_in_words(kind) for kind in schema["anyOf"])
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if choices:
+        return f"one of {', '.join(choices)}" if len(choices) > 1 else f"'{choices[0]}'"
+    kind = schema.get("type")
+    if kind in ("integer", "number"):
+        return ("a whole number" if kind == "integer" else "a number") + _limits(schema)
+    if kind == "array":
+        return f"a list ([a, b]), each {_in_words(schema['items'])}"
+    words = {
+        "string": "text",
+        "boolean": "true or false",
+        "null": "null",
+        "object": "keys with values ({a: 1})",
+    }
+    return words[str(kind)]
+
+
+def _limits(schema: Mapping[str, Any]) -> str:
+    low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
+    high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
+    if low is not None and high is not None:
+        return f" from {low} to {high}"
+    words = [
+        f"of at least {low}" if low is not None else "",
+        f"above {above}" if above is not None else "",
+        f"of at most {high}" if high is not None else "",
+        f"below {below}" if below is not None else "",
+    ]
+    return "".join(f" {word}" for word in words if word).replace(" below", " and below")

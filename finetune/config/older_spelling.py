@@ -1,0 +1,176 @@
+"""The one table that maps the keys of earlier systems to ours.
+
+It works on the settings of one file, or of the command line, before anything is merged: whatever an older key
+says, it says at its place. Types were written ``!pyobject package.Class``; none is resolved here.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from finetune.config.yaml_reader import Setting
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Read as another key. What stands below the older key then stands below ours."""
+
+    key: str
+    convert: Callable[[object], object] | None = None
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Has no counterpart and needs none."""
+
+    reason: str
+    if_value: Callable[[object], bool] | None = None
+    """Dropped only with such a value; with any other the key stays and is checked like a key of ours."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Asks for something that this toolkit does not do."""
+
+    reason: str
+
+
+Rule = Renamed | Dropped | Refused
+
+_LOSS = "the loss is always next-token cross-entropy over all target tokens of the global batch. Remove the key."
+_ONE_DEVICE = "a process has one device, training.device, for all it does"
+_NOT_CAUSAL = (
+    "only causal language models are trained: the loss is always next-token cross-entropy. "
+    "Choose one with model=NAME or model.path=…, and remove model.type."
+)
+
+
+_CAUSAL_LM_NAME = re.compile(r"(?i)causal_?lm|\w*forcausallm|phi|phi[-_]?[0-9][\w.-]*|phi[-_]?(tiny|moe)")
+
+
+def _is_nothing(value: object) -> bool:
+    return value in (None, [], {})
+
+
+def _is_causal_lm(value: object) -> bool:
+    # The last part of `microsoft/phi-4` or `transformers.Phi3ForCausalLM`, but not of `phi-3.5`.
+    name = re.split(r"/|\.(?=[A-Za-z_])", str(value))[-1]
+    return value is None or bool(_CAUSAL_LM_NAME.fullmatch(name))
+
+
+def _only_item(value: object) -> object:
+    """``[3]`` as 3. Longer lists stay and are refused as the wrong type: their items have no names."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _number(value: object) -> object:
+    return int(value) if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value) else value
+
+
+def _class_name(value: object) -> object:
+    return f"torch.optim.{value}" if isinstance(value, str) and value.isidentifier() else value
+
+
+TABLE: dict[str, tuple[Rule, ...]] = {
+    "training.optimizer_type": (Renamed("optim.optimizer", _class_name),),
+    "training.optimizer_args": (
+        Dropped("it is empty", _is_nothing),
+        Renamed("optim.learning_rate", _only_item),  # the first positional argument of every torch optimizer
+    ),
+    "training.optimizer_args.lr": (Renamed("optim.learning_rate"),),
+    "training.optimizer_args.weight_decay": (Renamed("optim.weight_decay"),),
+    "training.optimizer_args.*": (Renamed("optim.args"),),
+    "training.optimizer_kwargs": (Dropped("it is empty", _is_nothing),),
+    "training.optimizer_kwargs.lr": (Renamed("optim.learning_rate"),),
+    "training.optimizer_kwargs.weight_decay": (Renamed("optim.weight_decay"),),
+    "training.optimizer_kwargs.*": (Renamed("optim.args"),),
+    "training.path": (Renamed("output_dir"),),
+    "training.seed": (Renamed("seed"),),
+    "training.checkpoint_at": (Renamed("checkpoint.save_every_epochs"),),
+    "training.epochs": (Renamed("training.num_epochs"),),
+    "num_epochs": (Renamed("training.num_epochs"),),
+    "epochs": (Renamed("training.num_epochs"),),
+    "early_stopping.type": (Dropped("there is one rule, and early_stopping.patience sets it"),),
+    "early_stopping.args": (
+        Dropped("it is empty", _is_nothing),
+        Renamed("early_stopping.patience", _only_item),
+    ),
+    "early_stopping.args.*": (Renamed("early_stopping"),),
+    "early_stopping.kwargs": (Dropped("it is empty", _is_nothing),),
+    "early_stopping.kwargs.*": (Renamed("early_stopping"),),
+    "validation.validator.device": (Dropped(_ONE_DEVICE),),
+    "testing.tester.device": (Dropped(_ONE_DEVICE),),
+    "parallel.master_port": (Renamed("parallel.master_port", _number),),
+    "criterion": (Refused(_LOSS),),
+    "criterion.*": (Refused(_LOSS),),
+    "training.criterion": (Refused(_LOSS),),
+    "training.criterion.*": (Refused(_LOSS),),
+    "model.type": (
+        Dropped("the class follows from the model's own config.json", _is_causal_lm),
+        Refused(_NOT_CAUSAL),
+    ),
+}
+"""Older key (``.*``: anything below it) to what becomes of it. The first rule that applies counts."""
+
+
+def translate(settings: list[Setting], problems: list[str]) -> list[Setting]:
+    """The settings of one file or of the command line in our spelling, with one warning for each older key.
+
+    Args:
+        settings: as they were written.
+        problems: receives what is refused, and keys given in both spellings.
+    """
+    kept: list[Setting] = []
+    refused: set[str] = set()
+    for setting in settings:
+        older, rule = _rule(setting)
+        if isinstance(rule, Refused):
+            if older not in refused:
+                problems.append(f"{setting.origin}: {older}: is refused: {rule.reason}")
+            refused.add(older)
+        elif isinstance(rule, Dropped):
+            _log.warning("%s: %s is left out: %s", setting.origin, setting.dotted, rule.reason)
+        elif rule is not None:
+            kept.append(_renamed(setting, older, rule))
+        else:
+            kept.append(setting)
+    _report_both_spellings(kept, problems)
+    return kept
+
+
+def _rule(setting: Setting) -> tuple[str, Rule | None]:
+    """The rule for a setting, and the older key that it is listed under, without ``.*``."""
+    for depth in range(len(setting.key), 0, -1):
+        older = ".".join(setting.key[:depth])
+        for rule in TABLE.get(older if depth == len(setting.key) else f"{older}.*", ()):
+            if not isinstance(rule, Dropped) or rule.if_value is None or rule.if_value(setting.value):
+                return older, rule
+    return "", None
+
+
+def _renamed(setting: Setting, older: str, rule: Renamed) -> Setting:
+    below = setting.key[older.count(".") + 1 :]
+    value = rule.convert(setting.value) if rule.convert else setting.value
+    key = (*rule.key.split("."), *below)
+    if key == setting.key:
+        if value is not setting.value:
+            _log.warning("%s: %s is read as the number %s", setting.origin, setting.dotted, value)
+        return replace(setting, value=value)
+    new = replace(setting, key=key, value=value, older_key=setting.dotted)
+    _log.warning("%s: %s is an older spelling of %s", setting.origin, setting.dotted, new.dotted)
+    return new
+
+
+def _report_both_spellings(settings: list[Setting], problems: list[str]) -> None:
+    written: dict[tuple[str, ...], Setting] = {}
+    for setting in settings:
+        other = written.setdefault(setting.key, setting)
+        if other.older_key != setting.older_key:
+            first = f"{other.older_key or other.dotted} ({other.origin})"
+            again = setting.older_key or setting.dotted
+            problems.append(f"{setting.origin}: {again}: means the same as {first}. Keep one of the two.")

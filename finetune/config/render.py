@@ -1,0 +1,72 @@
+"""Write a config as YAML, with or without where each value came from, and its schema for editors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import yaml
+
+from finetune.config.config_files import GROUPS
+from finetune.config.keys import fields, section_class
+from finetune.config.schema import Config
+from finetune.config.yaml_reader import PLAIN_VALUES, DottedName
+
+_MAX_ALIGNED = 60
+"""A longer line is followed by its comment at once; the others are not moved out for its sake."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that we would read as something else, besides text that PyYAML would."""
+
+
+for _tag, (_pattern, _first_characters) in PLAIN_VALUES.items():
+    _Dumper.add_implicit_resolver(_tag, _pattern, _first_characters)
+
+
+_Dumper.add_representer(DottedName, lambda dumper, name: dumper.represent_scalar("!pyobject", str(name)))
+
+
+def resolved_yaml(config: Config) -> str:
+    """Every key with its value, as a run's config.yaml. As a run file it composes to an equal config."""
+    return "".join(f"{line}\n" for line, _ in _lines(config.model_dump()))
+
+
+def show(config: Config) -> str:
+    """The same, with a comment on each line: file and line, `command line` or `default`."""
+    lines = list(_lines(config.model_dump()))
+    column = max(len(line) for line, _ in lines if len(line) <= _MAX_ALIGNED) + 2
+    return "".join(f"{line.ljust(column - 2)}  # {config.origin(key)}\n" if key else f"{line}\n" for line, key in lines)
+
+
+def json_schema() -> dict[str, Any]:
+    """A JSON Schema of config files: sections, dotted keys at the top, groups by name. Nothing is required."""
+    schema = Config.model_json_schema()
+    properties = schema["properties"]
+    for dotted in fields():
+        section, _, key = dotted.rpartition(".")
+        model = section_class(section)
+        if model is not None:
+            properties[dotted] = {"$ref": f"#/$defs/{model.__name__}/properties/{key}"}
+    for group in GROUPS:
+        by_name = {"type": "string", "description": f"Chooses configs/{group}/NAME.yaml; in a run file only."}
+        properties[group] = {"anyOf": [by_name, properties[group]]} if group in properties else by_name
+    title = "A config file of finetune: a run file, or a file of a group"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": title}
+
+
+def _lines(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
+    """Each line of the YAML text, and the dotted key whose value it shows (none where it opens a mapping)."""
+    for name, value in values.items():
+        key = (*above, name)
+        start = f"{'  ' * len(above)}{_inline(name)}:"
+        if isinstance(value, Mapping) and value:
+            yield start, ""
+            yield from _lines(value, key)
+        else:
+            yield f"{start} {_inline(value)}", ".".join(key)
+
+
+def _inline(value: object) -> str:
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9)
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,295 @@
+"""Every key there is, with its type, its default and its meaning. Other modules are handed a section of it.
+
+No torch is imported here: a config error must answer in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+ALLOWED_OBJECT_MODULES = ("torch.optim", "transformers.optimization", "bitsandbytes.optim")
+"""Modules from which a dotted name in a config may be resolved. Nothing else is imported on a config's word."""
+
+
+def is_allowed_object(name: str) -> bool:
+    """Whether a dotted name stands directly in one of `ALLOWED_OBJECT_MODULES`. Imports nothing."""
+    module, _, attribute = name.rpartition(".")
+    return module in ALLOWED_OBJECT_MODULES and attribute.isidentifier()
+
+
+def refused_object(name: str) -> str:
+    """Why a dotted name is refused, for messages."""
+    return f"{name} is not directly in a module that a config may name: {', '.join(ALLOWED_OBJECT_MODULES)}"
+
+
+class Section(BaseModel):
+    """A frozen group of keys; unknown keys and values of another type are refused."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class ParallelSection(Section):
+    """How many processes train together. Unset keys are read from the launcher's environment."""
+
+    world_size: PositiveInt | None = None
+    """Number of processes. Checked against the launcher when set."""
+    rank: NonNegativeInt | None = None
+    """Rank of this process. Checked against the launcher when set."""
+    master_addr: str | None = None
+    """Address of rank 0. Default: the launcher's."""
+    master_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port of rank 0. Default: the launcher's."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """auto: nccl with CUDA, gloo without."""
+    timeout_minutes: PositiveFloat = 60.0
+    """How long a collective may wait for the other ranks."""
+
+
+class ModelSection(Section):
+    """The base model and its tokenizer."""
+
+    path: str | None = None
+    """A hub id (`microsoft/phi-4`), a local folder, or `shipped:phi_tiny`."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """random: build from the configuration alone with seeded random weights."""
+    config: dict[str, Any] | None = None
+    """With `init: random`: the model's configuration with its `model_type`, in place of the one at `path`."""
+    tokenizer: str | None = None
+    """Where the tokenizer is, if not at `path`."""
+    chat_template: str | None = None
+    """A Jinja chat template, or the path of a .jinja file. The tokenizer's own wins where it has one."""
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    """The attention implementation asked of transformers."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Leave it off: every Phi text model has a native class."""
+
+
+class LoaderKeys(Section):
+    """What every data loader can be told."""
+
+    batch_size: PositiveInt = 8
+    """The most examples a process handles at once (one micro-batch)."""
+    num_workers: NonNegativeInt = 0
+    """Worker processes that put batches together; 0: the training process does it."""
+    pin_memory: bool = False
+    """Page-locked host memory, for faster copies to a GPU."""
+    prefetch_factor: PositiveInt | None = None
+    """Batches each worker holds ready. Needs `num_workers` above 0."""
+    drop_last: bool = False
+    """Leave out a last batch that is not full. Off, so that no row is lost."""
+
+    @field_validator("prefetch_factor")
+    @classmethod
+    def _prefetch_needs_workers(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("num_workers") == 0:
+            raise ValueError(f"{value} needs num_workers of at least 1 in the same section, which is 0")
+        return value
+
+
+class DataSection(Section):
+    """Where the rows come from and how they are cut."""
+
+    path: str | None = None
+    """A JSONL, JSON, CSV or Parquet file, a folder of such, a `datasets` directory, a hub id, `shipped:orders`."""
+    name: str | None = None
+    """The configuration of a hub data set that has several."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub data set."""
+    train: str | None = None
+    """A file, or the name of a split at `path`. Default: `train`, or all of a single file."""
+    validation: str | None = None
+    """A file, or the name of a split at `path`. Default: `validation`, `valid`, `dev` or none."""
+    test: str | None = None
+    """A file, or the name of a split at `path`. Default: `test` or none."""
+    format: Literal["auto", "messages", "prompt_completion", "text"] = "auto"
+    """What a row is; auto looks at the columns."""
+    max_length: PositiveInt = 2048
+    """The most tokens a row may have; longer rows are truncated and counted."""
+    max_rows: PositiveInt | None = None
+    """Use only the first rows of each split."""
+    cache_dir: str = "~/.cache/finetune"
+    """Where encoded data is kept, once per node."""
+
+
+class LoraSection(Section):
+    """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685)."""
+
+    r: PositiveInt = 16
+    """Rank of each update."""
+    alpha: PositiveFloat = 32.0
+    """The update is scaled by alpha / r."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout on each adapter's input."""
+    targets: Literal["auto"] | list[str] = "auto"
+    """Names or regular expressions of the layers to adapt; auto: all linear layers but the head."""
+
+
+class OptimSection(Section):
+    """The optimizer and its learning rate."""
+
+    optimizer: str = "torch.optim.AdamW"
+    """Dotted name of an optimizer class from torch.optim, transformers.optimization or bitsandbytes.optim."""
+    learning_rate: NonNegativeFloat = 2e-4
+    """The highest learning rate of the schedule."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decay of the trained weights (matrices only; biases, norms and other vectors are left out)."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the optimizer, for example `{betas: [0.9, 0.95]}`."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """How the learning rate falls after the warm-up: in a line to zero, along a cosine to zero, or not."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps in which the learning rate rises in a line from zero."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Gradients are scaled down to this norm when theirs is larger; null: never."""
+
+    @field_validator("optimizer")
+    @classmethod
+    def _allowed_module(cls, name: str) -> str:
+        if not is_allowed_object(name):
+            raise ValueError(refused_object(name))
+        return name
+
+
+class TrainingSection(LoaderKeys):
+    """The training loop."""
+
+    method: Literal["lora", "full"] = "lora"
+    """What is trained: a LoRA adapter, or every weight."""
+    max_steps: PositiveInt | None = None
+    """Stop after this many optimizer steps, whatever `num_epochs` says."""
+    num_epochs: PositiveInt = 1
+    """Passes over the training rows."""
+    global_batch_size: PositiveInt | None = None
+    """Examples per optimizer step over all processes. Default: batch_size x the world size asked for."""
+    max_tokens_per_microbatch: PositiveInt | None = None
+    """A second limit on a micro-batch: its rows, padded to the longest, hold at most this many tokens."""
+    packing: bool = False
+    """Put several rows into one sequence without padding. Not in this version."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """auto: bf16 where the accelerator has it, fp32 elsewhere. fp16 is refused: its range is too small."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:1` or `mps`. A whole number n is read as `cuda:n`, null as `auto`."""
+    deterministic: bool = False
+    """Ask torch for deterministic algorithms everywhere; an operation without one is then an error."""
+    debug: bool = False
+    """Log shapes and devices of the first batches and show full tracebacks."""
+    log_every: PositiveInt = 10
+    """Optimizer steps between two lines of the log without a terminal. metrics.jsonl has every step."""
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _device_name(cls, value: object) -> object:
+        if value is None:
+            return "auto"
+        name = f"cuda:{value}" if re.fullmatch("[0-9]+", str(value)) else str(value).strip().lower()
+        if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]+)?", name):
+            raise ValueError(f"expected auto, cpu, cuda, cuda:N, mps or a whole number, got '{value}'")
+        return name
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _no_fp16(cls, value: object) -> object:
+        if value in ("fp16", "float16", "half"):
+            raise ValueError(
+                "fp16 is not supported: gradients underflow and activations of Phi models overflow its range of "
+                "65504 without notice. Use bf16 (same memory, range of fp32) or fp32"
+            )
+        return value
+
+    @field_validator("packing")
+    @classmethod
+    def _packing_is_to_come(cls, value: bool) -> bool:
+        if value:
+            raise ValueError("packing is not in this version; leave it false")
+        return value
+
+
+class ValidationSection(LoaderKeys):
+    """Loss on the validation split while training."""
+
+    validate_every: PositiveInt | None = None
+    """Optimizer steps between two validations. Default: at the end of each epoch."""
+
+
+class TestingSection(LoaderKeys):
+    """The test phase after training: loss and generated answers, base against tuned."""
+
+    batch_size: PositiveInt = 32
+    """The most examples a process handles at once."""
+    metrics: list[Literal["exact_match", "json_valid"]] = Field(default_factory=list)
+    """Measures on generated answers. Empty: only the loss is taken."""
+    compare_base: bool = True
+    """Measure the base model too, where switching the adapter off gives it."""
+    max_new_tokens: PositiveInt = 256
+    """The most tokens of a generated answer."""
+    num_samples: NonNegativeInt = 3
+    """Prompts printed with both answers."""
+
+
+class EarlyStoppingSection(Section):
+    """Stop when the validation loss no longer falls."""
+
+    patience: PositiveInt | None = None
+    """Validations in a row without improvement after which training stops; null: never."""
+    min_delta: NonNegativeFloat = 0.0
+    """The least fall that counts as improvement, in nats per target token."""
+
+
+class CheckpointSection(Section):
+    """When to save and what to keep. The last step is always saved."""
+
+    save_every: PositiveInt | None = None
+    """Optimizer steps between two checkpoints; null: by epochs alone."""
+    save_every_epochs: PositiveInt | None = 1
+    """Epochs between two checkpoints; null: by steps alone."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept; the best one is kept besides."""
+
+
+class Config(Section):
+    """A whole run: what `config.yaml` in a run's folder holds."""
+
+    ddp: bool | None = None
+    """true: train with the other processes of the launch; false: alone; null: as the launcher started us."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seeds initial weights, the order of rows and dropout."""
+    output_dir: str = "runs/run"
+    """The run's folder."""
+    resume: Literal["never", "auto"] = "never"
+    """auto: go on from the newest valid checkpoint in `output_dir`, or start where there is none."""
+    strict: bool = False
+    """Refuse every fallback in place of taking and recording it."""
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
+    model: ModelSection = Field(default_factory=ModelSection)
+    data: DataSection = Field(default_factory=DataSection)
+    lora: LoraSection = Field(default_factory=LoraSection)
+    optim: OptimSection = Field(default_factory=OptimSection)
+    training: TrainingSection = Field(default_factory=TrainingSection)
+    validation: ValidationSection = Field(default_factory=ValidationSection)
+    testing: TestingSection = Field(default_factory=TestingSection)
+    early_stopping: EarlyStoppingSection = Field(default_factory=EarlyStoppingSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def origin(self, key: str) -> str:
+        """Where a dotted key's value came from: `configs/task/debug.yaml:4`, `command line`, or `default`."""
+        return self._origins.get(key, "default")
+
+    def __eq__(self, other: object) -> bool:
+        """Equal values; where they came from does not matter."""
+        return isinstance(other, Config) and self.model_dump() == other.model_dump()

@@ -1,0 +1,215 @@
+"""What goes into which step and onto which rank: functions of (seed, epoch), never state.
+
+The order of an epoch is a permutation of all rows. It is cut into global batches, each global batch into micro-batches
+by one rule that does not look at the world size, and the ranks are dealt whole micro-batches. So a step holds the same
+micro-batches under every world size, and resuming needs only the step's number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, Sampler
+
+from finetune.config.schema import LoaderKeys
+from finetune.data.encode import EncodedExample, EncodedExamples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Microbatch:
+    """One forward: rows padded on the right to the longest."""
+
+    input_ids: torch.Tensor
+    """Token ids, int64, shape (batch, time)."""
+    is_target: torch.Tensor
+    """True for tokens that carry loss, shape (batch, time)."""
+    num_tokens: int
+    """Tokens without padding."""
+    num_targets: int
+
+    def to(self, device: torch.device) -> Microbatch:
+        """A copy on another device."""
+        return Microbatch(
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            is_target=self.is_target.to(device, non_blocking=True),
+            num_tokens=self.num_tokens,
+            num_targets=self.num_targets,
+        )
+
+    def pin_memory(self) -> Microbatch:
+        """What a loader with `pin_memory` calls."""
+        return Microbatch(
+            input_ids=self.input_ids.pin_memory(),
+            is_target=self.is_target.pin_memory(),
+            num_tokens=self.num_tokens,
+            num_targets=self.num_targets,
+        )
+
+
+class Share(NamedTuple):
+    """A micro-batch's number in the global batch of its step, and the rows in it."""
+
+    microbatch: int
+    rows: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """How rows become steps.
+
+    Attributes:
+        lengths: tokens of each row.
+        global_batch_size: rows per optimizer step over all ranks.
+        batch_size: the most rows of a micro-batch.
+        max_tokens: the most tokens of a micro-batch with its padding, or None.
+        boundary: rows up to this length never share a micro-batch with longer ones, or None. LongRoPE models choose
+            their factors for a whole batch from its longest row.
+        drop_last: leave out a last global batch that is not full.
+        seed: of the order.
+    """
+
+    lengths: Sequence[int]
+    global_batch_size: int
+    batch_size: int
+    max_tokens: int | None = None
+    boundary: int | None = None
+    drop_last: bool = False
+    seed: int = 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps that one pass over the rows takes."""
+        full, rest = divmod(len(self.lengths), self.global_batch_size)
+        return full + (1 if rest and not self.drop_last else 0)
+
+    def order(self, epoch: int) -> list[int]:
+        """All rows in this epoch's order."""
+        generator = torch.Generator().manual_seed(derived_seed(self.seed, "order", epoch))
+        return torch.randperm(len(self.lengths), generator=generator).tolist()
+
+    def epoch_share(self, epoch: int, first_step: int, rank: int, world_size: int) -> list[list[Share]]:
+        """What one rank computes in each step of an epoch from `first_step` on; a step may hold nothing for it."""
+        order = self.order(epoch)
+        size = self.global_batch_size
+        return [
+            [
+                Share(index, rows)
+                for index, rows in enumerate(self.cut(order[step * size : (step + 1) * size]))
+                if index % world_size == rank
+            ]
+            for step in range(first_step, self.steps_per_epoch)
+        ]
+
+    def cut(self, rows: Sequence[int]) -> list[list[int]]:
+        """Cut a global batch: longest rows first, so that rows of like length share their padding."""
+        cuts: list[list[int]] = []
+        for row in sorted(rows, key=lambda row: (-self.lengths[row], row)):
+            if not cuts or not self._fits(cuts[-1], row):
+                cuts.append([])
+            cuts[-1].append(row)
+        return cuts
+
+    def _fits(self, cut: list[int], row: int) -> bool:
+        longest = self.lengths[cut[0]]
+        crosses = self.boundary is not None and self.lengths[row] <= self.boundary < longest
+        too_many = self.max_tokens is not None and longest * (len(cut) + 1) > self.max_tokens
+        return len(cut) < self.batch_size and not crosses and not too_many
+
+
+class PlannedSampler(Sampler[list[int]]):
+    """Yields lists of rows that were planned beforehand."""
+
+    def __init__(self, batches: list[list[int]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the rows of one micro-batch after the other."""
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class TrainLoader(DataLoader[Microbatch]):
+    """This rank's micro-batches, a step at a time.
+
+    Args:
+        examples: the training rows.
+        plan: how they become steps.
+        keys: workers, pinning, prefetching.
+        rank: this process.
+        world_size: over how many processes the micro-batches are dealt.
+    """
+
+    def __init__(
+        self, examples: EncodedExamples, plan: BatchPlan, keys: LoaderKeys, *, rank: int, world_size: int
+    ) -> None:
+        self.plan = plan
+        self._rank = rank
+        self._world_size = world_size
+        self._sampler = PlannedSampler([])
+        super().__init__(examples, batch_sampler=self._sampler, collate_fn=collate, **_loader_options(keys))  # type: ignore[arg-type]
+
+    def steps(self, epoch: int, first_step: int = 0) -> Iterator[list[tuple[int, Microbatch]]]:
+        """Yield, step by step of an epoch, this rank's (index in the global batch, micro-batch) pairs; perhaps none."""
+        shares = self.plan.epoch_share(epoch, first_step, self._rank, self._world_size)
+        self._sampler.batches = [share.rows for step in shares for share in step]
+        loaded = iter(self)
+        for step in shares:
+            yield [(share.microbatch, next(loaded)) for share in step]
+
+
+class EvaluationLoader(DataLoader[Microbatch]):
+    """This rank's part of a split, each row once over all ranks. `row_batches` tells which rows a batch holds."""
+
+    def __init__(
+        self,
+        examples: EncodedExamples,
+        keys: LoaderKeys,
+        *,
+        boundary: int | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        lengths = examples.lengths.tolist()
+        plan = BatchPlan(lengths=lengths, global_batch_size=len(lengths), batch_size=keys.batch_size, boundary=boundary)
+        cuts = plan.cut(range(len(lengths)))
+        if keys.drop_last:
+            cuts = [cut for cut in cuts if len(cut) == keys.batch_size]
+        self.row_batches = cuts[rank::world_size]
+        sampler = PlannedSampler(self.row_batches)
+        super().__init__(examples, batch_sampler=sampler, collate_fn=collate, **_loader_options(keys))  # type: ignore[arg-type]
+
+
+def collate(examples: Sequence[EncodedExample]) -> Microbatch:
+    """Put rows together, padded on the right with zeros: padding is known by its position, never by its id."""
+    longest = max(len(example.input_ids) for example in examples)
+    input_ids = torch.zeros(len(examples), longest, dtype=torch.int64)
+    is_target = torch.zeros(len(examples), longest, dtype=torch.bool)
+    for row, example in enumerate(examples):
+        input_ids[row, : len(example.input_ids)] = example.input_ids
+        is_target[row, : len(example.is_target)] = example.is_target
+    return Microbatch(
+        input_ids=input_ids,
+        is_target=is_target,
+        num_tokens=sum(len(example.input_ids) for example in examples),
+        num_targets=int(is_target[:, 1:].sum()),  # nothing predicts a row's first token
+    )
+
+
+def derived_seed(*parts: int | str) -> int:
+    """A seed from parts, alike on every machine: 63 bits of their SHA-256."""
+    text = "/".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _loader_options(keys: LoaderKeys) -> dict[str, object]:
+    return {
+        "num_workers": keys.num_workers,
+        "pin_memory": keys.pin_memory and torch.cuda.is_available(),
+        "prefetch_factor": keys.prefetch_factor,
+    }

@@ -1,0 +1,173 @@
+"""Encoded rows on disk, by content: the first process of a node makes them, the others read them.
+
+The name of a file is a digest of everything its content depends on, so a file is never out of date; it is written
+aside and renamed, so under its name it is whole; and its own digest is checked when it is read. The processes of a
+node agree by a file lock, with no collective: encoding may take longer than a collective may wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from finetune.durable import describe_os_error, replace_file
+from finetune.fallbacks import Fallback, Fallbacks
+from finetune.file_lock import file_lock
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.config.schema import DataSection
+    from finetune.data.rows import Examples
+
+_log = logging.getLogger(__name__)
+
+ENCODING_VERSION = 1
+"""Raise it when the same rows and tokenizer give other tensors than before."""
+
+_METADATA_KEY = "finetune"  # one key only: safetensors writes several in random order
+
+
+class EncodedRows(NamedTuple):
+    """The rows of a split as flat tensors: row i is `token_ids[offsets[i]:offsets[i + 1]]`."""
+
+    token_ids: torch.Tensor
+    """int32, shape (tokens,)."""
+    is_target: torch.Tensor
+    """bool, shape (tokens,): the model must predict this token."""
+    offsets: torch.Tensor
+    """int64, shape (rows + 1,)."""
+    numbers: torch.Tensor
+    """int64, shape (rows,): line or row in the source."""
+    is_truncated: torch.Tensor
+    """bool, shape (rows,): the row was cut at data.max_length."""
+    kind: str = "text"
+    """What a row was: messages, prompt_completion or text."""
+
+
+_TENSORS = EncodedRows._fields[:-1]
+
+
+def encoding_key(examples: Examples, tokenizer_digest: str, section: DataSection) -> str:
+    """A SHA-256 over all that the encoded rows of a split depend on."""
+    parts = {
+        "version": ENCODING_VERSION,
+        "libraries": [version("transformers"), version("tokenizers")],
+        "rows": examples.source.digest(),
+        "format": section.format,
+        "max_rows": section.max_rows,
+        "max_length": section.max_length,
+        "tokenizer": tokenizer_digest,
+    }
+    return _digest_json(parts)
+
+
+def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A SHA-256 over the vocabulary, the merges, the special tokens and the chat template."""
+    backend: str = tokenizer.backend_tokenizer.to_str()
+    # Truncation and padding come first in it. Any call may have changed them, and none of ours uses them.
+    backend = backend[max(0, backend.find('"added_tokens"')) :]
+    special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return _digest_json([backend, special_tokens, tokenizer.chat_template])
+
+
+def load_or_encode(
+    folder: Path, key: str, encode: Callable[[], EncodedRows], fallbacks: Fallbacks, what: str
+) -> EncodedRows:
+    """The rows kept under a key, or new ones, kept from now on.
+
+    Args:
+        folder: the cache; made if missing.
+        key: see `encoding_key`.
+        encode: makes the rows.
+        fallbacks: told when the cache cannot be written.
+        what: names the rows in the log.
+
+    Raises:
+        DataError: whatever `encode` raises.
+        ConfigError: the cache cannot be written and the run is strict.
+    """
+    path = folder / f"encoded-{key[:32]}.safetensors"
+    found = _read(path, what)
+    if found is not None:
+        return found
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(file_lock(path.with_suffix(".lock"), waiting_for=f"the encoding of {what}"))
+        except OSError as error:
+            fallbacks.take(_without_cache(folder, error))
+            return encode()
+        found = _read(path, what)  # another process may have made it while we waited
+        if found is not None:
+            return found
+        made = encode()
+        try:
+            _write(path, made)
+        except OSError as error:
+            fallbacks.take(_without_cache(folder, error))
+        return made
+
+
+def digest_tensors(tensors: Iterable[torch.Tensor]) -> str:
+    """A SHA-256 over types, shapes and values."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def _digest_json(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _write(path: Path, rows: EncodedRows) -> None:
+    from safetensors.torch import save
+
+    tensors = {name: getattr(rows, name) for name in _TENSORS}
+    about = {"sha256": digest_tensors(tensors.values()), "kind": rows.kind}
+    replace_file(path, save(tensors, {_METADATA_KEY: json.dumps(about)}))
+
+
+def _read(path: Path, what: str) -> EncodedRows | None:
+    """The rows in a file; None where there is no file, or a damaged one, which the log then says."""
+    from safetensors import SafetensorError
+
+    if not path.exists():
+        return None
+    try:
+        rows = _parse(path)
+    except (SafetensorError, ValueError, KeyError, TypeError, OSError) as error:
+        _log.warning("%s is damaged (%s); %s is encoded again", path, error, what)
+        return None
+    _log.info("%s: encoded before, read from %s", what, path)
+    return rows
+
+
+def _parse(path: Path) -> EncodedRows:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()[_METADATA_KEY])
+        tensors = {name: file.get_tensor(name) for name in _TENSORS}
+    if digest_tensors(tensors.values()) != about["sha256"]:
+        raise ValueError("its content has changed since it was written")
+    return EncodedRows(**tensors, kind=about["kind"])
+
+
+def _without_cache(folder: Path, error: OSError) -> Fallback:
+    return Fallback(
+        what="data.cache_dir",
+        wanted=str(folder),
+        used="no cache: every process encodes the rows itself, at every start",
+        why=describe_os_error(error),
+    )

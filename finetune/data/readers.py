@@ -1,0 +1,259 @@
+"""From a file or a `datasets` object to raw rows, each with the number by which a person finds it again."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from finetune.durable import describe_os_error
+from finetune.errors import DataError
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+"""The files that can be read, by their ending."""
+
+_LIST_START = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
+_SPACE = re.compile(r"\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """One row as it was found: a value, or the problem that kept it from being read."""
+
+    number: int
+    """Line of the file, or row of the table, from 1."""
+    value: Any
+    problem: str | None = None
+
+
+class RowSource(Protocol):
+    """Where the rows of one split are. Nothing is read before `digest` or `rows` is called."""
+
+    @property
+    def label(self) -> str:
+        """The file or split as the user would name it."""
+        ...
+
+    def place(self, number: int) -> str:
+        """How to name one row: `orders/train.jsonl:17`, or `orders/train.csv row 17`."""
+        ...
+
+    def digest(self) -> str:
+        """A SHA-256 over the content of the rows."""
+        ...
+
+    def rows(self) -> Iterator[RawRow]:
+        """Every row from the first, rows that cannot be read included."""
+        ...
+
+
+@dataclass(frozen=True)
+class FileRows:
+    """The rows of one file; its ending says how it is read."""
+
+    path: Path
+    label: str
+
+    def place(self, number: int) -> str:
+        """See `RowSource.place`."""
+        return f"{self.label}:{number}" if self._has_lines else f"{self.label} row {number}"
+
+    def digest(self) -> str:
+        """See `RowSource.digest`: here over the ending and the bytes of the file.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        try:
+            with self.path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256")
+        except OSError as error:
+            raise DataError(f"{self.label} cannot be read: {describe_os_error(error)}.") from error
+        digest.update(self.path.suffix.encode())
+        return digest.hexdigest()
+
+    def rows(self) -> Iterator[RawRow]:
+        """See `RowSource.rows`.
+
+        Raises:
+            DataError: the file as a whole is not what its ending says.
+        """
+        if self.path.suffix == ".jsonl":
+            return _read_json_lines(self.path)
+        if self.path.suffix == ".json":
+            return _read_json(self.path, self.label)
+        return _read_table(self.path, self.label)
+
+    @property
+    def _has_lines(self) -> bool:
+        return self.path.suffix in (".jsonl", ".json")
+
+
+@dataclass(frozen=True)
+class DatasetRows:
+    """The rows of a `datasets.Dataset`."""
+
+    dataset: Any
+    label: str
+
+    def place(self, number: int) -> str:
+        """See `RowSource.place`."""
+        return f"{self.label} row {number}"
+
+    def digest(self) -> str:
+        """See `RowSource.digest`: here over the rows in Arrow form; the library's fingerprint is not of content."""
+        digest = hashlib.sha256()
+        for table in self.dataset.with_format("arrow").iter(batch_size=1000):
+            digest.update(str(table.schema.remove_metadata()).encode())
+            for batch in table.combine_chunks().to_batches():
+                digest.update(batch.serialize())
+        return digest.hexdigest()
+
+    def rows(self) -> Iterator[RawRow]:
+        """See `RowSource.rows`."""
+        return (RawRow(number, row) for number, row in enumerate(self.dataset, start=1))
+
+
+def _read_json_lines(path: Path) -> Iterator[RawRow]:
+    """One row per line; blank lines are passed over but counted."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.strip():
+                yield _parse_line(number, line)
+
+
+def _parse_line(number: int, line: bytes) -> RawRow:
+    try:
+        return RawRow(number, _parse_json(line.decode("utf-8")))
+    except UnicodeDecodeError as error:
+        problem = f"the line is not UTF-8 text (byte {error.start + 1}); expected UTF-8"
+    except json.JSONDecodeError as error:
+        problem = f"not JSON: {error.msg} at column {error.colno}; expected one JSON object per line"
+    except (ValueError, RecursionError) as error:
+        problem = f"not JSON: {error}; expected one JSON object per line"
+    return RawRow(number, None, problem)
+
+
+def _parse_json(text: str) -> object:
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no JSON value")
+
+
+def _read_json(path: Path, label: str) -> Iterator[RawRow]:
+    """A list of rows, an object `{"data": [rows]}`, or JSON lines under this ending (common on the hub)."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{label}: byte {error.start + 1} is not UTF-8. Save the file as UTF-8.") from None
+    start = _LIST_START.match(text)
+    if start is None:
+        return _read_json_lines(path)
+    return _read_json_list(text, start.end(), label, is_wrapped=start.group(1) is not None)
+
+
+def _read_json_list(text: str, position: int, label: str, *, is_wrapped: bool) -> Iterator[RawRow]:
+    """The elements of a list one by one, so that each has the line on which it starts."""
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+    line, counted = 1, 0
+    position = _after_space(text, position)
+    while not text.startswith("]", position):
+        line, counted = line + text.count("\n", counted, position), position
+        try:
+            value, position = decoder.raw_decode(text, position)
+            position = _after_row(text, position)
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{label}: the row that starts on line {line} is not JSON ({error}). Expected a list of "
+                'rows, an object {"data": [rows]}, or one row per line. Correct the file.'
+            ) from None
+        yield RawRow(line, value)
+    if text[position + 1 :].strip() != ("}" if is_wrapped else ""):
+        raise DataError(
+            f"{label}: there is more after the list of rows. Expected a list of rows, an object "
+            '{"data": [rows]} with nothing else in it, or one row per line. Correct the file.'
+        )
+
+
+def _after_row(text: str, position: int) -> int:
+    """The start of the next row, or the place of the `]` that ends the list."""
+    position = _after_space(text, position)
+    if text.startswith("]", position):
+        return position
+    if not text.startswith(",", position):
+        raise json.JSONDecodeError("Expecting ',' or ']' after a row", text, position)
+    position = _after_space(text, position + 1)
+    if text.startswith("]", position):
+        raise json.JSONDecodeError("Expecting a row after ','", text, position)
+    return position
+
+
+def _after_space(text: str, position: int) -> int:
+    found = _SPACE.match(text, position)
+    return found.end() if found else position
+
+
+def _read_table(path: Path, label: str) -> Iterator[RawRow]:
+    """A CSV or Parquet file through `datasets`, without a trace in its cache."""
+    with tempfile.TemporaryDirectory(prefix="finetune-table-") as folder, quiet_datasets():
+        dataset = _load_table(path, label, folder)
+        for number, row in enumerate(dataset, start=1):
+            yield RawRow(number, _with_parsed_messages(row) if path.suffix == ".csv" else row)
+
+
+def _load_table(path: Path, label: str, cache_dir: str) -> Iterable[dict[str, Any]]:
+    from datasets import Dataset, Features, Value
+
+    try:
+        loaded: Iterable[dict[str, Any]]
+        if path.suffix == ".parquet":
+            loaded = Dataset.from_parquet(str(path), cache_dir=cache_dir, keep_in_memory=True)
+            return loaded
+        # Every cell is text: left alone, `007` becomes 7 and a cell that says `null` becomes nothing.
+        columns = Features({name: Value("string") for name in _csv_header(path)})
+        loaded = Dataset.from_csv(
+            str(path), features=columns, cache_dir=cache_dir, keep_in_memory=True, keep_default_na=False
+        )
+        return loaded
+    except Exception as error:  # whatever pandas, pyarrow and datasets raise, it is about this file
+        cause = error.__cause__ or error
+        kind = path.suffix.removeprefix(".")
+        raise DataError(f"{label} cannot be read as {kind}: {type(cause).__name__}: {cause}") from error
+
+
+def _csv_header(path: Path) -> list[str]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        return next(csv.reader(file), [])
+
+
+def _with_parsed_messages(row: dict[str, Any]) -> dict[str, Any]:
+    """In CSV a conversation is JSON in a cell. A cell that is not JSON stays text and is refused as such later."""
+    if isinstance(row.get("messages"), str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return {**row, "messages": _parse_json(row["messages"])}
+    return row
+
+
+@contextlib.contextmanager
+def quiet_datasets() -> Iterator[None]:
+    """`datasets` without its progress bars, which would stand between our log lines."""
+    import datasets
+
+    was_on = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if was_on:
+            datasets.enable_progress_bars()

@@ -1,0 +1,252 @@
+"""From a conversation to text, and from text to the tokens a model must predict.
+
+A template is rendered once for the whole conversation. Where an answer starts is found by rendering the turns before
+it with the generation prompt, which must be how the whole text begins; where it ends is the first end-of-turn token
+from there on. No marker is searched for, and no token is taken for padding by its id.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from finetune.data.rows import BadRowError, Example, quote
+from finetune.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+    from transformers import PreTrainedTokenizerBase
+
+Conversation = Sequence[dict[str, str]]
+
+_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedRow:
+    """A row as text, ready for the tokenizer."""
+
+    text: str
+    answer_starts: tuple[int, ...]
+    """The character at which each answer starts. Empty for plain text: all tokens but the first are targets."""
+
+
+class TokenisedRow(NamedTuple):
+    """A row as tokens: ids, and for each a byte that is 1 where the model must predict it."""
+
+    token_ids: list[int]
+    is_target: bytearray
+
+
+class AnswerTokens:
+    """What a tokenizer says about its own tokens, asked once.
+
+    Args:
+        tokenizer: a fast tokenizer, with or without a chat template.
+
+    Raises:
+        DataError: it is not a fast tokenizer, or answers end with no token of their own.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if not tokenizer.is_fast:
+            raise DataError(
+                f"the tokenizer {type(tokenizer).__name__} gives no character offsets, which are needed to find "
+                "the answers. Use a fast one: a folder with tokenizer.json."
+            )
+        self.tokenizer = tokenizer
+        self.special_ids = _special_ids(tokenizer)
+        self.end_id = end_of_turn_id(tokenizer)
+        texts = {str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in self.special_ids}
+        longest_first = sorted(texts, key=lambda text: (-len(text), text))
+        self._special_text = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def special_text_in(self, example: Example) -> BadRowError | None:
+        """A content that spells a special token would be read as one: a turn could end or begin inside it."""
+        for content in example.contents:
+            found = self._special_text.search(content)
+            if found:
+                near = quote(content[max(0, found.start() - 20) : found.end() + 20])
+                return BadRowError(
+                    f"{near} contains {found.group()}, a special token of the tokenizer; expected text without it"
+                )
+        return None
+
+
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of the token that ends an answer, read from the chat template; without a template it is eos.
+
+    Raises:
+        DataError: the template ends an answer with no special token, or there is neither template nor eos.
+    """
+    if tokenizer.chat_template is None:
+        if tokenizer.eos_token_id is None:
+            raise DataError("the tokenizer has no chat template and no eos token, so nothing could end an answer.")
+        return int(tokenizer.eos_token_id)
+    (probe,) = render_conversations(tokenizer, [_PROBE])
+    if isinstance(probe, BadRowError):
+        raise DataError(f"the tokenizer's chat template cannot be used: {probe}")
+    encoding = tokenize(tokenizer, [probe.text])[0]
+    special_ids = _special_ids(tokenizer)
+    ids = encoding.ids
+    first = _first_token_of(encoding, ids, probe.answer_starts[0], len(probe.text), special_ids)
+    for token_id in ids[first + 1 :]:
+        if token_id in special_ids:
+            return token_id
+    raise DataError(
+        f"the chat template ends an answer with no special token (it renders {quote(probe.text)}), so a tuned "
+        "model could not learn to stop. Use another template: model.chat_template."
+    )
+
+
+def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config_eos: int | Sequence[int] | None = None) -> list[int]:
+    """The ids at which decoding stops: the end of turn, then eos, then what the generation config adds."""
+    extra = [generation_config_eos] if isinstance(generation_config_eos, int) else generation_config_eos or []
+    ids = [end_of_turn_id(tokenizer), tokenizer.eos_token_id, *extra]
+    return list(dict.fromkeys(int(token_id) for token_id in ids if token_id is not None))
+
+
+def render_examples(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[RenderedRow | BadRowError]:
+    """Each row as text, or why it has none. All rows must be of one kind.
+
+    Raises:
+        DataError: the tokenizer lacks what this kind of row needs.
+    """
+    kind = examples[0].kind
+    has_template = tokenizer.chat_template is not None
+    if kind == "messages" and not has_template:
+        raise DataError(
+            f"{examples[0].source} holds chat messages, but the tokenizer has no chat template. Give one "
+            "with model.chat_template, or use rows with prompt and completion."
+        )
+    if kind == "messages":
+        return render_conversations(tokenizer, [example.messages for example in examples])
+    if kind == "prompt_completion" and has_template:
+        return render_conversations(tokenizer, [_as_conversation(example) for example in examples])
+    eos = tokenizer.eos_token
+    if not isinstance(eos, str):
+        raise DataError(f"the tokenizer has no eos token, which must end each row of {kind}.")
+    if kind == "prompt_completion":
+        return [RenderedRow(e.prompt + e.completion + eos, (len(e.prompt),)) for e in examples]
+    return [RenderedRow(e.text if e.text.endswith(eos) else e.text + eos, ()) for e in examples]
+
+
+def render_conversations(
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation]
+) -> list[RenderedRow | BadRowError]:
+    """Each conversation as text with the starts of its answers, or why that cannot be."""
+    prefixes = [
+        [list(turns[:k]) for k, turn in enumerate(turns) if turn["role"] == "assistant"] for turns in conversations
+    ]
+    wholes = _render(tokenizer, [list(turns) for turns in conversations], with_prompt=False)
+    starts = iter(_render(tokenizer, [p for of_one in prefixes for p in of_one], with_prompt=True))
+    return [
+        _place_answers(turns, whole, [next(starts) for _ in of_one])
+        for turns, whole, of_one in zip(conversations, wholes, prefixes, strict=True)
+    ]
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Encoding]:
+    """Texts to tokens as they stand: the template has already put in whatever special tokens there are."""
+    batch = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    encodings: list[Encoding] = batch.encodings or []
+    return encodings
+
+
+def mark_targets(row: RenderedRow, encoding: Encoding, tokens: AnswerTokens) -> TokenisedRow | BadRowError:
+    """The tokens of a row, and which of them carry loss. The first never does: nothing comes before it."""
+    ids = encoding.ids
+    if not row.answer_starts:
+        return TokenisedRow(ids, bytearray(min(1, len(ids))) + b"\x01" * (len(ids) - 1))
+    is_target = bytearray(len(ids))
+    for start in row.answer_starts:
+        try:
+            first = _first_token_of(encoding, ids, start, len(row.text), tokens.special_ids)
+            last = ids.index(tokens.end_id, first)
+        except ValueError:
+            return BadRowError(f"no end of turn (id {tokens.end_id}) follows the answer {quote(row.text[start:])}")
+        is_target[first : last + 1] = b"\x01" * (last + 1 - first)
+    is_target[0] = 0
+    return TokenisedRow(ids, is_target)
+
+
+def _first_token_of(encoding: Encoding, ids: list[int], start: int, end: int, special_ids: frozenset[int]) -> int:
+    """The first token that holds a character of `text[start:end]`.
+
+    A special token that begins before `start` is passed over: Phi-3's swallow the white space behind them.
+
+    Raises:
+        ValueError: no token does.
+    """
+    for character in range(start, end):
+        token = encoding.char_to_token(character)
+        if token is None:
+            continue
+        if ids[token] not in special_ids or encoding.offsets[token][0] >= start:
+            return int(token)
+    raise ValueError("no token")
+
+
+def _place_answers(
+    turns: Conversation, whole: str | BadRowError, prefixes: Iterable[str | BadRowError]
+) -> RenderedRow | BadRowError:
+    if isinstance(whole, BadRowError):
+        return whole
+    position = 0
+    for number, turn in enumerate(turns):
+        for key in ("content", "tools"):
+            text = turn.get(key, "").strip()
+            found = whole.find(text, position)
+            if found < 0:
+                return BadRowError(
+                    f"the chat template leaves out messages[{number}].{key} (role {turn['role']}); expected a "
+                    "template that renders it (model.chat_template), or a row without it"
+                )
+            position = found + len(text)
+    starts = []
+    for prefix in prefixes:
+        if isinstance(prefix, BadRowError):
+            return prefix
+        if not whole.startswith(prefix):
+            return BadRowError(
+                "the chat template renders turns differently once an answer follows: what it makes of the turns "
+                f"before an answer ends in {quote(prefix[-30:])} and is not how the whole begins, so the answer "
+                "cannot be found; expected a template that only appends (model.chat_template)"
+            )
+        starts.append(len(prefix))
+    return RenderedRow(whole, tuple(starts))
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, str]]], *, with_prompt: bool
+) -> list[str | BadRowError]:
+    """All in one call; one by one only if a template refuses a row, to learn which."""
+    if not conversations:
+        return []
+    try:
+        return list(_apply(tokenizer, conversations, with_prompt))
+    except Exception as error:  # a template is a program: it can fail in any way
+        if len(conversations) == 1:
+            cause = str(error) or type(error).__name__
+            return [BadRowError(f"the chat template refuses the row: {cause}")]
+    return [text for one in conversations for text in _render(tokenizer, [one], with_prompt=with_prompt)]
+
+
+def _apply(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, str]]], with_prompt: bool
+) -> list[str]:
+    rendered: list[str] = tokenizer.apply_chat_template(  # type: ignore[assignment]
+        conversations, tokenize=False, add_generation_prompt=with_prompt
+    )
+    return rendered
+
+
+def _as_conversation(example: Example) -> Conversation:
+    return [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.completion}]
+
+
+def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(added | set(tokenizer.all_special_ids))

@@ -1,0 +1,291 @@
+"""Files and folders that are either wholly on disk or not there: written aside, synced, then renamed.
+
+Nothing here knows what the bytes mean, and everything is written through plain Python I/O, because only that
+reports a full or failing disk as an OSError with its errno.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import RunFailedError
+
+MANIFEST = "manifest.json"
+_TEMPORARY = ".tmp-"
+_REPLACED = ".old-"
+_SCHEMA = 1
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+
+Chunks = Iterable[bytes | memoryview]
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put a file in place of another in one step; a reader sees the old bytes or the new ones.
+
+    Raises:
+        OSError: the disk refused; the old file is untouched.
+    """
+    temporary = path.with_name(_TEMPORARY + path.name)
+    remove(temporary)
+    try:
+        _write_synced(temporary, [data])
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove(temporary)
+        raise
+    _sync_folder(path.parent)
+
+
+class FolderWriter:
+    """Writes the files of a folder that is not yet visible and notes sizes and digests for its manifest."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._entries: dict[str, dict[str, int | str]] = {}
+
+    def write(self, name: str, chunks: Chunks) -> dict[str, int | str]:
+        """Write and sync one file. Returns its entry in the manifest: size and SHA-256.
+
+        Raises:
+            OSError: the disk refused.
+            ValueError: the name is not a plain file name, or was written before.
+        """
+        if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST or name in self._entries:
+            raise ValueError(f"{name!r} cannot be the name of a file here")
+        size, digest = _write_synced(self.path / name, chunks)
+        self._entries[name] = {"size": size, "sha256": digest}
+        return self._entries[name]
+
+    def finish(self) -> None:
+        """Write the manifest, last of all, and sync the folder's own list of names."""
+        _write_synced(self.path / MANIFEST, [_manifest_bytes(self._entries)])
+        _sync_folder(self.path)
+
+
+@contextlib.contextmanager
+def committed_folder(target: Path) -> Iterator[FolderWriter]:
+    """Fill a folder aside; on leaving the block it takes the target's name, with a manifest of all its files.
+
+    Whatever stood at the target stays whole until then. If the block or the disk fails, the target is as it
+    was and the temporary folder is removed; a killed process leaves it to `clear_leftovers`.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    temporary = target.with_name(_TEMPORARY + target.name)
+    remove(temporary)
+    temporary.mkdir(parents=True)
+    try:
+        writer = FolderWriter(temporary)
+        yield writer
+        writer.finish()
+        _put_in_place(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove(temporary)
+        raise
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder so that a kill in the middle leaves a leftover, never half a folder under its own name.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    temporary = path.with_name(_TEMPORARY + path.name)
+    remove(temporary)
+    path.rename(temporary)
+    remove(temporary)
+
+
+def clear_leftovers(parent: Path, is_ours: Callable[[str], bool]) -> list[str]:
+    """Remove what killed writers left in a folder; what stepped aside in vain comes back.
+
+    Args:
+        parent: the folder to clear.
+        is_ours: tells for the final name of a file or folder whether it may be touched.
+
+    Returns:
+        The names that were removed or restored.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    if not parent.is_dir():
+        return []
+    found = []
+    for path in sorted(parent.iterdir()):
+        prefix, name = path.name[: len(_TEMPORARY)], path.name[len(_TEMPORARY) :]
+        if prefix not in (_TEMPORARY, _REPLACED) or not is_ours(name):
+            continue
+        target = path.with_name(name)
+        if prefix == _REPLACED and not os.path.lexists(target):
+            path.rename(target)
+        else:
+            remove(path)
+        found.append(path.name)
+    if found:
+        _sync_folder(parent)
+    return found
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a name is that of a file or folder under way."""
+    return name.startswith((_TEMPORARY, _REPLACED))
+
+
+def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """The size and SHA-256 of each file of a committed folder, by name.
+
+    Raises:
+        ValueError: the manifest is missing, unreadable or not just as `FolderWriter` writes it; says which.
+    """
+    path = folder / MANIFEST
+    if folder.is_symlink() or path.is_symlink():
+        raise ValueError(f"{MANIFEST}: reached through a symbolic link")
+    try:
+        raw = path.read_bytes()
+        record = json.loads(raw)
+        entries: dict[str, dict[str, Any]] = record["files"]
+        # One spelling only: so a flip of any byte is seen, in a blank as in a digit.
+        is_canonical = raw == _manifest_bytes(entries)
+    except FileNotFoundError:
+        raise ValueError(f"{MANIFEST}: missing, so the folder was never finished") from None
+    except OSError as error:
+        raise ValueError(f"{MANIFEST}: cannot be read ({error.strerror})") from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ValueError(f"{MANIFEST}: not a manifest (empty, cut short or changed)") from None
+    if not is_canonical:
+        raise ValueError(f"{MANIFEST}: not as it was written")
+    for name, entry in entries.items():
+        if not _PLAIN_NAME.fullmatch(name) or name == MANIFEST:
+            raise ValueError(f"{MANIFEST}: {name!r} is not a plain file name")
+        if not isinstance(entry, dict) or set(entry) != {"size", "sha256"}:
+            raise ValueError(f"{MANIFEST}: the entry of {name} is malformed")
+    return entries
+
+
+def find_damage(folder: Path) -> list[str]:
+    """What distinguishes a folder from what its manifest says, one line per file; empty when it is whole.
+
+    Files that the manifest does not name are none of its business, and are never read.
+    """
+    try:
+        entries = read_manifest(folder)
+    except ValueError as error:
+        return [str(error)]
+    problems = (_compare(folder / name, entry) for name, entry in entries.items())
+    return [problem for problem in problems if problem]
+
+
+@contextlib.contextmanager
+def disk_failures_end_the_run(doing: str, path: Path) -> Iterator[None]:
+    """Turn an OSError into one line that a user can act on.
+
+    Raises:
+        RunFailedError: names what was being done, the path, the reason and the bytes free.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunFailedError(
+            f"{doing} {path} failed: {describe_os_error(error)}; {_free_space(path)}. "
+            f"What was there before is untouched: make room or mend the disk, then go on with resume=auto."
+        ) from error
+
+
+def describe_os_error(error: OSError) -> str:
+    """Reason and symbol of an error: `No space left on device (ENOSPC)`."""
+    symbol = errno.errorcode.get(error.errno or 0, "no errno")
+    return f"{error.strerror or error} ({symbol})"
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with its content, if there is one; links are never followed.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Rename a finished folder to its name. An old folder must step aside: no rename replaces one."""
+    replaced = target.with_name(_REPLACED + target.name)
+    if not os.path.lexists(target):
+        temporary.rename(target)
+    else:
+        remove(replaced)
+        target.rename(replaced)
+        try:
+            temporary.rename(target)
+        except BaseException:
+            replaced.rename(target)
+            raise
+    _sync_folder(target.parent)
+    remove(replaced)
+
+
+def _write_synced(path: Path, chunks: Chunks) -> tuple[int, str]:
+    """Write a new file down to the disk. Returns its size and SHA-256."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("xb") as file:
+        for chunk in chunks:
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return size, digest.hexdigest()
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and user-space file systems keep no such list to sync, and say so in these two words.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _manifest_bytes(entries: dict[str, dict[str, Any]]) -> bytes:
+    record = {"files": dict(sorted(entries.items())), "schema_version": _SCHEMA}
+    return (json.dumps(record, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _compare(path: Path, entry: dict[str, Any]) -> str | None:
+    try:
+        if path.is_symlink() or not path.is_file():
+            return f"{path.name}: {'missing' if not os.path.lexists(path) else 'not a regular file'}"
+        size = path.stat().st_size
+        if size != entry["size"]:
+            return f"{path.name}: has {size} bytes, {entry['size']} were written"
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"{path.name}: cannot be read ({describe_os_error(error)})"
+    return None if digest == entry["sha256"] else f"{path.name}: its bytes have changed (SHA-256 differs)"
+
+
+def _free_space(path: Path) -> str:
+    """How much room there is where a path is, or would be."""
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            return f"{shutil.disk_usage(place).free:,} bytes are free there"
+    return "the free space there is unknown"

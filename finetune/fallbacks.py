@@ -1,0 +1,54 @@
+"""Every downgrade in one list: logged when it is taken, kept for run.json, refused under ``strict=true``."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+
+from finetune.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fallback:
+    """One wish that could not be granted."""
+
+    what: str
+    """The setting or feature concerned, for example ``parallel.backend``."""
+    wanted: str
+    used: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.wanted} was wanted, {self.used} is used: {self.why}"
+
+
+class Fallbacks:
+    """The downgrades of one run, in the order in which they were taken.
+
+    Args:
+        strict: refuse the first downgrade with a ConfigError in place of taking it.
+    """
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self.strict = strict
+        self._taken: list[Fallback] = []
+
+    def take(self, fallback: Fallback) -> None:
+        """Log and keep a downgrade.
+
+        Raises:
+            ConfigError: the run is strict.
+        """
+        if self.strict:
+            raise ConfigError(f"{fallback}. The run is strict; drop strict=true to accept this.")
+        _log.warning("%s", fallback)
+        self._taken.append(fallback)
+
+    def as_records(self) -> list[dict[str, str]]:
+        """The downgrades as plain values for run.json."""
+        return [asdict(fallback) for fallback in self._taken]
+
+    def __len__(self) -> int:
+        return len(self._taken)

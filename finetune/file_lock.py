@@ -1,0 +1,161 @@
+"""One process at a time: a lock that the kernel takes back when its holder dies, however it dies."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+import weakref
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+
+_log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_SECONDS = 0.02
+_LONGEST_PAUSE_SECONDS = 0.5
+_REMIND_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockHolder:
+    """Who holds a lock, as the holder wrote it down. For messages only: the lock itself is the kernel's."""
+
+    host: str
+    pid: int
+    started: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host} since {self.started}"
+
+
+class FileLock:
+    """A lock that is held. Leaving its `with` block, or `release`, gives it back and removes its file."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self.path = path
+        self._descriptor: int | None = descriptor
+        _held.add(self)
+
+    def release(self) -> None:
+        """Give the lock back. A second call does nothing."""
+        if self._descriptor is None:
+            return
+        # Removed while still locked: whoever opened the old file finds that the path leads elsewhere and tries again.
+        try:
+            self.path.unlink(missing_ok=True)
+        finally:
+            self.forget()
+
+    def forget(self) -> None:
+        """Close this process's handle and leave the file: what a forked child does with its parent's lock."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        _held.discard(self)
+
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+_held: weakref.WeakSet[FileLock] = weakref.WeakSet()
+
+
+def _forget_locks_of_parent() -> None:
+    """A forked child shares its parent's open files: it would keep the lock of a parent that died."""
+    for lock in list(_held):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_locks_of_parent)
+
+
+def file_lock(path: Path, *, timeout_seconds: float | None = None, waiting_for: str) -> FileLock:
+    """Wait for a lock and take it: ``with file_lock(path, waiting_for="the encoded data"): …``.
+
+    Args:
+        path: the lock's file, in a folder that exists. It is made, and removed on release.
+        timeout_seconds: how long to wait; None: for as long as the holder lives.
+        waiting_for: what the log says that this process waits for.
+
+    Raises:
+        TimeoutError: the time is over and another process still holds the lock.
+        OSError: the file cannot be made, or its file system has no locks.
+    """
+    started = reminded = time.monotonic()
+    pause = _FIRST_PAUSE_SECONDS
+    first = True
+    while (lock := try_file_lock(path)) is None:
+        now = time.monotonic()
+        if timeout_seconds is not None and now - started >= timeout_seconds:
+            raise TimeoutError(
+                f"{waiting_for}: {_holder_in_words(path)} still holds {path} after {timeout_seconds:g} s"
+            )
+        if first or now - reminded >= _REMIND_SECONDS:
+            _log.info("waiting for %s: %s holds %s", waiting_for, _holder_in_words(path), path)
+            first, reminded = False, now
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+    return lock
+
+
+def try_file_lock(path: Path) -> FileLock | None:
+    """Take a lock if it is free; None if another process (or another part of this one) holds it.
+
+    Raises:
+        OSError: the file cannot be made, or its file system has no locks.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_still_at(path, descriptor):
+                _write_holder(descriptor)
+                return FileLock(path, descriptor)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def read_holder(path: Path) -> LockHolder | None:
+    """Who holds the lock at `path`; None where that cannot be told."""
+    try:
+        return LockHolder(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _is_still_at(path: Path, descriptor: int) -> bool:
+    """Whether `path` still leads to the opened file: its last holder may have removed it meanwhile."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _write_holder(descriptor: int) -> None:
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    holder = LockHolder(host=socket.gethostname(), pid=os.getpid(), started=started)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(asdict(holder)).encode(), 0)
+
+
+def _holder_in_words(path: Path) -> str:
+    holder = read_holder(path)
+    return str(holder) if holder else "another process"

@@ -1,0 +1,62 @@
+"""The package's own logger: rank in front, INFO on the main process, WARNING and up on all; never the root logger."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+PACKAGE = "finetune"
+_HANDLER_NAME = "finetune-stderr"
+
+
+class _Early(logging.Handler):
+    """Keeps what is logged before the run's folder is open, so that log.txt begins with the first line too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        self.set_name(_HANDLER_NAME)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+class _RankFormatter(logging.Formatter):
+    """``[RANK 0] 2025-01-15 14:23:47 INFO finetune.training.loop: …``."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"[RANK {rank}] %(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+
+
+def configure_logs(rank: int, *, level: int = logging.INFO) -> None:
+    """Send the package's log to stderr. May be called again once the rank is known; the last call counts."""
+    logger = logging.getLogger(PACKAGE)
+    for handler in [h for h in logger.handlers if h.get_name() == _HANDLER_NAME]:
+        logger.removeHandler(handler)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.set_name(_HANDLER_NAME)
+    handler.setFormatter(_RankFormatter(rank))
+    logger.addHandler(handler)
+    logger.addHandler(_Early())
+    logger.setLevel(level if rank == 0 else max(level, logging.WARNING))
+    logger.propagate = False
+
+
+def log_to_file(path: Path, rank: int) -> logging.Handler:
+    """Append the package's log, from its first line on, to a file. Hand the result to `stop_logging_to`."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(_RankFormatter(rank))
+    logger = logging.getLogger(PACKAGE)
+    for early in [h for h in logger.handlers if isinstance(h, _Early)]:
+        logger.removeHandler(early)
+        for record in early.records:
+            handler.handle(record)
+    logger.addHandler(handler)
+    return handler
+
+
+def stop_logging_to(handler: logging.Handler) -> None:
+    """The twin of `log_to_file`."""
+    logging.getLogger(PACKAGE).removeHandler(handler)
+    handler.close()

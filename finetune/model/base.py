@@ -1,0 +1,222 @@
+"""Build a base model and its tokenizer from a hub id, a local folder, or a configuration with random weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from finetune.errors import ModelError
+from finetune.shipped_files import resolve_shipped
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from finetune.config.schema import ModelSection
+
+Loaded = TypeVar("Loaded")
+
+_log = logging.getLogger(__name__)
+
+
+def build_base_model(section: ModelSection) -> PreTrainedModel:
+    """Load the base model on the CPU, in the type its weights are stored in, ready to be placed by `Runtime.place`.
+
+    Random weights come from torch's global generator, which `launch` seeds: every rank builds the same model.
+
+    Raises:
+        ModelError: no such model, not a causal language model, or weights that do not belong to it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    config = read_model_config(section)
+    attention = {} if section.attention == "auto" else {"attn_implementation": section.attention}
+    if section.init == "random":
+        model = _or_model_error(section, lambda: auto.from_config(config, **attention))
+    else:
+        where = locate_model(section)
+        model, info = _or_model_error(
+            section,
+            lambda: auto.from_pretrained(
+                where,
+                revision=section.revision,
+                config=config,
+                trust_remote_code=section.trust_remote_code,
+                use_safetensors=True,  # never a pickled checkpoint
+                output_loading_info=True,
+                **attention,
+            ),
+        )
+        _refuse_missing_weights(where, info)
+    model.config.use_cache = False
+    built: PreTrainedModel = model
+    return built
+
+
+def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
+    """Load the tokenizer; its own chat template wins over the configuration's.
+
+    Raises:
+        ModelError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    where = locate_model(section) if section.tokenizer is None else locate(section.tokenizer, "model.tokenizer")
+    tokenizer: PreTrainedTokenizerBase = _or_model_error(
+        section,
+        lambda: AutoTokenizer.from_pretrained(
+            where, revision=section.revision, trust_remote_code=section.trust_remote_code
+        ),
+        what="tokenizer",
+    )
+    if tokenizer.chat_template is None and section.chat_template is not None:
+        tokenizer.chat_template = _read_template(section.chat_template)
+    return tokenizer
+
+
+def read_model_config(section: ModelSection) -> PretrainedConfig:
+    """The architecture, from `model.config` or from the model itself.
+
+    Raises:
+        ModelError: not a causal language model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if section.config is not None:
+        keys = dict(section.config)
+        kind = keys.pop("model_type", None)
+        if kind is None:
+            raise ModelError("model.config has no model_type. Add one, for example model_type: phi3.")
+        config = _or_model_error(section, lambda: AutoConfig.for_model(kind, **keys))
+    else:
+        where = locate_model(section)
+        config = _or_model_error(
+            section,
+            lambda: AutoConfig.from_pretrained(
+                where, revision=section.revision, trust_remote_code=section.trust_remote_code
+            ),
+        )
+    if type(config) not in AutoModelForCausalLM._model_mapping and not section.trust_remote_code:
+        raise ModelError(
+            f"{section.path or kind} is a {config.model_type} model, which transformers does not know as a causal "
+            "language model. Name one in model.path, for example microsoft/phi-4."
+        )
+    return config
+
+
+def locate_model(section: ModelSection) -> str:
+    """The hub id or the absolute folder that `model.path` means."""
+    if section.path is None:
+        raise ModelError("model.path is not set. Choose model=phi4_mini or give model.path=HUB_ID_OR_FOLDER.")
+    return locate(section.path, "model.path")
+
+
+def locate(path: str, key: str) -> str:
+    """Resolve `shipped:NAME`, a folder, or a hub id (returned as it is).
+
+    Raises:
+        ModelError: a folder that is not there or holds no model.
+    """
+    if path.startswith("shipped:"):
+        return str(resolve_shipped(path))
+    folder = Path(path).expanduser()
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists()
+    if not looks_local:
+        return path
+    if not folder.is_dir():
+        raise ModelError(
+            f"{key} is {path}, but there is no such folder. Give a folder that holds a model, or a hub id "
+            "like microsoft/phi-4."
+        )
+    if key == "model.path" and not (folder / "config.json").is_file():
+        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+        hint = (
+            " This is an adapter: name its base model in model.path."
+            if (folder / "adapter_config.json").is_file()
+            else ""
+        )
+        raise ModelError(f"{key} is {path}, which is not a model folder: it has no config.json (found: {found}).{hint}")
+    return str(folder.resolve())
+
+
+def count_parameters(model: Any) -> tuple[int, int]:
+    """Trainable and all parameters; tied weights count once."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+
+
+@contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """No dropout and no gradients inside; afterwards the model is as it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def checkpoint_gradients(model: Any) -> None:
+    """Recompute activations in the backward pass.
+
+    The reentrant form leaves layers behind a frozen embedding untrained (peft#1142), so it is never used.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if hasattr(model, "peft_config"):
+        model.enable_input_require_grads()
+
+
+def max_context(model: Any) -> int | None:
+    """The most positions the model was made for, where its configuration says so."""
+    return getattr(model.config, "max_position_embeddings", None)
+
+
+def longrope_boundary(model: Any) -> int | None:
+    """The length up to which a LongRoPE model uses its short factors; None for other models.
+
+    It chooses for a whole batch from the longest row, so shorter rows must not share a batch with longer ones.
+    """
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", rope.get("type")) != "longrope":
+        return None
+    original = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+    return int(original) if original else None
+
+
+def _refuse_missing_weights(where: str, info: dict[str, Any]) -> None:
+    """transformers fills missing weights with random numbers and a warning: a model that was never trained."""
+    wrong = {name: sorted(info.get(f"{name}_keys", ())) for name in ("missing", "mismatched")}
+    found = [f"{len(keys)} {name} ({', '.join(map(str, keys[:3]))}…)" for name, keys in wrong.items() if keys]
+    if found:
+        raise ModelError(
+            f"the weights at {where} do not fit its config.json: {'; '.join(found)}. Is the folder complete?"
+        )
+    if info.get("unexpected_keys"):
+        _log.warning("%s holds %d weights that its architecture does not use", where, len(info["unexpected_keys"]))
+
+
+def _read_template(template: str) -> str:
+    if not template.endswith((".jinja", ".j2")):
+        return template
+    path = Path(template).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelError(f"model.chat_template is {template}, which cannot be read: {error.strerror}.") from error
+
+
+def _or_model_error(section: ModelSection, load: Callable[[], Loaded], *, what: str = "model") -> Loaded:
+    """Say in one line what transformers says in many."""
+    try:
+        return load()
+    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        name = section.path or (section.config or {}).get("model_type")
+        raise ModelError(f"the {what} {name} cannot be loaded: {reason}") from error

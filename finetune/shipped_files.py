@@ -1,0 +1,41 @@
+"""Find what travels with the package: configs/, recipes/ and the assets that configs name ``shipped:…``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from finetune.errors import ConfigError
+
+SHIPPED_PREFIX = "shipped:"
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def shipped_folder(name: Literal["configs", "recipes"]) -> Path:
+    """That folder: inside the package where a wheel was installed, beside it in a checkout of the repository.
+
+    Raises:
+        ConfigError: the installation is incomplete.
+    """
+    # The wheel's place comes first: beside an installed package lie others, and one may be called "configs".
+    for folder in (_PACKAGE / "shipped" / name, _PACKAGE.parent / name):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"this installation of finetune has no {name}/ folder. Install the package again.")
+
+
+def resolve_shipped(path: str) -> str:
+    """``shipped:phi_tiny`` as the absolute path of that asset; every other path as it is.
+
+    Raises:
+        ConfigError: nothing of that name is shipped.
+    """
+    if not path.startswith(SHIPPED_PREFIX):
+        return path
+    name = path.removeprefix(SHIPPED_PREFIX)
+    assets = {entry.name: entry for entry in (_PACKAGE / "assets").glob("[!_.]*")}
+    if name not in assets:
+        there = ", ".join(SHIPPED_PREFIX + asset for asset in sorted(assets)) or "nothing"
+        raise ConfigError(f"{path} is not shipped with this package. There is: {there}.")
+    return str(assets[name])

@@ -1,0 +1,58 @@
+"""Sums over a loader. No collective inside: the caller adds the sums over ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from finetune.data.batches import EvaluationLoader
+from finetune.distributed.runtime import Runtime
+from finetune.engine.loss import cross_entropy_per_target
+from finetune.model.base import evaluation_mode
+
+
+class LossSums(NamedTuple):
+    """What can be added over batches and ranks; every figure of an evaluation follows from the total."""
+
+    nats: float = 0.0
+    """Cross-entropy summed over target tokens."""
+    num_targets: float = 0.0
+    num_examples: float = 0.0
+    """Rows with at least one target."""
+    example_means: float = 0.0
+    """Mean nats per target of each row, summed over rows."""
+    squared_example_means: float = 0.0
+
+    @property
+    def loss(self) -> float:
+        """Nats per target token; nan without targets."""
+        return self.nats / self.num_targets if self.num_targets else math.nan
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the rows' mean losses, sqrt(s^2 / n); 0 below two rows."""
+        n = self.num_examples
+        if n < 2:
+            return 0.0
+        variance = (self.squared_example_means - self.example_means**2 / n) / (n - 1)
+        return math.sqrt(max(0.0, variance) / n)
+
+
+def sum_losses(runtime: Runtime, model: torch.nn.Module, loader: EvaluationLoader) -> LossSums:
+    """Add up the losses of this rank's rows, without gradients and in evaluation mode."""
+    totals = [0.0] * len(LossSums._fields)
+    with evaluation_mode(model):
+        for microbatch in loader:
+            there = microbatch.to(runtime.device)
+            with runtime.autocast():
+                nats = cross_entropy_per_target(model, there).double()
+            owner = there.is_target[:, 1:].nonzero()[:, 0]  # the row each target belongs to
+            rows = len(there.input_ids)
+            per_row = torch.zeros(rows, dtype=torch.float64, device=nats.device).index_add_(0, owner, nats)
+            counts = torch.bincount(owner, minlength=rows)
+            means = per_row[counts > 0] / counts[counts > 0]
+            batch = (nats.sum(), counts.sum(), (counts > 0).sum(), means.sum(), (means**2).sum())
+            totals = [total + float(value) for total, value in zip(totals, batch, strict=True)]
+    return LossSums(*totals)

@@ -1,0 +1,138 @@
+"""What a run writes about itself while it goes: one owner of its folder and of every file in it but the checkpoints.
+
+Main process only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.config.compose import resolved_yaml
+from finetune.durable import disk_failures_end_the_run, replace_file
+from finetune.logs import log_to_file, stop_logging_to
+from finetune.metrics import MetricsWriter, RunRecord
+from finetune.progress import TrainingProgress, show_what_next
+from finetune.run_folder import RunFolder
+from finetune.training.state import Comparison, TrainerState
+from finetune.training.step import StepResult
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+    from finetune.fallbacks import Fallbacks
+
+_log = logging.getLogger(__name__)
+
+
+class Journal:
+    """Opens the run's folder, and tells it of every event.
+
+    Args:
+        config: the whole run.
+        fallbacks: the list that run.json repeats.
+
+    Raises:
+        CheckpointError: the folder cannot be used, see `RunFolder.open`.
+    """
+
+    def __init__(self, config: Config, fallbacks: Fallbacks) -> None:
+        self.folder = RunFolder(config.output_dir).open(config.resume)
+        self.result: dict[str, Any] = {}
+        self._example_prompt: str | None = None
+        self._fallbacks = fallbacks
+        self._log_every = config.training.log_every
+        self._progress: TrainingProgress | None = None
+        self._last_step_at = time.monotonic()
+        self._metrics = MetricsWriter(self.folder.metrics_file)
+        self._record = RunRecord(self.folder.record_file)
+        self._log_file = log_to_file(self.folder.log_file, rank=0)
+        with disk_failures_end_the_run("Writing", self.folder.config_file):
+            replace_file(self.folder.config_file, resolved_yaml(config).encode())
+
+    def start(
+        self, *, world: Mapping[str, Any], global_batch: Mapping[str, Any], fingerprints: Mapping[str, str]
+    ) -> None:
+        """Write run.json. `world` holds world_size, launcher and backend."""
+        self._record.start(
+            **world,
+            global_batch=global_batch,
+            fallbacks=self._fallbacks.as_records(),
+            fingerprints=fingerprints,
+        )
+
+    def start_training(self, state: TrainerState, num_steps: int) -> None:
+        """Training goes on from `state`: what metrics.jsonl holds behind it will be written again."""
+        self._metrics.cut_behind(state.step)
+        self._progress = TrainingProgress(num_steps, first_step=state.step, log_every=self._log_every)
+        self._progress.__enter__()
+        self._last_step_at = time.monotonic()
+
+    def step(self, state: TrainerState, result: StepResult) -> None:
+        """One optimizer step is done; `state` is the one after it."""
+        now = time.monotonic()
+        tokens_per_second = result.num_tokens / max(now - self._last_step_at, 1e-9)
+        self._last_step_at = now
+        # The state names the epoch of the next step; this one may have ended an epoch.
+        epoch = state.epoch if state.steps_in_epoch else state.epoch - 1
+        self._metrics.step(step=state.step, epoch=epoch, **result._asdict(), tokens_per_second=tokens_per_second)
+        if self._progress is not None:
+            self._progress.step(step=state.step, epoch=epoch, loss=result.loss, tokens_per_second=tokens_per_second)
+
+    def validation(self, state: TrainerState, loss: float, num_targets: int) -> None:
+        """The validation split was measured after a step."""
+        self._metrics.validation(step=state.step, epoch=state.epoch, loss=loss, num_targets=num_targets)
+        self._last_step_at = time.monotonic()  # a step's speed is its own
+
+    def before_checkpoint(self) -> None:
+        """What was said about the steps so far must outlive a crash if their checkpoint does."""
+        self._metrics.sync()
+
+    def checkpoint(self, state: TrainerState, path: Path) -> None:
+        """A checkpoint is durable."""
+        self._metrics.checkpoint(step=state.step, path=path)
+        self._last_step_at = time.monotonic()
+
+    def end_training(self) -> None:
+        """Take the moving line off the screen."""
+        if self._progress is not None:
+            self._progress.__exit__(None, None, None)
+            self._progress = None
+
+    def test(self, comparison: Comparison) -> None:
+        """The test phase is done."""
+        self._example_prompt = next((answer.prompt for answer in comparison.answers), None)
+        for name, scores in (("base", comparison.base), ("tuned", comparison.tuned)):
+            if scores is not None:
+                self._metrics.test(model="base" if name == "base" else "tuned", **asdict(scores))
+                self.result[f"test_{name}"] = asdict(scores)
+
+    def close(self, error: BaseException | None) -> None:
+        """Write how the run ended and give up the folder. Called once, whatever happened."""
+        try:
+            self.end_training()
+            status = "completed" if error is None else "failed" if isinstance(error, Exception) else "stopped"
+            self._record.update(fallbacks=self._fallbacks.as_records())
+            result = self.result if error is None else {**self.result, "error": f"{type(error).__name__}: {error}"}
+            self._record.finish(status, result)  # type: ignore[arg-type]
+            if error is None:
+                self._say_what_was_written()
+                show_what_next(self.folder.path, self._example_prompt)
+            else:
+                _log.error("the run %s: %s: %s", status, type(error).__name__, error)
+        finally:
+            self._metrics.close()
+            stop_logging_to(self._log_file)
+            self.folder.close()
+
+    def _say_what_was_written(self) -> None:
+        taken = [f"{record['what']}: {record['used']}" for record in self._fallbacks.as_records()]
+        fallbacks = f"fallbacks taken: {'; '.join(taken)}" if taken else "no fallbacks taken"
+        _log.info(
+            "%s: adapter/, checkpoints/, metrics.jsonl, run.json, config.yaml, log.txt written; %s",
+            self.folder.path,
+            fallbacks,
+        )

@@ -1,0 +1,105 @@
+"""Optimizers by dotted name from an allow-list, and learning rates as functions of the step."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.config.schema import ALLOWED_OBJECT_MODULES
+from finetune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from finetune.config.schema import OptimSection
+
+
+def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.optim.Optimizer:
+    """Build the optimizer over the model's trainable weights; vectors (biases, norms) do not decay.
+
+    Raises:
+        ConfigError: no such class in the allowed modules, or arguments that it does not take.
+    """
+    optimizer_class: Any = resolve_optimizer(section.optimizer)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if "weight_decay" not in inspect.signature(optimizer_class).parameters:
+        if section.weight_decay:
+            raise ConfigError(
+                f"{section.optimizer} has no weight decay. Set optim.weight_decay=0, or choose torch.optim.AdamW."
+            )
+        groups = [{"params": trainable}]
+    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in section.args.items()}
+    try:
+        optimizer: torch.optim.Optimizer = optimizer_class(
+            [group for group in groups if group["params"]], lr=section.learning_rate, **arguments
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{section.optimizer} cannot be built with optim.args {section.args}: {error}.") from error
+    return optimizer
+
+
+def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
+    """The class that a dotted name means; nothing outside the allowed modules is ever imported.
+
+    Raises:
+        ConfigError: not an optimizer there.
+    """
+    module, _, attribute = name.rpartition(".")
+    if module not in ALLOWED_OBJECT_MODULES:
+        raise ConfigError(f"optim.optimizer is {name}; it must come from {', '.join(ALLOWED_OBJECT_MODULES)}.")
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except ImportError as error:
+        raise ConfigError(f"optim.optimizer is {name}, but {module} is not installed ({error}).") from error
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise ConfigError(f"optim.optimizer is {name}, but {module} has no such optimizer.")
+    if found in (torch.optim.LBFGS, torch.optim.SparseAdam):
+        raise ConfigError(
+            f"optim.optimizer is {name}, which needs a closure or sparse gradients. Choose torch.optim.AdamW."
+        )
+    return found
+
+
+def learning_rate_at(step: int, num_steps: int, section: OptimSection) -> float:
+    """The learning rate of a step, a pure function: there is no scheduler state to save or to step twice.
+
+    Args:
+        step: from 1 to `num_steps`.
+        num_steps: of the whole run.
+        section: highest rate, warm-up and shape.
+    """
+    if step <= section.warmup_steps:
+        return section.learning_rate * step / section.warmup_steps
+    progress = (step - 1 - section.warmup_steps) / max(1, num_steps - section.warmup_steps)
+    factor = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[section.schedule]
+    return section.learning_rate * factor
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set the rate of every group."""
+    for group in optimizer.param_groups:
+        # A tensor rate (capturable optimizers) keeps its identity.
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(learning_rate)
+        else:
+            group["lr"] = learning_rate
+
+
+def trainable_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The weights that train, in the model's own order."""
+    return [parameter for parameter in _unique(model.parameters()) if parameter.requires_grad]
+
+
+def _unique(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    return list(dict.fromkeys(parameters))

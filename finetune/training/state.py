@@ -1,0 +1,117 @@
+"""The values that outlive a phase of training: where it stands, and what the test phase found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from finetune.errors import CheckpointError
+
+SCHEMA_VERSION = 1
+"""Rises when a field of `TrainerState` changes its meaning; older checkpoints are then refused by number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """All that training needs to go on, besides weights and optimizer.
+
+    There is no RNG state: order and dropout are functions of the seed and of the counters below.
+    """
+
+    step: int = 0
+    """Optimizer steps done since the start of the run."""
+    epoch: int = 0
+    """The epoch, counted from 0, to which the next step belongs."""
+    steps_in_epoch: int = 0
+    """Optimizer steps already done within that epoch."""
+    best_loss: float | None = None
+    """Lowest validation loss so far, in nats per target token."""
+    best_step: int | None = None
+    """The step after which it was measured."""
+    validations_without_improvement: int = 0
+    """Early stopping counts these in a row."""
+    num_targets: int = 0
+    """Target tokens trained on since the start of the run."""
+    num_tokens: int = 0
+    """Tokens, targets or not, seen since the start of the run."""
+    world_size: int = 1
+    """Processes that trained up to here."""
+    global_batch_size: int = 1
+    """Examples per optimizer step over all processes."""
+    schema_version: int = SCHEMA_VERSION
+
+    def as_record(self) -> dict[str, Any]:
+        """Plain values for state.json."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], *, source: str) -> TrainerState:
+        """The twin of `as_record`, strict about names and types.
+
+        Args:
+            record: what state.json holds.
+            source: the file, for messages.
+
+        Raises:
+            CheckpointError: written by another schema; a field is missing, unknown or of another type.
+        """
+        if record.get("schema_version") != SCHEMA_VERSION:
+            raise CheckpointError(
+                f"{source} has schema_version {record.get('schema_version')!r}, this version of finetune "
+                f"reads {SCHEMA_VERSION}. Go on with the version that wrote it (see run.json)."
+            )
+        names = {field.name for field in fields(cls)}
+        if set(record) != names:
+            raise CheckpointError(
+                f"{source} has other fields than expected: missing {sorted(names - set(record)) or 'none'}, "
+                f"unknown {sorted(set(record) - names) or 'none'}."
+            )
+        wrong = [f"{name}={record[name]!r}" for name in sorted(names) if not _fits(name, record[name])]
+        if wrong:
+            raise CheckpointError(f"{source} has values of the wrong type: {', '.join(wrong)}.")
+        return cls(**record)
+
+
+def _fits(name: str, value: object) -> bool:
+    """Whether a value may stand in a field: counts are never negative, only the best two may be unknown."""
+    if name == "best_loss":
+        return value is None or type(value) in (int, float)
+    if name == "best_step" and value is None:
+        return True
+    return type(value) is int and value >= 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelScores:
+    """What one model did on the test split. A measure that was not taken is None."""
+
+    loss: float | None = None
+    """Nats per target token."""
+    exact_match: float | None = None
+    """Share of generated answers that equal the expected one, between 0 and 1."""
+    json_valid: float | None = None
+    """Share of generated answers that are JSON, between 0 and 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedAnswer:
+    """One prompt with the expected answer and what the models made of it."""
+
+    prompt: str
+    expected: str
+    tuned: str
+    base: str | None = None
+    """None where the base was not asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The result of the test phase."""
+
+    tuned: ModelScores
+    base: ModelScores | None = None
+    """None where the base was not measured (`testing.compare_base=false`, or full fine-tuning)."""
+    num_rows: int = 0
+    """Rows of the test split."""
+    answers: tuple[ComparedAnswer, ...] = ()

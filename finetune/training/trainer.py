@@ -1,0 +1,372 @@
+"""The trainer: what a recipe calls to get from a model and rows to an adapter in a run's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.checkpoint import (
+    load_checkpoint,
+    load_model,
+    newest_valid,
+    prune,
+    publish_adapter,
+    save_base,
+    save_checkpoint,
+)
+from finetune.config.compose import resolved_yaml
+from finetune.data.batches import BatchPlan, EvaluationLoader, Microbatch, TrainLoader
+from finetune.data.encode import EncodedExamples, EncodedSplits
+from finetune.distributed.runtime import Runtime
+from finetune.errors import CheckpointError, ConfigError, DataError
+from finetune.model.base import checkpoint_gradients, longrope_boundary, max_context
+from finetune.progress import show_comparison
+from finetune.training.compare import compare_models
+from finetune.training.evaluate import LossSums, sum_losses
+from finetune.training.journal import Journal
+from finetune.training.loop import Actions, Cadence, run_loop
+from finetune.training.optim import build_optimizer, learning_rate_at
+from finetune.training.state import Comparison, TrainerState
+from finetune.training.step import StepResult, train_step
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.config.schema import Config, LoaderKeys
+
+_log = logging.getLogger(__name__)
+
+
+class TrainingResults(NamedTuple):
+    """Where training ended."""
+
+    state: TrainerState
+    loss: float
+    """Of the last step, in nats per target token; nan where no step was left to do."""
+
+
+class Trainer:
+    """Trains one model in one run folder, as one process of a world.
+
+    Collective: every rank makes one and calls the same methods in the same order.
+
+    Args:
+        runtime: this process's place in the world.
+        config: the whole run.
+        model: a PEFT model for `training.method=lora`, a transformers model for `full`; on the CPU.
+        tokenizer: the model's.
+        splits: encoded rows.
+
+    Attributes:
+        journal: on the main process, what the run writes about itself; None on the others.
+
+    Raises:
+        ConfigError: model, rows and configuration do not fit each other.
+        CheckpointError: the run's folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: Config,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        splits: EncodedSplits,
+    ) -> None:
+        self.runtime = runtime
+        self.config = config
+        self.model = model
+        self.tokenizer = tokenizer
+        self.splits = splits
+        self.journal: Journal | None = None
+        self._last_loss = math.nan
+        _check_fit(config, model, splits)
+        runtime.agree_set_up()
+        self._on_main(self._open_journal, "opening the run's folder")
+        runtime.place(model)
+        if config.training.gradient_checkpointing:
+            checkpoint_gradients(model)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Examples per optimizer step: as configured, else batch_size x the world size that was asked for."""
+        asked = self.config.parallel.world_size or self.runtime.environment.world_size
+        return self.config.training.global_batch_size or self.config.training.batch_size * asked
+
+    def prepare_dataloaders(self) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:
+        """Deal the rows to batches and ranks. Training and validation are shared out, testing is rank 0's alone.
+
+        Raises:
+            DataError: no full global batch, and `training.drop_last` leaves out the rest.
+        """
+        _log.info("Preparing data loaders...")
+        config, runtime, splits = self.config, self.runtime, self.splits
+        boundary = longrope_boundary(self.model)
+        plan = BatchPlan(
+            lengths=splits.train.lengths.tolist(),
+            global_batch_size=self.global_batch_size,
+            batch_size=config.training.batch_size,
+            max_tokens=config.training.max_tokens_per_microbatch,
+            boundary=boundary,
+            drop_last=config.training.drop_last,
+            seed=config.seed,
+        )
+        if plan.steps_per_epoch == 0:
+            raise DataError(
+                f"the training split has {len(plan.lengths)} rows, fewer than one global batch of "
+                f"{plan.global_batch_size}, and training.drop_last leaves them out. "
+                "Lower training.global_batch_size, or drop training.drop_last."
+            )
+
+        def evaluation(split: EncodedExamples | None, keys: LoaderKeys, rank: int, of: int) -> EvaluationLoader | None:
+            if split is None:
+                return None
+            return EvaluationLoader(split, keys, boundary=boundary, rank=rank, world_size=of)
+
+        rank, world_size = runtime.rank, runtime.world_size
+        train_loader = TrainLoader(splits.train, plan, config.training, rank=rank, world_size=world_size)
+        val_loader = evaluation(splits.validation, config.validation, rank, world_size)
+        test_loader = evaluation(splits.test, config.testing, 0, 1)
+        _log.info(
+            "Training set size: %s, Validation set size: %s, Test set size: %s",
+            *(f"{len(split or ()):,}" for split in (splits.train, splits.validation, splits.test)),
+        )
+        return train_loader, val_loader, test_loader
+
+    def run_training(self, train_loader: TrainLoader, val_loader: EvaluationLoader | None = None) -> TrainingResults:
+        """Train to the end, from the newest valid checkpoint on if resumed, and publish the best weights in `adapter/`.
+
+        Collective.
+
+        Raises:
+            RunFailedError: a loss that is not finite, or a disk that refuses.
+        """
+        config = self.config
+        plan = train_loader.plan
+        cadence = Cadence(
+            steps_per_epoch=plan.steps_per_epoch,
+            num_steps=config.training.max_steps or config.training.num_epochs * plan.steps_per_epoch,
+            validate_every=config.validation.validate_every,
+            save_every=config.checkpoint.save_every,
+            save_every_epochs=config.checkpoint.save_every_epochs,
+        )
+        self._log_batches(plan, cadence)
+        optimizer = self.runtime.prepare_optimizer(build_optimizer(self.model, config.optim))
+        state = self._resume(optimizer)
+        self._on_main(lambda journal: journal.start_training(state, cadence.num_steps), "starting the journal")
+
+        _log.info("Starting distributed training..." if self.runtime.context.distributed else "Starting training...")
+        self.model.train()
+        state = run_loop(
+            state,
+            cadence,
+            Actions(
+                batches=train_loader.steps,
+                train=lambda step, share: self._train_step(optimizer, cadence, step, share),
+                validate=None if val_loader is None else lambda state: self._validate(val_loader, state),
+                save=lambda state: self._save(state, optimizer),
+                report=self._report,
+                agree_to_stop=self.runtime.broadcast_from_main,
+            ),
+            patience=config.early_stopping.patience,
+            min_delta=config.early_stopping.min_delta,
+        )
+        self._on_main(lambda journal: self._publish(journal, state), "publishing the adapter")
+        return TrainingResults(state, self._last_loss)
+
+    def run_test(self, test_loader: EvaluationLoader | None) -> Comparison | None:
+        """Measure the published weights, and the base, on the test split; print the table. Rank 0 alone.
+
+        No collective inside: all ranks may call it, or rank 0 by itself; the others return None.
+        """
+        if self.journal is None or test_loader is None:
+            return None
+        _log.info("Starting testing phase...")
+        load_model(self.model, self.journal.folder.adapter)
+        comparison = compare_models(self.runtime, self.model, self.tokenizer, test_loader, self.config.testing)
+        self.journal.test(comparison)
+        show_comparison(comparison)
+        _log.info("Training and testing completed successfully!")
+        return comparison
+
+    def _open_journal(self, _: None) -> None:
+        self.journal = Journal(self.config, self.runtime.fallbacks)
+        self.runtime.on_close(self.journal.close)
+        environment = self.runtime.environment
+        self.journal.start(
+            world={
+                "world_size": self.runtime.world_size,
+                "launcher": environment.launcher,
+                "backend": self.runtime.backend,
+            },
+            global_batch={
+                "global_batch_size": self.global_batch_size,
+                "batch_size": self.config.training.batch_size,
+                "world_size_asked": self.config.parallel.world_size or environment.world_size,
+            },
+            fingerprints=self._fingerprints(),
+        )
+        if self.config.model.init == "random":
+            # An adapter must name its base, and no other place has these weights.
+            save_base(self.journal.folder, self.model, self.tokenizer)
+
+    def _fingerprints(self) -> dict[str, str]:
+        splits = {f"data.{name}": split.fingerprint for name, split in _named(self.splits) if split is not None}
+        texts = {"config": resolved_yaml(self.config), "chat_template": str(self.tokenizer.chat_template)}
+        return splits | {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+
+    def _on_main(self, action: Callable[[Any], None], during: str) -> None:
+        """Let the main process act while the others wait, and share its failure. Collective."""
+        error: Exception | None = None
+        if self.runtime.is_main_process:
+            try:
+                action(self.journal)
+            except Exception as caught:
+                error = caught
+        self.runtime.agree(error, during)
+
+    def _resume(self, optimizer: torch.optim.Optimizer) -> TrainerState:
+        """The state to start from: that of the newest valid checkpoint, loaded on every rank, or a new one."""
+        found: list[str | None] = [None]
+
+        def find(journal: Journal) -> None:
+            path = newest_valid(journal.folder) if self.config.resume == "auto" else None
+            found[0] = str(path) if path else None
+
+        self._on_main(find, "looking for a checkpoint")
+        path = self.runtime.broadcast_from_main(found[0])
+        fresh = TrainerState(world_size=self.runtime.world_size, global_batch_size=self.global_batch_size)
+        if path is None:
+            return fresh
+        error: Exception | None = None
+        state = fresh
+        try:
+            state = load_checkpoint(Path(path), model=self.model, optimizer=optimizer)
+            if state.global_batch_size != self.global_batch_size:
+                raise CheckpointError(
+                    f"{path} was trained with a global batch of {state.global_batch_size} examples, this run asks for "
+                    f"{self.global_batch_size}. Set training.global_batch_size={state.global_batch_size} to go on."
+                )
+        except Exception as caught:
+            error = caught
+        self.runtime.agree(error, "resuming")
+        _log.info("resumed from step=%d", state.step)
+        return state
+
+    def _train_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        cadence: Cadence,
+        step: int,
+        share: list[tuple[int, Microbatch]],
+    ) -> StepResult:
+        if self.config.training.debug and step <= 2:
+            self._log_share(step, share)
+        return train_step(
+            self.runtime,
+            self.model,
+            optimizer,
+            share,
+            step=step,
+            learning_rate=learning_rate_at(step, cadence.num_steps, self.config.optim),
+            max_grad_norm=self.config.optim.max_grad_norm,
+            seed=self.config.seed,
+        )
+
+    def _report(self, state: TrainerState, result: StepResult) -> None:
+        self._last_loss = result.loss
+        if self.journal is not None:
+            self.journal.step(state, result)
+
+    def _validate(self, loader: EvaluationLoader, state: TrainerState) -> float:
+        sums = LossSums(*self.runtime.sum(sum_losses(self.runtime, self.model, loader)))
+        _log.info("Validation: loss=%.4f ± %.4f", sums.loss, sums.standard_error)
+        if self.journal is not None:
+            self.journal.validation(state, sums.loss, int(sums.num_targets))
+        return sums.loss
+
+    def _save(self, state: TrainerState, optimizer: torch.optim.Optimizer) -> None:
+        def save(journal: Journal) -> None:
+            journal.before_checkpoint()
+            path = save_checkpoint(journal.folder, state.step, model=self.model, optimizer=optimizer, state=state)
+            journal.checkpoint(state, path)
+            prune(journal.folder, self.config.checkpoint.keep, state.best_step)
+
+        self._on_main(save, f"saving step {state.step}")
+
+    def _publish(self, journal: Journal, state: TrainerState) -> None:
+        """Put the best checkpoint into `adapter/`: the last where nothing was validated or the best was not saved."""
+        journal.end_training()
+        steps = journal.folder.checkpoint_steps()
+        best = state.best_step if state.best_step in steps else None
+        if state.best_step is not None and best is None:
+            _log.warning(
+                "the best validation loss was at step %d, which has no checkpoint (checkpoint.save_every): "
+                "adapter/ holds the last step, %d",
+                state.best_step,
+                state.step,
+            )
+        source = journal.folder.checkpoint(best or state.step)
+        publish_adapter(journal.folder, source, self.tokenizer)
+        journal.result |= {"step": state.step, "best_step": best or state.step, "best_loss": state.best_loss}
+        _log.info("adapter/ holds step %d", best or state.step)
+
+    def _log_batches(self, plan: BatchPlan, cadence: Cadence) -> None:
+        shared = self.runtime.world_size
+        given = "training.global_batch_size" if self.config.training.global_batch_size else "batch_size x world size"
+        _log.info(
+            "global batch of %d examples (%s): micro-batches of at most %d over %d process%s; "
+            "%d steps an epoch, %d in all",
+            plan.global_batch_size,
+            given,
+            plan.batch_size,
+            shared,
+            "" if shared == 1 else "es",
+            cadence.steps_per_epoch,
+            cadence.num_steps,
+        )
+
+    def _log_share(self, step: int, share: list[tuple[int, Microbatch]]) -> None:
+        for index, microbatch in share:
+            start = self.tokenizer.decode(microbatch.input_ids[0, :40])
+            _log.debug(
+                "step %d micro-batch %d: input_ids %s, %d targets, computed on %s; first row: %r",
+                step,
+                index,
+                tuple(microbatch.input_ids.shape),
+                microbatch.num_targets,
+                self.runtime.device,
+                start,
+            )
+
+
+def _named(splits: EncodedSplits) -> list[tuple[str, EncodedExamples | None]]:
+    return [("train", splits.train), ("validation", splits.validation), ("test", splits.test)]
+
+
+def _check_fit(config: Config, model: Any, splits: EncodedSplits) -> None:
+    """Refuse what would train something else than what was asked for.
+
+    Raises:
+        ConfigError: names both sides.
+    """
+    has_adapter = hasattr(model, "peft_config")
+    if has_adapter != (config.training.method == "lora"):
+        raise ConfigError(
+            f"training.method is {config.training.method} ({config.origin('training.method')}) but the model "
+            f"that was built {'carries an adapter' if has_adapter else 'has no adapter'}. Use the recipe "
+            f"for this method, or set training.method={'lora' if has_adapter else 'full'}."
+        )
+    context = max_context(model)
+    for name, split in _named(splits):
+        longest = int(split.lengths.max()) if split is not None and len(split) else 0
+        if context is not None and longest > context:
+            raise ConfigError(
+                f"the {name} split has a row of {longest} tokens, but the model's context ends at {context}. "
+                f"Set data.max_length={context} (it is {config.data.max_length}, {config.origin('data.max_length')})."
+            )
