@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,7 +33,10 @@ def build_base_model(section: ModelSection) -> PreTrainedModel:
         ModelError: no such model, not a causal language model, or weights that do not belong to it.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would fill a log file
     auto: Any = AutoModelForCausalLM
     config = read_model_config(section)
     attention = {} if section.attention == "auto" else {"attn_implementation": section.attention}

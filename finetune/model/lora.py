@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import warnings
 from typing import TYPE_CHECKING, Literal
 
 from torch import nn
@@ -37,7 +38,10 @@ def add_lora(model: PreTrainedModel, section: LoraSection) -> PeftModel:
         target_modules=targets,
         base_model_name_or_path=model.config._name_or_path or None,
     )
-    adapted: PeftModel = get_peft_model(model, config)
+    with warnings.catch_warnings():
+        # peft 0.21 asks transformers 5 under a name that the latter is about to drop.
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        adapted: PeftModel = get_peft_model(model, config)
     trainable, total = count_parameters(adapted)
     _log.info(
         "LoRA r=%d on %s: %s of %s parameters train (%.2f %%)",
