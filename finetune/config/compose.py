@@ -1,13 +1,12 @@
 """Compose a run's configuration from files and words.
 
-Lowest first: the schema's defaults; group files that the caller or the run file chooses; the run file's own
-keys; group files that words choose; single words. So a run file may choose a group and override one of its
-keys, while `model=phi4` on the command line still wins over what the run file says about the model. Where two
-group files set one key, the later of model, data, task, parallel wins. Mappings are merged key by key, `{}` empties one;
-lists are replaced.
+Lowest first: the schema's defaults; group files that the caller or the run file chooses; the run file's own keys; group
+files that words choose; single words. So a run file may choose a group and override one of its keys, while `model=phi4`
+on the command line still wins over what the run file says about the model. Where two group files set one key, the later
+of model, data, task, parallel wins. Mappings are merged key by key, `{}` empties one; lists are replaced.
 
-Every file is a fragment of the whole tree. A run file may also choose groups by name (`model: phi_tiny`) and
-then set single keys of that section with dots (`model.revision: main`).
+Every file is a fragment of the whole tree. A run file may also choose groups by name (`model: phi_tiny`) and then set
+single keys of that section with dots (`model.revision: main`).
 """
 
 from __future__ import annotations

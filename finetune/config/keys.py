@@ -51,9 +51,9 @@ def expected(dotted: str) -> str:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """``Did you mean a or b?``, or nothing where nothing is close."""
-    close = difflib.get_close_matches(name, list(choices), n=2, cutoff=0.7)
-    return f"Did you mean {' or '.join(close)}?" if close else ""
+    """``Did you mean a?``, or nothing where nothing is close."""
+    close = difflib.get_close_matches(name, list(choices), n=1)
+    return f"Did you mean {close[0]}?" if close else ""
 
 
 def did_you_mean_key(dotted: str) -> str:

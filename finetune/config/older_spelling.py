@@ -131,7 +131,7 @@ def translate(settings: list[Setting], problems: list[str]) -> list[Setting]:
         older, rule = _rule(setting)
         if isinstance(rule, Refused):
             if older not in refused:
-                problems.append(f"{setting.origin}: {older}: is refused: {rule.reason}")
+                problems.append(f"{setting.origin}: {older}: refused: {rule.reason}")
             refused.add(older)
         elif isinstance(rule, Dropped):
             _log.warning("%s: %s is left out: %s", setting.origin, setting.dotted, rule.reason)

@@ -17,14 +17,24 @@ _MAX_ALIGNED = 60
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that we would read as something else, besides text that PyYAML would."""
+    """Quotes text that we would read as something else, besides text that PyYAML would; keeps all text on one line."""
 
 
 for _tag, (_pattern, _first_characters) in PLAIN_VALUES.items():
     _Dumper.add_implicit_resolver(_tag, _pattern, _first_characters)
 
 
-_Dumper.add_representer(DottedName, lambda dumper, name: dumper.represent_scalar("!pyobject", str(name)))
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"' if len(text.splitlines()) > 1 or text != text.strip() else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+def _represent_dotted_name(dumper: yaml.SafeDumper, name: DottedName) -> yaml.ScalarNode:
+    return dumper.represent_scalar("!pyobject", str(name))
+
+
+_Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(DottedName, _represent_dotted_name)
 
 
 def resolved_yaml(config: Config) -> str:

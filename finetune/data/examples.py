@@ -56,8 +56,8 @@ def load_examples(section: DataSection) -> ExampleSplits:
 
     Raises:
         ConfigError: neither `data.path` nor `data.train` is set, or both name a file to train on.
-        DataError: there is nothing readable at `data.path`, no training split, no split of a name that was asked for, or
-            the hub does not answer.
+        DataError: there is nothing readable at `data.path`, no training split, no split of a name that was asked
+            for, or the hub does not answer.
     """
     try:
         place = _resolve_place(section)

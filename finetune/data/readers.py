@@ -133,7 +133,7 @@ def _read_json_lines(path: Path) -> Iterator[RawRow]:
 
 def _parse_line(number: int, line: bytes) -> RawRow:
     try:
-        return RawRow(number, _parse_json(line.decode("utf-8")))
+        return RawRow(number, _parse_json(line.rstrip().decode("utf-8")))
     except UnicodeDecodeError as error:
         problem = f"the line is not UTF-8 text (byte {error.start + 1}); expected UTF-8"
     except json.JSONDecodeError as error:

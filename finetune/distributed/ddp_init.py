@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from finetune.distributed.device import _pick_device, _resolve_device
-from finetune.distributed.environment import LaunchEnvironment, read_environment
+from finetune.distributed.environment import LAUNCH_VARIABLES, LaunchEnvironment, read_environment
 from finetune.errors import LaunchError
 
 _log = logging.getLogger(__name__)
@@ -73,6 +73,8 @@ def initialize_ddp(
         return ProcessContext(False, 0, 0, 1, _resolve_device(device))
     place = torch.device("cpu") if forced_cpu else _pick_device(environment.local_rank)
     chosen = _choose_backend(backend, place)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
     _write_missing_variables(environment)
     try:
         _initialize_distributed(environment, chosen, timeout or DEFAULT_TIMEOUT)
@@ -125,13 +127,29 @@ def _environment_with(
     if rank is None or worldsize is None:
         environment = read_environment(os.environ)
     else:
-        words = {"RANK": rank, "WORLD_SIZE": worldsize, "LOCAL_RANK": os.environ.get("LOCAL_RANK", rank)}
-        environment = read_environment({name: str(value) for name, value in words.items()})
+        environment = read_environment(_variables_given(rank, worldsize))
     if master_addr is not None:
         environment = replace(environment, master_addr=master_addr)
     if master_port is not None:
         environment = replace(environment, master_port=int(master_port))
     return environment
+
+
+def _variables_given(rank: int, worldsize: int) -> dict[str, str]:
+    """Rank and world size as a launcher would set them, with what the environment says about node and address.
+
+    Raises:
+        LaunchError: a launcher gave this process another place.
+    """
+    given = {"RANK": str(rank), "WORLD_SIZE": str(worldsize)}
+    other = [f"{name}={os.environ[name]}" for name in given if os.environ.get(name, given[name]) != given[name]]
+    if other:
+        raise LaunchError(
+            f"rank={rank} and worldsize={worldsize} were given, but the environment says {', '.join(other)}. "
+            "Give none where a launcher started the process, or unset these variables."
+        )
+    beside = {name: os.environ[name] for name in LAUNCH_VARIABLES if name in os.environ}
+    return {"LOCAL_RANK": str(rank), **beside, **given}
 
 
 def _choose_backend(backend: str | None, device: torch.device) -> str:
@@ -172,7 +190,8 @@ def _initialize_distributed(environment: LaunchEnvironment, backend: str, timeou
             "that all processes were started with the same address and port, and that the port is free."
         ) from error
     _group_is_ours = True
-    dist.barrier()
+    # nccl would guess this process's GPU from its rank.
+    dist.barrier(device_ids=[torch.cuda.current_device()] if backend == "nccl" else None)
     _log.info(
         "[Distributed] Initialized with backend=%s rank=%d world_size=%d",
         backend,

@@ -66,7 +66,7 @@ _MPI = _Family(
     ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
     ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
 )
-_SLURM = _Family("Slurm", ("SLURM_PROCID",), ("SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_LOCALID",), ())
+_SLURM = _Family("Slurm", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_LOCALID",), ())
 
 
 def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
@@ -77,9 +77,12 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     """
     if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _read_family(environ, _TORCH, _torch_launcher(environ))
-    if any(name in environ for name in (*_MPI.rank, *_MPI.world_size)):
+    is_slurm_step = "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ
+    is_mpi = any(name in environ for name in (*_MPI.rank, *_MPI.world_size))
+    # `srun --mpi=pmi2` sets PMI_RANK too, but no local rank; mpirun sets both.
+    if is_mpi and not (is_slurm_step and _number(environ, _MPI.local_rank) is None):
         return _read_family(environ, _MPI, "mpi")
-    if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
+    if is_slurm_step:
         return _read_family(environ, _SLURM, "slurm")
     # Without SLURM_STEP_ID this is the body of a batch script: one process, whatever SLURM_NTASKS says.
     return LaunchEnvironment(

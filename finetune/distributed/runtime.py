@@ -60,8 +60,6 @@ def launch(config: Config) -> Iterator[Runtime]:
     fallbacks = Fallbacks(strict=config.strict)
     _check_wish(config, environment, fallbacks)
     torch.manual_seed(config.seed)
-    if config.training.deterministic:
-        torch.use_deterministic_algorithms(True)
     device = "cpu" if is_cpu_requested(os.environ) and config.training.device == "auto" else config.training.device
     wish = None if device == "auto" else device
     context = initialize_ddp(
@@ -72,6 +70,8 @@ def launch(config: Config) -> Iterator[Runtime]:
         device=wish,
     )
     try:
+        if config.training.deterministic:
+            torch.use_deterministic_algorithms(True)
         runtime = Runtime(
             context or ddp_init.current_context(wish),
             environment,
@@ -85,9 +85,13 @@ def launch(config: Config) -> Iterator[Runtime]:
             raise
         runtime.close(None)
     finally:
-        cleanup_ddp()
         if config.training.deterministic:
             torch.use_deterministic_algorithms(False)
+        # Accelerate's state is process-wide: in it the first caller's arguments would win for ever.
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        if context is not None:  # a group that was up before us has an owner, who may launch again
+            cleanup_ddp()
 
 
 class Runtime:
@@ -276,10 +280,7 @@ class Runtime:
                 self._is_set_up = True
                 self.agree(error, during="set-up")
         finally:
-            # Accelerate's state is process-wide: in it the first caller's arguments would win for ever.
             self._accelerator.free_memory()
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
 
     def _compare_worlds(self) -> None:
         theirs = self._accelerator

@@ -25,7 +25,7 @@ def summed_cross_entropy(model: torch.nn.Module, microbatch: Microbatch) -> torc
         model: a transformers causal language model, or a PEFT model around one.
         microbatch: on the model's device.
     """
-    return cross_entropy_per_target(model, microbatch).double().sum()
+    return in_float64(cross_entropy_per_target(model, microbatch)).sum()
 
 
 def cross_entropy_per_target(model: torch.nn.Module, microbatch: Microbatch) -> torch.Tensor:
@@ -34,6 +34,11 @@ def cross_entropy_per_target(model: torch.nn.Module, microbatch: Microbatch) -> 
     labels = microbatch.input_ids[:, 1:][predicts]
     logits = _logits_at(model, microbatch.input_ids, predicts)
     return functional.cross_entropy(logits.float(), labels, reduction="none")
+
+
+def in_float64(values: torch.Tensor) -> torch.Tensor:
+    """The same values, on the CPU where their device knows no float64."""
+    return (values.cpu() if values.device.type == "mps" else values).double()
 
 
 def _logits_at(model: torch.nn.Module, input_ids: torch.Tensor, predicts: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import warnings
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
@@ -52,6 +53,17 @@ def add_lora(model: PreTrainedModel, section: LoraSection) -> PeftModel:
         100 * trainable / total,
     )
     return adapted
+
+
+def without_adapter(model: Any) -> PreTrainedModel:
+    """The base as it was before `add_lora`. It shares its weights with the model, which stays as it is."""
+    if not hasattr(model, "peft_config"):
+        base: PreTrainedModel = model
+        return base
+    tensors = [*model.parameters(), *model.buffers()]
+    shared = {id(tensor): tensor for tensor in tensors}
+    base = copy.deepcopy(model, shared).unload()
+    return base
 
 
 def resolve_targets(model: PreTrainedModel, wish: Literal["auto"] | list[str]) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 
 from finetune.data.batches import EvaluationLoader
 from finetune.distributed.runtime import Runtime
-from finetune.engine.loss import cross_entropy_per_target
+from finetune.engine.loss import cross_entropy_per_target, in_float64
 from finetune.model.base import evaluation_mode
 
 
@@ -47,8 +47,8 @@ def sum_losses(runtime: Runtime, model: torch.nn.Module, loader: EvaluationLoade
         for microbatch in loader:
             there = microbatch.to(runtime.device)
             with runtime.autocast():
-                nats = cross_entropy_per_target(model, there).double()
-            owner = there.is_target[:, 1:].nonzero()[:, 0]  # the row each target belongs to
+                nats = in_float64(cross_entropy_per_target(model, there))
+            owner = there.is_target[:, 1:].nonzero()[:, 0].to(nats.device)  # the row each target belongs to
             rows = len(there.input_ids)
             per_row = torch.zeros(rows, dtype=torch.float64, device=nats.device).index_add_(0, owner, nats)
             counts = torch.bincount(owner, minlength=rows)

@@ -73,13 +73,13 @@ def run_loop(
 
     Collective: every rank, with equal arguments; every rank leaves at the same step.
     """
-    while not cadence.is_last(state.step) and not is_patience_exhausted(state, patience):
+    stops = is_patience_exhausted(state, patience)
+    while not (stops or cadence.is_last(state.step)):
         for share in actions.batches(state.epoch, state.steps_in_epoch):
             result = actions.train(state.step + 1, share)
 
             state = _advanced(state, cadence, result)
             actions.report(state, result)
-            stops = False
             if actions.validate is not None and cadence.validates_after(state.step):
                 state = after_validation(state, actions.validate(state), min_delta=min_delta)
                 stops = actions.agree_to_stop(is_patience_exhausted(state, patience))

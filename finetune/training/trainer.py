@@ -24,7 +24,9 @@ from finetune.data.encode import EncodedExamples, EncodedSplits
 from finetune.distributed.runtime import Runtime
 from finetune.errors import CheckpointError, ConfigError, DataError
 from finetune.model.base import checkpoint_gradients, longrope_boundary, max_context
+from finetune.model.lora import without_adapter
 from finetune.progress import show_comparison
+from finetune.run_folder import RunFolder
 from finetune.training.compare import compare_models
 from finetune.training.evaluate import LossSums, sum_losses
 from finetune.training.journal import Journal
@@ -88,6 +90,8 @@ class Trainer:
         _check_fit(config, model, splits)
         runtime.agree_set_up()
         self._on_main(self._open_journal, "opening the run's folder")
+        if config.model.init == "random" and config.resume == "auto":
+            self._read_base()
         runtime.place(model)
         if config.training.gradient_checkpointing:
             checkpoint_gradients(model)
@@ -213,7 +217,16 @@ class Trainer:
         )
         if self.config.model.init == "random":
             # An adapter must name its base, and no other place has these weights.
-            save_base(self.journal.folder, self.model, self.tokenizer)
+            save_base(self.journal.folder, without_adapter(self.model), self.tokenizer)
+
+    def _read_base(self) -> None:
+        """A resumed run goes on with the random weights it began with, whatever its seed is now. Collective."""
+        error: Exception | None = None
+        try:
+            load_model(without_adapter(self.model), RunFolder(self.config.output_dir).base)
+        except Exception as caught:
+            error = caught
+        self.runtime.agree(error, "reading the base model")
 
     def _fingerprints(self) -> dict[str, str]:
         splits = {f"data.{name}": split.fingerprint for name, split in _named(self.splits) if split is not None}

@@ -1,0 +1,397 @@
+"""Precedence, choices, origins, and every problem said at once in plain words."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finetune.config import load_config
+from finetune.config.compose import compose
+from finetune.config.schema import Config
+from finetune.errors import ConfigError
+
+Write = Callable[[str, str], Path]
+MODEL_AND_DATA = ["model=phi_tiny", "data=orders"]
+
+
+@pytest.fixture(autouse=True)
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Each test stands in an empty folder and can write files there."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def problems_of(*words: str, run: str | None = None, complete: bool = False) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        compose(words, run=run, complete=complete)
+    first, *lines = str(caught.value).split("\n")
+    assert "pydantic" not in str(caught.value)
+    assert "[type=" not in str(caught.value)
+    if not lines:
+        return [first]
+    assert first == f"the configuration has {len(lines)} problems:"
+    return [line.removeprefix("  ") for line in lines]
+
+
+def one_problem(*words: str, run: str | None = None, complete: bool = False) -> str:
+    (problem,) = problems_of(*words, run=run, complete=complete)
+    return problem
+
+
+# --- precedence ---------------------------------------------------------------------------------------------------
+
+
+def test_defaults_then_run_file_then_group_files_then_words(write: Write) -> None:
+    write("configs/mine.yaml", "optim: {learning_rate: 1.0, weight_decay: 1.0, warmup_steps: 1}\n")
+    write("configs/task/slow.yaml", "optim: {learning_rate: 2.0, weight_decay: 2.0}\n")
+    config = compose(["task=slow", "optim.learning_rate=3.0"], run="mine", complete=False)
+    assert config.optim.max_grad_norm == 1.0
+    assert config.optim.warmup_steps == 1
+    assert config.optim.weight_decay == 2.0
+    assert config.optim.learning_rate == 3.0
+
+
+def test_a_run_file_overrides_the_groups_that_it_chooses(write: Write) -> None:
+    write("configs/task/slow.yaml", "optim: {learning_rate: 2.0, weight_decay: 2.0}\n")
+    write("configs/mine.yaml", "optim: {learning_rate: 1.0}\ntask: slow\n")
+    config = compose(["run=mine"], complete=False)
+    assert (config.optim.learning_rate, config.optim.weight_decay) == (1.0, 2.0)
+
+
+def test_a_group_word_replaces_the_choice_of_the_run_file_and_wins_over_its_keys(write: Write) -> None:
+    write("configs/task/slow.yaml", "optim: {weight_decay: 2.0}\n")
+    write("configs/task/fast.yaml", "optim: {learning_rate: 5.0}\n")
+    write("configs/mine.yaml", "task: slow\noptim: {learning_rate: 1.0, warmup_steps: 3}\n")
+    config = compose(["run=mine", "task=fast"], complete=False)
+    assert config.optim.weight_decay == Config().optim.weight_decay
+    assert config.optim.learning_rate == 5.0
+    assert config.optim.warmup_steps == 3
+
+
+def test_the_callers_choice_gives_way_to_run_file_and_words(write: Write) -> None:
+    for name, rate in (("a", 1.0), ("b", 2.0), ("c", 3.0)):
+        write(f"configs/task/{name}.yaml", f"optim.learning_rate: {rate}\n")
+    write("r.yaml", "task: b\n")
+    chosen = [
+        load_config(MODEL_AND_DATA, task="a"),
+        load_config(MODEL_AND_DATA, run="r.yaml", task="a"),
+        load_config([*MODEL_AND_DATA, "task=c"], run="r.yaml", task="a"),
+    ]
+    assert [config.optim.learning_rate for config in chosen] == [1.0, 2.0, 3.0]
+    by_caller = load_config(model="phi_tiny", data="orders", task="debug")
+    assert (by_caller.model.path, by_caller.data.path) == ("shipped:phi_tiny", "shipped:orders")
+
+
+def test_among_group_files_the_later_kind_wins_whatever_the_order_of_words(write: Write) -> None:
+    for group, rate in (("model", 1.0), ("data", 2.0), ("task", 3.0), ("parallel", 4.0)):
+        write(f"configs/{group}/x.yaml", f"optim.learning_rate: {rate}\n")
+    assert compose(["parallel=x", "task=x", "model=x"], complete=False).optim.learning_rate == 4.0
+    assert compose(["task=x", "data=x", "model=x"], complete=False).optim.learning_rate == 3.0
+
+
+def test_the_last_of_two_equal_words_counts() -> None:
+    assert compose(["seed=1", "seed=2"], complete=False).seed == 2
+
+
+def test_files_here_win_over_shipped_ones(write: Write) -> None:
+    write("configs/task/debug.yaml", "seed: 77\n")
+    config = compose(["task=debug"], complete=False)
+    assert (config.seed, config.training.debug) == (77, False)
+
+
+def test_mappings_merge_lists_are_replaced_and_braces_empty(write: Write) -> None:
+    write("r.yaml", "optim: {args: {eps: 1e-6, betas: [0.1, 0.2]}}\nlora.targets: [a, b]\n")
+    merged = compose(["optim.args.betas=[0.5, 0.6]", "lora.targets=[c]"], run="r.yaml", complete=False)
+    assert merged.optim.args == {"eps": 1e-6, "betas": [0.5, 0.6]}
+    assert merged.lora.targets == ["c"]
+    emptied = compose(["optim.args={}", "optim.args.momentum=0.9"], run="r.yaml", complete=False)
+    assert emptied.optim.args == {"momentum": 0.9}
+
+
+def test_a_section_with_nothing_in_it_changes_nothing(write: Write) -> None:
+    write("r.yaml", "optim: {learning_rate: 1.0}\n")
+    write("configs/task/t.yaml", "optim:\ndata: {}\n")
+    assert compose(["task=t"], run="r.yaml", complete=False).optim.learning_rate == 1.0
+
+
+# --- choosing files -----------------------------------------------------------------------------------------------
+
+
+def test_files_are_chosen_by_path_too(write: Write) -> None:
+    write("lab/my.yaml", "seed: 5\n")
+    write("lab/run.yml", "parallel: lab/my.yaml\nddp: true\n")
+    config = compose(["run=lab/run.yml"], complete=False)
+    assert (config.seed, config.ddp) == (5, True)
+
+
+def test_a_run_file_may_set_single_keys_of_a_section_whose_group_it_chooses(write: Write) -> None:
+    write("r.yaml", "model: phi_tiny\nmodel.revision: 12e7\ndata: orders\ndata.max_length: 99\n")
+    config = load_config(run="r.yaml")
+    assert (config.model.path, config.model.revision) == ("shipped:phi_tiny", "12e7")
+    assert (config.data.path, config.data.max_length) == ("shipped:orders", 99)
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        ("model=phi5", ["there is no configs/model/phi5.yaml", "phi_tiny", "Did you mean phi"]),
+        ("data=order", ["There is: orders, phi4.", "Did you mean orders?"]),
+        ("model=microsoft/phi-4", ["write model.path=microsoft/phi-4"]),
+        ("data=rows.jsonl", ["write data.path=rows.jsonl"]),
+        ("task=../secret", ["there is no configs/task/../secret.yaml"]),
+        ("parallel=none.yaml", ["the file does not exist"]),
+        ("run=quickstrat", ["there is no configs/quickstrat.yaml", "Did you mean quickstart?"]),
+        ("run=none.yaml", ["the file does not exist"]),
+    ],
+)
+def test_a_file_that_is_not_there(word: str, parts: list[str]) -> None:
+    problem = one_problem(word)
+    assert problem.startswith(f"command line: {word}: ")
+    assert all(part in problem for part in parts), problem
+
+
+def test_a_folder_in_place_of_a_run_file(write: Write) -> None:
+    write("runs/old/config.yaml", "seed: 1\n")
+    assert "write run=runs/old/config.yaml" in one_problem("run=runs/old")
+    write("folder.yaml/x", "")
+    assert "is not a file" in one_problem("run=folder.yaml")
+
+
+def test_two_run_files_are_one_too_many() -> None:
+    assert "the run file is quickstart already" in one_problem("run=other", run="quickstart")
+    assert compose(["run=quickstart"], run="quickstart") == compose([], run="quickstart")
+
+
+def test_a_group_file_chooses_no_other(write: Write) -> None:
+    write("configs/task/t.yaml", "model: phi4\ntask: debug\n")
+    problems = problems_of("task=t")
+    assert problems[0].startswith("configs/task/t.yaml:1: model: is a section with keys (model.path,")
+    assert problems[0].endswith("got 'phi4'.")
+    assert problems[1].startswith("configs/task/t.yaml:2: task: task is no section")
+
+
+def test_a_choice_in_a_run_file_is_named_by_its_line(write: Write) -> None:
+    write("r.yaml", "seed: 1\ntask: debgu\n")
+    assert one_problem(run="r.yaml").startswith("r.yaml:2: task=debgu: there is no configs/task/debgu.yaml")
+
+
+# --- words --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("orders", "expected key=value"),
+        ("quickstart", "For the run file write run=quickstart."),
+        ("my/run.yaml", "For the run file write run=my/run.yaml."),
+        ("--seed=3", "words have no dashes but an equals sign: seed=VALUE"),
+        ("-v", "v=VALUE"),
+        ("=3", "expected key=value"),
+        ("seed=", "seed: has no value. Write seed=VALUE. It takes a whole number of at least 0"),
+        ("model= ", "model: has no value"),
+        ("data.path=", "data.path: has no value. Write data.path=VALUE. It takes text or null."),
+        ("seed=#3", "has no value but a comment"),
+        ("optim.args=[1", "not valid YAML"),
+    ],
+)
+def test_words_that_are_none(word: str, part: str) -> None:
+    problem = one_problem(word)
+    assert problem.startswith("command line: ")
+    assert part in problem
+
+
+def test_words_at_the_top() -> None:
+    config = compose(["ddp=False", "seed=3", "output_dir=out", "resume=auto", "strict=true"], complete=False)
+    assert (config.ddp, config.seed, config.output_dir) == (False, 3, "out")
+    assert (config.resume, config.strict) == ("auto", True)
+
+
+@pytest.mark.parametrize("text", ["12e7", "007", "true", "*.jsonl", "a: b", "x=y", "{{ m }}", "'1e5'"])
+def test_a_key_of_text_takes_the_word_as_it_is(text: str) -> None:
+    assert compose([f"data.path={text}"], complete=False).data.path == text.strip("'")
+
+
+@pytest.mark.parametrize(("word", "device"), [("0", "cuda:0"), ("'1'", "cuda:1"), ("CPU", "cpu"), ("null", "auto")])
+def test_devices_are_normalised(word: str, device: str) -> None:
+    assert compose([f"training.device={word}"], complete=False).training.device == device
+
+
+# --- problems -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "problem"),
+    [
+        ("training.max_steps=eight", "training.max_steps: expected a whole number above 0 or null, got 'eight'"),
+        ("training.max_steps=0", "training.max_steps: expected a whole number above 0 or null, got 0"),
+        ("training.num_epochs=1.5", "training.num_epochs: expected a whole number above 0, got 1.5"),
+        ("training.num_epochs=true", "training.num_epochs: expected a whole number above 0, got true"),
+        ("training.num_epochs=null", "training.num_epochs: expected a whole number above 0, got null"),
+        ("lora.dropout=1", "lora.dropout: expected a number of at least 0 and below 1, got 1"),
+        ("optim.learning_rate=.nan", "optim.learning_rate: expected a number of at least 0, got .nan"),
+        ("optim.learning_rate=.inf", "optim.learning_rate: expected a number of at least 0, got .inf"),
+        ("optim.learning_rate=-1", "optim.learning_rate: expected a number of at least 0, got -1"),
+        (
+            "parallel.master_port=99999",
+            "parallel.master_port: expected a whole number from 1 to 65535 or null, got 99999",
+        ),
+        ("ddp=maybe", "ddp: expected true or false or null, got 'maybe'"),
+        ("resume=true", "resume: expected one of never, auto, got 'true'"),
+        ("lora.targets=[1]", "lora.targets: expected 'auto' or a list ([a, b]), each text, got [1]"),
+        (
+            "testing.metrics=[bleu]",
+            "testing.metrics: expected a list ([a, b]), each one of exact_match, json_valid, got ['bleu']",
+        ),
+        ("model.config=5", "model.config: expected keys with values ({a: 1}) or null, got 5"),
+        ("data.path=[a]", "data.path: expected text or null, got ['a']"),
+        ("training.device=gpu", "training.device: expected auto, cpu, cuda, cuda:N, mps or a whole number, got 'gpu'"),
+        (
+            "training.prefetch_factor=2",
+            "training.prefetch_factor: 2 needs num_workers of at least 1 in the same section, which is 0",
+        ),
+    ],
+)
+def test_values_of_another_kind(word: str, problem: str) -> None:
+    assert one_problem(word) == f"command line: {problem}"
+
+
+def test_long_values_are_shortened() -> None:
+    assert one_problem(f"seed={'x' * 500}").endswith("xxx ...")
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("training.precision=fp16", "fp16 is not supported"),
+        ("training.packing=true", "packing is not in this version"),
+        ("optim.optimizer=torch.nn.Linear", "torch.nn.Linear is not directly in a module that a config may name"),
+        ("optim.optimizer=torch.optim.", "may name: torch.optim, transformers.optimization, bitsandbytes.optim"),
+    ],
+)
+def test_values_that_are_refused_with_a_reason(word: str, part: str) -> None:
+    assert part in one_problem(word)
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("optim.learning_rat=1", "Did you mean optim.learning_rate?"),
+        ("training.learning_rate=1", "Did you mean optim.learning_rate?"),
+        ("batch_size=1", "Did you mean training.batch_size or validation.batch_size or testing.batch_size?"),
+        ("sed=1", "Did you mean seed?"),
+        ("xyz.abc=1", "There is: ddp, seed, output_dir,"),
+        ("seed.x=1", "seed has no keys of its own: it takes a whole number"),
+        ("lora={r: {a: 1}}", "lora.r has no keys of its own: it takes a whole number above 0."),
+        ("lora=5", "is a section with keys (lora.r, lora.alpha, lora.dropout, ...), got 5."),
+        ("task.name=x", "a word or a run file chooses configs/task/NAME.yaml with it"),
+    ],
+)
+def test_keys_that_do_not_exist(word: str, part: str) -> None:
+    assert part in one_problem(word)
+
+
+def test_every_problem_at_once(write: Write) -> None:
+    write("r.yaml", "seed: 1\nseed: 2\ntraining:\n  max_stepz: 3\n  num_epochs: many\nlora: {r: 0}\n")
+    write("configs/data/bad.yaml", "data: [\n")
+    problems = problems_of(
+        "data=bad", "optim.schedule=sine", "foo", "optim.optimizer=!pyobject os.system", run="r.yaml", complete=True
+    )
+    starts = [
+        "command line: foo: ",
+        "r.yaml:2: seed: given twice",
+        "configs/data/bad.yaml:2: not valid YAML",
+        "r.yaml:4: training.max_stepz: there is no such key. Did you mean training.max_steps?",
+        "command line: optim.optimizer: os.system",
+        "r.yaml:6: lora.r: expected a whole number above 0, got 0",
+        "command line: optim.schedule: expected one of linear, cosine, constant, got 'sine'",
+        "r.yaml:5: training.num_epochs: expected a whole number above 0, got 'many'",
+    ]
+    assert len(problems) == len(starts)
+    assert [p for p, start in zip(problems, starts, strict=True) if not p.startswith(start)] == []
+
+
+def test_what_a_run_cannot_do_without() -> None:
+    problems = problems_of(complete=True)
+    assert [p.partition(":")[0] for p in problems] == ["model.path", "data.path"]
+    assert "model=phi_tiny" in problems[0]
+    assert "data=orders" in problems[1]
+    assert problems_of("training.max_steps=x", complete=True)[:2] == problems
+    assert compose([], complete=False).model.path is None
+    assert compose(["data.train=x.jsonl", "model=phi_tiny"]).data.train == "x.jsonl"
+    assert load_config(["data=phi4", "data.path=rows.jsonl", "model=phi4"]).data.format == "messages"
+    assert "data.path: not set" in one_problem("data=phi4", "model=phi4", complete=True)
+
+
+def test_a_configuration_without_weights() -> None:
+    problems = problems_of("model.config={model_type: phi3}", "data=orders", complete=True)
+    assert problems[0].startswith("command line: model.config: has no pretrained weights. Add model.init=random.")
+    assert problems[1].startswith("model.tokenizer: not set")
+    words = ["model.config={model_type: phi3}", "model.init=random", "model.tokenizer=shipped:phi_tiny", "data=orders"]
+    assert compose(words).model.config == {"model_type": "phi3"}
+
+
+def test_a_name_outside_the_allow_list_is_never_imported(write: Write) -> None:
+    write("evil_module.py", "open('imported', 'w')\n")
+    write("r.yaml", "optim:\n  args:\n    x: [!pyobject evil_module.Thing]\n")
+    problem = one_problem(run="r.yaml")
+    assert problem.startswith("r.yaml:3: optim.args.x: evil_module.Thing is not directly in a module")
+    assert problem.endswith("Nothing was imported.")
+    assert not Path("imported").exists()
+
+
+# --- origins ------------------------------------------------------------------------------------------------------
+
+
+def test_where_each_value_came_from(write: Write) -> None:
+    write("configs/mine.yaml", "\nlora:\n  r: 4\noptim.args:\n  eps: 1\n")
+    outside = write("../elsewhere.yaml", "lora:\n  alpha: 4\n")
+    config = compose(["run=mine", f"parallel={outside.resolve()}", "task=debug", "seed=3"], complete=False)
+    assert config.origin("lora.r") == "configs/mine.yaml:3"
+    assert config.origin("optim.args.eps") == "configs/mine.yaml:5"
+    assert config.origin("lora.alpha") == f"{outside.resolve()}:2"
+    assert config.origin("training.debug") == "shipped configs/task/debug.yaml:11"
+    assert config.origin("seed") == "command line"
+    assert config.origin("lora.dropout") == "default"
+    assert config.origin("output_dir") == "default"
+
+
+def test_equal_values_from_different_places_are_equal_configs(write: Write) -> None:
+    write("r.yaml", "seed: 3\noutput_dir: runs/run\n")
+    assert compose([], run="r.yaml", complete=False) == compose(["seed=3"], complete=False)
+    assert compose([], run="r.yaml", complete=False) != compose(["seed=4"], complete=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [
+        (["run=quickstart"], "runs/quickstart"),
+        (["run=some/where.yaml", "task=debug"], "runs/where"),
+        (["task=debug"], "runs/debug"),
+        ([], "runs/run"),
+        (["task=debug", "output_dir=x"], "x"),
+    ],
+)
+def test_the_folder_of_a_run_that_was_not_told_one(write: Write, words: list[str], folder: str) -> None:
+    write("some/where.yaml", "seed: 1\n")
+    assert compose(words, complete=False).output_dir == folder
+
+
+def test_a_config_error_answers_without_torch() -> None:
+    code = (
+        "import sys\nfrom finetune.config import load_config\nfrom finetune.errors import ConfigError\n"
+        "try:\n    load_config(['run=quickstart', 'lora.r=x'])\nexcept ConfigError as error:\n    print(error)\n"
+        "print([name for name in ('torch', 'transformers', 'accelerate', 'datasets') if name in sys.modules])\n"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert re.search(r"lora.r: expected a whole number above 0, got 'x'\n\[\]\n", done.stdout), done.stdout

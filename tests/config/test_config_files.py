@@ -1,0 +1,104 @@
+"""Every shipped config composes; the keys there are; what is listed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from finetune.config.compose import compose, list_configs
+from finetune.config.keys import fields
+from finetune.shipped_files import shipped_folder
+
+SHIPPED = {
+    "run": ["quickstart"],
+    "model": ["phi2", "phi3_5_mini", "phi3_mini", "phi4", "phi4_mini", "phi_tiny"],
+    "data": ["orders", "phi4"],
+    "task": ["debug", "finetune_full", "finetune_lora"],
+    "parallel": ["auto", "ddp", "single"],
+}
+NUM_FILES = 15
+
+LOADER_KEYS = "batch_size num_workers pin_memory prefetch_factor drop_last"
+KEYS = {
+    "": "ddp seed output_dir resume strict",
+    "parallel": "world_size rank master_addr master_port backend timeout_minutes",
+    "model": "path revision init config tokenizer chat_template attention trust_remote_code",
+    "data": "path name revision train validation test format max_length max_rows cache_dir",
+    "lora": "r alpha dropout targets",
+    "optim": "optimizer learning_rate weight_decay args schedule warmup_steps max_grad_norm",
+    "training": f"{LOADER_KEYS} method max_steps num_epochs global_batch_size max_tokens_per_microbatch packing "
+    "precision gradient_checkpointing device deterministic debug log_every",
+    "validation": f"{LOADER_KEYS} validate_every",
+    "testing": f"{LOADER_KEYS} metrics compare_base max_new_tokens num_samples",
+    "early_stopping": "patience min_delta",
+    "checkpoint": "save_every save_every_epochs keep",
+}
+
+
+def test_no_key_comes_or_goes_unnoticed() -> None:
+    expected = [f"{section}.{key}".lstrip(".") for section, keys in KEYS.items() for key in keys.split()]
+    assert sorted(fields()) == sorted(expected)
+
+
+def test_every_shipped_config_composes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen = set()
+    for group, names in SHIPPED.items():
+        for name in names:
+            words = {"model": "phi_tiny", "data": "orders"} | {group: name}
+            config = compose([f"{key}={value}" for key, value in words.items()] + ["data.path=rows.jsonl"])
+            below = "" if group == "run" else f"{group}/"
+            seen.add(f"{below}{name}.yaml")
+            origin = f"shipped configs/{below}{name}.yaml:"
+            assert [key for key in fields() if config.origin(key).startswith(origin)], f"{origin} sets nothing"
+    assert seen == {str(path.relative_to(shipped_folder("configs"))) for path in shipped_folder("configs").rglob("*.*")}
+    assert len(seen) == NUM_FILES
+
+
+def test_what_the_shipped_configs_say() -> None:
+    quickstart = compose([], run="quickstart")
+    assert (quickstart.model.path, quickstart.data.path) == ("shipped:phi_tiny", "shipped:orders")
+    assert quickstart.testing.metrics == ["exact_match", "json_valid"]
+    assert quickstart.ddp is None
+    base = ["model=phi_tiny", "data=orders"]
+    debug = compose([*base, "task=debug"])
+    assert (debug.training.deterministic, debug.training.debug, debug.training.precision) == (True, True, "fp32")
+    assert debug.training.max_steps is not None
+    assert debug.data.max_rows is not None
+    assert compose([*base, "task=finetune_full"]).training.method == "full"
+    assert [compose([*base, f"parallel={name}"]).ddp for name in ("auto", "single", "ddp")] == [None, False, True]
+
+
+def test_every_file_is_described() -> None:
+    listed = list_configs()
+    assert {group: [name for name, _ in entries] for group, entries in listed.items()} == SHIPPED
+    for entries in listed.values():
+        for name, description in entries:
+            assert re.fullmatch(r"[A-Z].{10,100}[.]", description), (name, description)
+
+
+def test_files_here_are_listed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs" / "task").mkdir(parents=True)
+    (tmp_path / "configs" / "task" / "mine.yaml").write_text("seed: 1\n")
+    (tmp_path / "configs" / "task" / "debug.yaml").write_bytes(b"# \xff\n")
+    monkeypatch.chdir(tmp_path)
+    listed = dict(list_configs()["task"])
+    assert list(listed) == ["debug", "finetune_full", "finetune_lora", "mine"]
+    assert (listed["debug"], listed["mine"]) == ("", "")
+
+
+def test_the_template_of_phi2() -> None:
+    jinja2 = pytest.importorskip("jinja2")
+    text = compose(["model=phi2"], complete=False).model.chat_template
+    assert text is not None
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "Because."},
+        {"role": "user", "content": "So?"},
+    ]
+    for options in ({}, {"trim_blocks": True, "lstrip_blocks": True}):
+        template = jinja2.Environment(**options).from_string(text)
+        rendered = template.render(messages=messages, eos_token="<eos>")
+        assert rendered == "Be brief.\nInstruct: Why?\nOutput: Because.<eos>\nInstruct: So?\nOutput:"
+        assert template.render(messages=messages[:1] + messages[1:3], eos_token="<eos>").endswith(" Because.<eos>")

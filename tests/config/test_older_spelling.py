@@ -1,0 +1,217 @@
+"""Every row of the table of older keys: what it becomes, and that it is said once."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from finetune.config.compose import compose
+from finetune.config.older_spelling import TABLE
+from finetune.config.schema import Config
+from finetune.errors import ConfigError
+
+SAME = "an older spelling of"
+
+ROWS: list[tuple[str, str, str, object, str]] = [
+    # the row, YAML as it was written, our key, its value, what the warning says
+    (
+        "training.optimizer_type",
+        "training: {optimizer_type: !pyobject torch.optim.SGD}",
+        "optim.optimizer",
+        "torch.optim.SGD",
+        SAME,
+    ),
+    ("training.optimizer_type", "training: {optimizer_type: AdamW}", "optim.optimizer", "torch.optim.AdamW", SAME),
+    ("training.optimizer_args", "training: {optimizer_args: []}", "optim.args", {}, "left out: it is empty"),
+    ("training.optimizer_args", "training: {optimizer_args: null}", "optim.args", {}, "left out: it is empty"),
+    ("training.optimizer_args", "training: {optimizer_args: [1e-4]}", "optim.learning_rate", 1e-4, SAME),
+    ("training.optimizer_args.lr", "training: {optimizer_args: {lr: 1e-4}}", "optim.learning_rate", 1e-4, SAME),
+    (
+        "training.optimizer_args.weight_decay",
+        "training: {optimizer_args: {weight_decay: 0.1}}",
+        "optim.weight_decay",
+        0.1,
+        SAME,
+    ),
+    ("training.optimizer_args.*", "training: {optimizer_args: {eps: 1}}", "optim.args", {"eps": 1}, SAME),
+    ("training.optimizer_kwargs", "training: {optimizer_kwargs: {}}", "optim.args", {}, "left out: it is empty"),
+    ("training.optimizer_kwargs.lr", "training: {optimizer_kwargs: {lr: 1e-4}}", "optim.learning_rate", 1e-4, SAME),
+    (
+        "training.optimizer_kwargs.weight_decay",
+        "training: {optimizer_kwargs: {weight_decay: 0.1}}",
+        "optim.weight_decay",
+        0.1,
+        SAME,
+    ),
+    (
+        "training.optimizer_kwargs.*",
+        "training: {optimizer_kwargs: {betas: [0.1, 0.2]}}",
+        "optim.args",
+        {"betas": [0.1, 0.2]},
+        SAME,
+    ),
+    ("training.path", "training: {path: /data/runs}", "output_dir", "/data/runs", SAME),
+    ("training.seed", "training: {seed: 7}", "seed", 7, SAME),
+    ("training.checkpoint_at", "training: {checkpoint_at: 5}", "checkpoint.save_every_epochs", 5, SAME),
+    ("training.epochs", "training: {epochs: 5}", "training.num_epochs", 5, SAME),
+    ("num_epochs", "num_epochs: 5", "training.num_epochs", 5, SAME),
+    ("epochs", "epochs: 5", "training.num_epochs", 5, SAME),
+    (
+        "early_stopping.type",
+        "early_stopping: {type: !pyobject their.EarlyStopping}",
+        "early_stopping.patience",
+        None,
+        "left out: there is one",
+    ),
+    ("early_stopping.args", "early_stopping: {args: []}", "early_stopping.patience", None, "left out: it is empty"),
+    ("early_stopping.args", "early_stopping: {args: [3]}", "early_stopping.patience", 3, SAME),
+    ("early_stopping.args.*", "early_stopping: {args: {patience: 3}}", "early_stopping.patience", 3, SAME),
+    (
+        "early_stopping.kwargs",
+        "early_stopping: {kwargs: null}",
+        "early_stopping.patience",
+        None,
+        "left out: it is empty",
+    ),
+    ("early_stopping.kwargs.*", "early_stopping: {kwargs: {patience: 3}}", "early_stopping.patience", 3, SAME),
+    (
+        "validation.validator.device",
+        "validation: {validator: {device: cuda:1}}",
+        "training.device",
+        "auto",
+        "one device",
+    ),
+    ("testing.tester.device", "testing: {tester: {device: 0}}", "training.device", "auto", "one device"),
+    (
+        "parallel.master_port",
+        "parallel: {master_port: '29500'}",
+        "parallel.master_port",
+        29500,
+        "read as the number 29500",
+    ),
+    (
+        "model.type",
+        "model: {type: !pyobject transformers.Phi3ForCausalLM}",
+        "model.path",
+        None,
+        "left out: the class follows",
+    ),
+]
+
+REFUSED = [
+    ("criterion", "criterion: !pyobject torch.nn.MSELoss", "the loss is always next-token cross-entropy"),
+    ("criterion.*", "criterion: {type: !pyobject torch.nn.MSELoss, args: [1]}", "the loss is always"),
+    ("training.criterion", "training: {criterion: mse}", "the loss is always"),
+    ("training.criterion.*", "training: {criterion: {type: mse, weight: 2}}", "the loss is always"),
+    ("model.type", "model: {type: !pyobject os.system}", "only causal language models are trained"),
+]
+
+
+def composed(tmp_path: Path, text: str, *words: str) -> Config:
+    path = tmp_path / "old.yaml"
+    path.write_text(text)
+    return compose(words, run=str(path), complete=False)
+
+
+def test_every_row_is_tested() -> None:
+    assert {row for row, *_ in ROWS + REFUSED} == set(TABLE)
+
+
+@pytest.mark.parametrize(("row", "text", "key", "value", "warning"), ROWS)
+def test_what_a_row_becomes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, row: str, text: str, key: str, value: object, warning: str
+) -> None:
+    with caplog.at_level(logging.WARNING, "finetune"):
+        found: object = composed(tmp_path, text)
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value
+    assert type(found) is type(value)
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path}/old.yaml:1: {row.removesuffix('.*')}")
+    assert warning in message
+    if warning == SAME:
+        assert key in message
+
+
+@pytest.mark.parametrize(("row", "text", "reason"), REFUSED)
+def test_what_is_refused(tmp_path: Path, row: str, text: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        composed(tmp_path, text)
+    assert str(caught.value).startswith(f"{tmp_path}/old.yaml:1: {row.removesuffix('.*')}: refused: ")
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "phi",
+        "phi2",
+        "phi3",
+        "phi-3.5",
+        "phi3_5",
+        "phi4",
+        "Phi4",
+        "phi_tiny",
+        "microsoft/phi-4",
+        "causal_lm",
+        "CausalLM",
+        "transformers.AutoModelForCausalLM",
+        "null",
+    ],
+)
+def test_names_of_causal_models(tmp_path: Path, name: str) -> None:
+    composed(tmp_path, f"model.type: {name}")
+
+
+@pytest.mark.parametrize(
+    "name", ["bert", "resnet50", "phishing", "t5", "transformers.BertForMaskedLM", "phi.Classifier"]
+)
+def test_names_of_other_models(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="only causal language models"):
+        composed(tmp_path, f"model.type: {name}")
+
+
+def test_our_own_spelling_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = "parallel: {rank: null, master_port: 29500}\ntraining: {device: 'cuda:0', num_epochs: 3}\nseed: 1\n"
+    config = composed(tmp_path, text)
+    assert (config.parallel.rank, config.parallel.master_port, config.training.device) == (None, 29500, "cuda:0")
+    assert caplog.messages == []
+
+
+def test_words_have_the_older_spelling_too(caplog: pytest.LogCaptureFixture) -> None:
+    config = compose(["training.optimizer_kwargs.lr=0.5", "training.path=x"], complete=False)
+    assert (config.optim.learning_rate, config.output_dir) == (0.5, "x")
+    assert len(caplog.messages) == 2
+
+
+def test_a_key_in_both_spellings_names_both(tmp_path: Path) -> None:
+    text = "seed: 1\ntraining:\n  seed: 1\n  epochs: 2\nnum_epochs: 2\n"
+    with pytest.raises(ConfigError) as caught:
+        composed(tmp_path, text)
+    file = f"{tmp_path}/old.yaml"
+    assert f"{file}:3: training.seed: means the same as seed ({file}:1)" in str(caught.value)
+    assert f"{file}:5: num_epochs: means the same as training.epochs ({file}:4)" in str(caught.value)
+
+
+def test_another_spelling_in_another_place_overrides(tmp_path: Path) -> None:
+    assert composed(tmp_path, "training: {seed: 1}", "seed=2").seed == 2
+    assert composed(tmp_path, "seed: 1", "training.seed=2").seed == 2
+
+
+def test_problems_name_the_key_as_it_was_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        composed(
+            tmp_path,
+            "training:\n  checkpoint_at: [1, 2]\n  optimizer_type: !pyobject os.system\n  optimizer_args: [1, 2]\n",
+        )
+    file = f"{tmp_path}/old.yaml"
+    assert f"{file}:2: checkpoint.save_every_epochs (written training.checkpoint_at): expected" in str(caught.value)
+    assert f"{file}:3: optim.optimizer (written training.optimizer_type): os.system is not" in str(caught.value)
+    assert f"{file}:4: optim.learning_rate (written training.optimizer_args): expected a number" in str(caught.value)
+
+
+def test_origins_are_those_of_the_older_keys(tmp_path: Path) -> None:
+    config = composed(tmp_path, "training:\n  optimizer_kwargs:\n    lr: 0.5\n")
+    assert config.origin("optim.learning_rate") == f"{tmp_path}/old.yaml:3"

@@ -1,0 +1,223 @@
+"""What YAML text becomes, and what hostile or broken text is answered."""
+
+from pathlib import Path
+
+import pytest
+
+from finetune.config.yaml_reader import DottedName, read_file, read_value
+
+
+def read(tmp_path: Path, text: str | bytes) -> tuple[dict[str, object], list[str]]:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    problems: list[str] = []
+    return {s.dotted: s.value for s in read_file(path, "c.yaml", problems)}, problems
+
+
+def one_problem(tmp_path: Path, text: str | bytes) -> str:
+    _, problems = read(tmp_path, text)
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1E5", 1e5),
+        (".5e3", 500.0),
+        ("-2.5", -2.5),
+        ("3.", 3.0),
+        (".inf", float("inf")),
+        ("7", 7),
+        ("-7", -7),
+        ("1_000", 1000),
+        ("0x10", 16),
+        ("010", "010"),
+        ("1:30", "1:30"),
+        ("2025-01-15", "2025-01-15"),
+        ("=", "="),
+        ("1.2.3", "1.2.3"),
+        ("e5", "e5"),
+        ("true", True),
+        ("no", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("'1e-4'", "1e-4"),
+        ("!!str 5", "5"),
+        ("!!float 3", 3.0),
+        ("[1, a, {b: 2}]", [1, "a", {"b": 2}]),
+        ("{}", {}),
+        ("ünï", "ünï"),
+    ],
+)
+def test_values(tmp_path: Path, text: str, value: object) -> None:
+    settings, problems = read(tmp_path, f"seed: {text}\n")
+    assert problems == []
+    assert settings == {"seed": value}
+    assert type(settings["seed"]) is type(value)
+
+
+def test_each_setting_knows_its_line_and_its_text(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("# about\noptim:\n\n  args:\n    eps: 1e-8\n  optimizer: 'x'\ndata.max_length: 512\n")
+    settings = read_file(path, "shown.yaml", [])
+    assert [(s.dotted, s.origin, s.text) for s in settings] == [
+        ("optim.args.eps", "shown.yaml:5", "1e-8"),
+        ("optim.optimizer", "shown.yaml:6", None),
+        ("data.max_length", "shown.yaml:7", "512"),
+    ]
+
+
+def test_dots_split_only_keys_at_the_top(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("model:\n  config:\n    a.b: 1\n")
+    assert [s.key for s in read_file(path, "c.yaml", [])] == [("model", "config", "a.b")]
+
+
+def test_keys_are_text_as_written(tmp_path: Path) -> None:
+    settings, problems = read(tmp_path, "model: {config: {id2label: {0: a, on: b, 1e3: c}}}")
+    assert problems == []
+    assert settings == {
+        "model.config.id2label.0": "a",
+        "model.config.id2label.on": "b",
+        "model.config.id2label.1e3": "c",
+    }
+
+
+def test_pyobject_reads_as_a_dotted_name(tmp_path: Path) -> None:
+    settings, problems = read(tmp_path, "optim: {optimizer: !pyobject torch.optim.AdamW}")
+    assert problems == []
+    name = settings["optim.optimizer"]
+    assert name == "torch.optim.AdamW"
+    assert isinstance(name, DottedName)
+
+
+def test_anchors_are_followed(tmp_path: Path) -> None:
+    settings, problems = read(tmp_path, "validation: &loader {batch_size: 4}\ntesting: *loader\n")
+    assert problems == []
+    assert settings == {"validation.batch_size": 4, "testing.batch_size": 4}
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n", "---\n", b"\xef\xbb\xbf# a mark in front\n"])
+def test_an_empty_file_sets_nothing(tmp_path: Path, text: str | bytes) -> None:
+    assert read(tmp_path, text) == ({}, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "what"),
+    [
+        ("seed: 1\nddp: true\nseed: 2\n", "c.yaml:3: seed", "first on line 1, again on line 3"),
+        ("optim:\n  args: {a: 1, a: 2}\n", "c.yaml:2: optim.args.a", "given twice"),
+        ("data: {path: x}\ndata.path: y\n", "c.yaml:2: data.path", "first on line 1"),
+        ("optim:\n  args:\n    a: [{b: 1,\n      b: 2}]\n", "c.yaml:4: optim.args.a.b", "twice"),
+        ("seed: !!python/object/apply:os.system ['x']\n", "c.yaml:1: seed", "!!python/object/apply:os.system"),
+        ("a: 1\nseed: !!python/name:os.system\n", "c.yaml:2: seed", "refused"),
+        ("seed: !mine 3\n", "c.yaml:1: seed", "!mine is refused"),
+        ("seed: !!binary aGk=\n", "c.yaml:1: seed", "!!binary is refused"),
+        ("seed: !!set {a, b}\n", "c.yaml:1: seed", "!!set is refused"),
+        ("!!python/object:a.B\nseed: 3\n", "c.yaml:1", "refused"),
+        ("seed: [1, !mine {a: 1}]\n", "c.yaml:1: seed", "!mine"),
+        ("o: !pyobject os system\n", "c.yaml:1: o", "expected !pyobject package.Name, got 'os system'"),
+        ("o: !pyobject\n", "c.yaml:1: o", "expected !pyobject package.Name"),
+        ("o: !pyobject {a: b}\n", "c.yaml:1: o", "!pyobject is refused"),
+        ("o: !!int many\n", "c.yaml:1: o", "not a number"),
+        ("o: " + "9" * 5000 + "\n", "c.yaml:1: o", "not a number"),
+        ("? [a, b]\n: 1\n", "c.yaml:1", "a key must be a word"),
+        ("data:\n  ? {a: 1}\n  : 1\n", "c.yaml:2: data", "a key must be a word"),
+        ("data: {!pyobject a.b: 1}\n", "c.yaml:1: data", "a key must be a word"),
+        ("d: &d {a: 1}\ne: {<<: *d}\n", "c.yaml:2: e", "merge keys"),
+        ("- a\n- b\n", "c.yaml:1", "expected `key: value` lines"),
+        ("just text\n", "c.yaml:1", "expected `key: value` lines"),
+        ("a: 1\n---\nb: 2\n", "c.yaml:2", "single document"),
+        ("a: 1\nb: c: d\n", "c.yaml:2", "not valid YAML: mapping values are not allowed here"),
+        ("a: [1, 2\nb: 3\n", "c.yaml:2", "not valid YAML"),
+        ("a:\n\t- b\n", "c.yaml:2", "not valid YAML"),
+        ("a: *nowhere\n", "c.yaml:1", "undefined alias"),
+        ("a: &a\n  b: *a\n", "c.yaml:1: a.b", "never ends"),
+        ("a: &a [*a]\n", "c.yaml:1: a", "never ends"),
+        ("a: 1\nb: \x07\n", "c.yaml:2", "YAML forbids"),
+        (b"a: 1\nb: \xff\n", "c.yaml:2", "not UTF-8"),
+        ("a: 1\n".encode("utf-16"), "c.yaml:1", "not UTF-8"),
+        ("a: " + "[" * 1200, "c.yaml", "nested too deeply"),
+        ("a: " + "x" * 1_000_001, "c.yaml", "larger than"),
+    ],
+)
+def test_broken_and_hostile_text(tmp_path: Path, text: str | bytes, where: str, what: str) -> None:
+    problem = one_problem(tmp_path, text)
+    assert problem.startswith(f"{where}:")
+    assert what in problem
+
+
+def test_aliases_cannot_unfold_without_end(tmp_path: Path) -> None:
+    lists = "".join(f"k{n}: &k{n} [{', '.join([f'*k{n - 1}'] * 9)}]\n" for n in range(1, 12))
+    assert "unfolds to more than" in one_problem(tmp_path, f"k0: &k0 [x]\n{lists}")
+    mappings = "".join(f"k{n}: &k{n} {{{', '.join(f'a{i}: *k{n - 1}' for i in range(9))}}}\n" for n in range(1, 12))
+    assert "unfolds to more than" in one_problem(tmp_path, f"k0: &k0 {{x: 1}}\n{mappings}")
+
+
+def test_every_problem_of_a_file_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:
+    settings, problems = read(tmp_path, "a: 1\na: 2\nb: !mine 3\n<<: {}\nc: 4\n")
+    assert [p.partition(": ")[0] for p in problems] == ["c.yaml:2", "c.yaml:3", "c.yaml:4"]
+    assert settings["a"] == 1
+    assert settings["c"] == 4
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    problems: list[str] = []
+    assert read_file(tmp_path, "folder", problems) == []
+    assert read_file(tmp_path / "none.yaml", "none.yaml", problems) == []
+    assert "folder: cannot be read (Is a directory)" in problems[0]
+    assert "none.yaml: cannot be read (No such file or directory)" in problems[1]
+
+
+def test_nothing_runs(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    for tag in ("!!python/object/apply:os.system", "!!python/object/new:os.system", "!pyobject"):
+        _, problems = read(tmp_path, f"seed: {tag} ['touch {trace}']\n")
+        assert problems
+    assert not trace.exists()
+
+
+def value_of(text: str, *, as_text: bool = False) -> tuple[object, list[str]]:
+    problems: list[str] = []
+    settings = read_value(("a", "b"), text, problems, as_text=as_text)
+    return ({s.dotted: s.value for s in settings}, problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("1e-4", {"a.b": 1e-4}),
+        ("[x, y]", {"a.b": ["x", "y"]}),
+        ("null", {"a.b": None}),
+        ("{c: 1, d.e: 2}", {"a.b.c": 1, "a.b.d.e": 2}),
+        ("''", {"a.b": ""}),
+        ("x=y", {"a.b": "x=y"}),
+    ],
+)
+def test_words_are_read_like_files(text: str, settings: dict[str, object]) -> None:
+    assert value_of(text) == (settings, [])
+
+
+@pytest.mark.parametrize("text", ["*.jsonl", "{{ x }}", "{% if a %}", "a: b", "# a", "@x", "%y", "[draft", "{a: b}"])
+def test_a_key_of_text_takes_what_is_no_yaml(text: str) -> None:
+    assert value_of(text, as_text=True) == ({"a.b": text}, [])
+    settings, problems = value_of(text)
+    assert settings != {"a.b": text}
+    assert problems or text in ("a: b", "{a: b}")
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_tag_in_a_word_is_never_text(as_text: bool) -> None:
+    settings, problems = value_of("!!python/object/apply:os.system [x]", as_text=as_text)
+    assert settings != {"a.b": "!!python/object/apply:os.system [x]"}
+    assert len(problems) == 1
+    assert problems[0].startswith("command line: a.b: the tag !!python/object/apply:os.system is refused")
+
+
+def test_a_word_has_no_line() -> None:
+    _, problems = value_of("[1, 2")
+    assert len(problems) == 1
+    assert problems[0].startswith("command line: a.b: not valid YAML")

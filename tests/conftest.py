@@ -1,0 +1,65 @@
+"""Tests know nothing of the machine they run on, and leave nothing behind."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+_LAUNCH_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_LAUNCH_PREFIXES = ("ACCELERATE_", "FSDP_", "SLURM_", "OMPI_", "PMI_", "MPI_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+_CACHE_VARIABLES = {"HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME"}
+_SECONDS_TO_END = 5.0
+
+
+def _is_launch_variable(name: str) -> bool:
+    return name in _LAUNCH_VARIABLES or name.startswith(_LAUNCH_PREFIXES)
+
+
+def _isolate() -> None:
+    """Before anything heavy is imported, since libraries read the environment then; child processes inherit it."""
+    for name in [name for name in os.environ if _is_launch_variable(name) or name in _CACHE_VARIABLES]:
+        del os.environ[name]
+    home = tempfile.mkdtemp(prefix="finetune-tests-")
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    # One thread a process: the launch tests run several, and OpenMP collapses when cores are shared.
+    os.environ |= {"HOME": home, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+
+
+_isolate()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """Fail a test that leaks a process group, a launch variable or a thread that would keep the process alive."""
+    threads_before = set(threading.enumerate())
+    yield
+    leaks = [f"variable {name}" for name in sorted(os.environ) if _is_launch_variable(name)]
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        leaks.append("a process group")
+    for thread in set(threading.enumerate()) - threads_before:
+        if not thread.daemon:
+            thread.join(_SECONDS_TO_END)
+            leaks += [f"thread {thread.name}"] if thread.is_alive() else []
+    for name in [name for name in os.environ if _is_launch_variable(name)]:
+        del os.environ[name]
+    if leaks:
+        pytest.fail(f"the test left behind: {', '.join(leaks)}")
+
+
+@pytest.fixture(autouse=True)
+def _package_log_as_before() -> Iterator[None]:
+    """A run configures the package's logger; the next test starts without that."""
+    logger = logging.getLogger("finetune")
+    before = (list(logger.handlers), logger.level, logger.propagate)
+    yield
+    logger.handlers, logger.level, logger.propagate = before

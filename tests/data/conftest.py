@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.config.schema import DataSection
+
+
+@pytest.fixture
+def make_section(tmp_path: Path) -> Callable[..., DataSection]:
+    """A data section with a cache of its own."""
+    return lambda **keys: DataSection(**{"cache_dir": str(tmp_path / "cache"), **keys})
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """What the package has logged so far, also after another test has configured its log."""
+    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
+    caplog.set_level(logging.INFO, "finetune")
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("finetune")]
+
+
+@pytest.fixture
+def write_jsonl(tmp_path: Path) -> Callable[..., str]:
+    """Write rows, or lines as they are, to a file of that name; returns its path."""
+
+    def write(rows: Iterable[Any], name: str = "train.jsonl") -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return str(path)
+
+    return write

@@ -1,0 +1,183 @@
+import itertools
+import random
+
+import pytest
+import torch
+
+from finetune.config.schema import TestingSection as LoaderSection  # a name that pytest does not collect
+from finetune.config.schema import TrainingSection
+from finetune.data.batches import BatchPlan, EvaluationLoader, TrainLoader, collate, derived_seed
+from finetune.data.encode import EncodedExamples
+from tests.tiny_models import tiny_examples
+
+
+def lengths_of(num_rows, seed=0):
+    rng = random.Random(seed)
+    return [rng.randint(1, 60) for _ in range(num_rows)]
+
+
+def plan_of(num_rows=37, **keys):
+    return BatchPlan(**{"lengths": lengths_of(num_rows), "global_batch_size": 8, "batch_size": 3, **keys})
+
+
+def shares(plan, world_size, epoch=0, first_step=0):
+    """For each step, the (index, rows) pairs of all ranks together, in the order of the index."""
+    by_rank = [plan.epoch_share(epoch, first_step, rank, world_size) for rank in range(world_size)]
+    return [sorted(itertools.chain(*step)) for step in zip(*by_rank, strict=True)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("batch_size", [1, 3, 8, 100])
+@pytest.mark.parametrize("global_batch_size", [1, 4, 7, 37, 50])
+def test_each_row_is_seen_exactly_once_per_epoch(global_batch_size, batch_size, world_size):
+    plan = plan_of(global_batch_size=global_batch_size, batch_size=batch_size)
+    steps = shares(plan, world_size)
+    assert len(steps) == plan.steps_per_epoch == -(-37 // global_batch_size)
+    rows = [row for step in steps for _, rows in step for row in rows]
+    assert sorted(rows) == list(range(37))
+    assert all(len(rows) <= batch_size for step in steps for _, rows in step)
+    sizes = [sum(len(rows) for _, rows in step) for step in steps]
+    assert sizes[:-1] == [global_batch_size] * (len(steps) - 1)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 16])
+def test_the_cut_does_not_look_at_the_world_size(world_size):
+    plan = plan_of(max_tokens=120, boundary=30)
+    assert shares(plan, world_size) == shares(plan, 1)
+
+
+def test_every_epoch_has_its_own_order_and_every_seed_too():
+    plan = plan_of()
+    orders = [plan.order(epoch) for epoch in range(3)] + [plan_of(seed=1).order(0)]
+    assert len(set(map(tuple, orders))) == 4
+    assert plan.order(1) == plan_of().order(1)
+
+
+@pytest.mark.parametrize("first_step", range(6))
+def test_resuming_within_an_epoch_gives_the_same_shares(first_step):
+    plan = plan_of()
+    for rank in range(2):
+        assert plan.epoch_share(3, first_step, rank, 2) == plan.epoch_share(3, 0, rank, 2)[first_step:]
+
+
+def test_drop_last_leaves_out_only_a_batch_that_is_not_full():
+    assert plan_of(37, drop_last=True).steps_per_epoch == 4
+    assert plan_of(40, drop_last=True).steps_per_epoch == plan_of(40).steps_per_epoch == 5
+    assert plan_of(7, drop_last=True).steps_per_epoch == 0
+    seen = [row for step in shares(plan_of(37, drop_last=True), 2) for _, rows in step for row in rows]
+    assert len(seen) == len(set(seen)) == 32
+
+
+def test_a_micro_batch_holds_at_most_max_tokens_with_its_padding():
+    plan = plan_of(max_tokens=100, batch_size=8)
+    for step in shares(plan, 1):
+        for _, rows in step:
+            padded = max(plan.lengths[row] for row in rows) * len(rows)
+            assert padded <= 100 or len(rows) == 1
+    sizes = {len(rows) for step in shares(plan, 1) for _, rows in step}
+    assert max(sizes) > 1
+
+
+def test_a_row_longer_than_max_tokens_is_alone_and_not_lost():
+    plan = BatchPlan(lengths=[50, 4, 4], global_batch_size=3, batch_size=3, max_tokens=10)
+    assert plan.cut([0, 1, 2]) == [[0], [1, 2]]
+
+
+def test_rows_on_both_sides_of_the_boundary_never_meet():
+    plan = plan_of(boundary=30, batch_size=8)
+    sides = [{plan.lengths[row] <= 30 for row in rows} for step in shares(plan, 1) for _, rows in step]
+    assert all(len(side) == 1 for side in sides)
+    assert {True} in sides
+    assert {False} in sides
+
+
+def test_a_row_as_long_as_the_boundary_belongs_to_the_short_ones():
+    plan = BatchPlan(lengths=[30, 31, 29], global_batch_size=3, batch_size=3, boundary=30)
+    assert plan.cut([0, 1, 2]) == [[1], [0, 2]]
+
+
+def test_rows_of_like_length_share_a_micro_batch():
+    plan = BatchPlan(lengths=[9, 2, 8, 1], global_batch_size=4, batch_size=2)
+    assert plan.cut([0, 1, 2, 3]) == [[0, 2], [1, 3]]
+
+
+def test_collate_pads_on_the_right_and_counts():
+    examples = EncodedExamples.from_rows([([5, 6, 7], [False, True, True]), ([8, 9], [False, True])], end_id=9)
+    batch = collate(list(examples))
+    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 0]]
+    assert batch.is_target.tolist() == [[False, True, True], [False, True, False]]
+    assert (batch.num_tokens, batch.num_targets) == (5, 3)
+
+
+def loaded(loader, epoch=0, first_step=0):
+    return [
+        [(index, batch.input_ids.tolist(), batch.is_target.tolist()) for index, batch in step]
+        for step in loader.steps(epoch, first_step)
+    ]
+
+
+def train_loader(rank=0, world_size=1, **keys):
+    examples = tiny_examples(21)
+    plan = BatchPlan(lengths=examples.lengths.tolist(), global_batch_size=8, batch_size=3)
+    return TrainLoader(examples, plan, TrainingSection(**keys), rank=rank, world_size=world_size)
+
+
+def test_the_train_loader_gives_the_planned_rows_with_their_place_in_the_global_batch():
+    examples = tiny_examples(21)
+    for rank in range(2):
+        loader = train_loader(rank, 2)
+        planned = loader.plan.epoch_share(1, 0, rank, 2)
+        for step, expected in zip(loaded(loader, epoch=1), planned, strict=True):
+            assert [index for index, _, _ in step] == [share.microbatch for share in expected]
+            for (_, ids, _), share in zip(step, expected, strict=True):
+                assert ids == collate([examples[row] for row in share.rows]).input_ids.tolist()
+
+
+def test_a_rank_may_have_nothing_to_do_in_a_step():
+    steps = loaded(train_loader(rank=2, world_size=3))
+    assert [len(step) for step in steps] == [1, 1, 0]
+
+
+def test_worker_processes_give_the_same_micro_batches():
+    assert loaded(train_loader(num_workers=2, prefetch_factor=2), first_step=1) == loaded(train_loader(), first_step=1)
+
+
+def test_the_loader_can_be_left_early_and_read_again():
+    loader = train_loader()
+    next(iter(loader.steps(0)))
+    assert loaded(loader) == loaded(train_loader())
+
+
+def test_loader_keys_reach_the_loader():
+    loader = train_loader(num_workers=1, prefetch_factor=3, pin_memory=True)
+    assert (loader.num_workers, loader.prefetch_factor) == (1, 3)
+    assert loader.pin_memory is torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 10])
+def test_evaluation_sees_each_row_once_over_all_ranks(world_size):
+    examples = tiny_examples(13)
+    section = LoaderSection(batch_size=4)
+    loaders = [EvaluationLoader(examples, section, rank=rank, world_size=world_size) for rank in range(world_size)]
+    rows = sorted(row for loader in loaders for rows in loader.row_batches for row in rows)
+    assert rows == list(range(13))
+    for loader in loaders:
+        for rows, batch in zip(loader.row_batches, loader, strict=True):
+            assert batch.input_ids.tolist() == collate([examples[row] for row in rows]).input_ids.tolist()
+
+
+def test_evaluation_respects_the_boundary_and_drop_last():
+    examples = tiny_examples(13)
+    lengths = examples.lengths.tolist()
+    loader = EvaluationLoader(examples, LoaderSection(batch_size=4), boundary=10)
+    assert all(len({lengths[row] <= 10 for row in rows}) == 1 for rows in loader.row_batches)
+    full = EvaluationLoader(examples, LoaderSection(batch_size=4, drop_last=True))
+    assert [len(rows) for rows in full.row_batches] == [4, 4, 4]
+
+
+def test_a_derived_seed_depends_on_every_part_and_is_a_known_number():
+    seeds = {derived_seed(*parts) for parts in [(0, 1, 2), (0, 2, 1), (0, 12), (0, "1", "3"), ("order", 0)]}
+    assert len(seeds) == 5
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    # Another number here would change every run's order and dropout: old checkpoints would not go on as they were.
+    assert derived_seed(0, "order", 0) == 3955691223199900983

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from finetune.config.schema import DataSection
+from finetune.data import templates
+from finetune.data.cache import EncodedRows, digest_tokenizer, load_or_encode
+from finetune.data.encode import EncodedExamples, encode_examples
+from finetune.data.examples import load_examples
+from finetune.data.rows import Examples
+from finetune.errors import ConfigError, DataError
+from finetune.fallbacks import Fallbacks
+from tests.tiny import tiny_tokenizer
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}]}
+
+Make = Callable[..., DataSection]
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def section(make_section: Make, write_jsonl: Write) -> DataSection:
+    return make_section(path=write_jsonl([CHAT] * 3))
+
+
+@pytest.fixture
+def times_tokenised(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many batches of rows have gone through a tokenizer."""
+    calls: list[int] = []
+
+    def counting(*arguments: Any) -> Any:
+        calls.append(1)
+        return templates.tokenize(*arguments)
+
+    monkeypatch.setattr("finetune.data.encode.tokenize", counting)
+    return lambda: len(calls)
+
+
+def encode(section: DataSection, fallbacks: Fallbacks | None = None, template: str | None = None) -> EncodedExamples:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return encode_examples(load_examples(section), tokenizer, section, fallbacks=fallbacks).train
+
+
+def cache_files(section: DataSection) -> list[Path]:
+    return sorted(Path(section.cache_dir).iterdir())
+
+
+def test_a_second_time_nothing_is_parsed_or_tokenised(
+    section: DataSection, times_tokenised: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = encode(section)
+    assert times_tokenised() == 1
+    monkeypatch.setattr(Examples, "rows", property(lambda self: pytest.fail("the file was parsed")))
+    second = encode(section)
+    assert times_tokenised() == 1
+    assert second.fingerprint == first.fingerprint
+    assert second.kind == "messages"
+    assert second.source(2) == first.source(2) == f"{section.path}:3"
+    assert second.prompt_and_answer(0) == first.prompt_and_answer(0)
+
+
+def test_one_file_with_one_key_of_metadata_is_left(section: DataSection) -> None:
+    encode(section)
+    (path,) = cache_files(section)
+    with safe_open(path, framework="pt") as file:
+        assert list(file.metadata()) == ["finetune"]
+
+
+def test_a_cached_file_has_the_same_bytes_however_often_it_is_made(section: DataSection) -> None:
+    encode(section)
+    (path,) = cache_files(section)
+    before = path.read_bytes()
+    path.unlink()
+    encode(section)
+    assert path.read_bytes() == before
+
+
+def test_whatever_changes_the_tokens_changes_the_key(section: DataSection, times_tokenised: Callable[[], int]) -> None:
+    encode(section)
+    encode(section.model_copy(update={"max_length": 8}))
+    encode(section.model_copy(update={"max_rows": 2}))
+    encode(section.model_copy(update={"format": "messages"}))
+    encode(section, template=(tiny_tokenizer().chat_template or "").replace("<|end|>", "<|end|> "))
+    assert section.path is not None
+    Path(section.path).write_text(Path(section.path).read_text().replace("yes", "no"))
+    encode(section)
+    assert times_tokenised() == len(cache_files(section)) == 6
+
+
+def test_padding_that_another_call_left_in_the_tokenizer_does_not_change_its_digest() -> None:
+    tokenizer = tiny_tokenizer()
+    before = digest_tokenizer(tokenizer), tokenizer.backend_tokenizer.to_str()
+    tokenizer(["a", "a b c"], padding=True, truncation=True, max_length=2)
+    assert tokenizer.backend_tokenizer.to_str() != before[1]
+    assert digest_tokenizer(tokenizer) == before[0]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other"])
+def test_a_damaged_file_is_found_and_made_again(
+    section: DataSection, times_tokenised: Callable[[], int], logged: Callable[[], list[str]], damage: str
+) -> None:
+    fingerprint = encode(section).fingerprint
+    (path,) = cache_files(section)
+    whole = path.read_bytes()
+    flipped = whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:]
+    path.write_bytes({"cut": whole[:-20], "flipped": flipped, "empty": b"", "other": b"not a tensor" * 9}[damage])
+    assert encode(section).fingerprint == fingerprint
+    assert times_tokenised() == 2
+    assert any("is damaged (" in line and "is encoded again" in line for line in logged())
+    assert path.read_bytes() == whole
+
+
+def test_every_byte_of_the_tensors_is_watched(section: DataSection, times_tokenised: Callable[[], int]) -> None:
+    encode(section)
+    (path,) = cache_files(section)
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for count, position in enumerate(range(header, len(whole), 17), start=2):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        encode(section)
+        assert times_tokenised() == count, f"byte {position}"
+
+
+def test_rows_that_cannot_be_used_are_never_cached(make_section: Make, write_jsonl: Write) -> None:
+    section = make_section(path=write_jsonl([CHAT, "no"]))
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"train.jsonl:2: not JSON"):
+            encode(section)
+    assert cache_files(section) == []
+
+
+def test_a_cache_that_cannot_be_written_is_done_without_and_recorded(section: DataSection, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    section = section.model_copy(update={"cache_dir": str(tmp_path / "file" / "cache")})
+    fallbacks = Fallbacks()
+    assert len(encode(section, fallbacks)) == 3
+    (record,) = fallbacks.as_records()
+    assert record["what"] == "data.cache_dir"
+    assert record["wanted"] == section.cache_dir
+    assert record["why"] == "Not a directory (ENOTDIR)"
+    with pytest.raises(ConfigError, match=r"strict"):
+        encode(section, Fallbacks(strict=True))
+
+
+def test_a_disk_that_fills_up_while_writing_is_a_fallback_too(
+    section: DataSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("finetune.data.cache.replace_file", full)
+    fallbacks = Fallbacks()
+    assert len(encode(section, fallbacks)) == 3
+    assert fallbacks.as_records()[0]["why"] == "No space left on device (ENOSPC)"
+
+
+ENCODE = """
+import sys, time
+from pathlib import Path
+import torch
+from finetune.data.cache import EncodedRows, digest_tokenizer, load_or_encode
+from finetune.fallbacks import Fallbacks
+
+def encode():
+    print("encoding", flush=True)
+    time.sleep(float(sys.argv[2]))
+    one = torch.zeros(1, dtype=torch.int32)
+    return EncodedRows(one, one.bool(), torch.tensor([0, 1]), torch.tensor([1]), one.bool())
+
+rows = load_or_encode(Path(sys.argv[1]), "0" * 64, encode, Fallbacks(strict=True), "rows")
+print("rows", len(rows.token_ids), flush=True)
+"""
+
+
+def start_encoding(tmp_path: Path, seconds: float) -> subprocess.Popen[str]:
+    """Another process, which has the lock and takes so long to encode."""
+    command = [sys.executable, "-c", ENCODE, str(tmp_path / "cache"), str(seconds)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "encoding\n"
+    return process
+
+
+def test_while_one_process_encodes_another_waits_and_reads(tmp_path: Path, logged: Callable[[], list[str]]) -> None:
+    other = start_encoding(tmp_path, 0.5)
+    rows = load_or_encode(
+        tmp_path / "cache", "0" * 64, lambda: pytest.fail("encoded twice"), Fallbacks(strict=True), "rows"
+    )
+    assert rows.token_ids.tolist() == [0]
+    assert other.communicate(timeout=60)[0] == "rows 1\n"
+    assert f"waiting for the encoding of rows: process {other.pid} on " in logged()[0]
+
+
+def test_a_process_killed_while_encoding_leaves_the_work_to_the_next(tmp_path: Path) -> None:
+    killed = start_encoding(tmp_path, 60)
+    killed.kill()
+    killed.communicate()
+    one = torch.ones(1, dtype=torch.int32)
+    made = EncodedRows(one, one.bool(), torch.tensor([0, 1]), torch.tensor([1]), one.bool())
+    rows = load_or_encode(tmp_path / "cache", "0" * 64, lambda: made, Fallbacks(strict=True), "rows")
+    assert rows.token_ids.tolist() == [1]
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".safetensors"]

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader
+
+from finetune.config.schema import DataSection
+from finetune.data.encode import EncodedExamples, EncodedSplits, describe, encode_examples
+from finetune.data.examples import load_examples
+from finetune.errors import DataError
+from tests.tiny import Style, tiny_tokenizer
+
+USER = {"role": "user", "content": "Hi"}
+CHAT = {"messages": [USER, {"role": "assistant", "content": "yes"}]}
+TWO_ANSWERS = {"messages": [*CHAT["messages"], USER, {"role": "assistant", "content": "no"}]}
+
+Make = Callable[..., DataSection]
+Write = Callable[..., str]
+
+
+def encode(section: DataSection, style: Style = "phi4_mini") -> EncodedSplits:
+    return encode_examples(load_examples(section), tiny_tokenizer(style), section)
+
+
+def shown(examples: EncodedExamples, index: int, style: Style = "phi4_mini") -> tuple[str, str]:
+    """A row's text, and the part of it that is to be predicted."""
+    tokenizer = tiny_tokenizer(style)
+    row = examples[index]
+    return str(tokenizer.decode(row.input_ids)), str(tokenizer.decode(row.input_ids[row.is_target]))
+
+
+def test_rows_become_flat_tensors(make_section: Make, write_jsonl: Write) -> None:
+    train = encode(make_section(path=write_jsonl([CHAT, "", TWO_ANSWERS]))).train
+    assert len(train) == 2
+    assert train[0].input_ids.dtype == torch.int64
+    assert train[0].is_target.dtype == torch.bool
+    assert train.rows.token_ids.dtype == torch.int32
+    assert shown(train, 0) == ("<|user|>Hi<|end|><|assistant|>yes<|end|><|endoftext|>", "yes<|end|>")
+    assert shown(train, 1)[1] == "yes<|end|>no<|end|>"
+    assert train.lengths.tolist() == [len(train[0].input_ids), len(train[1].input_ids)] == [9, 16]
+    assert train.num_targets.tolist() == [3, 5]
+    assert train.source(1).endswith("train.jsonl:3")
+    assert torch.equal(train[-1].input_ids, train[1].input_ids)
+    with pytest.raises(IndexError):
+        train[2]
+
+
+def test_a_loader_with_workers_reads_every_row(make_section: Make, write_jsonl: Write) -> None:
+    train = encode(make_section(path=write_jsonl([CHAT, TWO_ANSWERS]))).train
+    assert [len(row.input_ids) for row in DataLoader(train, batch_size=None, num_workers=1)] == [9, 16]
+
+
+@pytest.mark.parametrize("style", ["phi4_mini", "phi3", "phi4"])
+def test_prompt_and_last_answer(make_section: Make, write_jsonl: Write, style: Style) -> None:
+    tokenizer = tiny_tokenizer(style)
+    train = encode(make_section(path=write_jsonl([TWO_ANSWERS])), style).train
+    prompt, answer = train.prompt_and_answer(0)
+    rendered = tokenizer.apply_chat_template(TWO_ANSWERS["messages"][:-1], tokenize=False, add_generation_prompt=True)
+    assert prompt == tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(answer) == "no"
+
+
+def test_prompt_and_completion_take_the_chat_template(make_section: Make, write_jsonl: Write) -> None:
+    train = encode(make_section(path=write_jsonl([{"prompt": "Hi", "completion": "yes"}]))).train
+    assert shown(train, 0) == ("<|user|>Hi<|end|><|assistant|>yes<|end|><|endoftext|>", "yes<|end|>")
+
+
+def test_prompt_and_completion_without_a_template_are_joined_and_ended(make_section: Make, write_jsonl: Write) -> None:
+    rows = [{"prompt": "Hi: ", "completion": "yes"}, {"prompt": "", "completion": "yes"}]
+    train = encode(make_section(path=write_jsonl(rows)), "none").train
+    assert shown(train, 0, "none") == ("Hi: yes<|endoftext|>", "yes<|endoftext|>")
+    assert train.prompt_and_answer(0).answer == tiny_tokenizer("none")("yes")["input_ids"]
+    assert train[1].is_target.tolist() == [False, True, True], "nothing predicts a row's first token"
+
+
+def test_plain_text_is_all_target_but_its_first_token(make_section: Make, write_jsonl: Write) -> None:
+    rows = [{"text": "the<|user|>no"}, {"text": "the<|endoftext|>"}]
+    train = encode(make_section(path=write_jsonl(rows))).train
+    tokenizer = tiny_tokenizer()
+    special = [tokenizer.convert_tokens_to_ids(token) for token in ("<|user|>", "<|endoftext|>")]
+    assert train[0].input_ids.tolist()[-3] == special[0]
+    assert shown(train, 0) == (
+        "the<|user|>no<|endoftext|>",
+        shown(train, 0)[0][len(tokenizer.decode(train[0][0][0])) :],
+    )
+    assert not train[0].is_target[0]
+    assert train[0].is_target[1:].all()
+    assert train[1].input_ids.tolist().count(special[1]) == 1
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet", "directory"])
+def test_tables_give_the_same_tokens_as_json_lines(
+    make_section: Make, write_jsonl: Write, tmp_path: Path, ending: str
+) -> None:
+    rows = [{"prompt": "Hi", "completion": "yes"}, {"prompt": "And?", "completion": "null"}]
+    path = tmp_path / f"table.{ending}"
+    table = Dataset.from_list(rows)
+    {"csv": table.to_csv, "parquet": table.to_parquet, "directory": table.save_to_disk}[ending](path)
+    found = encode(make_section(path=str(path))).train
+    expected = encode(make_section(path=write_jsonl(rows))).train
+    assert found.fingerprint == expected.fingerprint
+    assert found.source(1).endswith(" row 2")
+
+
+def test_long_rows_are_cut_on_the_right_and_counted(make_section: Make, write_jsonl: Write) -> None:
+    rows = [CHAT, TWO_ANSWERS, {"messages": [{**USER, "content": "x" * 30}, CHAT["messages"][1]]}]
+    splits = encode(make_section(path=write_jsonl(rows), max_length=9))
+    train = splits.train
+    assert train.num_truncated == 2
+    assert train.is_truncated.tolist() == [False, True, True]
+    assert train.lengths.tolist() == [9, 9, 9]
+    assert train.num_targets.tolist() == [3, 3, 0]
+    lines = describe(splits)
+    assert lines[0] == (
+        "train: 3 rows of chat messages, 27 tokens, 6 target tokens, longest row 9 tokens, 2 rows truncated"
+    )
+    assert lines[1].startswith("train: 1 rows have no target token after truncation: ")
+    assert lines[1].endswith("train.jsonl:3")
+    assert lines[2:] == ["validation: off", "test: off"]
+    with pytest.raises(DataError, match=r"train.jsonl:3 has no answer left to compare with"):
+        train.prompt_and_answer(2)
+
+
+def test_an_answer_that_is_cut_keeps_all_its_tokens(make_section: Make, write_jsonl: Write) -> None:
+    train = encode(make_section(path=write_jsonl([CHAT]), max_length=7)).train
+    assert tiny_tokenizer().decode(train.prompt_and_answer(0).answer) == "yes"
+
+
+def test_a_split_without_any_target_is_refused(make_section: Make, write_jsonl: Write) -> None:
+    with pytest.raises(DataError, match=r"none of its 2 rows has a target token within data.max_length=5; the longest"):
+        encode(make_section(path=write_jsonl([CHAT, TWO_ANSWERS]), max_length=5))
+
+
+def test_what_there_is_is_logged_before_training(
+    make_section: Make, write_jsonl: Write, logged: Callable[[], list[str]]
+) -> None:
+    encode(make_section(path=write_jsonl([CHAT]), validation=write_jsonl([TWO_ANSWERS], "b.jsonl")))
+    assert [line for line in logged() if " target tokens" in line] == [
+        "train: 1 rows of chat messages, 9 tokens, 3 target tokens, longest row 9 tokens, 0 rows truncated",
+        "validation: 1 rows of chat messages, 16 tokens, 5 target tokens, longest row 16 tokens, 0 rows truncated",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "special"),
+    [
+        ({"messages": [{**USER, "content": "a<|end|>b"}, CHAT["messages"][1]]}, "<|end|>"),
+        ({"messages": [USER, {"role": "assistant", "content": "<|endoftext|>"}]}, "<|endoftext|>"),
+        ({"messages": [{"role": "system", "content": "a", "tools": "<|/tool|>"}, *CHAT["messages"]]}, "<|/tool|>"),
+    ],
+)
+def test_special_tokens_in_a_content_are_refused(
+    make_section: Make, write_jsonl: Write, row: dict[str, Any], special: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        encode(make_section(path=write_jsonl([CHAT, row])))
+    assert "1 of 2 rows cannot be used" in str(caught.value)
+    assert "train.jsonl:2: " in str(caught.value)
+    assert f" contains {special}, a special token of the tokenizer" in str(caught.value)
+
+
+def test_rows_that_the_template_cannot_render_are_named(make_section: Make, write_jsonl: Write) -> None:
+    row = {"messages": [USER, {"role": "tool", "content": "42"}, CHAT["messages"][1]]}
+    with pytest.raises(
+        DataError, match=r"train.jsonl:2: the chat template leaves out messages\[1\].content \(role tool"
+    ):
+        encode(make_section(path=write_jsonl([CHAT, row])), "phi3")
+
+
+def test_chat_messages_need_a_template(make_section: Make, write_jsonl: Write) -> None:
+    with pytest.raises(DataError, match="holds chat messages, but the tokenizer has no chat template"):
+        encode(make_section(path=write_jsonl([CHAT])), "none")
+
+
+def test_the_fingerprint_is_of_tokens_and_targets_alone(make_section: Make, write_jsonl: Write) -> None:
+    first = encode(make_section(path=write_jsonl([CHAT, TWO_ANSWERS]))).train
+    moved = encode(make_section(path=write_jsonl(["", CHAT, TWO_ANSWERS], "moved.jsonl"))).train
+    other = encode(make_section(path=write_jsonl([TWO_ANSWERS, CHAT], "other.jsonl"))).train
+    assert first.fingerprint == moved.fingerprint
+    assert first.fingerprint != other.fingerprint
+
+
+def test_rows_made_by_hand() -> None:
+    examples = EncodedExamples.from_rows([([5, 6, 7], [False, True, True]), ([5], [False])], end_id=7)
+    assert examples.lengths.tolist() == [3, 1]
+    assert examples.num_targets.tolist() == [2, 0]
+    assert examples.prompt_and_answer(0) == ([5], [6])
+    assert examples.source(1) == "row 2"
+    assert examples.num_truncated == 0
+
+
+def test_two_thousand_rows_take_well_under_two_seconds_of_this_process(make_section: Make) -> None:
+    section = make_section(path="shipped:orders")
+    splits, tokenizer = load_examples(section), tiny_tokenizer()
+    started = time.process_time()
+    encoded = encode_examples(splits, tokenizer, section)
+    assert time.process_time() - started < 2
+    assert len(encoded.train) == 2000

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from datasets import Dataset, DatasetDict
+from datasets.exceptions import DatasetNotFoundError
+
+from finetune.config.schema import DataSection
+from finetune.data.examples import load_examples
+from finetune.errors import ConfigError, DataError
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}]}
+
+Make = Callable[..., DataSection]
+Write = Callable[..., str]
+Logged = Callable[[], list[str]]
+
+
+def test_one_file_is_all_training_data_and_the_log_says_so(
+    make_section: Make, write_jsonl: Write, logged: Logged
+) -> None:
+    splits = load_examples(make_section(path=write_jsonl([CHAT, CHAT])))
+    assert len(splits.train) == 2
+    assert splits.validation is splits.test is None
+    assert logged()[0].startswith("validation is off: one file was given and all of it is training data")
+    assert logged()[1].startswith("test is off: ")
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "dev"])
+def test_a_folder_of_split_files(make_section: Make, write_jsonl: Write, tmp_path: Path, name: str) -> None:
+    write_jsonl([CHAT], "rows/train.jsonl")
+    write_jsonl([CHAT] * 2, f"rows/{name}.jsonl")
+    Dataset.from_list([CHAT] * 3).to_parquet(tmp_path / "rows/test.parquet")
+    splits = load_examples(make_section(path=str(tmp_path / "rows")))
+    assert splits.validation is not None
+    assert splits.test is not None
+    assert [len(splits.train), len(splits.validation), len(splits.test)] == [1, 2, 3]
+    assert splits.train[0].source == f"{tmp_path}/rows/train.jsonl:1"
+    assert splits.test[2].source == f"{tmp_path}/rows/test.parquet row 3"
+    assert splits.test[2].messages == splits.train[0].messages
+
+
+def test_splits_can_be_named_or_be_files_elsewhere(
+    make_section: Make, write_jsonl: Write, tmp_path: Path, logged: Logged
+) -> None:
+    write_jsonl([CHAT], "rows/small.jsonl")
+    write_jsonl([CHAT] * 2, "rows/large.jsonl")
+    other = write_jsonl([CHAT] * 3, "other.jsonl")
+    splits = load_examples(make_section(path=str(tmp_path / "rows"), train="large", validation=other))
+    assert splits.validation is not None
+    assert [len(splits.train), len(splits.validation)] == [2, 3]
+    assert "rows has no split named test; data.test can name one" in logged()[0]
+
+
+def test_files_alone_are_enough(make_section: Make, write_jsonl: Write) -> None:
+    splits = load_examples(make_section(train=write_jsonl([CHAT]), test=write_jsonl([CHAT] * 2, "b.jsonl")))
+    assert splits.test is not None
+    assert [len(splits.train), len(splits.test)] == [1, 2]
+
+
+def test_a_datasets_directory_with_and_without_splits(make_section: Make, tmp_path: Path) -> None:
+    rows = Dataset.from_list([CHAT] * 2)
+    DatasetDict({"train": rows, "dev": rows}).save_to_disk(tmp_path / "several")
+    rows.save_to_disk(tmp_path / "one")
+    several = load_examples(make_section(path=str(tmp_path / "several")))
+    assert several.validation is not None
+    assert several.validation[1].source == f"{tmp_path}/several/dev row 2"
+    one = load_examples(make_section(path=str(tmp_path / "one")))
+    assert one.train[0].contents == ("Hi", "yes")
+    assert one.validation is None
+
+
+def test_the_shipped_rows(make_section: Make) -> None:
+    splits = load_examples(make_section(path="shipped:orders", max_rows=3))
+    assert splits.validation is not None
+    assert splits.test is not None
+    assert [len(splits.train), len(splits.validation), len(splits.test)] == [3, 3, 3]
+    assert splits.train[2].source == "shipped:orders/train.jsonl:3"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"path": "nowhere.jsonl"}, "data.path is nowhere.jsonl, but there is no such file or folder"),
+        ({"path": "./nowhere/rows"}, "data.path is ./nowhere/rows, but there is no such file or folder"),
+        ({"path": "{here}/a.txt"}, "a.txt ends in .txt; expected one of .jsonl, .json, .csv, .parquet"),
+        ({"path": "{here}/empty"}, "a folder without data files. Expected train.jsonl or train.json or"),
+        ({"path": "{here}/other"}, "a folder with large, small, but no train. Name the split to train on"),
+        ({"path": "{here}/twice"}, "has both train.csv and train.jsonl: which is meant"),
+        ({"path": "{here}/broken"}, "cannot be read as a datasets directory"),
+        ({"path": "{here}/other", "train": "big"}, "no split of {here}/other (a folder with large, small)"),
+        ({"path": "{here}/other", "train": "small", "test": "gone.csv"}, "data.test is gone.csv, but there is no such"),
+        ({"path": "{here}/" + "a" * 300}, "which cannot be read: File name too long (ENAMETOOLONG)"),
+    ],
+)
+def test_what_is_not_there_is_named(make_section: Make, tmp_path: Path, keys: dict[str, str], message: str) -> None:
+    (tmp_path / "a.txt").touch()
+    for name in ("other/small.jsonl", "other/large.jsonl", "twice/train.jsonl", "twice/train.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/state.json").write_text("{")
+    with pytest.raises(DataError) as caught:
+        load_examples(make_section(**{key: value.format(here=tmp_path) for key, value in keys.items()}))
+    assert message.format(here=tmp_path) in str(caught.value)
+
+
+def test_no_path_and_two_training_files_are_config_errors(make_section: Make, write_jsonl: Write) -> None:
+    with pytest.raises(ConfigError, match=r"data\.path is not set"):
+        load_examples(make_section())
+    path = write_jsonl([CHAT])
+    with pytest.raises(ConfigError, match="both name the training data"):
+        load_examples(make_section(path=path, train=path))
+
+
+class Hub:
+    """Stands in for the hub: answers from memory, or with an error."""
+
+    def __init__(self, answer: Exception | None = None) -> None:
+        self.answer = answer
+        self.asked: list[tuple[Any, ...]] = []
+
+    def split_names(self, hub_id: str, name: str | None, *, revision: str | None) -> list[str]:
+        if self.answer:
+            raise self.answer
+        return ["train", "test"]
+
+    def load(self, hub_id: str, name: str | None, *, revision: str | None, split: str) -> Dataset:
+        self.asked.append((hub_id, name, revision, split))
+        return Dataset.from_list([CHAT])
+
+
+def use(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> None:
+    monkeypatch.setattr(datasets, "get_dataset_split_names", hub.split_names)
+    monkeypatch.setattr(datasets, "load_dataset", hub.load)
+
+
+def test_a_hub_id_with_name_revision_and_a_slice(make_section: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub()
+    use(monkeypatch, hub)
+    section = make_section(path="someone/chats", name="en", revision="v1", validation="train[90%:]")
+    splits = load_examples(section)
+    assert [asked[3] for asked in hub.asked] == ["train", "train[90%:]", "test"]
+    assert hub.asked[0][:3] == ("someone/chats", "en", "v1")
+    assert splits.train[0].source == "someone/chats train row 1"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ConnectionError("Couldn't reach it"), "the hub cannot be reached (ConnectionError: Couldn't reach it)"),
+        (DatasetNotFoundError("no such"), "the hub has none of that name that you may read (no such)"),
+        (ValueError("BuilderConfig 'x' not found"), "the hub's data set cannot be read (ValueError: BuilderConfig"),
+    ],
+)
+def test_a_hub_that_does_not_answer_is_told_plainly(
+    make_section: Make, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    use(monkeypatch, Hub(error))
+    with pytest.raises(DataError) as caught:
+        load_examples(make_section(path="someone/chats"))
+    assert str(caught.value).startswith("data.path is someone/chats: there is no such file or folder here, and the hub")
+    assert message in str(caught.value)
+
+
+def test_finding_json_lines_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; from finetune.config.schema import DataSection; from finetune.data.examples import load_examples;"
+        "print(len(load_examples(DataSection(path='shipped:orders')).train));"
+        "print([m for m in ('torch', 'transformers', 'datasets', 'pandas', 'accelerate') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines() == ["2000", "[]"]

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from finetune.data.readers import DatasetRows, FileRows
+from finetune.errors import DataError
+
+ROWS = [{"text": 'one, "two"\nthree'}, {"text": "007"}, {"text": "null"}]
+
+
+def file_rows(path: Path) -> FileRows:
+    return FileRows(path, path.name)
+
+
+def values(path: Path) -> list[tuple[int, object]]:
+    return [(row.number, row.value) for row in file_rows(path).rows()]
+
+
+def test_json_lines_keep_their_numbers_over_blank_lines_and_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "b"}')
+    assert values(path) == [(1, {"text": "a"}), (4, {"text": "b"})]
+    assert file_rows(path).place(4) == "a.jsonl:4"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"text": "a"', "not JSON: Expecting ',' delimiter at column 13; expected one JSON object per line"),
+        (b'{"text": NaN}', "not JSON: NaN is no JSON value"),
+        (b'{"text": "\xff"}', "the line is not UTF-8 text (byte 11)"),
+        (b"[" * 100_000, "not JSON: "),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_a_row_with_a_problem(tmp_path: Path, line: bytes, problem: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' + line + b"\n")
+    good, bad = file_rows(path).rows()
+    assert good.problem is None
+    assert bad.number == 2
+    assert problem in str(bad.problem)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[\n{"text": "a"},\n\n{"text":\n "b"}\n]\n',
+        '{"data": [\n{"text": "a"},\n\n{"text": "b"}]}',
+        '{"text": "a"}\n\n\n{"text": "b"}\n',
+    ],
+)
+def test_a_json_file_is_a_list_a_wrapped_list_or_lines(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    found = values(path)
+    assert [value for _, value in found] == [{"text": "a"}, {"text": "b"}]
+    assert found[1][0] == 4
+
+
+def test_an_empty_json_list_has_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("[ ]")
+    assert values(path) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[{"text": "a"},\n{"text": }]', r"a.json: the row that starts on line 2 is not JSON"),
+        ('[{"text": "a"}\n{"text": "b"}]', r"a.json: the row that starts on line 1 is not JSON"),
+        ('[{"text": "a"},]', r"a.json: the row that starts on line 1 is not JSON"),
+        ('[{"text": "a"}', r"a.json: the row that starts on line 1 is not JSON"),
+        ('[{"text": "a"}] x', r"there is more after the list"),
+        ('{"data": [{"text": "a"}], "version": 1}', r'object \{"data": \[rows\]\} with nothing else in it'),
+    ],
+)
+def test_a_json_file_that_is_malformed_says_where(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        values(path)
+
+
+def test_cells_of_a_csv_file_stay_the_text_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('text\n"one, ""two""\nthree"\n007\nnull\n')
+    assert values(path) == list(enumerate(ROWS, start=1))
+    assert file_rows(path).place(2) == "a.csv row 2"
+
+
+def test_conversations_in_csv_are_json_in_a_cell(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('messages\n"[{""role"": ""user"", ""content"": ""a""}]"\nnot json\n')
+    assert [row.value["messages"] for row in file_rows(path).rows()] == [
+        [{"role": "user", "content": "a"}],
+        "not json",
+    ]
+
+
+def test_parquet_is_read_and_neither_kind_of_table_leaves_anything_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    path = tmp_path / "a.parquet"
+    Dataset.from_list(ROWS).to_parquet(path)
+    assert values(path) == list(enumerate(ROWS, start=1))
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_a_changed_table_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text\nold\n")
+    before = file_rows(path).digest(), values(path)
+    path.write_text("text\nnew\n")
+    assert file_rows(path).digest() != before[0]
+    assert values(path) == [(1, {"text": "new"})]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_a_table_that_cannot_be_read_is_a_data_error(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text('text\n"a\nb,c\n' if name == "a.csv" else "PAR1 no")
+    with pytest.raises(DataError, match=rf"{name} cannot be read as {path.suffix[1:]}: "):
+        values(path)
+
+
+def test_the_digest_of_a_data_set_is_of_its_content(tmp_path: Path) -> None:
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "a", num_shards=2)
+    on_disk = DatasetRows(Dataset.load_from_disk(str(tmp_path / "a")), "a")
+    in_memory = DatasetRows(Dataset.from_list([*ROWS, {"text": "x"}]).select(range(3)), "b")
+    other = DatasetRows(Dataset.from_list(json.loads(json.dumps(ROWS).replace("007", "008"))), "c")
+    assert on_disk.digest() == DatasetRows(Dataset.load_from_disk(str(tmp_path / "a")), "x").digest()
+    assert in_memory.digest() != other.digest()
+    assert [row.value for row in on_disk.rows()] == ROWS
+    assert on_disk.place(2) == "a row 2"
+
+
+def test_a_file_that_is_gone_is_a_data_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl cannot be read: No such file or directory \(ENOENT\)"):
+        file_rows(tmp_path / "a.jsonl").digest()

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.data.readers import FileRows
+from finetune.data.rows import Examples
+from finetune.errors import DataError
+
+USER = {"role": "user", "content": "Hi"}
+ASSISTANT = {"role": "assistant", "content": "yes"}
+CHAT = {"messages": [USER, ASSISTANT]}
+
+Write = Callable[..., str]
+
+
+def read(path: str, wanted: str = "auto", max_rows: int | None = None) -> Examples:
+    return Examples(FileRows(Path(path), Path(path).name), wanted, max_rows)
+
+
+def error_of(path: str, wanted: str = "auto") -> str:
+    with pytest.raises(DataError) as caught:
+        len(read(path, wanted))
+    return str(caught.value)
+
+
+def chat(*turns: object) -> dict[str, Any]:
+    return {"messages": list(turns)}
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "contents"),
+    [
+        (CHAT, "messages", ("Hi", "yes")),
+        ({"prompt": "a", "completion": "b"}, "prompt_completion", ("a", "b")),
+        ({"text": "a"}, "text", ("a",)),
+        ({"prompt": "a", "text": "b", **CHAT}, "messages", ("Hi", "yes")),
+    ],
+)
+def test_the_kind_is_seen_by_the_columns_and_reported(
+    write_jsonl: Write, logged: Callable[[], list[str]], row: dict[str, Any], kind: str, contents: tuple[str, ...]
+) -> None:
+    examples = read(write_jsonl([{**row, "id": 3}]))
+    assert examples[0].kind == kind
+    assert examples[0].contents == contents
+    assert examples[0].source == "train.jsonl:1"
+    assert "1 rows of " in logged()[0]
+    assert "id" in logged()[0].partition("columns not used:")[2]
+
+
+def test_the_format_chooses_among_several(write_jsonl: Write) -> None:
+    assert read(write_jsonl([{"text": "b", **CHAT}]), "text")[0].text == "b"
+    assert "train.jsonl:1: no column text; it has messages" in error_of(write_jsonl([CHAT]), "text")
+
+
+def test_only_the_first_rows_are_read(write_jsonl: Write) -> None:
+    assert len(read(write_jsonl([CHAT, CHAT, "not json"]), max_rows=2)) == 2
+
+
+def test_nulls_of_a_table_are_no_keys(write_jsonl: Write) -> None:
+    turn = {**ASSISTANT, "name": None, "tool_calls": None}
+    assert read(write_jsonl([chat(USER, turn)]))[0].messages == (USER, ASSISTANT)
+
+
+def test_tools_travel_with_the_system_turn(write_jsonl: Write) -> None:
+    system = {"role": "system", "content": "Be brief.", "tools": "[]"}
+    assert read(write_jsonl([chat(system, USER, ASSISTANT)]))[0].messages[0] == system
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ('{"messages": [', "not JSON: Expecting value at column 15; expected one JSON object per line"),
+        ("[1]", "got [1]; expected an object with messages"),
+        ({"message": []}, "no column messages; it has message"),
+        (chat(), "messages is empty; expected a user's turn and the assistant's answer"),
+        ({"messages": "Hi"}, "messages is 'Hi'; expected a list of objects with role and content"),
+        (chat(USER, "yes"), "messages[1] is 'yes'; expected an object with role and content"),
+        (chat(USER), "no assistant turn (roles: user), so nothing to learn"),
+        (
+            chat(USER, {"role": "bot", "content": "a"}),
+            "messages[1].role is 'bot'; expected system, user, assistant or tool",
+        ),
+        (chat({"content": "a"}), "messages[0].role is None; expected system"),
+        (chat(USER, {"role": "assistant"}), "messages[1] has no content; expected text"),
+        (
+            chat(USER, {"role": "assistant", "content": None}),
+            "messages[1].content is None (NoneType); expected text",
+        ),
+        (chat(USER, {"role": "assistant", "content": 3}), "messages[1].content is 3 (int); expected text"),
+        (chat(USER, {"role": "assistant", "content": [{"type": "text"}]}), "(list); expected text"),
+        (
+            chat(USER, {"role": "assistant", "content": " \n"}),
+            "messages[1].content (the assistant's) is blank (' \\n')",
+        ),
+        (chat(USER, {**ASSISTANT, "tool_calls": [1]}), "messages[1] has the key 'tool_calls', which would be lost"),
+        (
+            '{"messages": [{"role": "user", "content": "\\ud800"}]}',
+            "messages[0].content has half a surrogate pair at character 1",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_used_names_its_line_and_says_why(
+    write_jsonl: Write, row: dict[str, Any] | str, problem: str
+) -> None:
+    message = error_of(write_jsonl([CHAT, "", row]))
+    assert message.startswith("train.jsonl: 1 of 2 rows cannot be used:\n  train.jsonl:3: ")
+    assert problem in message
+    assert message.endswith("Correct or remove them, then start again.")
+
+
+@pytest.mark.parametrize(
+    ("first", "row", "problem"),
+    [
+        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}, "completion is blank ('')"),
+        (
+            {"prompt": "a", "completion": "b"},
+            {"prompt": 1.5, "completion": "b"},
+            "prompt is 1.5 (float); expected text",
+        ),
+        ({"prompt": "a", "completion": "b"}, {"prompt": "a"}, "no column completion; it has prompt"),
+        ({"text": "a"}, {"text": ""}, "text is blank ('')"),
+        ({"text": "a"}, {"text": None}, "text is None (NoneType); expected text"),
+    ],
+)
+def test_the_other_kinds_are_checked_too(
+    write_jsonl: Write, first: dict[str, Any], row: dict[str, Any], problem: str
+) -> None:
+    assert f"  train.jsonl:2: {problem}" in error_of(write_jsonl([first, row]))
+
+
+def test_five_bad_rows_are_shown_and_all_are_counted(write_jsonl: Write) -> None:
+    message = error_of(write_jsonl([CHAT, *[chat()] * 7]))
+    assert message.startswith("train.jsonl: 7 of 8 rows cannot be used:")
+    assert [f"train.jsonl:{line}:" in message for line in range(1, 9)] == [False] + [True] * 5 + [False] * 2
+    assert "  and 2 more\n" in message
+
+
+def test_unknown_columns_are_listed(write_jsonl: Write) -> None:
+    message = error_of(write_jsonl([{"instruction": "a", "output": "b"}]))
+    assert message.startswith("train.jsonl:1 has the columns instruction, output. Expected messages, prompt and")
+
+
+def test_a_file_of_which_no_row_can_be_read_shows_why(write_jsonl: Write) -> None:
+    assert "train.jsonl: 2 of 2 rows cannot be used:\n  train.jsonl:1: not JSON" in error_of(write_jsonl(["a", "b"]))
+
+
+@pytest.mark.parametrize("lines", [[], ["", "  "]])
+def test_a_split_without_rows_is_refused(write_jsonl: Write, lines: list[str]) -> None:
+    assert error_of(write_jsonl(lines)) == "train.jsonl has no rows. Put at least one in, or leave the split out."

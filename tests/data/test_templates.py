@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from finetune.data.rows import BadRowError
+from finetune.data.templates import (
+    AnswerTokens,
+    TokenisedRow,
+    end_of_turn_id,
+    mark_targets,
+    render_conversations,
+    stop_ids,
+    tokenize,
+)
+from finetune.errors import DataError
+from tests.tiny import CHAT_TEMPLATES, Style, tiny_tokenizer
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "content": "no"},
+]
+
+# Worked out by hand from the templates. <|end|> and <|im_end|> are 321, <|endoftext|> is 320, "yes" is 88 259, "no" is
+# 310. The line breaks of Phi-3's template are inside its special tokens, so its ids are those of Phi-4-mini.
+PHI_MINI = (
+    "322 33 68 220 65 81 72 68 69 13 321 323 39 72 321 324 88 259 321 323 32 77 67 30 321 324 310 321 320",
+    "0000000000000000" + "111" + "0000000" + "11" + "0",
+)
+GOLDEN: dict[Style, tuple[str, str]] = {
+    "phi4_mini": PHI_MINI,
+    "phi3": PHI_MINI,
+    "phi4": (
+        "322 315 314 273 323 33 68 220 65 81 72 68 69 13 321 322 280 261 323 39 72 321 322 270 316 318 323 88 259 321 "
+        "322 280 261 323 32 77 67 30 321 322 270 316 318 323 310 321",
+        "0000000000000000000000" + "00000" + "111" + "000000000" + "00000" + "11",
+    ),
+}
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, turns: list[dict[str, str]]) -> TokenisedRow | BadRowError:
+    (row,) = render_conversations(tokenizer, [turns])
+    if isinstance(row, BadRowError):
+        return row
+    return mark_targets(row, tokenize(tokenizer, [row.text])[0], AnswerTokens(tokenizer))
+
+
+def targets(tokenizer: PreTrainedTokenizerFast, turns: list[dict[str, str]]) -> str:
+    row = encode(tokenizer, turns)
+    assert isinstance(row, TokenisedRow), row
+    return "".join(
+        token
+        for token, is_target in zip(tokenizer.convert_ids_to_tokens(row.token_ids), row.is_target, strict=True)
+        if is_target
+    )
+
+
+@pytest.mark.parametrize("style", list(GOLDEN))
+def test_tokens_and_targets_of_a_conversation(style: Style) -> None:
+    row = encode(tiny_tokenizer(style), CONVERSATION)
+    assert isinstance(row, TokenisedRow)
+    token_ids, is_target = GOLDEN[style]
+    assert " ".join(map(str, row.token_ids)) == token_ids
+    assert "".join(map(str, row.is_target)) == is_target
+
+
+@pytest.mark.parametrize("style", list(GOLDEN))
+def test_the_text_is_what_the_template_renders_at_once(style: Style) -> None:
+    tokenizer = tiny_tokenizer(style)
+    row = encode(tokenizer, CONVERSATION)
+    assert isinstance(row, TokenisedRow)
+    whole = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
+    assert row.token_ids == tokenizer(whole, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("style", list(GOLDEN))
+def test_the_prompt_is_what_generation_gives_the_model(style: Style) -> None:
+    tokenizer = tiny_tokenizer(style)
+    row = encode(tokenizer, CONVERSATION)
+    assert isinstance(row, TokenisedRow)
+    prompt = tokenizer.apply_chat_template(CONVERSATION[:-1], tokenize=False, add_generation_prompt=True)
+    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert row.token_ids[: len(prompt_ids)] == prompt_ids
+    assert list(row.is_target[len(prompt_ids) :])[:2] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("style", "end"), [("phi4_mini", "<|end|>"), ("phi3", "<|end|>"), ("phi4", "<|im_end|>"), ("none", "<|endoftext|>")]
+)
+def test_end_of_turn_comes_from_the_template_and_is_first_among_stop_ids(style: Style, end: str) -> None:
+    tokenizer = tiny_tokenizer(style)
+    end_id = tokenizer.convert_tokens_to_ids(end)
+    assert end_of_turn_id(tokenizer) == end_id
+    assert stop_ids(tokenizer, [7, end_id]) == list(dict.fromkeys([end_id, tokenizer.eos_token_id, 7]))
+    assert stop_ids(tokenizer, 9)[-1] == 9
+    assert stop_ids(tokenizer)[0] == end_id
+
+
+def test_end_of_turn_is_trained_where_it_is_also_eos_and_pad() -> None:
+    tokenizer = tiny_tokenizer("phi4_mini")
+    tokenizer.eos_token = tokenizer.pad_token = "<|end|>"
+    assert targets(tokenizer, CONVERSATION) == "yes<|end|>no<|end|>"
+
+
+def test_a_template_that_marks_its_answers_gives_the_same_targets() -> None:
+    tokenizer = tiny_tokenizer("phi4_mini")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if m['role'] == 'assistant' %}{% generation %}"
+        "{{ m['content'] + '<|end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|end|>' }}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    assert targets(tokenizer, CONVERSATION) == "yes<|end|>no<|end|>"
+
+
+def test_line_breaks_after_the_end_of_turn_are_not_targets() -> None:
+    tokenizer = tiny_tokenizer("phi4_mini")  # its special tokens leave the line breaks of Phi-3's template alone
+    tokenizer.chat_template = CHAT_TEMPLATES["phi3"]
+    assert targets(tokenizer, CONVERSATION) == "yes<|end|>no<|end|>"
+
+
+def test_white_space_that_a_special_token_swallows_is_not_part_of_the_answer() -> None:
+    turns = [CONVERSATION[1], {"role": "assistant", "content": "  \n yes"}]
+    assert targets(tiny_tokenizer("phi3"), turns) == "yes<|end|>"
+    assert targets(tiny_tokenizer("phi4"), turns) == "ĠĠĊĠyes<|im_end|>"
+
+
+def test_an_answer_whose_first_character_takes_several_tokens_is_a_target_from_the_first() -> None:
+    tokenizer = tiny_tokenizer("phi4")
+    turns = [CONVERSATION[1], {"role": "assistant", "content": "🍊"}]
+    row = encode(tokenizer, turns)
+    assert isinstance(row, TokenisedRow)
+    answer = [i for i, is_target in zip(row.token_ids, row.is_target, strict=True) if is_target]
+    assert len(answer) == 5
+    assert tokenizer.decode(answer) == "🍊<|im_end|>"
+
+
+def test_a_token_that_holds_the_end_of_the_prompt_and_the_start_of_the_answer_is_a_target() -> None:
+    tokenizer = tiny_tokenizer("phi4_mini")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}"
+        "{% if m['role'] == 'assistant' %}{{ '<|end|>' }}{% else %}{{ '; ' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    assert targets(tokenizer, [CONVERSATION[1], {"role": "assistant", "content": "the"}]) == "Ġthe<|end|>"
+
+
+def test_an_assistant_may_begin_where_the_template_lets_it() -> None:
+    turns = [{"role": "assistant", "content": "Hi"}, *CONVERSATION[1:3]]
+    assert targets(tiny_tokenizer("phi4"), turns) == "Hi<|im_end|>yes<|im_end|>"
+    refusing = tiny_tokenizer("phi4")
+    refusing.chat_template = (
+        "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('a user must begin') }}{% endif %}"
+        + CHAT_TEMPLATES["phi4"]
+    )
+    good, bad = render_conversations(refusing, [CONVERSATION, turns])
+    assert not isinstance(good, BadRowError)
+    assert isinstance(bad, BadRowError)
+    assert "the chat template refuses the row: a user must begin" in str(bad)
+
+
+def test_a_turn_that_the_template_leaves_out_is_a_problem() -> None:
+    turns = [CONVERSATION[1], {"role": "tool", "content": "42"}, CONVERSATION[2]]
+    assert targets(tiny_tokenizer("phi4_mini"), turns) == "yes<|end|>"
+    problem = encode(tiny_tokenizer("phi3"), turns)
+    assert isinstance(problem, BadRowError)
+    assert "leaves out messages[1].content (role tool)" in str(problem)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_a_problem() -> None:
+    tokenizer = tiny_tokenizer("phi4")
+    tokenizer.chat_template = "{{ messages | length }} turns: " + CHAT_TEMPLATES["phi4"]
+    (row,) = render_conversations(tokenizer, [CONVERSATION])
+    assert isinstance(row, BadRowError)
+    assert "renders turns differently once an answer follows" in str(row)
+    with pytest.raises(DataError, match=r"chat template cannot be used: .* renders turns differently"):
+        AnswerTokens(tokenizer)
+
+
+def test_a_template_without_an_end_is_refused() -> None:
+    tokenizer = tiny_tokenizer("none")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    with pytest.raises(DataError, match="ends an answer with no special token"):
+        end_of_turn_id(tokenizer)
+
+
+def test_a_tokenizer_without_template_and_eos_is_refused() -> None:
+    tokenizer = tiny_tokenizer("none")
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="no chat template and no eos token"):
+        end_of_turn_id(tokenizer)

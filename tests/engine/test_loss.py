@@ -1,0 +1,114 @@
+import pytest
+import torch
+from torch.nn import functional
+
+from finetune.data.batches import Microbatch, collate
+from finetune.data.encode import EncodedExamples
+from finetune.engine.loss import cross_entropy_per_target, summed_cross_entropy
+from tests.tiny_models import build_tiny, tiny_examples, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
+
+CONFIGS = {
+    "phi": tiny_phi_config(),
+    "phi3": tiny_phi3_config(),
+    "gemma2": tiny_gemma2_config(),  # not among the plain heads: it caps its logits
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request):
+    return build_tiny(CONFIGS[request.param])
+
+
+@pytest.fixture
+def batch():
+    return collate(list(tiny_examples(5)))
+
+
+def plain_loss(model, batch):
+    """What the model's own forward gives, with all logits and an attention mask."""
+    assert batch.num_tokens < batch.input_ids.numel(), "the rows should differ in length"
+    mask = torch.zeros_like(batch.input_ids)
+    for row, ids in enumerate(batch.input_ids):
+        mask[row, : int(ids.nonzero().max()) + 1] = 1  # no row of the test holds token 0
+    logits = model(input_ids=batch.input_ids, attention_mask=mask, use_cache=False).logits
+    labels = batch.input_ids.masked_fill(~batch.is_target, -100)
+    return functional.cross_entropy(
+        logits[:, :-1].double().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+def gradients(model):
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+def test_loss_and_gradients_equal_the_models_own_forward(model, batch):
+    ours = summed_cross_entropy(model, batch)
+    ours.backward()
+    our_gradients = gradients(model)
+    theirs = plain_loss(model, batch)
+    theirs.backward()
+    their_gradients = gradients(model)
+
+    assert ours.dtype == torch.float64
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+    assert our_gradients.keys() == their_gradients.keys()
+    for name, gradient in our_gradients.items():
+        torch.testing.assert_close(gradient, their_gradients[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_row_has_the_same_loss_and_gradient_alone_and_padded(model):
+    examples = list(tiny_examples(4, shortest=3, longest=24))
+    together = cross_entropy_per_target(model, collate(examples)).sum()
+    together.backward()
+    padded = gradients(model)
+    single = sum(cross_entropy_per_target(model, collate([example])).sum() for example in examples)
+    single.backward()
+
+    assert together.item() == pytest.approx(single.item(), rel=1e-6)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(padded[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_what_stands_behind_a_rows_end_does_not_matter(model, batch):
+    other = batch.input_ids.clone()
+    other[batch.input_ids == 0] = 33
+    changed = Microbatch(
+        input_ids=other, is_target=batch.is_target, num_tokens=batch.num_tokens, num_targets=batch.num_targets
+    )
+    assert torch.equal(cross_entropy_per_target(model, batch), cross_entropy_per_target(model, changed))
+
+
+def test_targets_come_row_after_row(model):
+    examples = list(tiny_examples(3))
+    rows = [cross_entropy_per_target(model, collate([example])) for example in examples]
+    together = cross_entropy_per_target(model, collate(examples))
+    assert [len(row) for row in rows] == [int(example.is_target.sum()) for example in examples]
+    torch.testing.assert_close(together, torch.cat(rows), rtol=1e-5, atol=1e-5)
+
+
+def test_a_micro_batch_without_targets_weighs_nothing(model):
+    empty = EncodedExamples.from_rows([([5, 6, 7], [False] * 3), ([8, 9], [False] * 2)], end_id=2)
+    loss = summed_cross_entropy(model, collate(list(empty)))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(float(p.grad.abs().max()) == 0 for p in model.parameters() if p.grad is not None)
+
+
+def test_the_sliding_window_of_the_model_is_in_force(batch):
+    narrow, wide = (build_tiny(tiny_phi3_config(sliding_window=size)) for size in (5, None))
+    assert abs(summed_cross_entropy(narrow, batch).item() - summed_cross_entropy(wide, batch).item()) > 1e-3
+
+
+def test_capped_logits_stay_capped(batch):
+    capped, free = (build_tiny(tiny_gemma2_config(final_logit_softcapping=cap)) for cap in (2.0, None))
+    assert abs(summed_cross_entropy(capped, batch).item() - summed_cross_entropy(free, batch).item()) > 1e-3
+
+
+def test_a_model_whose_forward_has_no_logits_to_keep_is_read_whole(batch):
+    model = build_tiny(tiny_gemma2_config())
+    expected = plain_loss(model, batch).item()
+    theirs = model.forward
+    model.forward = lambda input_ids, use_cache: theirs(input_ids=input_ids, use_cache=use_cache)
+    assert summed_cross_entropy(model, batch).item() == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,140 @@
+import warnings
+
+import pytest
+import torch
+
+from finetune.config.schema import LoraSection
+from finetune.data.batches import collate
+from finetune.engine.loss import summed_cross_entropy
+from finetune.errors import ModelError
+from finetune.model.base import checkpoint_gradients
+from finetune.model.lora import add_lora, linear_layers, resolve_targets, without_adapter
+from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
+
+PHI_TARGETS = ["dense", "fc1", "fc2", "k_proj", "q_proj", "v_proj"]
+PHI3_TARGETS = ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"]
+CONFIGS = {"phi": tiny_phi_config(), "phi3": tiny_phi3_config()}
+
+
+@pytest.fixture(params=CONFIGS)
+def base(request):
+    return build_tiny(CONFIGS[request.param])
+
+
+def section(**keys):
+    return LoraSection(**{"r": 2, "alpha": 4.0, **keys})
+
+
+def adapted_layers(model):
+    return sorted(name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A"))
+
+
+@pytest.mark.parametrize(("kind", "targets"), [("phi", PHI_TARGETS), ("phi3", PHI3_TARGETS)])
+def test_auto_targets_are_all_linear_layers_but_the_head(kind, targets):
+    base = build_tiny(CONFIGS[kind])
+    assert resolve_targets(base, "auto") == targets
+    linear = linear_layers(base)
+    assert len(linear) == 2 * len(targets)
+    assert not any("lm_head" in name for name in linear)
+    adapted = add_lora(base, section())
+    assert adapted_layers(adapted) == sorted(f"base_model.model.{name}" for name in linear)
+
+
+def test_only_the_adapter_trains_and_it_is_what_was_asked_for(base):
+    model = add_lora(base, section(r=3, alpha=6.0, dropout=0.25))
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert all("lora_" in name for name in trainable)
+    assert {p.shape[0] for name, p in trainable.items() if "lora_A" in name} == {3}
+    config = model.peft_config["default"]
+    assert (config.r, config.lora_alpha, config.lora_dropout, config.task_type) == (3, 6.0, 0.25, "CAUSAL_LM")
+
+
+def test_a_name_takes_every_layer_of_that_name():
+    base = build_tiny(CONFIGS["phi3"])
+    assert resolve_targets(base, ["qkv_proj", "o_proj"]) == ["o_proj", "qkv_proj"]
+
+
+def test_a_regular_expression_takes_exactly_the_layers_it_matches():
+    base = build_tiny(CONFIGS["phi3"])
+    assert resolve_targets(base, [r"model\.layers\.1\.mlp\..*"]) == [
+        "model.layers.1.mlp.down_proj",
+        "model.layers.1.mlp.gate_up_proj",
+    ]
+    adapted = add_lora(base, section(targets=[r".*layers\.0\..*qkv_proj"]))
+    assert adapted_layers(adapted) == ["base_model.model.model.layers.0.self_attn.qkv_proj"]
+
+
+def test_a_target_that_matches_nothing_is_refused_with_what_is_there():
+    with pytest.raises(ModelError) as caught:
+        add_lora(build_tiny(CONFIGS["phi3"]), section(targets=["qkv_proj", "q_proj", "v_.*"]))
+    message = str(caught.value)
+    assert "q_proj, v_.* matches no linear layer of this phi3 model" in message
+    assert ", ".join(PHI3_TARGETS) in message
+
+
+@pytest.mark.parametrize("targets", [[], ["lm_head"], ["embed_tokens"]])
+def test_no_target_and_targets_that_are_no_inner_linear_layer_are_refused(targets):
+    with pytest.raises(ModelError, match="matches no linear layer"):
+        resolve_targets(build_tiny(CONFIGS["phi"]), targets)
+
+
+def test_a_broken_regular_expression_is_refused():
+    with pytest.raises(ModelError, match=r"neither a layer's name nor a regular expression"):
+        resolve_targets(build_tiny(CONFIGS["phi"]), ["(q_proj"])
+
+
+def train_one_step(model, batch):
+    loss = summed_cross_entropy(model, batch)
+    loss.backward()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_adapter_trains_in_every_layer_with_gradient_checkpointing_too_and_alike(kind):
+    batch = collate(list(tiny_examples(4)))
+    losses, weights = [], []
+    for checkpointing in (False, True):
+        model = add_lora(build_tiny(CONFIGS[kind]), section())
+        torch.manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "lora_A" in name:
+                parameter.data.normal_()
+        if checkpointing:
+            checkpoint_gradients(model)
+        model.train()
+        losses.append(train_one_step(model, batch))
+        trained = {name: p.detach() for name, p in model.named_parameters() if "lora_B" in name}
+        assert all(p.abs().max() > 0 for p in trained.values()), "a layer stayed untrained"
+        weights.append(trained)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weight, weights[1][name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_the_base_without_its_adapter_is_the_base_and_the_adapter_stays(base):
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    ids = torch.arange(3, 13).reshape(1, -1)
+    model = add_lora(base, section())
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.fill_(0.3)
+    with torch.no_grad():
+        tuned = model(input_ids=ids).logits
+        bare = without_adapter(model)
+        assert bare.state_dict().keys() == before.keys()
+        assert all(torch.equal(bare.state_dict()[name], tensor) for name, tensor in before.items())
+        assert torch.equal(model(input_ids=ids).logits, tuned)
+        assert not torch.allclose(bare(input_ids=ids).logits, tuned)
+    assert {p.data_ptr() for p in bare.parameters()} <= {p.data_ptr() for p in model.parameters()}, "weights are shared"
+
+
+def test_a_model_without_an_adapter_is_its_own_base(base):
+    assert without_adapter(base) is base
+
+
+def test_adding_an_adapter_warns_of_nothing(base):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        add_lora(base, section())

@@ -1,0 +1,567 @@
+import hashlib
+import json
+import logging
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Phi3Config, PhiConfig
+from transformers.optimization import Adafactor
+
+from finetune.checkpoint import (
+    load_checkpoint,
+    newest_valid,
+    prune,
+    publish_adapter,
+    save_base,
+    save_checkpoint,
+    verify,
+    verify_published,
+)
+from finetune.checkpoint.model_files import load_model
+from finetune.checkpoint.tensors import encode_tensors, read_tensors
+from finetune.errors import CheckpointError, RunFailedError
+from finetune.run_folder import RunFolder
+from finetune.training.state import TrainerState
+
+SIZES = {
+    "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0,
+}  # fmt: skip
+CONFIGS = {
+    "phi3": Phi3Config(**SIZES),
+    "phi3 tied": Phi3Config(**SIZES, tie_word_embeddings=True),
+    "phi": PhiConfig(**SIZES),
+}
+TOKENS = torch.arange(1, 25).reshape(2, 12)
+LORA = {"phi3": ["qkv_proj", "o_proj", "gate_up_proj"], "phi": ["q_proj", "dense", "fc1"]}
+
+
+def build_base(kind="phi3", seed=0):
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(CONFIGS[kind]).eval()
+
+
+def build_lora(kind="phi3", seed=0, r=2):
+    base = build_base(kind)
+    torch.manual_seed(seed)
+    config = LoraConfig(r=r, lora_alpha=8, target_modules=LORA[kind.split()[0]], task_type="CAUSAL_LM")
+    return get_peft_model(base, config).eval()
+
+
+def trained(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def take_steps(model, optimizer, count=2):
+    for _ in range(count):
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=TOKENS).logits
+
+
+def read_all(path):
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+STATE = TrainerState(
+    step=12, epoch=1, steps_in_epoch=4, best_loss=0.1 + 0.2, best_step=8, num_targets=9, num_tokens=10, world_size=2,
+    global_batch_size=16, validations_without_improvement=1,
+)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with RunFolder(tmp_path / "run").open() as folder:
+        yield folder
+
+
+@pytest.fixture
+def package_log(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
+    caplog.set_level(logging.INFO, "finetune")
+    return caplog
+
+
+@pytest.fixture(scope="module")
+def lora():
+    """A LoRA model and its optimizer after two steps; not changed by the tests that share it."""
+    model = build_lora()
+    optimizer = torch.optim.AdamW(trained(model), lr=0.01)
+    take_steps(model, optimizer)
+    return model, optimizer
+
+
+def save(folder, lora, step=12):
+    model, optimizer = lora
+    if not folder.base.exists():
+        save_base(folder, build_base())
+    return save_checkpoint(folder, step, model=model, optimizer=optimizer, state=replace(STATE, step=step))
+
+
+@pytest.mark.parametrize("kind", ["phi3", "phi3 tied", "phi"])
+def test_plain_peft_and_transformers_load_it_with_the_same_logits(folder, kind):
+    save_base(folder, build_base(kind))
+    model = build_lora(kind)
+    optimizer = torch.optim.AdamW(trained(model), lr=0.01)
+    take_steps(model, optimizer)
+    path = save_checkpoint(folder, 12, model=model, optimizer=optimizer, state=STATE)
+    assert {file.name for file in path.iterdir()} == {
+        "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json", "manifest.json",
+    }  # fmt: skip
+    base = AutoModelForCausalLM.from_pretrained(folder.base)
+    assert torch.equal(logits(base), logits(build_base(kind)))
+    assert torch.equal(logits(PeftModel.from_pretrained(base, path).eval()), logits(model))
+    # The adapter leads to its base by itself: an absolute folder, and no revision.
+    config = json.loads((path / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == (str(folder.base.resolve()), None)
+    assert config["inference_mode"] is True
+    assert model.peft_config["default"].inference_mode is False
+    by_itself = AutoModelForCausalLM.from_pretrained(path).eval()
+    assert torch.equal(logits(by_itself), logits(model))
+
+
+@pytest.mark.parametrize("kind", ["phi3", "phi3 tied", "phi"])
+def test_a_full_model_loads_in_plain_transformers_and_goes_on_training(folder, kind):
+    model = build_base(kind)
+    model.config.use_cache = False
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    take_steps(model, optimizer)
+    path = save_checkpoint(folder, 12, model=model, optimizer=optimizer, state=STATE)
+    model.save_pretrained(folder.path / "theirs")
+    theirs = load_file(folder.path / "theirs" / "model.safetensors")
+    ours = load_file(path / "model.safetensors")
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+    plain, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(info.values())
+    assert plain.config.use_cache
+    assert not model.config.use_cache
+    assert torch.equal(logits(plain.eval()), logits(model))
+    other = build_base(kind, seed=1)
+    again = torch.optim.AdamW(other.parameters(), lr=0.01)
+    assert load_checkpoint(path, model=other, optimizer=again) == STATE
+    take_steps(other, again)
+    take_steps(model, optimizer)
+    assert torch.equal(logits(other), logits(model))
+
+
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, amsgrad=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.01),
+    "SGD momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "Rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
+    "ASGD": lambda params: torch.optim.ASGD(params, lr=0.01, t0=1),
+    "torch Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+    "transformers Adafactor": lambda params: Adafactor(params, beta1=0.9),
+    "two groups": lambda params: torch.optim.AdamW([{"params": params[3:], "lr": 0.1}, {"params": params[:3]}]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_optimizer_goes_on_bit_by_bit(folder, name, dtype):
+    save_base(folder, build_base())
+    model = build_lora().to(dtype)
+    optimizer = OPTIMIZERS[name](trained(model))
+    take_steps(model, optimizer, 3)
+    path = save_checkpoint(folder, 12, model=model, optimizer=optimizer, state=STATE)
+    other = build_lora(seed=5).to(dtype)
+    again = OPTIMIZERS[name](trained(other))
+    assert load_checkpoint(path, model=other, optimizer=again) == STATE
+    second = save_checkpoint(folder, 13, model=other, optimizer=again, state=replace(STATE, step=13))
+    for file in ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"):
+        assert (path / file).read_bytes() == (second / file).read_bytes()
+    take_steps(model, optimizer, 3)
+    take_steps(other, again, 3)
+    for ours, theirs in zip(trained(model), trained(other), strict=True):
+        assert torch.equal(ours, theirs)
+        assert optimizer.state[ours].keys() == again.state[theirs].keys()
+        for key, value in optimizer.state[ours].items():
+            held = again.state[theirs][key]
+            assert type(held) is type(value)
+            assert torch.equal(held, value) and held.dtype == value.dtype if torch.is_tensor(value) else held == value
+
+
+def test_an_optimizer_that_keeps_lists_is_refused_before_anything_is_written(folder):
+    model = build_base()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["old_dirs"] = [torch.ones(1)]
+    with pytest.raises(CheckpointError, match=r"LBFGS keeps old_dirs as list.*optim\.optimizer"):
+        save_checkpoint(folder, 12, model=model, optimizer=optimizer, state=STATE)
+    assert list(folder.path.iterdir()) == [folder.lock_file]
+
+
+@pytest.mark.parametrize(
+    ("build", "make", "match"),
+    [
+        (lambda: build_lora(r=4), torch.optim.AdamW, "of another shape"),
+        (lambda: build_lora("phi"), torch.optim.AdamW, "missing there.*unknown here"),
+        (build_base, torch.optim.AdamW, r"no model.safetensors.*training\.method"),
+        (build_lora, torch.optim.NAdam, r"state of AdamW, but the run uses NAdam"),
+        (build_lora, lambda params: torch.optim.AdamW(params[1:]), "1 unknown here"),
+    ],
+)
+def test_what_does_not_fit_is_refused(folder, lora, build, make, match):
+    path = save(folder, lora)
+    model = build()
+    with pytest.raises(CheckpointError, match=match):
+        load_checkpoint(path, model=model, optimizer=make(trained(model)))
+
+
+def test_an_adapter_that_does_not_arrive_is_an_error(folder, lora, monkeypatch):
+    path = save(folder, lora)
+    monkeypatch.setattr("peft.set_peft_model_state_dict", lambda model, tensors, adapter_name: None)
+    with pytest.raises(CheckpointError, match="did not arrive in the model"):
+        load_model(build_lora(seed=5), path)
+
+
+@pytest.mark.parametrize("change", [{"step": "12"}, {"step": -1}, {"epoch": True}, {"best_loss": "low"}, {"more": 1}])
+def test_a_state_is_read_strictly(change):
+    record = STATE.as_record()
+    assert TrainerState.from_record(record, source="here") == STATE
+    with pytest.raises(CheckpointError, match="here"):
+        TrainerState.from_record(record | change, source="here")
+    with pytest.raises(CheckpointError, match="schema_version 2"):
+        TrainerState.from_record(record | {"schema_version": 2}, source="here")
+
+
+def test_tensors_of_every_kind_come_back_and_the_library_agrees(tmp_path):
+    dtypes = (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
+    )  # fmt: skip
+    tensors = {f"x/{dtype}": (torch.randn(3, 5) * 3).to(dtype) for dtype in dtypes}
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "turned": torch.randn(4, 3).T}
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(b"".join(bytes(chunk) for chunk in encode_tensors(tensors, ("format", "pt"))))
+    found, metadata = read_tensors(file)
+    assert metadata == {"format": "pt"}
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].float(), tensor.float())
+    with pytest.raises(CheckpointError, match="complex64"):
+        next(encode_tensors({"x": torch.ones(1, dtype=torch.complex64)}, ("format", "pt")))
+
+
+TWICE = """
+import sys, torch
+sys.path.insert(0, sys.argv[2])
+from test_checkpoint import RunFolder, build_base, build_lora, save, take_steps, trained
+model = build_lora()
+optimizer = torch.optim.AdamW(trained(model), lr=0.01)
+take_steps(model, optimizer)
+with RunFolder(sys.argv[1]).open() as folder:
+    save_to = save(folder, (model, optimizer))
+"""
+
+
+def test_equal_runs_write_equal_bytes_in_every_process(tmp_path):
+    here = str(Path(__file__).parent)
+    contents = []
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-W", "ignore", "-c", TWICE, str(tmp_path / "run"), here]
+        subprocess.run(command, check=True, env=environment)
+        contents.append(read_all(tmp_path / "run" / "checkpoints" / "step-000012"))
+        contents[-1] |= {f"base/{name}": data for name, data in read_all(tmp_path / "run" / "base").items()}
+        shutil.rmtree(tmp_path / "run")
+    assert contents[0] == contents[1]
+    assert len(contents[0]) == 9
+
+
+def test_any_flip_or_cut_of_any_file_is_found_and_the_older_one_used(folder, lora, package_log):
+    older, path = save(folder, lora, 8), save(folder, lora, 12)
+    assert newest_valid(folder) == path
+    draw = random.Random(0)
+    tried = 0
+    for file in sorted(path.iterdir()):
+        whole = file.read_bytes()
+        for position in [0, len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(20))]:
+            flipped = bytearray(whole)
+            flipped[position] ^= 1 << draw.randrange(8)
+            file.write_bytes(flipped)
+            assert verify(path), (file.name, position)
+            file.write_bytes(whole[:position])
+            assert verify(path), (file.name, position)
+            tried += 2
+        package_log.clear()
+        assert newest_valid(folder) == older
+        assert file.name in package_log.text
+        assert "step-000012 is damaged and not used" in package_log.text
+        file.unlink()
+        assert verify(path)
+        file.write_bytes(whole)
+    assert newest_valid(folder) == path
+    print(f"{tried} changes tried")
+    shutil.rmtree(older)
+    path.rename(folder.checkpoint(16))
+    assert verify(folder.checkpoint(16)) == ["state.json: is of step 12, not of step-000016"]
+    assert newest_valid(folder) is None
+
+
+def test_a_kill_in_the_middle_of_a_save_costs_nothing_that_was_committed(tmp_path, lora):
+    run = tmp_path / "run"
+    with RunFolder(run).open() as folder:
+        first = read_all(save(folder, lora, 8))
+    killed = 0
+    for number in (1, 2, 4, 6, 8):
+        child = os.fork()
+        if child == 0:
+            really, seen = os.fsync, []
+
+            def sync(descriptor, number=number, really=really, seen=seen):
+                seen.append(descriptor)
+                if len(seen) == number:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                really(descriptor)
+
+            os.fsync = sync
+            save(RunFolder(run).open(resume="auto"), lora, 12)
+            os._exit(0)
+        killed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        with RunFolder(run).open(resume="auto") as folder:
+            path = newest_valid(folder)
+            assert path in (folder.checkpoint(8), folder.checkpoint(12))
+            assert {entry.name for entry in folder.checkpoints.iterdir()} <= {"step-000008", "step-000012"}
+            assert read_all(folder.checkpoint(8)) == first
+            model = build_lora(seed=3)
+            load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(trained(model)))
+            assert torch.equal(logits(model), logits(lora[0]))
+            shutil.rmtree(folder.checkpoint(12), ignore_errors=True)
+    assert killed >= 4
+
+
+def test_a_save_that_the_disk_refuses_ends_the_run_in_one_line(folder, lora):
+    save(folder, lora, 8)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))
+        status = 70
+        try:
+            save(folder, lora, 12)
+        except RunFailedError as error:
+            parts = (str(folder.checkpoint(12)), "File too large (EFBIG)", "bytes are free", "resume=auto")
+            status = 3 if all(part in str(error) for part in parts) and "\n" not in str(error) else 71
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert [entry.name for entry in folder.checkpoints.iterdir()] == ["step-000008"]
+    assert newest_valid(folder) == folder.checkpoint(8)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True, text=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"no small file system can be mounted here: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_full_disk_keeps_the_checkpoints_that_are_there(small_disk, lora):
+    with RunFolder(small_disk / "run").open() as folder:
+        step, refusal = 0, None
+        while step < 1000 and refusal is None:
+            step += 1
+            try:
+                save(folder, lora, step)
+            except RunFailedError as error:
+                refusal = str(error)
+        assert step > 2
+        assert re.search(r"step-\d+ failed: No space left on device \(ENOSPC\); [\d,]+ bytes are free", refusal)
+        assert folder.checkpoint_steps() == list(range(1, step))
+        assert len(list(folder.checkpoints.iterdir())) == step - 1
+        assert newest_valid(folder) == folder.checkpoint(step - 1)
+        # Room again: the same run goes on.
+        assert prune(folder, keep=1, best=None) == list(range(1, step - 1))
+        save(folder, lora, step)
+        assert newest_valid(folder) == folder.checkpoint(step)
+
+
+def test_a_disk_that_became_read_only_is_named(small_disk, lora):
+    with RunFolder(small_disk / "run").open() as folder:
+        path = save(folder, lora, 8)
+    # Not while it is open: the system refuses to take a disk from a file that is being written, here the lock's.
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(RunFailedError, match="EROFS"):
+        save(folder, lora, 12)
+    for name in ("run", "another"):
+        with pytest.raises(CheckpointError, match=r"EROFS.*output_dir="):
+            RunFolder(small_disk / name).open(resume="auto")
+    assert newest_valid(folder) == path
+
+
+def test_pruning_keeps_the_newest_and_the_best(folder, lora):
+    for step in (4, 8, 12, 16, 20):
+        save(folder, lora, step)
+    assert prune(folder, keep=2, best=8) == [4, 12]
+    assert folder.checkpoint_steps() == [8, 16, 20]
+    assert prune(folder, keep=2, best=8) == []
+    assert prune(folder, keep=5, best=None) == []
+    # With the newest damaged, the newest valid one is what is left to go on from, and stays.
+    (folder.checkpoint(20) / "state.json").write_text("{}")
+    assert prune(folder, keep=1, best=None) == [8]
+    assert folder.checkpoint_steps() == [16, 20]
+    (folder.checkpoint(16) / "state.json").unlink()
+    assert prune(folder, keep=1, best=None) == []
+
+
+def test_saving_a_step_again_replaces_it_whole(folder, lora):
+    path = save(folder, lora)
+    (path / "optimizer.safetensors").write_bytes(b"torn")
+    (path / "extra").write_text("x")
+    assert save(folder, lora) == path
+    assert verify(path) == []
+    assert not (path / "extra").exists()
+    assert [entry.name for entry in folder.checkpoints.iterdir()] == ["step-000012"]
+
+
+def test_publishing_replaces_the_adapter_in_one_go(folder, lora, tokenizer):
+    first, second = save(folder, lora, 8), save(folder, lora, 12)
+    publish_adapter(folder, first)
+    assert verify_published(folder.adapter) == []
+    (folder.adapter / "adapter_config.json").write_text("torn")
+    assert verify_published(folder.adapter) != []
+    assert publish_adapter(folder, second, tokenizer) == folder.adapter
+    published = read_all(folder.adapter)
+    assert verify_published(folder.adapter) == []
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} < published.keys()
+    assert "optimizer.safetensors" not in published
+    assert published["adapter_model.safetensors"] == (second / "adapter_model.safetensors").read_bytes()
+    (second / "adapter_model.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="SHA-256 differs"):
+        publish_adapter(folder, second)
+    assert read_all(folder.adapter) == published
+    assert not any(entry.name.startswith(".tmp") or entry.name.startswith(".old") for entry in folder.path.iterdir())
+
+
+@pytest.fixture
+def tokenizer():
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
+    words.chat_template = "{{ messages[0].content }}"
+    return words
+
+
+def test_a_tokenizer_travels_with_checkpoint_and_base(folder, lora, tokenizer):
+    from transformers import AutoTokenizer
+
+    model, optimizer = lora
+    base = save_base(folder, build_base(), tokenizer)
+    path = save_checkpoint(folder, 12, model=model, optimizer=optimizer, state=STATE, tokenizer=tokenizer)
+    assert verify(path) == verify_published(base) == []
+    for place in (path, base, publish_adapter(folder, path)):
+        again = AutoTokenizer.from_pretrained(place)
+        assert again.chat_template == tokenizer.chat_template
+        assert again("a b").input_ids == tokenizer("a b").input_ids
+
+
+def test_a_base_is_saved_once_and_mended_when_torn(folder):
+    save_base(folder, build_base())
+    before = read_all(folder.base)
+    save_base(folder, build_base(seed=1))
+    assert read_all(folder.base) == before
+    (folder.base / "model.safetensors").write_bytes(b"torn")
+    save_base(folder, build_base())
+    assert read_all(folder.base) == before
+    with pytest.raises(TypeError, match="carries an adapter"):
+        save_base(RunFolder(folder.path / "other"), build_lora())
+
+
+def test_an_adapter_without_a_base_to_name_is_refused(folder, lora):
+    model, optimizer = lora
+    with pytest.raises(CheckpointError, match="nothing to name"):
+        save_checkpoint(folder, 12, model=model, optimizer=optimizer, state=STATE)
+    assert list(folder.path.iterdir()) == [folder.lock_file]
+
+
+def test_a_hub_base_is_named_with_its_revision(folder, lora, monkeypatch):
+    model, optimizer = lora
+    monkeypatch.setattr(model.peft_config["default"], "base_model_name_or_path", "microsoft/phi-4")
+    monkeypatch.setattr(model.peft_config["default"], "revision", "main")
+    path = save_checkpoint(folder, 12, model=model, optimizer=optimizer, state=STATE)
+    config = json.loads((path / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("microsoft/phi-4", "main")
+    assert config["target_modules"] == sorted(config["target_modules"])
+    with safe_open(path / "adapter_model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+PICKLE = b"cos\nsystem\n(S'touch executed'\ntR."
+
+
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_pickle_under_any_name_is_never_run(folder, lora, file, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    path = save(folder, lora)
+    (path / file).write_bytes(PICKLE)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][file] = {"size": len(PICKLE), "sha256": hashlib.sha256(PICKLE).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+    model = build_lora()
+    with pytest.raises(CheckpointError, match=file):
+        load_checkpoint(path, model=model, optimizer=torch.optim.AdamW(trained(model)))
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "modeling_phi.py", "training_args.bin", "../../run.json"])
+def test_a_manifest_with_names_of_its_own_is_refused(folder, lora, name):
+    path = save(folder, lora)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][name] = {"size": 0, "sha256": hashlib.sha256(b"").hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
+    assert any(name in problem for problem in verify(path))
+    assert newest_valid(folder) is None
+    with pytest.raises(CheckpointError, match=r"damaged: .*(not a file that|plain file name)"):
+        publish_adapter(folder, path)
+    assert not folder.adapter.exists()
+
+
+def test_a_checkpoint_behind_a_link_is_refused_and_its_target_left_alone(folder, lora, tmp_path):
+    path = save(folder, lora)
+    outside = tmp_path / "outside"
+    path.rename(outside)
+    path.symlink_to(outside)
+    before = read_all(outside)
+    assert newest_valid(folder) is None
+    assert "symbolic link" in verify(path)[0]
+    assert read_all(save(folder, lora)) == before
+    assert not path.is_symlink()
+    assert read_all(outside) == before
+
+
+def test_committed_is_logged_once_it_is_durable(folder, lora, package_log, monkeypatch):
+    save(folder, lora, 8)
+    assert "checkpoint committed step=8" in package_log.messages
+    package_log.clear()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    with pytest.raises(RunFailedError, match="EIO"):
+        save(folder, lora, 12)
+    assert not any("committed" in message for message in package_log.messages)

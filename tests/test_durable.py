@@ -1,0 +1,301 @@
+import errno
+import hashlib
+import os
+import resource
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+
+from finetune import durable
+from finetune.durable import (
+    MANIFEST,
+    clear_leftovers,
+    committed_folder,
+    disk_failures_end_the_run,
+    find_damage,
+    read_manifest,
+    remove_folder,
+    replace_file,
+)
+from finetune.errors import RunFailedError
+
+OLD = {"a.bin": b"old" * 50, "b.json": b"{}"}
+NEW = {"a.bin": b"new" * 70, "b.json": b'{"x": 1}', "empty": b""}
+
+
+def write(target: Path, files: dict[str, bytes]) -> None:
+    with committed_folder(target) as writer:
+        for name, data in files.items():
+            writer.write(name, [data[:10], memoryview(data[10:])])
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST}
+
+
+def in_child(action) -> int:
+    """Run in a forked process; its exit status, or minus the signal that killed it."""
+    child = os.fork()
+    if child == 0:
+        status = 70
+        try:
+            status = action() or 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def at_operation(number: int, act) -> list[str]:
+    """From here on, count operations on files and call `act` at the given one. Only for children: hooks stay."""
+    seen: list[str] = []
+
+    def count(name: str) -> None:
+        seen.append(name)
+        if len(seen) == number:
+            act()
+
+    watched = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
+    sys.addaudithook(lambda event, args: count(event) if event in watched else None)
+    really_sync, really_hash = os.fsync, hashlib.sha256
+
+    class Hash:
+        """Its updates come after each piece that was written: a place in the middle of a file."""
+
+        def __init__(self) -> None:
+            self._hash = really_hash()
+            self.hexdigest = self._hash.hexdigest
+
+        def update(self, data: bytes) -> None:
+            self._hash.update(data)
+            count("piece written")
+
+    def sync(descriptor: int) -> None:
+        count("before fsync")
+        really_sync(descriptor)
+        count("after fsync")
+
+    os.fsync, durable.hashlib.sha256 = sync, Hash
+    return seen
+
+
+def test_a_folder_is_written_with_a_manifest_of_sizes_and_digests(tmp_path):
+    write(tmp_path / "x", NEW)
+    assert content(tmp_path / "x") == NEW
+    assert read_manifest(tmp_path / "x") == {
+        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in NEW.items()
+    }
+    assert find_damage(tmp_path / "x") == []
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+@pytest.mark.parametrize("name", ["../up", "/abs", "a/b", "..", ".hidden", "", MANIFEST, "new\nline"])
+def test_only_plain_names_are_written(tmp_path, name):
+    with pytest.raises(ValueError, match="cannot be the name"):
+        write(tmp_path / "x", {name: b"1"})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_kill_at_any_operation_leaves_the_old_or_the_new_folder(tmp_path, exists):
+    points = 0
+    while True:
+        place = tmp_path / f"{points}"
+        place.mkdir()
+        if exists:
+            write(place / "x", OLD)
+
+        def save_and_die(number=points + 1, place=place):
+            at_operation(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            write(place / "x", NEW)
+
+        status = in_child(save_and_die)
+        assert status in (0, -signal.SIGKILL)
+        clear_leftovers(place, {"x"}.__contains__)
+        left = [path.name for path in place.iterdir()]
+        assert left == ["x"] or (left == [] and not exists)
+        if left:
+            assert find_damage(place / "x") == []
+            assert content(place / "x") in ([OLD, NEW] if exists else [NEW])
+        if status == 0:
+            break
+        points += 1
+    print(f"killed at {points} points")
+    assert points >= (28 if exists else 20)
+    assert content(place / "x") == NEW
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+def test_an_error_at_any_operation_leaves_the_old_folder_and_no_litter(tmp_path, exists, code):
+    points = 0
+    while True:
+        place = tmp_path / f"{points}"
+        place.mkdir()
+        if exists:
+            write(place / "x", OLD)
+
+        def save_and_fail(number=points + 1, place=place):
+            def fail() -> None:
+                raise OSError(code, os.strerror(code), str(place))
+
+            seen = at_operation(number, fail)
+            try:
+                with disk_failures_end_the_run("Saving", place / "x"):
+                    write(place / "x", NEW)
+            except RunFailedError as error:
+                return 3 if os.strerror(code) in str(error) and "bytes are free" in str(error) else 4
+            return 0 if len(seen) < number else 5
+
+        status = in_child(save_and_fail)
+        assert status in (0, 3)
+        left = sorted(path.name for path in place.iterdir())
+        committed = (place / "x").is_dir() and content(place / "x") == NEW
+        if status == 3 and not committed:
+            assert left == (["x"] if exists else [])
+            assert not exists or content(place / "x") == OLD
+        if committed:
+            # The error came after the rename: the new folder is whole, its predecessor may wait to be cleared away.
+            assert find_damage(place / "x") == []
+            clear_leftovers(place, {"x"}.__contains__)
+            assert content(place / "x") == NEW
+        if status == 0:
+            break
+        points += 1
+    print(f"failed at {points} points")
+    assert points >= (28 if exists else 20)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "run.json"
+    replace_file(path, b"old")
+    points = 0
+    while True:
+
+        def replace_and_die(number=points + 1, path=path):
+            at_operation(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            replace_file(path, b"newer")
+
+        status = in_child(replace_and_die)
+        assert path.read_bytes() in (b"old", b"newer")
+        clear_leftovers(tmp_path, {"run.json"}.__contains__)
+        assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+        if status == 0:
+            break
+        replace_file(path, b"old")
+        points += 1
+    assert points >= 7
+    assert path.read_bytes() == b"newer"
+
+
+def test_a_file_larger_than_allowed_is_an_error_with_its_reason(tmp_path):
+    write(tmp_path / "x", OLD)
+
+    def save_with_a_limit() -> int:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        with pytest.raises(RunFailedError, match="EFBIG"), disk_failures_end_the_run("Saving", tmp_path / "x"):
+            write(tmp_path / "x", {"a.bin": b"1" * 20_000})
+        return 3
+
+    assert in_child(save_with_a_limit) == 3
+    assert content(tmp_path / "x") == OLD
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_every_flip_of_every_byte_is_found(tmp_path):
+    folder = tmp_path / "x"
+    write(folder, NEW)
+    tried = 0
+    for name in (*NEW, MANIFEST):
+        path = folder / name
+        whole = path.read_bytes()
+        for position in range(len(whole)):
+            for bit in (0x01, 0x20, 0x80):
+                path.write_bytes(whole[:position] + bytes([whole[position] ^ bit]) + whole[position + 1 :])
+                assert find_damage(folder), (name, position, bit)
+                tried += 1
+        for length in range(len(whole)):
+            path.write_bytes(whole[:length])
+            assert find_damage(folder), (name, length)
+            tried += 1
+        path.write_bytes(whole + b"\n")
+        assert find_damage(folder)
+        path.unlink()
+        assert find_damage(folder)
+        path.write_bytes(whole)
+    assert find_damage(folder) == []
+    print(f"{tried} changes tried")
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", "a/../../secret", ".lock", "sub/file"])
+def test_a_manifest_cannot_lead_out_of_its_folder(tmp_path, name):
+    folder = tmp_path / "x"
+    write(folder, {})
+    entry = {"size": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
+    (folder / MANIFEST).write_bytes(durable._manifest_bytes({name: entry}))
+    (tmp_path / "secret").write_bytes(b"secret")
+    assert find_damage(folder) == [f"{MANIFEST}: {name!r} is not a plain file name"]
+
+
+def test_links_are_not_followed(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_bytes(OLD["a.bin"])
+    folder = tmp_path / "x"
+    write(folder, OLD)
+    (folder / "a.bin").unlink()
+    (folder / "a.bin").symlink_to(secret)
+    assert find_damage(folder) == ["a.bin: not a regular file"]
+    (tmp_path / "y").symlink_to(folder)
+    assert "symbolic link" in find_damage(tmp_path / "y")[0]
+    (tmp_path / ".tmp-run.json").symlink_to(secret)
+    replace_file(tmp_path / "run.json", b"1")
+    (tmp_path / ".tmp-x").symlink_to(tmp_path)
+    write(tmp_path / "x", NEW)
+    (tmp_path / ".tmp-z").symlink_to(tmp_path)
+    clear_leftovers(tmp_path, lambda name: True)
+    assert secret.read_bytes() == OLD["a.bin"]
+    assert content(folder) == NEW
+
+
+@pytest.mark.parametrize(
+    "text", ["", "null", "[]", "{", '{"files": []}', '{"files": {"a": 1}}', '{"files": {"a": {}}}', "[" * 100_000]
+)
+def test_what_is_no_manifest_is_said_to_be_none(tmp_path, text):
+    (tmp_path / MANIFEST).write_text(text)
+    assert len(find_damage(tmp_path)) == 1
+
+
+def test_a_folder_is_removed_by_way_of_a_leftover(tmp_path):
+    write(tmp_path / "x", OLD)
+    status = in_child(
+        lambda: (at_operation(4, lambda: os.kill(os.getpid(), signal.SIGKILL)), remove_folder(tmp_path / "x"))[1]
+    )
+    assert status == -signal.SIGKILL
+    assert [path.name for path in tmp_path.iterdir()] == [".tmp-x"]
+    assert clear_leftovers(tmp_path, {"y"}.__contains__) == []
+    assert clear_leftovers(tmp_path, {"x"}.__contains__) == [".tmp-x"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_everything_is_on_the_disk_before_the_rename_and_the_rename_before_success(tmp_path, monkeypatch):
+    order: list[str] = []
+    really_sync, really_rename = os.fsync, Path.rename
+
+    def sync(descriptor: int) -> None:
+        order.append(f"sync {Path(f'/proc/self/fd/{descriptor}').resolve().relative_to(tmp_path)}")
+        really_sync(descriptor)
+
+    def rename(path: Path, target: Path) -> Path:
+        order.append(f"rename {path.name}")
+        return really_rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "rename", rename)
+    write(tmp_path / "x", OLD)
+    assert order == [
+        "sync .tmp-x/a.bin", "sync .tmp-x/b.json", f"sync .tmp-x/{MANIFEST}", "sync .tmp-x", "rename .tmp-x", "sync .",
+    ]  # fmt: skip

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from finetune.file_lock import file_lock, read_holder, try_file_lock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from finetune.file_lock import file_lock
+with file_lock(Path(sys.argv[1]), waiting_for="the test"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+HOLD_WITH_CHILD = """
+import os, sys, time
+from pathlib import Path
+from finetune.file_lock import file_lock
+with file_lock(Path(sys.argv[1]), waiting_for="the test"):
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+    time.sleep(60)
+"""
+COUNT = """
+import sys
+from pathlib import Path
+from finetune.file_lock import file_lock
+lock, counter = Path(sys.argv[1]), Path(sys.argv[2])
+for _ in range(25):
+    with file_lock(lock, waiting_for="the counter"):
+        counter.write_text(str(int(counter.read_text()) + 1))
+"""
+
+
+def start(script: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def test_one_holder_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    with file_lock(path, waiting_for="it"):
+        assert try_file_lock(path) is None
+        holder = read_holder(path)
+        assert holder is not None
+        assert holder.pid == os.getpid()
+    assert not path.exists()
+    again = try_file_lock(path)
+    assert again is not None
+    again.release()
+    again.release()
+    assert read_holder(path) is None
+
+
+def test_time_over_names_the_holder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
+    caplog.set_level(logging.INFO, "finetune.file_lock")
+    path = tmp_path / "a.lock"
+    process = start(HOLD, path)
+    try:
+        assert first_line(process) == "held"
+        with pytest.raises(
+            TimeoutError, match=f"the data: process {process.pid} on .* still holds .*a.lock after 0.1 s"
+        ):
+            file_lock(path, timeout_seconds=0.1, waiting_for="the data")
+        assert f"waiting for the data: process {process.pid} on" in caplog.messages[0]
+    finally:
+        kill(process)
+
+
+def test_a_killed_holder_gives_the_lock_back(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    process = start(HOLD, path)
+    assert first_line(process) == "held"
+    assert try_file_lock(path) is None
+    kill(process)
+    assert path.exists()
+    with file_lock(path, timeout_seconds=5, waiting_for="it"):
+        holder = read_holder(path)
+        assert holder is not None
+        assert holder.pid == os.getpid()
+
+
+def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
+    path = tmp_path / "a.lock"
+    process = start(HOLD_WITH_CHILD, path)
+    child = int(first_line(process))
+    try:
+        time.sleep(0.2)
+        assert try_file_lock(path) is None
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        os.kill(child, 0)
+        file_lock(path, timeout_seconds=5, waiting_for="it").release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        process.communicate()
+
+
+def test_no_turn_is_lost_between_processes(tmp_path: Path) -> None:
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+    processes = [start(COUNT, tmp_path / "a.lock", counter) for _ in range(4)]
+    assert [process.wait(timeout=60) for process in processes] == [0] * 4
+    for process in processes:
+        process.communicate()
+    assert counter.read_text() == "100"
+
+
+def test_a_folder_that_is_missing_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        file_lock(tmp_path / "missing" / "a.lock", waiting_for="it")

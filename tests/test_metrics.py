@@ -1,0 +1,158 @@
+import errno
+import json
+import os
+import re
+import resource
+import signal
+
+import pytest
+
+import finetune
+from finetune.errors import RunFailedError
+from finetune.metrics import MetricsWriter, RunRecord, read_run_record
+
+STEP = {
+    "step": 12, "epoch": 0, "loss": 1.23, "learning_rate": 3e-4, "grad_norm": 0.8,
+    "num_targets": 812, "num_tokens": 2071, "tokens_per_second": 900.1,
+}  # fmt: skip
+START = {
+    "world_size": 2, "launcher": "torchrun", "backend": "gloo", "global_batch": {"batch_size": 8}, "fallbacks": [],
+    "fingerprints": {"data": "abc"},
+}  # fmt: skip
+
+
+def strict(text):
+    def refuse(word):
+        raise ValueError(word)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def read(path):
+    return [strict(line) for line in path.read_text().splitlines()]
+
+
+def test_events_have_the_shapes_of_the_design(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as metrics:
+        metrics.step(**STEP)
+        metrics.validation(step=12, epoch=0, loss=1.1, num_targets=99)
+        metrics.checkpoint(step=12, path=tmp_path / "checkpoints" / "step-000012")
+        metrics.test(model="tuned", exact_match=0.93, json_valid=0.99, loss=0.2)
+    assert read(path) == [
+        {"event": "step", **STEP},
+        {"event": "validation", "step": 12, "epoch": 0, "loss": 1.1, "num_targets": 99},
+        {"event": "checkpoint", "step": 12, "path": "checkpoints/step-000012"},
+        {"event": "test", "model": "tuned", "exact_match": 0.93, "json_valid": 0.99, "loss": 0.2},
+    ]
+    assert path.read_text().startswith('{"event": "step", "step": 12, "epoch": 0, "loss": 1.23,')
+
+
+def test_each_line_can_be_read_before_the_next(tmp_path):
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    for step in range(1, 4):
+        metrics.step(**STEP | {"step": step})
+        assert [event["step"] for event in read(metrics.path)] == list(range(1, step + 1))
+    metrics.sync()
+    metrics.close()
+
+
+def test_numbers_that_are_not_finite_stay_readable_json(tmp_path):
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        metrics.step(**STEP | {"loss": float("nan"), "grad_norm": float("inf"), "learning_rate": float("-inf")})
+    (event,) = read(metrics.path)
+    assert (event["loss"], event["grad_norm"], event["learning_rate"]) == ("NaN", "Infinity", "-Infinity")
+    assert float(event["grad_norm"]) == float("inf")
+
+
+def test_a_restart_cuts_what_comes_again_and_appends_behind_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsWriter(path)
+    for step in (1, 2, 3):
+        metrics.step(**STEP | {"step": step})
+        metrics.validation(step=step, epoch=0, loss=1.0, num_targets=9)
+    metrics.test(model="base", exact_match=None, json_valid=None, loss=3.0)
+    with path.open("ab") as file:
+        file.write(b'\x00\x00\n[1]\n{"event": "step", "step": 2}')
+    assert metrics.cut_behind(2) == 6
+    metrics.step(**STEP | {"step": 3})
+    metrics.close()
+    assert [(event["event"], event["step"]) for event in read(path)] == [
+        ("step", 1), ("validation", 1), ("step", 2), ("validation", 2), ("step", 3),
+    ]  # fmt: skip
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_cutting_where_there_is_nothing_to_cut_changes_nothing(tmp_path):
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    assert metrics.cut_behind(0) == 0
+    assert not metrics.path.exists()
+    metrics.step(**STEP)
+    identity = metrics.path.stat().st_ino
+    assert metrics.cut_behind(12) == 0
+    assert metrics.path.stat().st_ino == identity
+    assert metrics.cut_behind(0) == 1
+    assert metrics.path.read_bytes() == b""
+
+
+def test_a_disk_that_takes_no_more_ends_the_run_in_one_line(tmp_path):
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+        status = 70
+        try:
+            metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+            for step in range(1, 10):
+                metrics.step(**STEP | {"step": step})
+        except RunFailedError as error:
+            status = 3 if errno.errorcode[errno.EFBIG] in str(error) and "bytes are free" in str(error) else 71
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    # The torn line at the end goes with the next start; the whole ones before it stay.
+    metrics = MetricsWriter(tmp_path / "metrics.jsonl")
+    assert metrics.cut_behind(100) == 1
+    assert [event["step"] for event in read(metrics.path)] == [1, 2, 3]
+
+
+def test_the_record_says_what_ran_on_what_and_how_it_ended(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
+    record = RunRecord(tmp_path / "run.json")
+    record.start(**START)
+    first = strict(record.path.read_text())
+    assert {name: first[name] for name in START} == START
+    assert first["status"] == "running"
+    assert first["versions"]["finetune"] == finetune.__version__
+    assert set(first["versions"]) == {"python", "finetune", "torch", "transformers", "accelerate", "peft"}
+    assert all(re.match(r"\d+\.\d+", version) for version in first["versions"].values())
+    record.update(fallbacks=[{"what": "x"}])
+    record.finish("completed", {"best_loss": float("nan")})
+    last = strict(record.path.read_text())
+    assert (last["status"], last["fallbacks"], last["result"]) == ("completed", [{"what": "x"}], {"best_loss": "NaN"})
+    assert last["finished"] >= last["starts"][0]
+    assert record.path.read_text().startswith('{\n  "status"')
+    assert "hf_very_secret" not in record.path.read_text()
+    with pytest.raises(KeyError, match="colour"):
+        record.update(colour="blue")
+
+
+def test_a_run_that_goes_on_keeps_the_times_of_its_starts(tmp_path):
+    RunRecord(tmp_path / "run.json").start(**START)
+    again = RunRecord(tmp_path / "run.json")
+    again.start(**START | {"world_size": 1})
+    record = read_run_record(again.path)
+    assert record["world_size"] == 1
+    assert len(record["starts"]) == 2
+    assert record["finished"] is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00", '{"starts": 3}'])
+def test_a_torn_record_is_written_anew(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    record = RunRecord(tmp_path / "run.json")
+    record.start(**START)
+    assert len(read_run_record(record.path)["starts"]) == 1
+
+
+def test_no_record_is_none(tmp_path):
+    assert read_run_record(tmp_path / "run.json") is None

@@ -1,0 +1,99 @@
+import io
+import logging
+import sys
+
+import pytest
+from rich.console import Console
+
+from finetune.logs import configure_logs
+from finetune.progress import TrainingProgress, show_comparison
+from finetune.training.state import ComparedAnswer, Comparison, ModelScores
+
+
+@pytest.fixture
+def package_log(caplog, monkeypatch):
+    logger = logging.getLogger("finetune")
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logger, "handlers", [])
+    caplog.set_level(logging.INFO, "finetune")
+    return caplog
+
+
+def run(progress, steps):
+    with progress:
+        for step in steps:
+            progress.step(step=step, epoch=0, loss=1.23456, tokens_per_second=1900.4)
+
+
+def test_without_a_terminal_the_log_gets_a_line_now_and_then(package_log, capsys):
+    run(TrainingProgress(25, log_every=10), range(1, 26))
+    assert [message.split(" · ")[0] for message in package_log.messages] == ["step 10/25", "step 20/25", "step 25/25"]
+    assert package_log.messages[0].startswith("step 10/25 · epoch 1 · loss 1.2346 · 1,900 tokens/s · ")
+    assert package_log.messages[-1].endswith(" 0 s left")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_time_left_counts_the_steps_of_this_start_only(package_log, monkeypatch):
+    clock = iter([0.0, 0.0, 200.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    run(TrainingProgress(130, first_step=100, log_every=10), [110])
+    assert package_log.messages == ["step 110/130 · epoch 1 · loss 1.2346 · 1,900 tokens/s · 6 min 40 s left"]
+
+
+def test_a_terminal_sees_a_moving_line_with_the_log_above_it(monkeypatch, capsys):
+    logger = logging.getLogger("finetune")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", False)
+    configure_logs(0)
+    stream = logger.handlers[0].stream
+    kept = io.StringIO()
+    logger.addHandler(logging.StreamHandler(kept))
+    screen = io.StringIO()
+    progress = TrainingProgress(20, log_every=5, console=Console(file=screen, force_terminal=True, width=120))
+    with progress:
+        for step in range(1, 21):
+            progress.step(step=step, epoch=1, loss=0.5, tokens_per_second=1000)
+        logger.warning("a row was cut")
+    logger.warning("afterwards")
+    shown = screen.getvalue()
+    assert "20/20" in shown
+    assert "epoch 2 · loss 0.5000 · 1,000 tokens/s" in shown
+    assert shown.count("a row was cut") == 1
+    assert "WARNING finetune: a row was cut\n" in shown
+    assert "step 5/20" not in shown
+    assert "step 5/20" in kept.getvalue()
+    assert logger.handlers[0].stream is stream is sys.stderr
+    assert capsys.readouterr().err.count("afterwards") == 1
+
+
+def render(comparison):
+    screen = io.StringIO()
+    show_comparison(comparison, Console(file=screen, width=100))
+    return screen.getvalue()
+
+
+def test_the_table_shows_base_against_tuned_and_at_most_three_answers():
+    answers = tuple(
+        ComparedAnswer(prompt=f"prompt {n} [bold]x[/bold] [/]", expected='{"a": 1}', base="no", tuned='{"a": 1}')
+        for n in range(5)
+    )
+    base = ModelScores(loss=3.0, exact_match=0.0, json_valid=0.125)
+    tuned = ModelScores(loss=0.25, exact_match=0.93, json_valid=0.995)
+    text = render(Comparison(tuned=tuned, base=base, num_rows=1200, answers=answers))
+    rows = [" ".join(line.replace("│", " ").replace("┃", " ").split()) for line in text.splitlines()]
+    assert "Test split, 1,200 rows" in text
+    assert "base tuned" in rows
+    assert "exact match 0.0% 93.0%" in rows
+    assert "valid JSON 12.5% 99.5%" in rows
+    assert "loss (nats per target token) 3.0000 0.2500" in rows
+    assert "prompt prompt 2 [bold]x[/bold] [/]" in rows
+    assert "prompt 3" not in text
+    assert 'tuned {"a": 1}' in rows
+
+
+def test_what_was_not_measured_is_not_shown():
+    answer = ComparedAnswer(prompt="p", expected="e", tuned="t")
+    text = render(Comparison(tuned=ModelScores(loss=0.25), answers=(answer,)))
+    assert "base" not in text
+    assert "exact match" not in text
+    assert "0.2500" in text

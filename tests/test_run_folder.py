@@ -1,0 +1,186 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from finetune import run_folder
+from finetune.errors import CheckpointError
+from finetune.run_folder import RunFolder
+
+OURS = ("config.yaml", "run.json", "metrics.jsonl", "log.txt", "checkpoints", "adapter", "base")
+MARKS = ("run.json", "metrics.jsonl", "checkpoints")
+
+
+def fill(path, names, text="mine"):
+    path.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        if "." in name:
+            (path / name).write_text(text)
+        else:
+            (path / name).mkdir()
+
+
+def listing(path):
+    return sorted(str(entry.relative_to(path)) for entry in path.rglob("*"))
+
+
+def test_naming_a_run_touches_nothing_and_opening_it_makes_the_folder(tmp_path):
+    folder = RunFolder(tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()
+    with folder.open() as opened:
+        assert opened is folder
+        assert folder.path.is_dir()
+        assert folder.lock_file.is_file()
+    assert listing(folder.path) == []
+
+
+def test_paths_are_those_of_the_design(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder("runs/x")
+    assert folder.path == tmp_path / "runs" / "x"
+    assert folder.checkpoint(12) == folder.path / "checkpoints" / "step-000012"
+    assert folder.checkpoint(1_234_567).name == "step-1234567"
+    paths = (
+        folder.config_file, folder.record_file, folder.metrics_file, folder.log_file,
+        folder.checkpoints, folder.adapter, folder.base,
+    )  # fmt: skip
+    assert tuple(path.name for path in paths) == OURS
+    assert folder.checkpoint_steps() == []
+
+
+def test_steps_come_in_order_and_strangers_are_not_steps(tmp_path):
+    folder = RunFolder(tmp_path)
+    for name in ("step-000012", "step-000004", "step-1000000", ".tmp-step-000016", "step-12", "notes"):
+        (folder.checkpoints / name).mkdir(parents=True)
+    (folder.checkpoints / "step-000008").write_text("a file")
+    assert folder.checkpoint_steps() == [4, 12, 1_000_000]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_another_run_is_refused_in_one_message_and_left_alone(tmp_path, name):
+    fill(tmp_path / "run", [name])
+    before = listing(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        RunFolder(tmp_path / "run").open(resume="never")
+    message = str(caught.value)
+    assert all(part in message for part in (str(tmp_path / "run"), name, "resume=auto", "output_dir="))
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("missing", OURS)
+def test_resume_starts_whatever_is_missing_or_torn(tmp_path, missing):
+    fill(tmp_path, [name for name in OURS if name != missing], text="")
+    with RunFolder(tmp_path).open(resume="auto"):
+        pass
+    assert len(listing(tmp_path)) == len(OURS) - 1
+
+
+@pytest.mark.parametrize("resume", ["never", "auto"])
+@pytest.mark.parametrize("names", [["thesis.tex"], ["src", "config.yaml"], [".git"], ["adapter", "notes.txt"]])
+def test_a_folder_of_something_else_is_refused(tmp_path, resume, names):
+    fill(tmp_path / "x", names)
+    with pytest.raises(CheckpointError, match="output_dir="):
+        RunFolder(tmp_path / "x").open(resume=resume)
+    assert listing(tmp_path / "x") == sorted(names)
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_a_stranger_beside_a_run_does_not_stop_a_resume(tmp_path, name):
+    fill(tmp_path, [name, "slurm-1.out"])
+    with RunFolder(tmp_path).open(resume="auto"):
+        pass
+    assert listing(tmp_path) == sorted([name, "slurm-1.out"])
+
+
+@pytest.mark.parametrize("name", [*OURS, ".lock"])
+def test_a_link_under_one_of_our_names_is_refused(tmp_path, name):
+    target = tmp_path / "outside"
+    target.mkdir()
+    fill(tmp_path / "run", [other for other in MARKS if other != name])
+    (tmp_path / "run" / name).symlink_to(target)
+    with pytest.raises(CheckpointError, match="symbolic link"):
+        RunFolder(tmp_path / "run").open(resume="auto")
+    assert listing(target) == []
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CheckpointError, match="not a folder"):
+            RunFolder(path).open()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written_is_named_with_the_reason():
+    with pytest.raises(CheckpointError, match=r"output_dir=/proc/1/x .*\((ENOENT|EACCES|EPERM)\).*output_dir="):
+        RunFolder("/proc/1/x").open()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_write_permission_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match="EACCES"):
+        RunFolder(tmp_path).open()
+
+
+def test_what_a_killed_save_left_is_removed_and_nothing_else(tmp_path):
+    folder = RunFolder(tmp_path)
+    kept = ["metrics.jsonl", ".tmp-of-mine.txt"]
+    fill(tmp_path, [*kept, ".tmp-run.json", ".tmp-adapter", ".tmp-base", "checkpoints"])
+    fill(folder.checkpoints, ["step-000004", ".tmp-step-000008", ".tmp-other", ".old-step-000004", ".old-step-000012"])
+    with folder.open(resume="auto"):
+        left = {path.name for path in folder.checkpoints.iterdir()}
+    assert left == {"step-000004", ".tmp-other", "step-000012"}
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, "checkpoints"}
+
+
+HOLD = """
+import sys, time
+from finetune.run_folder import RunFolder
+with RunFolder(sys.argv[1]).open(resume="auto") as folder:
+    folder.metrics_file.touch()
+    print("open", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "run")], stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"open\n"
+    yield child
+    child.kill()
+    child.wait()
+    child.stdout.close()
+
+
+def test_a_living_run_keeps_others_out_and_is_named(tmp_path, holder, monkeypatch):
+    monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_SECONDS", 0.2)
+    with pytest.raises(CheckpointError, match=rf"being written.*process {holder.pid} on .*output_dir="):
+        RunFolder(tmp_path / "run").open(resume="auto")
+
+
+def test_a_killed_run_does_not_block_its_restart(tmp_path, holder):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert (tmp_path / "run" / ".lock").exists()
+    begun = time.monotonic()
+    with RunFolder(tmp_path / "run").open(resume="auto"):
+        pass
+    assert time.monotonic() - begun < 5
+
+
+def test_the_lock_is_free_after_a_refusal_and_after_close(tmp_path):
+    folder = RunFolder(tmp_path / "run").open()
+    folder.close()
+    folder.close()
+    with RunFolder(tmp_path / "run").open(resume="never"):
+        pass
+
+
+def test_floor_without_torch():
+    code = "import sys, finetune.run_folder, finetune.metrics, finetune.progress; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"

@@ -1,0 +1,50 @@
+"""Shipped folders are found in a checkout and in a wheel; shipped assets by name."""
+
+from pathlib import Path
+
+import pytest
+
+from finetune import shipped_files
+from finetune.errors import ConfigError
+from finetune.shipped_files import resolve_shipped, shipped_folder
+
+
+def test_in_a_checkout_the_folders_lie_beside_the_package() -> None:
+    root = Path(shipped_files.__file__).resolve().parents[1]
+    assert shipped_folder("configs") == root / "configs"
+    assert shipped_folder("recipes") == root / "recipes"
+
+
+def test_in_a_wheel_the_packages_own_folder_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "finetune"
+    monkeypatch.setattr(shipped_files, "_PACKAGE", package)
+    with pytest.raises(ConfigError, match=r"no configs/ folder\. Install"):
+        shipped_folder("configs")
+    (tmp_path / "configs").mkdir()
+    assert shipped_folder("configs") == tmp_path / "configs"
+    (package / "shipped" / "configs").mkdir(parents=True)
+    assert shipped_folder("configs") == package / "shipped" / "configs"
+
+
+def test_assets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped_files, "_PACKAGE", tmp_path)
+    with pytest.raises(ConfigError, match="There is: nothing"):
+        resolve_shipped("shipped:orders")
+    for name in ("orders", "phi_tiny", "__pycache__", ".hidden"):
+        (tmp_path / "assets" / name).mkdir(parents=True)
+    assert resolve_shipped("shipped:phi_tiny") == str(tmp_path / "assets" / "phi_tiny")
+    for wrong in ("shipped:phi4", "shipped:", "shipped:../assets/orders", "shipped:__pycache__", "shipped:.hidden"):
+        with pytest.raises(ConfigError) as caught:
+            resolve_shipped(wrong)
+        assert str(caught.value) == (
+            f"{wrong} is not shipped with this package. There is: shipped:orders, shipped:phi_tiny."
+        )
+
+
+@pytest.mark.parametrize("path", ["microsoft/phi-4", "/data/rows.jsonl", "./shipped:x", ""])
+def test_other_paths_stay_as_they_are(path: str) -> None:
+    assert resolve_shipped(path) == path
+
+
+def test_the_orders_are_there() -> None:
+    assert Path(resolve_shipped("shipped:orders"), "test.jsonl").is_file()

@@ -1,0 +1,71 @@
+"""Tiny random models and rows, equal in every run."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, Phi3Config, PhiConfig, PretrainedConfig, PreTrainedModel
+
+from finetune.data.encode import EncodedExamples
+
+VOCABULARY = 64
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,  # large enough for the loss to depend on the context
+}
+PHI3_SIZES = {
+    **SIZES,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "sliding_window": 5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+
+
+def tiny_phi3_config(**changes: Any) -> Phi3Config:
+    """Like Phi-4-mini: grouped heads, partial rotary, tied embeddings; its sliding window is shorter than the rows."""
+    return Phi3Config(**{**PHI3_SIZES, **changes})
+
+
+def tiny_phi_config(**changes: Any) -> PhiConfig:
+    """Like Phi-2: biases everywhere, the head included, and partial rotary."""
+    return PhiConfig(**{**SIZES, "partial_rotary_factor": 0.5, **changes})
+
+
+def tiny_gemma2_config(**changes: Any) -> Gemma2Config:
+    """A model that caps its logits in its own forward."""
+    sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 4, "final_logit_softcapping": 2.0, "sliding_window": 5}
+    return Gemma2Config(**{**sizes, **changes})
+
+
+def build_tiny(config: PretrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A model with seeded random weights, biases and norms included."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.config.use_cache = False
+    return model.to(dtype)
+
+
+def tiny_examples(num_rows: int, *, seed: int = 0, shortest: int = 4, longest: int = 20) -> EncodedExamples:
+    """Rows of random tokens; about half of the tokens behind the first are targets, in each row at least one."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(num_rows):
+        length = rng.randint(shortest, longest)
+        is_target = [False, *(rng.random() < 0.5 for _ in range(length - 2)), True]
+        rows.append(([rng.randrange(3, VOCABULARY) for _ in range(length)], is_target))
+    return EncodedExamples.from_rows(rows, end_id=2)

@@ -1,0 +1,48 @@
+import math
+
+import pytest
+
+from finetune.training.early_stopping import after_validation, is_patience_exhausted
+from finetune.training.state import TrainerState
+
+
+def after(losses, *, min_delta=0.0, patience=2):
+    """The state after some validations, and whether training should stop after each."""
+    state, stops = TrainerState(), []
+    for step, loss in enumerate(losses, start=1):
+        state = after_validation(TrainerState(**{**state.as_record(), "step": step}), loss, min_delta=min_delta)
+        stops.append(is_patience_exhausted(state, patience))
+    return state, stops
+
+
+def test_the_lowest_loss_and_its_step_are_kept():
+    state, _ = after([3.0, 1.0, 2.0])
+    assert (state.best_loss, state.best_step, state.validations_without_improvement) == (1.0, 2, 1)
+
+
+def test_patience_counts_validations_in_a_row():
+    assert after([3.0, 4.0, 2.0, 3.0, 3.0])[1] == [False, False, False, False, True]
+
+
+def test_an_equal_loss_is_no_improvement():
+    assert after([3.0, 3.0, 3.0])[1] == [False, False, True]
+
+
+def test_less_than_min_delta_is_no_improvement():
+    state, stops = after([3.0, 2.95, 2.91], min_delta=0.1)
+    assert (state.best_loss, stops) == (3.0, [False, False, True])
+    assert after([3.0, 2.85], min_delta=0.1)[0].best_loss == 2.85
+
+
+def test_the_first_loss_is_an_improvement_whatever_min_delta_is():
+    assert after([3.0], min_delta=5.0)[0].best_step == 1
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_no_improvement(loss):
+    state, stops = after([loss, loss])
+    assert (state.best_loss, state.best_step, stops) == (None, None, [False, True])
+
+
+def test_without_patience_nothing_stops():
+    assert not any(after([1.0] * 50, patience=None)[1])

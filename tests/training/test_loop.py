@@ -1,0 +1,177 @@
+import itertools
+
+import pytest
+
+from finetune.training.loop import Actions, Cadence, run_loop
+from finetune.training.state import TrainerState
+from finetune.training.step import StepResult
+
+
+class Recorder:
+    """Actions that only write down what they are asked for, and the states that were saved."""
+
+    def __init__(self, *, steps_per_epoch, losses=None, answer=lambda stop: stop):
+        self.did = []
+        self.saved = {}
+        self._steps_per_epoch = steps_per_epoch
+        self._losses = losses
+        self.actions = Actions(
+            batches=self._batches,
+            train=self._train,
+            validate=None if losses is None else self._validate,
+            save=self._save,
+            report=lambda state, result: self.did.append(("report", state.step, result.num_targets)),
+            agree_to_stop=answer,
+        )
+
+    def _batches(self, epoch, first_step):
+        return ((epoch, step) for step in range(first_step, self._steps_per_epoch))
+
+    def _train(self, step, share):
+        self.did.append(("train", step, share))
+        return StepResult(loss=1.0, grad_norm=1.0, learning_rate=1.0, num_targets=step, num_tokens=2 * step)
+
+    def _validate(self, state):
+        self.did.append(("validate", state.step))
+        return self._losses[state.step]
+
+    def _save(self, state):
+        self.did.append(("save", state.step))
+        self.saved[state.step] = state
+
+    def steps_of(self, what):
+        return [entry[1] for entry in self.did if entry[0] == what]
+
+
+def run(cadence, *, state=None, losses=None, patience=None, min_delta=0.0, **keys):
+    recorder = Recorder(steps_per_epoch=cadence.steps_per_epoch, losses=losses, **keys)
+    end = run_loop(state or TrainerState(), cadence, recorder.actions, patience=patience, min_delta=min_delta)
+    return recorder, end
+
+
+def cadence(steps_per_epoch=3, num_steps=7, **keys):
+    return Cadence(steps_per_epoch=steps_per_epoch, num_steps=num_steps, **keys)
+
+
+def falling(num_steps=50):
+    return {step: 100.0 - step for step in range(1, num_steps)}
+
+
+def test_steps_go_through_the_epochs_and_end_at_the_last():
+    recorder, end = run(cadence())
+    shares = [entry[2] for entry in recorder.did if entry[0] == "train"]
+    assert shares == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
+    assert (end.step, end.epoch, end.steps_in_epoch) == (7, 2, 1)
+
+
+def test_counts_add_up_in_the_state():
+    _, end = run(cadence(num_steps=4))
+    assert (end.num_targets, end.num_tokens) == (1 + 2 + 3 + 4, 2 * (1 + 2 + 3 + 4))
+
+
+def test_each_step_is_reported_before_it_is_validated_and_validated_before_it_is_saved():
+    recorder, _ = run(cadence(num_steps=1), losses=falling())
+    assert [entry[0] for entry in recorder.did] == ["train", "report", "validate", "save"]
+
+
+def test_validation_is_at_the_end_of_each_epoch_and_after_the_last_step():
+    assert run(cadence(), losses=falling())[0].steps_of("validate") == [3, 6, 7]
+
+
+def test_validation_can_be_counted_in_steps_that_go_on_over_epochs():
+    assert run(cadence(validate_every=2), losses=falling())[0].steps_of("validate") == [2, 4, 6, 7]
+
+
+def test_the_last_step_is_validated_and_saved_once():
+    recorder, _ = run(cadence(num_steps=6, save_every=6, save_every_epochs=1, validate_every=6), losses=falling())
+    assert recorder.steps_of("validate") == [6]
+    assert recorder.steps_of("save") == [3, 6]
+
+
+def test_without_a_validation_split_nothing_is_validated_and_the_end_is_saved():
+    recorder, end = run(cadence())
+    assert recorder.steps_of("validate") == []
+    assert recorder.steps_of("save") == [7]
+    assert end.best_step is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "saved"),
+    [
+        ({"save_every": 2}, [2, 4, 6, 7]),
+        ({"save_every_epochs": 1}, [3, 6, 7]),
+        ({"save_every_epochs": 2}, [6, 7]),
+        ({"save_every": 2, "save_every_epochs": 1}, [2, 3, 4, 6, 7]),
+    ],
+)
+def test_checkpoints_are_counted_in_steps_or_epochs_or_both(keys, saved):
+    assert run(cadence(**keys))[0].steps_of("save") == saved
+
+
+LOSSES = dict(enumerate([9.0, 8.0, 8.5, 7.0, 7.5, 7.4, 6.0, 6.5, 6.6, 6.7, 6.8, 6.9], start=1))
+
+
+@pytest.mark.parametrize(
+    ("keys", "patience"),
+    [({"validate_every": 2}, None), ({"validate_every": 1}, 3), ({"save_every_epochs": 1}, 2)],
+)
+def test_a_run_resumed_after_any_step_does_what_the_whole_run_did(keys, patience):
+    plan = cadence(steps_per_epoch=5, num_steps=12, save_every=1, **keys)
+    whole, end = run(plan, losses=LOSSES, patience=patience)
+    assert len(whole.saved) == end.step
+    for stopped_at, state in {0: TrainerState(), **whole.saved}.items():
+        resumed, resumed_end = run(plan, state=state, losses=LOSSES, patience=patience)
+        before = [entry for entry in whole.did if entry[1] <= stopped_at]
+        assert before + resumed.did == whole.did
+        assert resumed_end == end
+
+
+def test_patience_stops_the_run_and_saves_where_it_stopped():
+    recorder, end = run(cadence(steps_per_epoch=5, num_steps=12, validate_every=1), losses=LOSSES, patience=3)
+    assert end.step == 10
+    assert (end.best_step, end.best_loss) == (7, 6.0)
+    assert recorder.steps_of("save")[-1] == 10
+    assert recorder.steps_of("train")[-1] == 10
+
+
+def test_a_run_that_stopped_early_does_not_go_on_when_resumed():
+    plan = cadence(steps_per_epoch=5, num_steps=12, validate_every=1)
+    recorder, end = run(plan, losses=LOSSES, patience=3)
+    again, same = run(plan, state=recorder.saved[10], losses=LOSSES, patience=3)
+    assert (again.did, same) == ([], end)
+
+
+def test_a_complete_run_does_nothing_when_resumed():
+    recorder, end = run(cadence())
+    assert run(cadence(), state=recorder.saved[7])[0].did == []
+    assert run(cadence(num_steps=5), state=recorder.saved[7]) != end
+
+
+def test_a_resumed_run_may_be_given_more_steps():
+    recorder, _ = run(cadence())
+    longer, end = run(cadence(num_steps=9), state=recorder.saved[7])
+    assert longer.steps_of("train") == [8, 9]
+    assert end.step == 9
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_what_rank_0_decides_about_stopping_counts(answer):
+    plan = cadence(steps_per_epoch=2, num_steps=6, validate_every=1)
+    asked = []
+
+    def agree(mine):
+        asked.append(mine)
+        return answer
+
+    recorder, _ = run(plan, losses=falling(), patience=5, answer=agree)
+    assert recorder.steps_of("train") == ([1] if answer else [1, 2, 3, 4, 5, 6])
+    assert recorder.steps_of("save")[-1] == recorder.steps_of("train")[-1]
+    assert not any(asked)
+
+
+def test_cadence_answers_are_those_of_a_plain_count():
+    for steps_per_epoch, every in itertools.product(range(1, 5), range(1, 5)):
+        plan = cadence(steps_per_epoch=steps_per_epoch, num_steps=10, save_every=every)
+        assert [step for step in range(1, 11) if plan.saves_after(step)] == [
+            step for step in range(1, 11) if step % every == 0 or step == 10
+        ]

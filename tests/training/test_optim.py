@@ -1,0 +1,114 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from finetune.config.schema import OptimSection
+from finetune.errors import ConfigError
+from finetune.training.optim import (
+    build_optimizer,
+    learning_rate_at,
+    resolve_optimizer,
+    set_learning_rate,
+    trainable_parameters,
+)
+
+
+def section(**keys):
+    return OptimSection(**{"learning_rate": 0.1, **keys})
+
+
+def rates(num_steps, **keys):
+    return [learning_rate_at(step, num_steps, section(**keys)) for step in range(1, num_steps + 1)]
+
+
+def test_the_default_is_adamw_over_the_trainable_weights_alone():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model[0].weight.requires_grad = False
+    optimizer = build_optimizer(model, section(weight_decay=0.5))
+    assert type(optimizer) is torch.optim.AdamW
+    groups = {group["weight_decay"]: [tuple(p.shape) for p in group["params"]] for group in optimizer.param_groups}
+    assert groups == {0.5: [(1, 3)], 0.0: [(3,), (1,)]}
+    assert {group["lr"] for group in optimizer.param_groups} == {0.1}
+
+
+def test_other_optimizers_and_their_arguments_are_taken():
+    model = nn.Linear(2, 2)
+    adam = build_optimizer(model, section(optimizer="torch.optim.Adam", args={"betas": [0.8, 0.9]}))
+    assert type(adam) is torch.optim.Adam
+    assert adam.defaults["betas"] == (0.8, 0.9)
+    sgd = build_optimizer(model, section(optimizer="torch.optim.SGD", args={"momentum": 0.9}))
+    assert sgd.defaults["momentum"] == 0.9
+
+
+def test_weight_decay_that_an_optimizer_does_not_know_is_refused():
+    with pytest.raises(ConfigError, match="Rprop has no weight decay"):
+        build_optimizer(nn.Linear(2, 2), section(optimizer="torch.optim.Rprop", weight_decay=0.1))
+    assert build_optimizer(nn.Linear(2, 2), section(optimizer="torch.optim.Rprop"))
+
+
+@pytest.mark.parametrize("args", [{"bettas": [0.9, 0.9]}, {"eps": -1.0}])
+def test_arguments_that_the_optimizer_refuses_are_a_config_error(args):
+    with pytest.raises(ConfigError, match=r"torch\.optim\.AdamW cannot be built with optim\.args"):
+        build_optimizer(nn.Linear(2, 2), section(args=args))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("os.system", "must come from"),
+        ("torch.optim.lr_scheduler.StepLR", "must come from"),
+        ("torch.optim.NoSuch", "no such optimizer"),
+        ("torch.optim.lr_scheduler", "no such optimizer"),
+        ("torch.optim.LBFGS", "needs a closure"),
+        ("torch.optim.SparseAdam", "sparse gradients"),
+    ],
+)
+def test_what_is_no_usable_optimizer_is_refused(name, words):
+    with pytest.raises(ConfigError, match=words):
+        resolve_optimizer(name)
+
+
+def test_a_library_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes.optim", None)
+    with pytest.raises(ConfigError, match=r"bitsandbytes\.optim is not installed"):
+        resolve_optimizer("bitsandbytes.optim.AdamW8bit")
+
+
+def test_a_warm_up_rises_in_a_line_from_zero_to_the_highest_rate():
+    assert rates(10, warmup_steps=4, schedule="constant")[:5] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
+
+
+def test_a_linear_schedule_starts_at_the_highest_rate_and_never_reaches_zero():
+    assert rates(4) == pytest.approx([0.1, 0.075, 0.05, 0.025])
+    assert rates(6, warmup_steps=2)[2:] == pytest.approx([0.1, 0.075, 0.05, 0.025])
+
+
+def test_a_cosine_schedule_falls_along_a_cosine():
+    assert rates(4, schedule="cosine") == pytest.approx([0.1 * (1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)])
+
+
+def test_a_constant_schedule_stays():
+    assert rates(3, schedule="constant") == [0.1, 0.1, 0.1]
+
+
+def test_a_warm_up_as_long_as_the_run_or_longer_is_allowed():
+    assert rates(4, warmup_steps=4) == pytest.approx([0.025, 0.05, 0.075, 0.1])
+    assert rates(2, warmup_steps=4) == pytest.approx([0.025, 0.05])
+
+
+def test_setting_the_rate_reaches_every_group_and_keeps_a_tensor():
+    first, second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.AdamW([{"params": [first], "lr": torch.tensor(1.0)}, {"params": [second]}], lr=1.0)
+    tensor = optimizer.param_groups[0]["lr"]
+    set_learning_rate(optimizer, 0.25)
+    assert optimizer.param_groups[0]["lr"] is tensor
+    assert float(tensor) == optimizer.param_groups[1]["lr"] == 0.25
+
+
+def test_trainable_parameters_are_in_the_models_order_and_tied_ones_come_once():
+    model = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2), nn.Linear(2, 2, bias=False)])
+    model[2].weight = model[0].weight
+    model[1].bias.requires_grad = False
+    assert trainable_parameters(model) == [model[0].weight, model[1].weight]
