@@ -49,6 +49,14 @@ class RunFolder:
         steps = (int(match[1]) for match in matches if match)
         return sorted(step for step in steps if self.checkpoint(step).is_dir())
 
+    def check(self, resume: Literal["never", "auto"] = "never") -> None:
+        """Refuse now what `open` would refuse later; nothing is written. A model takes minutes to load.
+
+        Raises:
+            CheckpointError: see `open`.
+        """
+        self._refuse_what_is_not_ours(resume)
+
     def open(self, resume: Literal["never", "auto"] = "never") -> Self:
         """Create the folder, take its lock and remove what a killed save left behind. `close` releases it.
 

@@ -96,10 +96,10 @@ def generate(
 @config_app.command("show")
 def config_show(words: Words = None) -> None:
     """Print the resolved config and where each value came from."""
-    from finetune.config.compose import load_config, show
+    from finetune.config.compose import compose, show
 
     run, rest = _run_and_words(words)
-    _say(show(load_config(rest, run=run)))
+    _say(show(compose(rest, run=run, complete=False)))
 
 
 @config_app.command("schema")

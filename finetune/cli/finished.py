@@ -32,7 +32,7 @@ def evaluate_run(path: Path, words: Sequence[str]) -> None:
     from finetune.progress import show_comparison
     from finetune.training.compare import compare_models
 
-    with launch(config) as runtime:
+    with launch(config, trains=False) as runtime:
         tokenizer = build_tokenizer(config.model)
         splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
         if splits.test is None:
@@ -61,7 +61,7 @@ def answer_prompts(path: Path, prompts: Sequence[str], *, system: str | None, ma
     from finetune.generate import generate_answers
     from finetune.model.base import build_tokenizer
 
-    with launch(config) as runtime:
+    with launch(config, trains=False) as runtime:
         tokenizer = build_tokenizer(config.model)
         model = _load_tuned(folder, config)
         runtime.place(model)

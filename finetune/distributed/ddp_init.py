@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = timedelta(minutes=60)
 _variables_written: dict[str, str] = {}
 _group_is_ours = False
+_num_groups = 0
 
 
 class ProcessContext(NamedTuple):
@@ -171,18 +172,19 @@ def _write_missing_variables(environment: LaunchEnvironment) -> None:
 
 
 def _initialize_distributed(environment: LaunchEnvironment, backend: str, timeout: timedelta) -> None:
-    global _group_is_ours
+    global _group_is_ours, _num_groups
     address = f"tcp://{environment.master_addr}:{environment.master_port}"
     # torchrun's agent already holds a store at the address; "env://" knows how to share it.
     method = "env://" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else address
+    # The agent's store outlives a group: under the same names a second one would wait for the ports of the first.
+    _num_groups += 1
     try:
-        dist.init_process_group(
-            backend,
-            init_method=method,
-            rank=environment.rank,
-            world_size=environment.world_size,
-            timeout=timeout,
+        store, rank, world_size = next(
+            dist.rendezvous(method, environment.rank, environment.world_size, timeout=timeout)  # type: ignore[no-untyped-call]
         )
+        store.set_timeout(timeout)
+        store = dist.PrefixStore(f"finetune/{_num_groups}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise LaunchError(
             f"rank {environment.rank} could not join the world of {environment.world_size} at "

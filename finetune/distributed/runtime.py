@@ -34,6 +34,7 @@ from finetune.distributed.environment import (
 from finetune.errors import FinetuneError, LaunchError, PeerFailedError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs
+from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -46,18 +47,25 @@ _PLAIN_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.M
 
 
 @contextmanager
-def launch(config: Config) -> Iterator[Runtime]:
+def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     """Join the world this process was started in, and leave it again whatever happens.
 
     Collective: every process of the launch enters and leaves. An error before `Runtime.agree_set_up` is raised on all
     ranks, so that none is left waiting.
 
+    Args:
+        config: the whole run.
+        trains: whether the run will write to its folder, which is then looked at before anything slow begins.
+
     Raises:
+        CheckpointError: the folder holds another run.
         LaunchError: the launcher, the configuration and Accelerate do not describe the same world.
     """
     environment = read_environment(os.environ)
     configure_logs(environment.rank, level=logging.DEBUG if config.training.debug else logging.INFO)
     fallbacks = Fallbacks(strict=config.strict)
+    if trains:
+        RunFolder(config.output_dir).check(config.resume)
     _check_wish(config, environment, fallbacks)
     torch.manual_seed(config.seed)
     device = "cpu" if is_cpu_requested(os.environ) and config.training.device == "auto" else config.training.device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,12 +53,15 @@ def build_base_model(section: ModelSection) -> PreTrainedModel:
                 config=config,
                 trust_remote_code=section.trust_remote_code,
                 use_safetensors=True,  # never a pickled checkpoint
+                ignore_mismatched_sizes=True,  # refused below, by name
                 output_loading_info=True,
                 **attention,
             ),
         )
         _refuse_missing_weights(where, info)
     model.config.use_cache = False
+    # Which commit was read, for the adapter to name; transformers forgets it on the way.
+    model.config._commit_hash = getattr(config, "_commit_hash", None) or section.revision
     built: PreTrainedModel = model
     return built
 
@@ -78,6 +82,8 @@ def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
         ),
         what="tokenizer",
     )
+    if not tokenizer.vocab_size:  # transformers makes an empty one where there are no files
+        raise ModelError(f"{where} holds no tokenizer. Name a folder or a hub id that has one in model.tokenizer.")
     if tokenizer.chat_template is None and section.chat_template is not None:
         tokenizer.chat_template = _read_template(section.chat_template)
     return tokenizer
@@ -171,7 +177,10 @@ def checkpoint_gradients(model: Any) -> None:
 
     The reentrant form leaves layers behind a frozen embedding untrained (peft#1142), so it is never used.
     """
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with warnings.catch_warnings():
+        # transformers 5.23 has a new name for it, which the older versions that we allow do not know.
+        warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable", category=FutureWarning)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if hasattr(model, "peft_config"):
         model.enable_input_require_grads()
 
@@ -220,7 +229,7 @@ def _or_model_error(section: ModelSection, load: Callable[[], Loaded], *, what: 
     """Say in one line what transformers says in many."""
     try:
         return load()
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
+    except Exception as error:  # a damaged file alone has a dozen types, of as many libraries
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         name = section.path or (section.config or {}).get("model_type")
         raise ModelError(f"the {what} {name} cannot be loaded: {reason}") from error

@@ -63,7 +63,7 @@ def without_adapter(model: Any) -> PreTrainedModel:
     tensors = [*model.parameters(), *model.buffers()]
     shared = {id(tensor): tensor for tensor in tensors}
     base = copy.deepcopy(model, shared).unload()
-    return base
+    return base  # noqa: RET504  # the assignment gives it its type
 
 
 def resolve_targets(model: PreTrainedModel, wish: Literal["auto"] | list[str]) -> list[str]:

@@ -90,7 +90,7 @@ class Trainer:
         _check_fit(config, model, splits)
         runtime.agree_set_up()
         self._on_main(self._open_journal, "opening the run's folder")
-        if config.model.init == "random" and config.resume == "auto":
+        if self._has_base_of_its_own and config.resume == "auto":
             self._read_base()
         runtime.place(model)
         if config.training.gradient_checkpointing:
@@ -198,6 +198,11 @@ class Trainer:
         _log.info("Training and testing completed successfully!")
         return comparison
 
+    @property
+    def _has_base_of_its_own(self) -> bool:
+        """An adapter must name its base, and random weights are nowhere else than in the run's folder."""
+        return self.config.model.init == "random" and self.config.training.method == "lora"
+
     def _open_journal(self, _: None) -> None:
         self.journal = Journal(self.config, self.runtime.fallbacks)
         self.runtime.on_close(self.journal.close)
@@ -215,8 +220,7 @@ class Trainer:
             },
             fingerprints=self._fingerprints(),
         )
-        if self.config.model.init == "random":
-            # An adapter must name its base, and no other place has these weights.
+        if self._has_base_of_its_own:
             save_base(self.journal.folder, without_adapter(self.model), self.tokenizer)
 
     def _read_base(self) -> None:
