@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from finetune.config.compose import load_config as load_config
     from finetune.data.encode import encode_examples as encode_examples
     from finetune.data.examples import load_examples as load_examples
+    from finetune.data.templates import stop_ids as stop_ids
     from finetune.distributed.ddp_init import cleanup_ddp as cleanup_ddp
     from finetune.distributed.ddp_init import initialize_ddp as initialize_ddp
     from finetune.distributed.runtime import launch as launch
@@ -34,6 +35,7 @@ _HOMES = {
     "launch": "finetune.distributed.runtime",
     "load_config": "finetune.config.compose",
     "load_examples": "finetune.data.examples",
+    "stop_ids": "finetune.data.templates",
     "Trainer": "finetune.training.trainer",
 }
 __all__ = ["__version__", *sorted(_HOMES)]

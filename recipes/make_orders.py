@@ -80,9 +80,7 @@ vases, vinegar, walnuts, wax, wheels, white wine, wool, yarn, yeast, zips
 
 UNITS = "bag barrel bottle box bundle carton case crate pack pallet roll sack tin".split()
 WEEKDAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = (
-    "January February March April May June July August September October November December".split()
-)
+MONTHS = "January February March April May June July August September October November December".split()
 NUMBER_WORDS = "one two three four five six seven eight nine ten eleven twelve".split()
 
 # A part in square brackets may be left out; what is left out is null in the answer.
@@ -146,16 +144,18 @@ def split_words(words: list[str], rng: random.Random) -> dict[str, list[str]]:
     return splits
 
 
+def split_list(text: str) -> list[str]:
+    """Return the entries between commas; an entry of two words may run over a line end."""
+    return [" ".join(entry.split()) for entry in text.split(",")]
+
+
 def build_pools(rng: random.Random) -> dict[str, Pools]:
     """Return the pools of every split; no word of an open class is in two of them."""
     first_names = split_words(FIRST_NAMES.split(), rng)
     last_names = split_words(LAST_NAMES.split(), rng)
-    cities = split_words([city.strip() for city in CITIES.split(",")], rng)
-    items = split_words([item.strip() for item in ITEMS.split(",")], rng)
-    return {
-        split: Pools(first_names[split], last_names[split], cities[split], items[split])
-        for split in NUM_ROWS
-    }
+    cities = split_words(split_list(CITIES), rng)
+    items = split_words(split_list(ITEMS), rng)
+    return {split: Pools(first_names[split], last_names[split], cities[split], items[split]) for split in NUM_ROWS}
 
 
 def draw_quantity(rng: random.Random) -> tuple[int, str]:
@@ -191,9 +191,7 @@ def draw_message(pools: Pools, rng: random.Random) -> tuple[str, Order]:
     city, due = rng.choice(pools.cities), draw_due(rng)
 
     # Dropping the optional parts first leaves a template that says which fields the message has.
-    template = re.sub(
-        r"\[(.*?)\]", lambda part: part[1] if rng.random() < 0.75 else "", rng.choice(TEMPLATES)
-    )
+    template = re.sub(r"\[(.*?)\]", lambda part: part[1] if rng.random() < 0.75 else "", rng.choice(TEMPLATES))
     text = template.format(amount=f"{amount} {item}", customer=customer, city=city, due=due)
     text = text[0].upper() + text[1:]
     if rng.random() < 0.25:

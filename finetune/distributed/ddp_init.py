@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from finetune.distributed.device import _pick_device, _resolve_device
 from finetune.distributed.environment import LAUNCH_VARIABLES, LaunchEnvironment, read_environment
@@ -179,11 +181,10 @@ def _initialize_distributed(environment: LaunchEnvironment, backend: str, timeou
     # The agent's store outlives a group: under the same names a second one would wait for the ports of the first.
     _num_groups += 1
     try:
-        store, rank, world_size = next(
-            dist.rendezvous(method, environment.rank, environment.world_size, timeout=timeout)  # type: ignore[no-untyped-call]
-        )
+        meeting = rendezvous(method, environment.rank, environment.world_size, timeout=timeout)
+        store, rank, world_size = next(meeting)
         store.set_timeout(timeout)
-        store = dist.PrefixStore(f"finetune/{_num_groups}", store)
+        store = PrefixStore(f"finetune/{_num_groups}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise LaunchError(

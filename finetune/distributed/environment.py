@@ -119,6 +119,12 @@ def requested_engine(environ: Mapping[str, str]) -> str | None:
     return None
 
 
+def requested_precision(environ: Mapping[str, str]) -> str | None:
+    """The mixed precision that `accelerate launch` was asked for; it exports `no` where it was not."""
+    asked = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    return None if asked == "no" else asked
+
+
 def _is_from_accelerate(environ: Mapping[str, str]) -> bool:
     return "ACCELERATE_MIXED_PRECISION" in environ or "ACCELERATE_DYNAMO_BACKEND" in environ
 

@@ -30,6 +30,7 @@ from finetune.distributed.environment import (
     is_cpu_requested,
     read_environment,
     requested_engine,
+    requested_precision,
 )
 from finetune.errors import FinetuneError, LaunchError, PeerFailedError
 from finetune.fallbacks import Fallback, Fallbacks
@@ -132,6 +133,13 @@ class Runtime:
             raise LaunchError(
                 f"accelerate launch asks for {engine} (ACCELERATE_USE_{engine}), which finetune does not support. "
                 "Use a config file with distributed_type MULTI_GPU, MULTI_CPU or NO."
+            )
+        asked = requested_precision(os.environ)
+        if asked not in (None, self.precision):
+            raise LaunchError(
+                f"accelerate launch asks for mixed precision {asked} (ACCELERATE_MIXED_PRECISION), but "
+                f"training.precision {precision} means {self.precision} here. Set training.precision, or remove it "
+                "from accelerate's config."
             )
         self._accelerator = Accelerator(
             cpu=context.device.type == "cpu",

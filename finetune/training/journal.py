@@ -76,15 +76,15 @@ class Journal:
         now = time.monotonic()
         tokens_per_second = result.num_tokens / max(now - self._last_step_at, 1e-9)
         self._last_step_at = now
-        # The state names the epoch of the next step; this one may have ended an epoch.
-        epoch = state.epoch if state.steps_in_epoch else state.epoch - 1
+        epoch = _epoch_of_last_step(state)
         self._metrics.step(step=state.step, epoch=epoch, **result._asdict(), tokens_per_second=tokens_per_second)
         if self._progress is not None:
             self._progress.step(step=state.step, epoch=epoch, loss=result.loss, tokens_per_second=tokens_per_second)
 
     def validation(self, state: TrainerState, loss: float, num_targets: int) -> None:
         """The validation split was measured after a step."""
-        self._metrics.validation(step=state.step, epoch=state.epoch, loss=loss, num_targets=num_targets)
+        epoch = _epoch_of_last_step(state)
+        self._metrics.validation(step=state.step, epoch=epoch, loss=loss, num_targets=num_targets)
         self._last_step_at = time.monotonic()  # a step's speed is its own
 
     def before_checkpoint(self) -> None:
@@ -136,3 +136,8 @@ class Journal:
             self.folder.path,
             fallbacks,
         )
+
+
+def _epoch_of_last_step(state: TrainerState) -> int:
+    """The state names the epoch of the next step; the one that was just done may have ended an epoch."""
+    return state.epoch if state.steps_in_epoch else state.epoch - 1

@@ -9,6 +9,7 @@ from finetune.distributed.environment import (
     is_cpu_requested,
     read_environment,
     requested_engine,
+    requested_precision,
 )
 from finetune.errors import LaunchError
 
@@ -114,7 +115,7 @@ def test_half_a_launch_is_refused_and_lists_what_is_found_and_missing(missing):
 
 
 def test_half_an_mpi_or_slurm_launch_is_refused():
-    with pytest.raises(LaunchError, match="PMI_SIZE=4.*missing OMPI_COMM_WORLD_RANK or PMI_RANK"):
+    with pytest.raises(LaunchError, match=r"PMI_SIZE=4.*missing OMPI_COMM_WORLD_RANK or PMI_RANK"):
         read_environment(without(INTEL_MPI, "PMI_RANK"))
     with pytest.raises(LaunchError, match="missing SLURM_LOCALID"):
         read_environment(without(SRUN, "SLURM_LOCALID"))
@@ -206,6 +207,8 @@ def test_wishes_of_accelerate_are_read():
     assert requested_engine({"ACCELERATE_USE_FSDP": "true"}) == "FSDP"
     assert requested_engine({"ACCELERATE_USE_DEEPSPEED": "true"}) == "DEEPSPEED"
     assert requested_engine({"ACCELERATE_USE_FSDP": "false"}) is None
+    assert requested_precision({"ACCELERATE_MIXED_PRECISION": "bf16"}) == "bf16"
+    assert requested_precision(ACCELERATE) is None
 
 
 def test_reading_the_environment_needs_no_torch():

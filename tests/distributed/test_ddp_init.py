@@ -1,0 +1,174 @@
+import json
+import os
+import socket
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from finetune import cleanup_ddp, initialize_ddp
+from finetune.config.schema import Config
+from finetune.distributed.ddp_init import _is_env_distributed, _should_use_distributed
+from finetune.distributed.device import _pick_device, _resolve_device
+from finetune.distributed.environment import LAUNCH_VARIABLES
+from finetune.errors import LaunchError
+from tests.launches import write_report
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launch_variables():
+    return {name: os.environ[name] for name in LAUNCH_VARIABLES if name in os.environ}
+
+
+def _spawned(rank, port, folder):
+    """What one of two spawned processes sees; it has no launcher and says itself which one it is."""
+    from finetune.distributed.runtime import launch
+
+    os.environ["MASTER_PORT"] = str(port)  # the user's own: not ours to remove
+    context = initialize_ddp(rank=rank, worldsize=2, master_addr="127.0.0.1", master_port=str(port), device="cpu")
+    value = torch.tensor([rank + 1.0])
+    dist.all_reduce(value)
+    written = launch_variables()
+    worlds = []
+    for _ in range(2):  # a recipe adopts the group that is up, and leaves it to its owner
+        with launch(Config.model_validate({"training": {"device": "cpu"}})) as runtime:
+            worlds.append([runtime.rank, runtime.world_size, runtime.environment.launcher])
+    is_up = dist.is_initialized()
+    cleanup_ddp()
+    cleanup_ddp()
+    report = {
+        "context": [context.distributed, context.rank, context.local_rank, context.world_size, str(context.device)],
+        "sum": value.item(),
+        "written": written,
+        "worlds": worlds,
+        "is_up": [is_up, dist.is_initialized()],
+        "left": launch_variables(),
+    }
+    write_report(folder, rank, report)
+
+
+@pytest.mark.launch
+def test_spawned_processes_that_are_told_their_rank_join_one_world(tmp_path):
+    port = free_port()
+    torch.multiprocessing.spawn(_spawned, args=(port, str(tmp_path)), nprocs=2)
+    reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    for rank, report in enumerate(reports):
+        assert report["context"] == [True, rank, rank, 2, "cpu"]
+        assert report["sum"] == 3.0
+        assert report["written"] == {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        assert report["worlds"] == [[rank, 2, "spawn"]] * 2
+        assert report["is_up"] == [True, False]
+        assert report["left"] == {"MASTER_PORT": str(port)}
+
+
+def test_a_world_of_one_needs_no_group():
+    for context in (initialize_ddp(device="cpu"), initialize_ddp(rank=0, worldsize=1, device="cpu")):
+        assert context == (False, 0, 0, 1, torch.device("cpu"))
+    assert not dist.is_initialized()
+    assert launch_variables() == {}
+
+
+def test_cleaning_up_without_a_group_is_allowed():
+    cleanup_ddp()
+    cleanup_ddp()
+
+
+@pytest.mark.parametrize("given", [{"rank": 0}, {"worldsize": 2}])
+def test_rank_and_worldsize_belong_together(given):
+    with pytest.raises(LaunchError, match="belong together"):
+        initialize_ddp(**given)
+
+
+def test_a_rank_outside_of_the_world_is_refused():
+    with pytest.raises(LaunchError, match="RANK=2, WORLD_SIZE=2"):
+        initialize_ddp(rank=2, worldsize=2)
+
+
+def test_a_rank_that_contradicts_the_launcher_is_refused(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=r"rank=0 and worldsize=4 were given, but the environment says RANK=1\."):
+        initialize_ddp(rank=0, worldsize=4)
+
+
+def test_nccl_without_a_gpu_is_refused():
+    with pytest.raises(LaunchError, match="backend=nccl needs a CUDA device"):
+        initialize_ddp(rank=0, worldsize=2, backend="nccl", device="cpu")
+
+
+def test_ranks_that_do_not_come_are_a_launch_error_that_names_the_address_and_leaves_nothing():
+    port = free_port()
+    with pytest.raises(LaunchError) as caught:
+        initialize_ddp(
+            timedelta(seconds=1), rank=0, worldsize=2, master_addr="127.0.0.1", master_port=port, device="cpu"
+        )
+    assert f"rank 0 could not join the world of 2 at 127.0.0.1:{port} (spawn, gloo)" in str(caught.value)
+    assert not dist.is_initialized()
+    assert launch_variables() == {}
+
+
+def test_a_port_in_use_is_a_launch_error():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"127.0.0.1:{port}.*port is free"):
+            initialize_ddp(timedelta(seconds=2), rank=0, worldsize=2, master_port=port, device="cpu")
+    assert launch_variables() == {}
+
+
+def test_a_port_and_an_address_in_the_environment_are_used_and_stay(monkeypatch):
+    port = free_port()
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(LaunchError, match=f"at localhost:{port}"):
+        initialize_ddp(timedelta(seconds=1), rank=0, worldsize=2, device="cpu")
+    assert launch_variables() == {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+
+
+def test_the_flag_for_distributed_training_is_settled_by_what_was_launched(monkeypatch):
+    assert not _is_env_distributed()
+    assert [_should_use_distributed(flag) for flag in (True, None, False)] == [False, False, False]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert _is_env_distributed()
+    assert [_should_use_distributed(flag) for flag in (True, None, False)] == [True, True, False]
+
+
+def test_a_device_that_is_not_there_becomes_the_cpu_with_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert _resolve_device("cpu") == torch.device("cpu")
+    assert not caplog.records
+    for wish in ("cuda", "gpu", "cuda:1", 0, torch.device("cuda", 3)):
+        caplog.clear()
+        assert _resolve_device(wish) == torch.device("cpu")
+        assert "the CPU is used" in caplog.text
+
+
+def test_a_gpu_is_taken_by_its_name_or_number(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    wishes = {"cuda": 0, "gpu": 0, "cuda:1": 1, "gpu:1": 1, 1: 1}
+    assert {wish: _resolve_device(wish).index for wish in wishes} == wishes
+    assert _resolve_device("cuda:2") == torch.device("cpu")
+
+
+def test_each_local_rank_has_its_own_gpu_or_the_launch_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [_pick_device(rank) for rank in (0, 1)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    with pytest.raises(LaunchError, match="local rank 2 needs GPU 2, but this node shows 2 GPU"):
+        _pick_device(2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert _pick_device(5) == torch.device("cpu")

@@ -1,0 +1,238 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune.config.schema import Config
+from finetune.distributed.runtime import launch
+from finetune.errors import ConfigError, DataError, LaunchError
+from tests.launches import reports_of
+
+CPU = {"training": {"device": "cpu", "precision": "fp32"}}
+
+
+def config(**keys):
+    return Config.model_validate({**CPU, **keys})
+
+
+@pytest.fixture(scope="module", params=["torchrun", "accelerate"])
+def two_ranks(request, tmp_path_factory):
+    script = Path(__file__).with_name("two_ranks.py")
+    return request.param, reports_of(request.param, script, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.launch
+def test_two_processes_are_one_world(two_ranks):
+    launcher, ranks = two_ranks
+    assert [seen["rank"] for seen in ranks] == [0, 1]
+    assert [seen["is_main_process"] for seen in ranks] == [True, False]
+    assert {(seen["world_size"], seen["launcher"], seen["backend"]) for seen in ranks} == {(2, launcher, "gloo")}
+
+
+@pytest.mark.launch
+def test_sums_are_over_both_ranks_in_float64(two_ranks):
+    assert [seen["sum"] for seen in two_ranks[1]] == [[3.0, 1.0 + 2.0**-39]] * 2
+
+
+@pytest.mark.launch
+def test_what_rank_0_has_reaches_rank_1(two_ranks):
+    assert [seen["broadcast"] for seen in two_ranks[1]] == [{"from": 0}] * 2
+
+
+@pytest.mark.launch
+def test_an_error_of_one_rank_is_raised_on_both(two_ranks):
+    _, (other, failing) = two_ranks
+    assert failing["one_fails"] == {"type": "DataError", "text": "row 7", "peer_exit_code": None}
+    assert other["one_fails"]["type"] == "PeerFailedError"
+    assert other["one_fails"]["text"] == "rank 1 failed during reading: DataError: row 7"
+    assert other["one_fails"]["peer_exit_code"] == 2
+
+
+@pytest.mark.launch
+def test_a_peer_learns_that_the_other_rank_had_a_bug(two_ranks):
+    _, (failing, other) = two_ranks
+    assert failing["a_bug"]["type"] == "ZeroDivisionError"
+    assert (other["a_bug"]["type"], other["a_bug"]["peer_exit_code"]) == ("PeerFailedError", 1)
+
+
+@pytest.mark.launch
+def test_without_an_error_nobody_raises(two_ranks):
+    assert [seen["none_fails"] for seen in two_ranks[1]] == [None, None]
+
+
+@pytest.mark.launch
+def test_gradients_are_summed_though_a_rank_has_none(two_ranks):
+    expected = [[[3.0, 3.0], [3.0, 3.0]], [[1.0, 2.0], [3.0, 4.0]], [[0.0, 0.0], [0.0, 0.0]]]
+    for seen in two_ranks[1]:
+        assert seen["gradients"] == expected
+        assert seen["grad_norm"] == pytest.approx(66**0.5)
+
+
+@pytest.mark.launch
+def test_placing_a_model_gives_every_rank_the_trained_weights_of_rank_0(two_ranks):
+    first, second = two_ranks[1]
+    assert first["placed"] == second["placed"]
+    assert first["is_bias_own"]
+    assert second["is_bias_own"]
+
+
+@pytest.mark.launch
+def test_leaving_ends_the_group_and_keeps_the_launchers_variables(two_ranks):
+    for seen in two_ranks[1]:
+        assert seen["after_launch"] == {"is_up": False, "variables_survive": True}
+
+
+@pytest.mark.launch
+def test_a_rank_that_fails_while_setting_up_ends_both(two_ranks):
+    _, (other, failing) = two_ranks
+    assert (failing["set_up"]["type"], failing["set_up"]["text"]) == ("DataError", "no such file here")
+    assert (other["set_up"]["type"], other["set_up"]["peer_exit_code"]) == ("PeerFailedError", 2)
+    assert "rank 1 failed during set-up" in other["set_up"]["text"]
+
+
+@pytest.mark.launch
+def test_the_initialiser_and_its_twin_respect_the_launcher(two_ranks):
+    for seen in two_ranks[1]:
+        rank = seen["rank"]
+        assert seen["twins"] == {
+            "context": [True, rank, rank, 2, "cpu"],
+            "second_call": None,
+            "was_up": True,
+            "is_up_after": False,
+            "variables_survive": True,
+        }
+
+
+def test_alone_every_verb_answers_without_a_group():
+    with launch(config()) as runtime:
+        assert (runtime.rank, runtime.world_size, runtime.is_main_process) == (0, 1, True)
+        assert (runtime.backend, runtime.environment.launcher) == ("none", "none")
+        assert not torch.distributed.is_initialized()
+        assert runtime.sum([1, 2.5]) == [1.0, 2.5]
+        assert runtime.broadcast_from_main("x") == "x"
+        runtime.agree(None, "nothing")
+        runtime.barrier()
+        with pytest.raises(DataError, match="mine"):
+            runtime.agree(DataError("mine"), "reading")
+
+
+def test_a_parameter_without_a_gradient_counts_as_zero_alone_too():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    with launch(config()) as runtime:
+        runtime.sync_gradients([parameter])
+    assert parameter.grad.tolist() == [0.0, 0.0]
+
+
+def test_the_gradient_norm_is_measured_and_clipped():
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    with launch(config()) as runtime:
+        parameter.grad = torch.tensor([3.0, 4.0])
+        assert runtime.clip_grad_norm([parameter], None) == 5.0
+        assert parameter.grad.tolist() == [3.0, 4.0]
+        assert runtime.clip_grad_norm([parameter], 1.0) == 5.0
+        assert parameter.grad.tolist() == pytest.approx([0.6, 0.8], rel=1e-5)
+
+
+def test_trained_weights_are_fp32_and_frozen_ones_take_the_precision():
+    model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
+    model.bias.requires_grad = False
+    with launch(config()) as runtime:
+        runtime.place(model)
+        assert (model.weight.dtype, model.bias.dtype) == (torch.float32, torch.float32)
+    with launch(config(training={"device": "cpu", "precision": "bf16"})) as runtime:
+        runtime.place(model)
+        assert (model.weight.dtype, model.bias.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_auto_precision_is_fp32_on_the_cpu():
+    with launch(config(training={"device": "cpu"})) as runtime:
+        assert runtime.precision == "fp32"
+
+
+def test_entering_seeds_torch():
+    numbers = []
+    for seed in (3, 3, 4):
+        with launch(config(seed=seed)):
+            numbers.append(torch.rand(1).item())
+    assert numbers[0] == numbers[1] != numbers[2]
+
+
+def test_deterministic_holds_inside_and_not_after():
+    with launch(config(training={"device": "cpu", "deterministic": True})):
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_closing_actions_run_last_first_and_are_told_the_error():
+    heard = []
+
+    def fail():
+        with launch(config()) as runtime:
+            runtime.on_close(lambda error: heard.append(("first", error)))
+            runtime.on_close(lambda error: heard.append(("second", error)))
+            raise DataError("bad")
+
+    with pytest.raises(DataError, match="bad"):
+        fail()
+    assert [(name, str(error)) for name, error in heard] == [("second", "bad"), ("first", "bad")]
+    with launch(config()) as runtime:
+        runtime.on_close(heard.append)
+    assert heard[-1] is None
+
+
+def test_accumulation_asked_of_accelerate_is_refused_and_the_next_launch_is_clean(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
+    with pytest.raises(LaunchError, match="gradient accumulation: ours 1, Accelerate's 2"), launch(config()):
+        pass
+    monkeypatch.delenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    with launch(config(training={"device": "cpu", "precision": "bf16"})) as runtime:
+        assert runtime.precision == "bf16"
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
+def test_an_engine_asked_of_accelerate_is_refused_by_name(monkeypatch, engine):
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
+    with pytest.raises(LaunchError, match=f"ACCELERATE_USE_{engine}"), launch(config()):
+        pass
+
+
+def test_another_precision_asked_of_accelerate_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    automatic = config(training={"device": "cpu"})
+    with pytest.raises(LaunchError, match=r"bf16 .*but training\.precision auto means fp32"), launch(automatic):
+        pass
+    with launch(config(training={"device": "cpu", "precision": "bf16"})) as runtime:
+        assert runtime.precision == "bf16"
+
+
+def pretend_to_be_one_of_two(monkeypatch):
+    words = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    for name, value in words.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_ddp_false_under_a_launch_of_several_is_refused(monkeypatch):
+    pretend_to_be_one_of_two(monkeypatch)
+    with (
+        pytest.raises(LaunchError, match=r"ddp is false .* but torchrun started 2 processes"),
+        launch(config(ddp=False)),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [("world_size", "parallel.world_size is 3 .* torchrun .* world_size 2"), ("rank", "parallel.rank is 3 .* rank 0")],
+)
+def test_a_wish_that_the_launch_does_not_meet_is_refused(monkeypatch, key, words):
+    pretend_to_be_one_of_two(monkeypatch)
+    with pytest.raises(LaunchError, match=words), launch(config(parallel={key: 3})):
+        pass
+
+
+def test_ddp_true_alone_is_a_fallback_that_strict_refuses():
+    with launch(config(ddp=True)) as runtime:
+        assert [record["what"] for record in runtime.fallbacks.as_records()] == ["ddp"]
+        assert runtime.world_size == 1
+    with pytest.raises(ConfigError, match="strict"), launch(config(ddp=True, strict=True)):
+        pass

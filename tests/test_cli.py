@@ -1,0 +1,142 @@
+"""The command line as a user meets it: real processes, their output and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from finetune.cli import _command_first
+from finetune.shipped_files import shipped_folder
+
+FINETUNE = [sys.executable, "-m", "finetune"]
+
+
+def run(*words: str | Path, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": "200", **variables}
+    return subprocess.run(
+        [*FINETUNE, *map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def assert_is_one_message(done: subprocess.CompletedProcess[str], *parts: str) -> None:
+    """A user's mistake: exit code 2, one message, no traceback."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("Error: ") == 1
+    for part in parts:
+        assert part in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["--help"], 0), (["train", "quickstart", "optim.learning_rat=1", "training.batch_size=many"], 2)],
+)
+def test_help_and_a_config_error_answer_at_once_and_import_no_torch(words, code):
+    heavy = "torch transformers peft datasets accelerate safetensors"
+    program = (
+        "import sys\nfrom finetune.cli import main\n"
+        f"try: main({words!r})\nfinally: print([name for name in {heavy.split()!r} if name in sys.modules])"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.strip().endswith("[]")
+    # Processor time, which other work on the machine does not change.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+def test_version():
+    assert run("--version").stdout.startswith("finetune 0.")
+
+
+def test_every_problem_of_a_config_is_told_at_once():
+    done = run("train", "quickstart", "optim.learning_rat=1", "training.batch_size=many")
+    assert_is_one_message(done, "optim.learning_rate?", "training.batch_size", "command line")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["model.path=nowhere/at/all"], ["model.path is nowhere/at/all", "no such folder"]),
+        (["data.path=gone.jsonl"], ["gone.jsonl"]),
+        (["model.path=folder"], ["not a model folder", "no config.json", "notes.txt"]),
+        (["data.path=broken.jsonl"], ["broken.jsonl:2"]),
+        (["data.path=empty.jsonl"], ["empty.jsonl"]),
+        (["data.path=silent.jsonl"], ["silent.jsonl:1", "assistant"]),
+        (["output_dir=notes.txt"], ["notes.txt"]),
+        (["output_dir=folder"], ["not empty", "Nothing was changed"]),
+        (["optim.optimizer=os.system"], ["os.system"]),
+        (["optim.optimizer=torch.optim.Nonesuch"], ["torch.optim.Nonesuch"]),
+        (["lora.targets=[q_proj]"], ["q_proj", "qkv_proj"]),
+    ],
+    ids=lambda value: value[0] if value and "=" in value[0] else "",
+)
+def test_bad_input_is_one_clear_message(tmp_path, words, parts):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("mine")
+    (tmp_path / "notes.txt").write_text("mine")
+    good = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+    (tmp_path / "broken.jsonl").write_text(f"{good}\n{{not json\n")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "silent.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    done = run("train", "quickstart", "training.max_steps=1", *words, cwd=tmp_path)
+    assert_is_one_message(done, *parts)
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+def test_python_m_finetune_says_the_same_in_words(tmp_path):
+    by_words = run("cmd=config", "run=quickstart")
+    assert by_words.returncode == 2  # `config` is a group of commands, not one
+    done = run("cmd=train", "data=orders", "model=phi_tiny", "task=finetune_lora", "ddp=False", "data.max_lenght=3")
+    assert_is_one_message(done, "data.max_length")
+    assert _command_first(["data=orders", "cmd=train", "run=quickstart"]) == ["train", "quickstart", "data=orders"]
+
+
+def test_config_show_prints_what_runs_and_where_it_came_from():
+    done = run("config", "show", "quickstart", "optim.learning_rate=1e-4")
+    assert yaml.safe_load(done.stdout)["optim"]["learning_rate"] == 1e-4
+    line = next(line for line in done.stdout.splitlines() if "learning_rate" in line)
+    assert line.endswith("# command line")
+    assert "configs/model/phi_tiny.yaml:" in done.stdout
+
+
+def test_config_show_can_show_a_part():
+    done = run("config", "show", "model=phi4")
+    assert "microsoft/phi-4" in done.stdout, done.stderr
+
+
+def test_config_schema_is_json_and_config_list_names_every_file():
+    schema = json.loads(run("config", "schema").stdout)
+    assert "learning_rate" in json.dumps(schema)
+    listed = run("config", "list").stdout
+    files = [path.stem for path in shipped_folder("configs").rglob("*.yaml")]
+    assert len(files) >= 14
+    assert all(name in listed for name in files)
+
+
+def test_recipes_are_listed_and_copied_but_never_over_something(tmp_path):
+    names = [path.stem for path in shipped_folder("recipes").glob("*.py")]
+    listed = run("recipes").stdout
+    assert len(names) >= 4
+    assert all(name in listed for name in names)
+    done = run("recipes", "copy", "finetune_lora", tmp_path / "mine")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "mine" / "finetune_lora.py").is_file()
+    assert (tmp_path / "mine" / "configs" / "task" / "finetune_lora.yaml").is_file()
+    again = run("recipes", "copy", "finetune_lora", tmp_path / "mine")
+    assert_is_one_message(again, "is there already", "Nothing was written")
+    assert_is_one_message(run("recipes", "copy", "finetune_lorra"), "finetune_lora")
+
+
+def test_a_folder_that_is_no_run_is_told_as_such(tmp_path):
+    assert_is_one_message(run("evaluate", tmp_path), "not the folder of a run", "config.yaml")
+    assert_is_one_message(run("generate", tmp_path, "hello"), "not the folder of a run")

@@ -1,0 +1,78 @@
+"""What holds for the whole package: floors, one home per fact, no pickle, no print."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SOURCES = sorted((REPOSITORY / "finetune").rglob("*.py"))
+LAUNCH_VARIABLE = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|(SLURM|OMPI|PMI|ACCELERATE)_\w+)")
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def files_where(is_found) -> set[str]:
+    return {str(path.relative_to(REPOSITORY)) for path in SOURCES if is_found(path)}
+
+
+def test_every_module_imports_from_lower_floors_only():
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports")], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Contracts: 3 kept, 0 broken." in done.stdout
+
+
+def test_one_module_imports_accelerate():
+    assert files_where(lambda path: any(name.split(".")[0] == "accelerate" for name in imports_of(path))) == {
+        "finetune/distributed/runtime.py"
+    }
+
+
+@pytest.mark.parametrize("call", ["init_process_group(", "destroy_process_group("])
+def test_one_module_starts_and_ends_process_groups(call):
+    assert files_where(lambda path: call in path.read_text()) == {"finetune/distributed/ddp_init.py"}
+
+
+def test_one_module_names_launch_variables():
+    def reads_one(path: Path) -> bool:
+        constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+        return any(isinstance(value, str) and LAUNCH_VARIABLE.fullmatch(value) for value in constants)
+
+    assert files_where(reads_one) == {"finetune/distributed/environment.py"}
+
+
+def test_nothing_is_pickled_or_printed():
+    forbidden = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+    assert files_where(lambda path: forbidden & {name.split(".")[0] for name in imports_of(path)}) == set()
+    assert (
+        files_where(lambda path: re.search(r"torch\.(load|save)\(|^\s*print\(", path.read_text(), re.MULTILINE))
+        == set()
+    )
+
+
+def test_no_module_has_a_name_that_says_nothing():
+    vague = re.compile(r"(utils?|common|helpers?|misc|managers?|base_.*)")
+    assert [path for path in SOURCES if vague.fullmatch(path.stem)] == []
+
+
+def test_the_repository_names_no_path_of_one_machine():
+    tracked = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True)
+    if tracked.returncode != 0:
+        pytest.skip("not a git checkout: there is no list of the repository's own files")
+    texts = [REPOSITORY / name for name in tracked.stdout.split() if not name.endswith((".safetensors", ".jsonl"))]
+    found = re.compile(r"/(root|home/\w+|work)/[\w.]+")
+    assert [str(path) for path in texts if path.is_file() and found.search(path.read_text(encoding="utf-8"))] == []

@@ -1,0 +1,416 @@
+import json
+from typing import NamedTuple
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune import (
+    Trainer,
+    add_lora,
+    build_base_model,
+    build_tokenizer,
+    encode_examples,
+    launch,
+    load_config,
+    load_examples,
+)
+from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedError
+from finetune.training import trainer as trainer_module
+from finetune.training.evaluate import LossSums
+from tests.tiny_runs import random_model_words, write_base, write_rows
+
+IDS = torch.arange(5, 25).reshape(1, -1)
+
+
+class Ended(NamedTuple):
+    """What a run leaves in memory."""
+
+    trainer: Trainer
+    results: object
+    comparison: object
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    write_base(folder / "base")
+    write_rows(folder / "rows")
+    return folder
+
+
+@pytest.fixture
+def words(inputs, tmp_path):
+    """18 rows in global batches of 8 make 3 steps an epoch, the last of 2 rows."""
+    return [
+        f"model.path={inputs / 'base'}",
+        f"data.path={inputs / 'rows'}",
+        f"data.cache_dir={inputs / 'cache'}",
+        f"output_dir={tmp_path / 'run'}",
+        "lora.r=2",
+        "optim.learning_rate=1e-2",
+        "training.device=cpu",
+        "training.precision=fp32",
+        "training.global_batch_size=8",
+        "training.batch_size=3",
+        "training.max_steps=5",
+        "checkpoint.keep=9",
+        "testing.num_samples=1",
+        "testing.max_new_tokens=3",
+    ]
+
+
+def train(words, *, task="finetune_lora", has_adapter=True):
+    """What a recipe does."""
+    config = load_config(words, task=task)
+    with launch(config) as runtime:
+        tokenizer = build_tokenizer(config.model)
+        splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
+        model = build_base_model(config.model)
+        if has_adapter and task != "finetune_full":
+            model = add_lora(model, config.lora)
+        trainer = Trainer(runtime, config, model, tokenizer, splits)
+        train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
+        results = trainer.run_training(train_loader, val_loader)
+        return Ended(trainer, results, trainer.run_test(test_loader))
+
+
+def events(run, kind=None):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if kind is None or line["event"] == kind]
+
+
+def curve(run):
+    return [{key: value for key, value in e.items() if key != "tokens_per_second"} for e in events(run, "step")]
+
+
+def record(run):
+    return json.loads((run / "run.json").read_text())
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def break_at(monkeypatch, step, error):
+    """Training ends with an error in the middle of a step."""
+    whole = trainer_module.train_step
+
+    def breaking(*args, **keys):
+        if keys["step"] == step:
+            raise error
+        return whole(*args, **keys)
+
+    monkeypatch.setattr(trainer_module, "train_step", breaking)
+
+
+def give_validation_losses(monkeypatch, losses):
+    each = iter(losses)
+    monkeypatch.setattr(trainer_module, "sum_losses", lambda *_: LossSums(nats=next(each), num_targets=1.0))
+
+
+def test_a_run_leaves_the_promised_folder_and_events(words, tmp_path):
+    ended = train([*words, "validation.validate_every=2"])
+    run = tmp_path / "run"
+
+    names = {path.name for path in run.iterdir()}
+    assert names - {".lock"} == {"config.yaml", "run.json", "metrics.jsonl", "checkpoints", "adapter", "log.txt"}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-000003", "step-000005"}
+    assert {path.name for path in (run / "checkpoints" / "step-000005").iterdir()} == {
+        *("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json", "manifest.json")
+    }
+    adapter = {path.name for path in (run / "adapter").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "chat_template.jinja"} <= adapter
+
+    order = [(event["event"], event.get("step")) for event in events(run)]
+    assert order == [
+        *(("step", 1), ("step", 2), ("validation", 2), ("step", 3), ("checkpoint", 3)),
+        *(("step", 4), ("validation", 4), ("step", 5), ("validation", 5), ("checkpoint", 5)),
+        *(("test", None), ("test", None)),
+    ]
+    assert [(event["step"], event["epoch"]) for event in events(run, "step")] == [
+        (1, 0),
+        (2, 0),
+        (3, 0),
+        (4, 1),
+        (5, 1),
+    ]
+    assert [(event["step"], event["epoch"]) for event in events(run, "validation")] == [(2, 0), (4, 1), (5, 1)]
+    first = events(run, "step")[0]
+    assert {"loss", "learning_rate", "grad_norm", "num_targets", "num_tokens", "tokens_per_second"} < first.keys()
+    assert first["loss"] > events(run, "step")[4]["loss"], "nothing was learnt"
+    assert [event["model"] for event in events(run, "test")] == ["base", "tuned"]
+    assert ended.results.loss == events(run, "step")[4]["loss"]
+
+    written = record(run)
+    assert (written["status"], written["world_size"], written["launcher"]) == ("completed", 1, "none")
+    assert written["backend"] == "none"
+    assert written["fallbacks"] == []
+    assert {"data.train", "data.validation", "data.test", "config", "chat_template"} <= written["fingerprints"].keys()
+    assert load_config([f"run={run / 'config.yaml'}"]) == ended.trainer.config
+
+
+def test_a_validation_at_the_end_of_an_epoch_belongs_to_it(words, tmp_path):
+    train(words)
+    assert [(event["step"], event["epoch"]) for event in events(tmp_path / "run", "validation")] == [(3, 0), (5, 1)]
+
+
+def test_the_log_tells_the_run_from_its_first_line_to_its_last(words, tmp_path):
+    train(words)
+    log = (tmp_path / "run" / "log.txt").read_text()
+    lines = log.splitlines()
+    assert "launcher none, device cpu, fp32, world of 1" in lines[0]
+    assert "global batch of 8 examples (training.global_batch_size): micro-batches of at most 3 over 1 process" in log
+    assert log.index("checkpoint committed step=3") < log.index("checkpoint committed step=5")
+    assert "no fallbacks taken" in log
+    assert all(line.startswith("[RANK 0] ") for line in lines if "INFO finetune" in line)
+
+
+@pytest.mark.parametrize(("broken_at", "goes_on_from"), [(1, None), (4, 2), (6, 4)])
+def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, tmp_path, monkeypatch, broken_at, goes_on_from):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    words = [*words, "training.max_steps=6", "lora.dropout=0.3", "resume=auto"]
+    words += ["checkpoint.save_every=2", "checkpoint.save_every_epochs=null"]
+    train([*words, f"output_dir={whole}"])
+    with monkeypatch.context() as patch:
+        break_at(patch, broken_at, RuntimeError("power cut"))
+        with pytest.raises(RuntimeError, match="power cut"):
+            train([*words, f"output_dir={broken}"])
+    assert record(broken)["status"] == "failed"
+    train([*words, f"output_dir={broken}"])
+
+    if goes_on_from is not None:
+        assert f"resumed from step={goes_on_from}" in (broken / "log.txt").read_text()
+    for step in (2, 4, 6):
+        ours, theirs = (contents(run / "checkpoints" / f"step-{step:06d}") for run in (broken, whole))
+        assert ours == theirs
+    assert contents(broken / "adapter") == contents(whole / "adapter")
+    assert curve(broken) == curve(whole)
+    assert [event["step"] for event in events(broken, "checkpoint")] == [2, 4, 6]
+    assert record(broken)["status"] == "completed"
+
+
+def test_dropout_is_in_force_in_a_run(words, tmp_path):
+    # The adapter's output is zero at first, so dropout shows from the second step on.
+    train([*words, f"output_dir={tmp_path / 'off'}"])
+    train([*words, f"output_dir={tmp_path / 'on'}", "lora.dropout=0.3"])
+    off, on = (curve(tmp_path / name) for name in ("off", "on"))
+    assert off[0]["loss"] == on[0]["loss"]
+    assert off[1]["loss"] != on[1]["loss"]
+
+
+def test_a_complete_run_that_is_resumed_does_nothing_more(words, tmp_path):
+    train(words)
+    before = contents(tmp_path / "run" / "checkpoints")
+    ended = train([*words, "resume=auto"])
+    assert ended.results.state.step == 5
+    assert len(events(tmp_path / "run", "step")) == 5
+    assert contents(tmp_path / "run" / "checkpoints") == before
+
+
+def test_a_damaged_checkpoint_is_passed_over(words, tmp_path):
+    train([*words, "checkpoint.save_every=2"])
+    run = tmp_path / "run"
+    whole = contents(run / "checkpoints" / "step-000005")
+    (run / "checkpoints" / "step-000005" / "optimizer.safetensors").write_bytes(b"torn")
+    train([*words, "checkpoint.save_every=2", "resume=auto"])
+    assert contents(run / "checkpoints" / "step-000005") == whole
+    assert [event["step"] for event in events(run, "step")] == [1, 2, 3, 4, 5]
+
+
+def test_a_second_start_without_resume_is_refused_and_changes_nothing(words, tmp_path):
+    train(words)
+    before = contents(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="holds a run already"):
+        train(words)
+    assert contents(tmp_path / "run") == before
+
+
+def test_another_global_batch_cannot_go_on_with_a_run(words, tmp_path):
+    train([*words, "training.max_steps=3"])
+    with pytest.raises(CheckpointError, match=r"global batch of 8 examples, this run asks for 6.*batch_size=8"):
+        train([*words, "training.global_batch_size=6", "resume=auto"])
+
+
+def test_the_adapter_gives_the_same_logits_in_plain_peft(words, inputs, tmp_path):
+    ended = train(words)
+    base = AutoModelForCausalLM.from_pretrained(inputs / "base").eval()
+    with torch.no_grad():
+        untuned = base(input_ids=IDS).logits
+        plain = PeftModel.from_pretrained(base, tmp_path / "run" / "adapter").eval()(input_ids=IDS).logits
+        ours = ended.trainer.model.eval()(input_ids=IDS).logits
+    assert torch.equal(plain, ours)
+    assert not torch.allclose(plain, untuned, atol=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter")
+    assert tokenizer.chat_template == ended.trainer.tokenizer.chat_template
+
+
+def test_every_layer_of_the_adapter_was_trained(words, tmp_path):
+    train(words)
+    tensors = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    trained = {name: tensor for name, tensor in tensors.items() if "lora_B" in name}
+    assert len(trained) == 8
+    assert all(tensor.abs().max() > 0 for tensor in trained.values())
+
+
+def test_the_adapter_folder_holds_the_best_step(words, tmp_path, monkeypatch):
+    give_validation_losses(monkeypatch, [3.0, 1.0, 2.0])
+    train(
+        [*words, "training.max_steps=6", "validation.validate_every=2", "checkpoint.save_every=2", "checkpoint.keep=1"]
+    )
+    run = tmp_path / "run"
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-000004", "step-000006"}
+    weights = "adapter_model.safetensors"
+    best = (run / "checkpoints" / "step-000004" / weights).read_bytes()
+    assert (run / "adapter" / weights).read_bytes() == best
+    assert (run / "checkpoints" / "step-000006" / weights).read_bytes() != best
+    assert (record(run)["result"]["best_step"], record(run)["result"]["best_loss"]) == (4, 1.0)
+
+
+def test_a_best_step_without_a_checkpoint_is_said_and_the_last_is_published(words, tmp_path, monkeypatch):
+    give_validation_losses(monkeypatch, [1.0, 3.0, 2.0])
+    train([*words, "validation.validate_every=2"])
+    run = tmp_path / "run"
+    weights = "adapter_model.safetensors"
+    last = run / "checkpoints" / "step-000005" / weights
+    assert (run / "adapter" / weights).read_bytes() == last.read_bytes()
+    assert "the best validation loss was at step 2, which has no checkpoint" in (run / "log.txt").read_text()
+
+
+def test_early_stopping_ends_the_run_with_a_checkpoint(words, tmp_path, monkeypatch):
+    give_validation_losses(monkeypatch, [3.0, 1.0, 2.0, 2.0])
+    ended = train([*words, "validation.validate_every=1", "early_stopping.patience=2", "training.max_steps=9"])
+    assert ended.results.state.step == 4
+    assert [event["step"] for event in events(tmp_path / "run", "checkpoint")] == [3, 4]
+
+
+def test_without_other_splits_training_alone_is_done(words, tmp_path):
+    write_rows(tmp_path / "rows", validation=0, test=0)
+    ended = train([*words, f"data.path={tmp_path / 'rows' / 'train.jsonl'}"])
+    assert ended.comparison is None
+    assert {event["event"] for event in events(tmp_path / "run")} == {"step", "checkpoint"}
+
+
+def test_the_test_phase_measures_the_published_weights_and_the_base(words, tmp_path):
+    ended = train([*words, "testing.metrics=[exact_match, json_valid]", "testing.num_samples=2"])
+    comparison = ended.comparison
+    assert comparison.num_rows == 4
+    assert comparison.tuned.loss != comparison.base.loss
+    assert (comparison.tuned.exact_match, comparison.tuned.json_valid) == (0.0, 0.0)
+    assert len(comparison.answers) == 2
+    base, tuned = events(tmp_path / "run", "test")
+    assert (base["loss"], tuned["loss"]) == (comparison.base.loss, comparison.tuned.loss)
+    assert tuned["exact_match"] == 0.0
+
+
+def test_gradient_checkpointing_gives_the_same_curve(words, tmp_path):
+    train([*words, f"output_dir={tmp_path / 'plain'}"])
+    train([*words, f"output_dir={tmp_path / 'less_memory'}", "training.gradient_checkpointing=true"])
+    plain, less = (curve(tmp_path / name) for name in ("plain", "less_memory"))
+    assert [step["loss"] for step in less] == pytest.approx([step["loss"] for step in plain], rel=1e-6)
+
+
+def test_bf16_is_near_fp32(words, tmp_path):
+    train([*words, f"output_dir={tmp_path / 'fp32'}"])
+    train([*words, f"output_dir={tmp_path / 'bf16'}", "training.precision=bf16"])
+    full, half = ([step["loss"] for step in curve(tmp_path / name)] for name in ("fp32", "bf16"))
+    assert half == pytest.approx(full, rel=0.01)
+    assert half != full
+
+
+def test_a_random_base_is_saved_once_and_the_adapter_names_it(words, inputs, tmp_path):
+    words = [*words[1:], *random_model_words(inputs / "base")]
+    ended = train(words)
+    run = tmp_path / "run"
+    config = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(run / "base")
+    with torch.no_grad():
+        plain = AutoPeftModelForCausalLM.from_pretrained(run / "adapter").eval()(input_ids=IDS).logits
+        ours = ended.trainer.model.eval()(input_ids=IDS).logits
+    assert torch.equal(plain, ours)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_resumed_run_keeps_its_random_base_whatever_the_seed_is_now(words, inputs, tmp_path, precision):
+    words = [*words[1:], *random_model_words(inputs / "base"), f"training.precision={precision}"]
+    train([*words, "training.max_steps=3"])
+    before = contents(tmp_path / "run" / "base")
+    ended = train([*words, "seed=5", "resume=auto"])
+    assert contents(tmp_path / "run" / "base") == before
+    with torch.no_grad():
+        plain = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run" / "adapter").eval()(input_ids=IDS).logits
+        ours = ended.trainer.model.eval()(input_ids=IDS).logits
+    torch.testing.assert_close(plain, ours.float(), rtol=0, atol=1e-6 if precision == "fp32" else 0.05)
+
+
+def test_full_fine_tuning_trains_every_weight_and_loads_in_plain_transformers(words, inputs, tmp_path):
+    ended = train([*words, "training.gradient_checkpointing=true"], task="finetune_full")
+    run = tmp_path / "run"
+    before = load_file(inputs / "base" / "model.safetensors")
+    after = load_file(run / "adapter" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(run / "adapter").eval()(input_ids=IDS).logits
+        ours = ended.trainer.model.eval()(input_ids=IDS).logits
+    assert torch.equal(plain, ours)
+    assert ended.comparison.base is None
+
+
+def test_full_fine_tuning_resumes_to_the_same_bytes(words, tmp_path, monkeypatch):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train([*words, f"output_dir={whole}"], task="finetune_full")
+    with monkeypatch.context() as patch:
+        break_at(patch, 5, RuntimeError("power cut"))
+        with pytest.raises(RuntimeError, match="power cut"):
+            train([*words, f"output_dir={broken}"], task="finetune_full")
+    train([*words, f"output_dir={broken}", "resume=auto"], task="finetune_full")
+    assert contents(broken / "checkpoints" / "step-000005") == contents(whole / "checkpoints" / "step-000005")
+
+
+def test_a_run_that_fails_says_so_and_gives_its_folder_back(words, tmp_path, monkeypatch):
+    break_at(monkeypatch, 2, RunFailedError("the loss is nan"))
+    with pytest.raises(RunFailedError):
+        train(words)
+    assert record(tmp_path / "run")["status"] == "failed"
+    assert "the loss is nan" in record(tmp_path / "run")["result"]["error"]
+    assert "the loss is nan" in (tmp_path / "run" / "log.txt").read_text()
+    monkeypatch.undo()
+    train([*words, "resume=auto"])
+
+
+def test_a_row_longer_than_the_models_context_is_refused_before_anything_is_written(words, tmp_path):
+    rows = write_rows(tmp_path / "rows")
+    long = {"messages": [{"role": "user", "content": "x" * 200}, {"role": "assistant", "content": "no"}]}
+    (rows / "validation.jsonl").write_text(json.dumps(long) + "\n")
+    with pytest.raises(ConfigError, match=r"validation split has a row of 2\d\d tokens.*context ends at 128.*=128"):
+        train([*words, f"data.path={rows}"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_and_a_method_that_do_not_belong_together_are_refused(words):
+    with pytest.raises(ConfigError, match=r"training\.method is full .* carries an adapter"):
+        train([*words, "training.method=full"])
+    with pytest.raises(ConfigError, match=r"training\.method is lora .* has no adapter"):
+        train(words, has_adapter=False)
+
+
+def test_dropping_the_only_batch_is_refused(words):
+    with pytest.raises(DataError, match=r"18 rows, fewer than one global batch of 40.*drop_last"):
+        train([*words, "training.global_batch_size=40", "training.drop_last=true"])
+
+
+def test_an_unset_global_batch_is_batch_size_times_the_world_and_is_recorded(words, tmp_path):
+    words = [word for word in words if not word.startswith("training.global_batch_size")]
+    train(words)
+    assert record(tmp_path / "run")["global_batch"]["global_batch_size"] == 3
+    assert "global batch of 3 examples (batch_size x world size)" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_debug_run_logs_what_passes_through(words, tmp_path):
+    train(words, task="debug")
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "DEBUG finetune.training.trainer: step 1 micro-batch 0: input_ids (3, " in log
+    assert "computed on cpu" in log
