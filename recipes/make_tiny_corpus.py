@@ -5,8 +5,8 @@
 The text has one aim: a model of a million weights that copies words from what it reads. So nearly every word that
 matters occurs at least twice in its document and changes its surroundings in between: a note becomes a record,
 a record becomes JSON, a question is answered from a sentence. Most of these words are names, places and things that
-return throughout the text; a third are made up for the occasion. The chats use the tokenizer's own turn markers, so that
-the model ends an answer with <|end|>.
+return throughout the text; a third are made up for the occasion. The chats use the tokenizer's own turn markers, so
+that the model ends an answer with <|end|>.
 
 No document has the keys of an order (recipes/make_orders.py): what the base cannot do is what a run teaches it.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SEED = 4
 NUM_ROWS = 48_000
-NUM_DRILL_ROWS = 40_000
+NUM_DRILL_ROWS = 16_000
 MAX_ROW_TOKENS = 160
 MAX_DOCUMENT_TOKENS = 160
 VOCAB_SIZE = 2048
@@ -458,7 +458,7 @@ def fill_rows(documents: Iterator[str], tokenizer: PreTrainedTokenizerFast) -> I
 
 
 def draw_drills(rng: random.Random, tokenizer: PreTrainedTokenizerFast) -> Iterator[str]:
-    """Yield rows of one random string of tokens, repeated; its length differs from row to row.
+    """Yield rows of one short random string of tokens, repeated; its length differs from row to row.
 
     Nothing but copying lowers the loss here. A small model that starts with the corpus learns which
     letters follow each other and then stays there for millions of tokens; after a few hundred steps

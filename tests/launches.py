@@ -23,10 +23,13 @@ LAUNCHERS = {
 _LIMIT_SECONDS = 60
 
 
-def run_launched(launcher: str, words: Sequence[str | Path], **variables: str) -> subprocess.CompletedProcess[str]:
+def run_launched(
+    launcher: str, words: Sequence[str | Path], cwd: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run a script with its words under a launcher; the output of all processes comes back together."""
     process = subprocess.Popen(
         [*LAUNCHERS[launcher], *map(str, words)],
+        cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore", **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

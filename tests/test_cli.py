@@ -140,3 +140,15 @@ def test_recipes_are_listed_and_copied_but_never_over_something(tmp_path):
 def test_a_folder_that_is_no_run_is_told_as_such(tmp_path):
     assert_is_one_message(run("evaluate", tmp_path), "not the folder of a run", "config.yaml")
     assert_is_one_message(run("generate", tmp_path, "hello"), "not the folder of a run")
+
+
+def test_every_train_command_of_the_readme_composes():
+    from finetune.config.compose import compose
+
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    commands = [line.split("finetune train", 1)[1].split() for line in readme.splitlines() if "finetune train " in line]
+    assert len(commands) >= 4
+    for words in commands:
+        run_name = words.pop(0) if "=" not in words[0] else None
+        if run_name is None or not run_name.startswith("runs/"):
+            compose([word for word in words if "=" in word], run=run_name, complete=False)

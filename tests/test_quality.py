@@ -13,7 +13,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCES = sorted((REPOSITORY / "finetune").rglob("*.py"))
-LAUNCH_VARIABLE = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|(SLURM|OMPI|PMI|ACCELERATE)_\w+)")
+LAUNCH_VARIABLE = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|(SLURM|OMPI|PMI|ACCELERATE|TORCHELASTIC)_\w+)")
 
 
 def imports_of(path: Path) -> Iterator[str]:

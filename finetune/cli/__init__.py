@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
+from finetune.distributed.environment import is_first_process
 from finetune.errors import ConfigError, FinetuneError, PeerFailedError
 
 EXIT_BUG = 1
@@ -44,7 +45,7 @@ def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | No
 
 def _report(error: FinetuneError) -> None:
     # Every process composes the same words: one copy of a config error is enough.
-    if isinstance(error, ConfigError) and os.environ.get("RANK", "0") != "0":
+    if isinstance(error, ConfigError) and not is_first_process(os.environ):
         return
     sys.stderr.write(f"finetune: {type(error).__name__}: {error}\n")
 

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from finetune.distributed.device import _pick_device, _resolve_device
-from finetune.distributed.environment import LAUNCH_VARIABLES, LaunchEnvironment, read_environment
+from finetune.distributed.environment import LaunchEnvironment, has_agent_store, read_environment, with_place
 from finetune.errors import LaunchError
 
 _log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def current_context(device: str | torch.device | None = None) -> ProcessContext:
     Args:
         device: the device of this process, by default the GPU with its local rank or the CPU.
     """
-    local_rank = read_environment({**os.environ, "RANK": str(dist.get_rank())}).local_rank
+    local_rank = read_environment(os.environ).local_rank
     forced_cpu = device is not None and torch.device(device).type == "cpu"
     place = torch.device("cpu") if forced_cpu else _pick_device(local_rank)
     return ProcessContext(dist.get_world_size() > 1, dist.get_rank(), local_rank, dist.get_world_size(), place)
@@ -130,29 +130,12 @@ def _environment_with(
     if rank is None or worldsize is None:
         environment = read_environment(os.environ)
     else:
-        environment = read_environment(_variables_given(rank, worldsize))
+        environment = read_environment(with_place(os.environ, rank, worldsize))
     if master_addr is not None:
         environment = replace(environment, master_addr=master_addr)
     if master_port is not None:
         environment = replace(environment, master_port=int(master_port))
     return environment
-
-
-def _variables_given(rank: int, worldsize: int) -> dict[str, str]:
-    """Rank and world size as a launcher would set them, with what the environment says about node and address.
-
-    Raises:
-        LaunchError: a launcher gave this process another place.
-    """
-    given = {"RANK": str(rank), "WORLD_SIZE": str(worldsize)}
-    other = [f"{name}={os.environ[name]}" for name in given if os.environ.get(name, given[name]) != given[name]]
-    if other:
-        raise LaunchError(
-            f"rank={rank} and worldsize={worldsize} were given, but the environment says {', '.join(other)}. "
-            "Give none where a launcher started the process, or unset these variables."
-        )
-    beside = {name: os.environ[name] for name in LAUNCH_VARIABLES if name in os.environ}
-    return {"LOCAL_RANK": str(rank), **beside, **given}
 
 
 def _choose_backend(backend: str | None, device: torch.device) -> str:
@@ -177,7 +160,7 @@ def _initialize_distributed(environment: LaunchEnvironment, backend: str, timeou
     global _group_is_ours, _num_groups
     address = f"tcp://{environment.master_addr}:{environment.master_port}"
     # torchrun's agent already holds a store at the address; "env://" knows how to share it.
-    method = "env://" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else address
+    method = "env://" if has_agent_store(os.environ) else address
     # The agent's store outlives a group: under the same names a second one would wait for the ports of the first.
     _num_groups += 1
     try:

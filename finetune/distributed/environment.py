@@ -99,6 +99,36 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     )
 
 
+def with_place(environ: Mapping[str, str], rank: int, worldsize: int) -> dict[str, str]:
+    """Rank and world size as a launcher would set them, with what the environment says about node and address.
+
+    Raises:
+        LaunchError: a launcher gave this process another place.
+    """
+    given = {"RANK": str(rank), "WORLD_SIZE": str(worldsize)}
+    other = [f"{name}={environ[name]}" for name in given if environ.get(name, given[name]) != given[name]]
+    if other:
+        raise LaunchError(
+            f"rank={rank} and worldsize={worldsize} were given, but the environment says {', '.join(other)}. "
+            "Give none where a launcher started the process, or unset these variables."
+        )
+    beside = {name: environ[name] for name in LAUNCH_VARIABLES if name in environ}
+    return {"LOCAL_RANK": str(rank), **beside, **given}
+
+
+def has_agent_store(environ: Mapping[str, str]) -> bool:
+    """True where torchrun's agent already holds a store at the address."""
+    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def is_first_process(environ: Mapping[str, str]) -> bool:
+    """Whether this process is rank 0 or alone, as far as the environment can be read."""
+    try:
+        return read_environment(environ).rank == 0
+    except LaunchError:
+        return True
+
+
 def is_batch_script_body(environ: Mapping[str, str]) -> bool:
     """True in the body of an sbatch script that asked for several tasks but was not started through srun."""
     tasks = environ.get("SLURM_NTASKS", "1")

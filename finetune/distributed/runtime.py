@@ -87,6 +87,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
             fallbacks,
             precision=config.training.precision,
         )
+        _record_other_device(wish, runtime)
         try:
             yield runtime
         except BaseException as error:
@@ -329,6 +330,12 @@ class Runtime:
             self.precision,
             self.world_size,
         )
+
+
+def _record_other_device(wish: str | None, runtime: Runtime) -> None:
+    if wish is not None and torch.device(wish).type != runtime.device.type:
+        why = f"this process sees {torch.cuda.device_count()} CUDA devices"
+        runtime.fallbacks.take(Fallback(what="training.device", wanted=wish, used=str(runtime.device), why=why))
 
 
 def _check_wish(config: Config, environment: LaunchEnvironment, fallbacks: Fallbacks) -> None:

@@ -347,6 +347,13 @@ class Trainer:
             cadence.steps_per_epoch,
             cadence.num_steps,
         )
+        if self.config.optim.warmup_steps >= cadence.num_steps:
+            _log.warning(
+                "optim.warmup_steps is %d and the run has %d steps: the learning rate never reaches %g",
+                self.config.optim.warmup_steps,
+                cadence.num_steps,
+                self.config.optim.learning_rate,
+            )
 
     def _log_share(self, step: int, share: list[tuple[int, Microbatch]]) -> None:
         for index, microbatch in share:
