@@ -54,6 +54,7 @@ def train(words: list[str], task: str) -> None:
             # What a chat stops at is known to the tokenizer's template; generation must know it too.
             model.generation_config.eos_token_id = stop_ids(tokenizer)
             model.generation_config.pad_token_id = tokenizer.pad_token_id
+            model.config.use_cache = True  # off while training
             folder = Path(config.output_dir) / "phi_tiny"
             model.bfloat16().save_pretrained(folder)
             tokenizer.save_pretrained(folder)

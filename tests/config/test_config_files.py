@@ -13,10 +13,10 @@ SHIPPED = {
     "run": ["quickstart"],
     "model": ["phi2", "phi3_5_mini", "phi3_mini", "phi4", "phi4_mini", "phi_tiny"],
     "data": ["orders", "phi4"],
-    "task": ["debug", "finetune_full", "finetune_lora"],
+    "task": ["debug", "finetune_full", "finetune_lora", "pretrain_corpus", "pretrain_drill", "pretrain_start"],
     "parallel": ["auto", "ddp", "single"],
 }
-NUM_FILES = 15
+NUM_FILES = 18
 
 LOADER_KEYS = "batch_size num_workers pin_memory prefetch_factor drop_last"
 KEYS = {
