@@ -56,6 +56,11 @@ def log_to_file(path: Path, rank: int) -> logging.Handler:
     return handler
 
 
+def log_only_to(handler: logging.Handler, name: str, message: str) -> None:
+    """Put an error into one place that the user will be told of in another."""
+    handler.handle(logging.getLogger(name).makeRecord(name, logging.ERROR, "", 0, message, (), None))
+
+
 def stop_logging_to(handler: logging.Handler) -> None:
     """The twin of `log_to_file`."""
     logging.getLogger(PACKAGE).removeHandler(handler)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.checkpoint import verify_published
 from finetune.config.compose import load_config
-from finetune.errors import CheckpointError, ConfigError
+from finetune.errors import CheckpointError, ConfigError, DataError
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def _read_run(path: Path, words: Sequence[str]) -> tuple[RunFolder, Config]:
 def _load_tuned(folder: RunFolder, config: Config) -> Any:
     """The base with the run's adapter on it, or the fully tuned model."""
     from finetune.model.base import build_base_model
+    from finetune.model.lora import load_adapter
 
     if config.training.method == "full":
         return build_base_model(
@@ -105,17 +106,18 @@ def _load_tuned(folder: RunFolder, config: Config) -> Any:
     section = config.model
     if section.init == "random":
         section = section.model_copy(update={"path": str(folder.base), "init": "pretrained", "config": None})
-
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(build_base_model(section), str(folder.adapter))
+    return load_adapter(build_base_model(section), folder.adapter)
 
 
 def _system_turn(config: Config) -> str | None:
     """What the first training row opens with: answers are best where a prompt looks like the training rows."""
     from finetune.data.examples import load_examples
 
-    first = load_examples(config.data.model_copy(update={"max_rows": 1})).train[0]
+    try:
+        first = load_examples(config.data.model_copy(update={"max_rows": 1})).train[0]
+    except DataError as error:
+        _log.warning("the training rows cannot be read, so no system turn is used (give one with --system): %s", error)
+        return None
     is_system = bool(first.messages) and first.messages[0]["role"] == "system"
     if is_system:
         _log.info("system turn, as in the first training row: %s", first.messages[0]["content"])

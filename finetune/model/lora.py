@@ -6,6 +6,9 @@ import copy
 import logging
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -39,9 +42,7 @@ def add_lora(model: PreTrainedModel, section: LoraSection) -> PeftModel:
         target_modules=targets,
         base_model_name_or_path=model.config._name_or_path or None,
     )
-    with warnings.catch_warnings():
-        # peft 0.21 asks transformers 5 under a name that the latter is about to drop.
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+    with _quiet_peft():
         adapted: PeftModel = get_peft_model(model, config)
     trainable, total = count_parameters(adapted)
     _log.info(
@@ -53,6 +54,14 @@ def add_lora(model: PreTrainedModel, section: LoraSection) -> PeftModel:
         100 * trainable / total,
     )
     return adapted
+
+
+def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
+    """Put a saved adapter on its base."""
+    from peft import PeftModel
+
+    with _quiet_peft():
+        return PeftModel.from_pretrained(base, str(folder))
 
 
 def without_adapter(model: Any) -> PreTrainedModel:
@@ -101,6 +110,14 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
     """Full names of all linear layers but the head."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
+
+
+@contextmanager
+def _quiet_peft() -> Iterator[None]:
+    """Inside, peft 0.21 may ask transformers 5 under a name that the latter is about to drop."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        yield
 
 
 def _is_match(name: str, pattern: str) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.compose import resolved_yaml
 from finetune.durable import disk_failures_end_the_run, replace_file
-from finetune.logs import log_to_file, stop_logging_to
+from finetune.logs import log_only_to, log_to_file, stop_logging_to
 from finetune.metrics import MetricsWriter, RunRecord
 from finetune.progress import TrainingProgress, show_what_next
 from finetune.run_folder import RunFolder
@@ -34,12 +34,23 @@ class Journal:
     Args:
         config: the whole run.
         fallbacks: the list that run.json repeats.
+        world: world_size, launcher and backend.
+        global_batch: how the global batch is made up.
+        fingerprints: digests of data, template and configuration.
 
     Raises:
         CheckpointError: the folder cannot be used, see `RunFolder.open`.
     """
 
-    def __init__(self, config: Config, fallbacks: Fallbacks) -> None:
+    def __init__(
+        self,
+        config: Config,
+        fallbacks: Fallbacks,
+        *,
+        world: Mapping[str, Any],
+        global_batch: Mapping[str, Any],
+        fingerprints: Mapping[str, str],
+    ) -> None:
         self.folder = RunFolder(config.output_dir).open(config.resume)
         self.result: dict[str, Any] = {}
         self._example_prompt: str | None = None
@@ -49,20 +60,15 @@ class Journal:
         self._last_step_at = time.monotonic()
         self._metrics = MetricsWriter(self.folder.metrics_file)
         self._record = RunRecord(self.folder.record_file)
-        self._log_file = log_to_file(self.folder.log_file, rank=0)
-        with disk_failures_end_the_run("Writing", self.folder.config_file):
-            replace_file(self.folder.config_file, resolved_yaml(config).encode())
-
-    def start(
-        self, *, world: Mapping[str, Any], global_batch: Mapping[str, Any], fingerprints: Mapping[str, str]
-    ) -> None:
-        """Write run.json. `world` holds world_size, launcher and backend."""
-        self._record.start(
-            **world,
-            global_batch=global_batch,
-            fallbacks=self._fallbacks.as_records(),
-            fingerprints=fingerprints,
-        )
+        try:
+            with disk_failures_end_the_run("Writing", self.folder.path):
+                self._log_file = log_to_file(self.folder.log_file, rank=0)
+                replace_file(self.folder.config_file, resolved_yaml(config).encode())
+            taken = fallbacks.as_records()
+            self._record.start(**world, global_batch=global_batch, fallbacks=taken, fingerprints=fingerprints)
+        except BaseException:
+            self.folder.close()  # nobody else can yet
+            raise
 
     def start_training(self, state: TrainerState, num_steps: int) -> None:
         """Training goes on from `state`: what metrics.jsonl holds behind it will be written again."""
@@ -121,8 +127,10 @@ class Journal:
             if error is None:
                 self._say_what_was_written()
                 show_what_next(self.folder.path, self._example_prompt)
-            else:
-                _log.error("the run %s: %s: %s", status, type(error).__name__, error)
+            elif isinstance(error, KeyboardInterrupt):
+                _log.error("stopped from the keyboard; resume=auto goes on from the last checkpoint")
+            else:  # the command says it on the screen
+                log_only_to(self._log_file, __name__, f"the run {status}: {type(error).__name__}: {error}")
         finally:
             self._metrics.close()
             stop_logging_to(self._log_file)

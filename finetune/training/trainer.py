@@ -204,10 +204,10 @@ class Trainer:
         return self.config.model.init == "random" and self.config.training.method == "lora"
 
     def _open_journal(self, _: None) -> None:
-        self.journal = Journal(self.config, self.runtime.fallbacks)
-        self.runtime.on_close(self.journal.close)
         environment = self.runtime.environment
-        self.journal.start(
+        self.journal = Journal(
+            self.config,
+            self.runtime.fallbacks,
             world={
                 "world_size": self.runtime.world_size,
                 "launcher": environment.launcher,
@@ -220,6 +220,7 @@ class Trainer:
             },
             fingerprints=self._fingerprints(),
         )
+        self.runtime.on_close(self.journal.close)
         if self._has_base_of_its_own:
             save_base(self.journal.folder, without_adapter(self.model), self.tokenizer)
 
@@ -386,6 +387,7 @@ def _check_fit(config: Config, model: Any, splits: EncodedSplits) -> None:
             f"that was built {'carries an adapter' if has_adapter else 'has no adapter'}. Use the recipe "
             f"for this method, or set training.method={'lora' if has_adapter else 'full'}."
         )
+    build_optimizer(model, config.optim)  # refuses here what it would refuse after the folder was opened
     context = max_context(model)
     for name, split in _named(splits):
         longest = int(split.lengths.max()) if split is not None and len(split) else 0
