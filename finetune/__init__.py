@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from finetune.data.templates import stop_ids as stop_ids
     from finetune.distributed.ddp_init import cleanup_ddp as cleanup_ddp
     from finetune.distributed.ddp_init import initialize_ddp as initialize_ddp
-    from finetune.distributed.runtime import launch as launch
+    from finetune.distributed.launch import launch as launch
     from finetune.model.base import build_base_model as build_base_model
     from finetune.model.base import build_tokenizer as build_tokenizer
     from finetune.model.lora import add_lora as add_lora
@@ -32,7 +32,7 @@ _HOMES = {
     "command": "finetune.cli",
     "encode_examples": "finetune.data.encode",
     "initialize_ddp": "finetune.distributed.ddp_init",
-    "launch": "finetune.distributed.runtime",
+    "launch": "finetune.distributed.launch",
     "load_config": "finetune.config.compose",
     "load_examples": "finetune.data.examples",
     "stop_ids": "finetune.data.templates",

@@ -27,7 +27,7 @@ def evaluate_run(path: Path, words: Sequence[str]) -> None:
     from finetune.data.batches import EvaluationLoader
     from finetune.data.encode import encode_examples
     from finetune.data.examples import load_examples
-    from finetune.distributed.runtime import launch
+    from finetune.distributed.launch import launch
     from finetune.model.base import build_tokenizer, longrope_boundary
     from finetune.progress import show_comparison
     from finetune.training.compare import compare_models
@@ -57,7 +57,7 @@ def answer_prompts(path: Path, prompts: Sequence[str], *, system: str | None, ma
     folder, config = _read_run(path, [])
 
     from finetune.data.templates import stop_ids
-    from finetune.distributed.runtime import launch
+    from finetune.distributed.launch import launch
     from finetune.generate import generate_answers
     from finetune.model.base import build_tokenizer
 

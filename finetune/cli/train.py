@@ -16,7 +16,7 @@ def train_from_words(words: Sequence[str], *, run: str | None = None) -> None:
 
     from finetune.data.encode import encode_examples
     from finetune.data.examples import load_examples
-    from finetune.distributed.runtime import launch
+    from finetune.distributed.launch import launch
     from finetune.model.base import build_base_model, build_tokenizer
     from finetune.model.lora import add_lora
     from finetune.training.trainer import Trainer

@@ -28,7 +28,7 @@ def launch_variables():
 
 def _spawned(rank, port, folder):
     """What one of two spawned processes sees; it has no launcher and says itself which one it is."""
-    from finetune.distributed.runtime import launch
+    from finetune.distributed.launch import launch
 
     os.environ["MASTER_PORT"] = str(port)  # the user's own: not ours to remove
     context = initialize_ddp(rank=rank, worldsize=2, master_addr="127.0.0.1", master_port=str(port), device="cpu")

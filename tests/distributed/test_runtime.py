@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from finetune.config.schema import Config
-from finetune.distributed.runtime import launch
+from finetune.distributed.launch import launch
 from finetune.errors import ConfigError, DataError, LaunchError
 from tests.launches import reports_of
 

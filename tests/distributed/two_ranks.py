@@ -9,7 +9,7 @@ import torch.distributed as dist
 from finetune.config.schema import Config
 from finetune.distributed.ddp_init import cleanup_ddp, initialize_ddp
 from finetune.distributed.environment import LAUNCH_VARIABLES
-from finetune.distributed.runtime import launch
+from finetune.distributed.launch import launch
 from finetune.errors import DataError
 from tests.launches import write_report
 

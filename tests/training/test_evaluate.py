@@ -6,7 +6,7 @@ import torch
 from finetune.config.schema import Config, LoraSection, ValidationSection
 from finetune.data.batches import EvaluationLoader, collate
 from finetune.data.encode import EncodedExamples
-from finetune.distributed.runtime import launch
+from finetune.distributed.launch import launch
 from finetune.engine.loss import cross_entropy_per_target
 from finetune.model.lora import add_lora
 from finetune.training.evaluate import LossSums, sum_losses

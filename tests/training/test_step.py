@@ -5,7 +5,7 @@ from torch.nn import functional
 from finetune.config.schema import Config, LoraSection
 from finetune.data.batches import collate
 from finetune.data.encode import EncodedExamples
-from finetune.distributed.runtime import launch
+from finetune.distributed.launch import launch
 from finetune.errors import DataError, RunFailedError
 from finetune.model.lora import add_lora
 from finetune.training.optim import trainable_parameters
