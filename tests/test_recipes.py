@@ -113,3 +113,16 @@ def test_no_name_item_or_place_of_the_test_split_occurs_in_training():
         assert words & train[kind] == set(), kind
     everything = " ".join(train["text"]).lower()
     assert [word for word in test["city"] | test["first"] | test["last"] if f" {word.lower()} " in everything] == []
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_finished_bf16_run_measures_the_same_again(tmp_path, words, method):
+    run = [*words, f"output_dir={tmp_path / 'run'}", f"training.method={method}", "training.precision=bf16"]
+    done = run_launched("python", ["-m", "finetune", "train", *run])
+    assert done.returncode == 0, done.stdout
+    events = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = {event["model"]: f"{event['loss']:.4f}" for event in events if event["event"] == "test"}
+    assert set(losses) == ({"base", "tuned"} if method == "lora" else {"tuned"})
+    again = run_launched("python", ["-m", "finetune", "evaluate", tmp_path / "run"])
+    assert again.returncode == 0, again.stdout
+    assert all(loss in again.stdout for loss in losses.values()), (losses, again.stdout)

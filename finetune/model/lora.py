@@ -57,11 +57,11 @@ def add_lora(model: PreTrainedModel, section: LoraSection) -> PeftModel:
 
 
 def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
-    """Put a saved adapter on its base."""
+    """Put a saved adapter on its base; it can be trained on, and so `Runtime.place` leaves it in fp32."""
     from peft import PeftModel
 
     with _quiet_peft():
-        return PeftModel.from_pretrained(base, str(folder))
+        return PeftModel.from_pretrained(base, str(folder), is_trainable=True)
 
 
 def without_adapter(model: Any) -> PreTrainedModel:
