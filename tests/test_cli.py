@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -164,7 +165,7 @@ def test_every_train_command_of_the_readme_composes():
     from finetune.config.compose import compose
 
     readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
-    commands = [line.split("finetune train", 1)[1].split() for line in readme.splitlines() if "finetune train " in line]
+    commands = [words.split() for words in re.findall(r"finetune train ([^`\n]+)", readme)]
     assert len(commands) >= 4
     for words in commands:
         run_name = words.pop(0) if "=" not in words[0] else None
