@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.config.schema import ALLOWED_OBJECT_MODULES
+from finetune.config.schema import ALLOWED_OBJECT_MODULES, is_allowed_object
 from finetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
         ConfigError: no such class in the allowed modules, or arguments that it does not take.
     """
     optimizer_class: Any = resolve_optimizer(section.optimizer)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = trainable_parameters(model)
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": section.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
@@ -51,9 +50,9 @@ def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
     Raises:
         ConfigError: not an optimizer there.
     """
-    module, _, attribute = name.rpartition(".")
-    if module not in ALLOWED_OBJECT_MODULES:
+    if not is_allowed_object(name):
         raise ConfigError(f"optim.optimizer is {name}; it must come from {', '.join(ALLOWED_OBJECT_MODULES)}.")
+    module, _, attribute = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
@@ -98,8 +97,4 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 def trainable_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     """The weights that train, in the model's own order."""
-    return [parameter for parameter in _unique(model.parameters()) if parameter.requires_grad]
-
-
-def _unique(parameters: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    return list(dict.fromkeys(parameters))
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -82,8 +82,10 @@ def test_a_world_of_one_needs_no_group():
 
 
 def test_cleaning_up_without_a_group_is_allowed():
+    before = dict(os.environ)
     cleanup_ddp()
     cleanup_ddp()
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize("given", [{"rank": 0}, {"worldsize": 2}])
