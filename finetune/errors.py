@@ -47,3 +47,10 @@ class PeerFailedError(FinetuneError):
     def __init__(self, message: str, *, exit_code: int) -> None:
         super().__init__(message)
         self.peer_exit_code = exit_code
+
+
+class LeftToMain(SystemExit):
+    """Rank 0 has confirmed that it trains alone: this rank has nothing to do. Leaves the process with exit code 0."""
+
+    def __init__(self) -> None:
+        super().__init__(0)

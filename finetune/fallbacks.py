@@ -35,15 +35,19 @@ class Fallbacks:
         self.strict = strict
         self._taken: list[Fallback] = []
 
-    def take(self, fallback: Fallback) -> None:
+    def take(self, fallback: Fallback, *, warning: str | None = None) -> None:
         """Log and keep a downgrade.
+
+        Args:
+            fallback: the downgrade.
+            warning: what the log says in place of the downgrade's own words.
 
         Raises:
             ConfigError: the run is strict.
         """
         if self.strict:
             raise ConfigError(f"{fallback}. The run is strict; drop strict=true to accept this.")
-        _log.warning("%s", fallback)
+        _log.warning("%s", warning or fallback)
         self._taken.append(fallback)
 
     def as_records(self) -> list[dict[str, str]]:

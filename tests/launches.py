@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,14 @@ LAUNCHERS = {
 }
 """`--multi_gpu` starts two processes without any GPU too; `--cpu --num_processes 2` would start one."""
 _LIMIT_SECONDS = 60
+
+
+def free_port() -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def run_launched(

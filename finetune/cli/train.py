@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 
@@ -11,7 +12,9 @@ def train_from_words(words: Sequence[str], *, run: str | None = None) -> None:
     Collective: every process of the launch.
     """
     from finetune.config.compose import load_config
+    from finetune.distributed.environment import read_environment
 
+    read_environment(os.environ)  # half a launch is refused before seconds are spent on imports
     config = load_config(words, run=run)
 
     from finetune.data.encode import encode_examples

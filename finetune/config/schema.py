@@ -41,6 +41,8 @@ class Section(BaseModel):
 class ParallelSection(Section):
     """How many processes train together. Unset keys are read from the launcher's environment."""
 
+    num_processes: PositiveInt | None = None
+    """Start this many processes on this machine where no launcher did."""
     world_size: PositiveInt | None = None
     """Number of processes. Checked against the launcher when set."""
     rank: NonNegativeInt | None = None
@@ -52,7 +54,15 @@ class ParallelSection(Section):
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: nccl with CUDA, gloo without."""
     timeout_minutes: PositiveFloat = 60.0
-    """How long a collective may wait for the other ranks."""
+    """How long the ranks wait for each other, at the start and in a collective. Fractions are allowed."""
+    step_timeout_minutes: PositiveFloat = 30.0
+    """The longest time without progress in a step, a validation or a save before all ranks end."""
+    gradient_sync: Literal["auto", "flat", "ddp"] = "auto"
+    """flat: one sum of all gradients per step; ddp: torch's reducer, overlapped with the backward pass; auto: flat."""
+    output_device: NonNegativeInt | None = None
+    """With `gradient_sync: ddp`: the index of the GPU that holds the outputs. Default: this process's own."""
+    find_unused_parameters: bool = False
+    """With `gradient_sync: ddp`: look for parameters that a backward pass leaves out, at a cost."""
 
 
 class ModelSection(Section):

@@ -50,6 +50,15 @@ class Microbatch:
         )
 
 
+EMPTY_MICROBATCH = Microbatch(
+    input_ids=torch.zeros((1, 2), dtype=torch.int64),
+    is_target=torch.zeros((1, 2), dtype=torch.bool),
+    num_tokens=0,
+    num_targets=0,
+)
+"""Computes a loss of zero and gradients of zero: for a rank that must come with as many micro-batches as the others."""
+
+
 class Share(NamedTuple):
     """A micro-batch's number in the global batch of its step, and the rows in it."""
 

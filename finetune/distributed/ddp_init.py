@@ -1,11 +1,12 @@
 """Start and end the process group: the only calls of `init_process_group` and `destroy_process_group`.
 
-`initialize_ddp` and `cleanup_ddp` are twins. The first writes only launch variables that are missing, the second
-removes only what the first wrote, so that a launcher's own settings survive us.
+`initialize_ddp` and `cleanup_ddp` are twins. The first changes only launch variables that are missing or would mislead
+Accelerate, the second takes back only what the first changed, so that a launcher's own settings survive us.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from dataclasses import replace
@@ -14,19 +15,38 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not in __all__
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from finetune.distributed.device import _pick_device, _resolve_device
-from finetune.distributed.environment import LaunchEnvironment, has_agent_store, read_environment, with_place
-from finetune.errors import LaunchError
+from finetune.distributed.device import _pick_device, _resolve_device, device_identity, refuse_shared_devices
+from finetune.distributed.environment import (
+    GLOO_INTERFACE_VARIABLE,
+    WORLD_VARIABLES,
+    LaunchEnvironment,
+    read_environment,
+    with_place,
+)
+from finetune.distributed.network import interface_towards
+from finetune.distributed.roll_call import RollCall, Verdict
+from finetune.errors import LaunchError, LeftToMain
+from finetune.fallbacks import Fallback, Fallbacks
 
 _log = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
-_variables_written: dict[str, str] = {}
-_group_is_ours = False
-_num_groups = 0
+_MOST_START_SECONDS = 300.0
+"""For a backend to connect ranks that are all present: one that hangs is no reason to wait for an hour."""
+_LEAST_START_SECONDS = 5.0
+
+
+class _State:
+    """What `cleanup_ddp` has to take back."""
+
+    group_is_ours = False
+    num_meetings = 0
+    roll_call: RollCall | None = None
+    changed: dict[str, tuple[str | None, str | None]] = {}  # noqa: RUF012 - one per process, by design
+    """Launch variables: what stood there before us, and what we made of it; None for nothing."""
 
 
 class ProcessContext(NamedTuple):
@@ -48,39 +68,53 @@ def initialize_ddp(
     master_port: int | str | None = None,
     backend: str | None = None,
     device: str | torch.device | None = None,
+    flag: bool | None = None,
+    fallbacks: Fallbacks | None = None,
 ) -> ProcessContext | None:
     """Join the world that the launcher described, or the one given in words.
+
+    If the world cannot be formed, rank 0 goes on alone and says so, and the other ranks leave once they have its word;
+    under strict fallbacks it is an error on all of them.
 
     Collective: called by every process of the launch; returns when all have arrived.
 
     Args:
-        timeout: how long a collective may wait, 60 minutes by default.
+        timeout: how long the ranks wait for each other, now and in a collective; 60 minutes by default.
         rank: this process's rank, with `worldsize`, where no launcher set it (torch.multiprocessing.spawn).
         worldsize: number of processes.
         master_addr: address of rank 0.
         master_port: port of rank 0.
         backend: ``nccl`` or ``gloo``; by default nccl with CUDA and gloo without.
         device: the device of this process, by default the GPU with its local rank or the CPU.
+        flag: the run's `ddp`: True: several processes are expected; False: rank 0 alone; None: as launched.
+        fallbacks: where a downgrade is recorded, and whether one is refused.
 
     Returns:
         This process's place, or None when a group is up already. A world of one needs no group: `distributed` is False.
 
     Raises:
-        LaunchError: contradictory variables, nccl without CUDA, or ranks that did not come.
+        LaunchError: contradictory variables, nccl without CUDA, two ranks on one GPU, rank 0 not found.
+        LeftToMain: rank 0 has confirmed that it trains alone; leaves the process with exit code 0.
     """
     if dist.is_initialized():
         return None
     environment = _environment_with(rank, worldsize, master_addr, master_port)
-    forced_cpu = device is not None and torch.device(device).type == "cpu"
+    fallbacks = Fallbacks() if fallbacks is None else fallbacks  # an empty list of them is false
     if environment.world_size == 1:
-        return ProcessContext(False, 0, 0, 1, _resolve_device(device))
+        return _alone(environment, device, flag, fallbacks)
+    forced_cpu = device is not None and _resolve_device(device).type == "cpu"
     place = torch.device("cpu") if forced_cpu else _pick_device(environment.local_rank)
     chosen = _choose_backend(backend, place)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    _write_missing_variables(environment)
     try:
-        _initialize_distributed(environment, chosen, timeout or DEFAULT_TIMEOUT)
+        _write_missing_variables(environment)
+        why_alone = _initialize_distributed(
+            environment, chosen, DEFAULT_TIMEOUT if timeout is None else timeout, flag=flag, fallbacks=fallbacks
+        )
+        if why_alone is not None:
+            return _go_on_alone(environment, why_alone, place, fallbacks)
+        _compare_devices(place)
     except BaseException:
         cleanup_ddp()
         raise
@@ -94,22 +128,31 @@ def current_context(device: str | torch.device | None = None) -> ProcessContext:
         device: the device of this process, by default the GPU with its local rank or the CPU.
     """
     local_rank = read_environment(os.environ).local_rank
-    forced_cpu = device is not None and torch.device(device).type == "cpu"
+    forced_cpu = device is not None and _resolve_device(device).type == "cpu"
     place = torch.device("cpu") if forced_cpu else _pick_device(local_rank)
     return ProcessContext(dist.get_world_size() > 1, dist.get_rank(), local_rank, dist.get_world_size(), place)
 
 
 def cleanup_ddp() -> None:
-    """End the group and remove the variables that we wrote. Safe to call twice and after a failure."""
-    global _group_is_ours
-    if _group_is_ours and dist.is_initialized():
+    """End the group and take back our changes to the launch variables. Safe to call twice and after a failure."""
+    if _State.group_is_ours and dist.is_initialized():
         # Leaving without this aborts small gloo runs.
         dist.destroy_process_group()
-    _group_is_ours = False
-    while _variables_written:
-        name, value = _variables_written.popitem()
-        if os.environ.get(name) == value:
-            del os.environ[name]
+    _State.group_is_ours = False
+    if _State.roll_call is not None:
+        try:
+            _State.roll_call.leave()
+        except LaunchError as error:
+            _log.debug("%s", error)
+        _State.roll_call = None
+    while _State.changed:
+        name, (before, ours) = _State.changed.popitem()
+        if os.environ.get(name) == ours:
+            _set_variable(name, before)
+
+
+# A script that ends without it aborts small gloo runs, and leaves a rank waiting for rank 0's word.
+atexit.register(cleanup_ddp)
 
 
 def _is_env_distributed() -> bool:
@@ -152,35 +195,171 @@ def _write_missing_variables(environment: LaunchEnvironment) -> None:
     """Accelerate adopts a group only where the launch variables are in the environment."""
     for name, value in environment.as_variables().items():
         if name not in os.environ:
-            os.environ[name] = value
-            _variables_written[name] = value
+            _change_variable(name, value)
 
 
-def _initialize_distributed(environment: LaunchEnvironment, backend: str, timeout: timedelta) -> None:
-    global _group_is_ours, _num_groups
-    address = f"tcp://{environment.master_addr}:{environment.master_port}"
-    # torchrun's agent already holds a store at the address; "env://" knows how to share it.
-    method = "env://" if has_agent_store(os.environ) else address
-    # The agent's store outlives a group: under the same names a second one would wait for the ports of the first.
-    _num_groups += 1
+def _hide_launch() -> None:
+    """A process that goes on alone must look alone to Accelerate too, which would wait for the others."""
+    for name in WORLD_VARIABLES:
+        if name in os.environ:
+            _change_variable(name, None)
+
+
+def _change_variable(name: str, value: str | None) -> None:
+    before = _State.changed.get(name, (os.environ.get(name), None))[0]
+    _State.changed[name] = (before, value)
+    _set_variable(name, value)
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def _initialize_distributed(
+    environment: LaunchEnvironment,
+    backend: str,
+    timeout: timedelta,
+    *,
+    flag: bool | None = None,
+    fallbacks: Fallbacks,
+) -> str | None:
+    """Form the group; None when it is up, else (on rank 0 only) why this process goes on alone. Collective."""
+    if backend == "nccl" and environment.world_size > 1 and not fallbacks.strict:
+        candidates = [backend, "gloo"]
+    else:
+        candidates = [backend]
+    _State.num_meetings += 1
     try:
-        meeting = rendezvous(method, environment.rank, environment.world_size, timeout=timeout)
-        store, rank, world_size = next(meeting)
-        store.set_timeout(timeout)
-        store = PrefixStore(f"finetune/{_num_groups}", store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        roll_call = _State.roll_call = RollCall(environment, timeout, _State.num_meetings)
+    except LaunchError as error:
+        # Without its port rank 0 cannot be heard: the others do not find it, and leave with an error.
+        if environment.rank != 0 or fallbacks.strict:
+            raise
+        return str(error)
+    why = None
+    if environment.rank == 0:
+        why = _why_not_wanted(environment) if flag is False else roll_call.wait_for_all()
+    why = _settle(roll_call, why, fallbacks)
+    if why is not None:
+        return why
+    for candidate in candidates:
+        failure = _start_backend(roll_call, environment, candidate, timeout)
+        if failure is None:
+            if candidate != backend:
+                fallbacks.take(Fallback(what="parallel.backend", wanted=backend, used=candidate, why=str(why)))
+            return None
+        why = failure
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return _settle(roll_call, why, fallbacks)
+
+
+def _why_not_wanted(environment: LaunchEnvironment) -> str:
+    return (
+        f"ddp=False refuses it: {environment.launcher} started {environment.world_size} processes. Start one process, "
+        "or drop ddp=False"
+    )
+
+
+def _settle(roll_call: RollCall, why: str | None, fallbacks: Fallbacks) -> str | None:
+    """Rank 0 gives its verdict, the others obey it. None: together; else, on rank 0, why it goes on alone.
+
+    Raises:
+        LaunchError: rank 0 is strict.
+        LeftToMain: on the others, where rank 0 goes on alone.
+    """
+    environment = roll_call.environment
+    if environment.rank == 0:
+        verdict = Verdict("together") if why is None else Verdict("refused" if fallbacks.strict else "alone", why)
+        roll_call.give_verdict(verdict)
+    else:
+        verdict = roll_call.read_verdict()
+    if verdict.kind == "refused":
+        raise LaunchError(f"{verdict.why}. No rank goes on alone.")
+    if verdict.kind == "alone" and environment.rank != 0:
+        _log.warning(
+            "[Distributed] rank 0 trains alone: rank %d of %d leaves (%s)",
+            environment.rank,
+            environment.world_size,
+            verdict.why,
+        )
+        raise LeftToMain
+    return None if verdict.kind == "together" else verdict.why
+
+
+def _start_backend(roll_call: RollCall, environment: LaunchEnvironment, backend: str, timeout: timedelta) -> str | None:
+    """Connect the ranks, which are all present; None, or which of them could not and why. Collective."""
+    seconds = min(_MOST_START_SECONDS, max(roll_call.seconds_left, _LEAST_START_SECONDS))
+    roll_call.store.set_timeout(timedelta(seconds=seconds))
+    interface = interface_towards(environment.master_addr)
+    if interface is not None and GLOO_INTERFACE_VARIABLE not in os.environ:
+        _change_variable(GLOO_INTERFACE_VARIABLE, interface)
+    problem = ""
+    try:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(backend, roll_call.store),
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=timedelta(seconds=seconds),
+        )
+        _State.group_is_ours = True
+        # nccl would guess this process's GPU from its rank.
+        dist.barrier(device_ids=[torch.cuda.current_device()] if backend == "nccl" else None)
+        _set_pg_timeout(timeout)
     except (dist.DistError, RuntimeError, ValueError) as error:
-        raise LaunchError(
-            f"rank {environment.rank} could not join the world of {environment.world_size} at "
-            f"{environment.master_addr}:{environment.master_port} ({environment.launcher}, {backend}): {error}. Check "
-            "that all processes were started with the same address and port, and that the port is free."
-        ) from error
-    _group_is_ours = True
-    # nccl would guess this process's GPU from its rank.
-    dist.barrier(device_ids=[torch.cuda.current_device()] if backend == "nccl" else None)
+        problem = str(error).split("\n", 1)[0]
+    notes = roll_call.exchange(f"start of {backend}", problem, seconds + _LEAST_START_SECONDS)
+    failed = {rank: notes.get(rank, "said nothing") for rank in range(environment.world_size) if notes.get(rank) != ""}
+    if failed:
+        rank, text = next(iter(failed.items()))
+        return f"{backend} did not start on {len(failed)} of {environment.world_size} ranks (rank {rank}: {text})"
     _log.info(
         "[Distributed] Initialized with backend=%s rank=%d world_size=%d",
         backend,
         environment.rank,
         environment.world_size,
     )
+    return None
+
+
+def _compare_devices(place: torch.device) -> None:
+    """Two ranks that see one GPU each may see the same one. Collective."""
+    roll_call = _State.roll_call
+    if roll_call is None or place.type != "cuda":
+        return
+    notes = roll_call.exchange("device", device_identity(place) or "", _MOST_START_SECONDS)
+    refuse_shared_devices([notes.get(rank) or None for rank in range(roll_call.environment.world_size)])
+
+
+def _alone(
+    environment: LaunchEnvironment, device: str | torch.device | None, flag: bool | None, fallbacks: Fallbacks
+) -> ProcessContext:
+    """A world of one, as it was launched."""
+    if flag is True:
+        why = f"{environment.launcher} started one process; use torchrun, accelerate launch, srun or"
+        fallbacks.take(
+            Fallback(
+                what="ddp",
+                wanted="several processes",
+                used="one process",
+                why=f"{why} parallel.num_processes for more",
+            ),
+            warning="[Trainer] Warning: DDP was requested but WORLD_SIZE is 1: this process trains alone",
+        )
+    _hide_launch()
+    return ProcessContext(False, 0, 0, 1, _resolve_device(device))
+
+
+def _go_on_alone(environment: LaunchEnvironment, why: str, place: torch.device, fallbacks: Fallbacks) -> ProcessContext:
+    """Rank 0 of a world that was not formed."""
+    fallbacks.take(
+        Fallback(what="ddp", wanted=f"{environment.world_size} processes", used="one process", why=why),
+        warning=f"[Trainer] Warning: DDP was requested but {why}. Rank 0 trains alone with the same global batch: the "
+        "curve stays the same, only slower",
+    )
+    _hide_launch()
+    return ProcessContext(False, 0, environment.local_rank, 1, place)

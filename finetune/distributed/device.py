@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+import socket
+from collections.abc import Sequence
 
 import torch
 
@@ -10,27 +14,31 @@ from finetune.errors import LaunchError
 
 _log = logging.getLogger(__name__)
 
+_WISH = re.compile(r"(cuda|gpu|mps|cpu)(?::([0-9]{1,4}))?")
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""With one of these a launcher can show each process a GPU of its own."""
+
 
 def _resolve_device(device: str | torch.device | int | None) -> torch.device:
     """Turn a wish into a device that is there; an absent or out-of-range one becomes the CPU, with a warning.
 
     Args:
         device: ``cuda``, ``gpu``, ``cuda:1``, ``mps``, ``cpu``, an index, a device, or None for the best there is.
+
+    Raises:
+        LaunchError: the wish is none of these.
     """
     if device is None or device == "auto":
         return _best_device()
-    wish = (
-        torch.device(f"cuda:{device}") if isinstance(device, int) else torch.device(str(device).replace("gpu", "cuda"))
-    )
-    if wish.type == "cuda" and (wish.index or 0) < torch.cuda.device_count():
-        return torch.device("cuda", wish.index or 0)
-    if wish.type == "mps" and torch.backends.mps.is_available():
+    kind, index = _parse(device)
+    if kind == "cuda" and index < torch.cuda.device_count():
+        return torch.device("cuda", index)
+    if kind == "mps" and torch.backends.mps.is_available():
         return torch.device("mps")
-    if wish.type != "cpu":
+    if kind != "cpu":
+        wish = f"cuda:{device}" if isinstance(device, int) else device
         _log.warning(
-            "device %s is not on this machine (%d CUDA devices): the CPU is used",
-            wish,
-            torch.cuda.device_count(),
+            "device %s is not on this machine (%d CUDA devices): the CPU is used", wish, torch.cuda.device_count()
         )
     return torch.device("cpu")
 
@@ -38,18 +46,72 @@ def _resolve_device(device: str | torch.device | int | None) -> torch.device:
 def _pick_device(local_rank: int) -> torch.device:
     """This rank's own device: the GPU with its local rank, or the CPU where there is no GPU.
 
+    A launcher may show each process only its own GPU (`srun --gpus-per-task=1`, CUDA_VISIBLE_DEVICES per rank), which
+    is then number 0 in each. Whether these differ shows only once the ranks can talk: `refuse_shared_devices`.
+
     Raises:
         LaunchError: there are GPUs, but fewer than processes on this node: two ranks would share one in silence.
     """
     count = torch.cuda.device_count()
     if count == 0:
         return torch.device("cpu")
+    if count == 1 and any(os.environ.get(name) for name in _VISIBLE):
+        return torch.device("cuda", 0)
     if local_rank >= count:
         raise LaunchError(
             f"local rank {local_rank} needs GPU {local_rank}, but this node shows {count} GPU(s). "
             f"Start at most {count} processes per node, widen CUDA_VISIBLE_DEVICES, or set training.device=cpu."
         )
     return torch.device("cuda", local_rank)
+
+
+def device_identity(device: torch.device) -> str | None:
+    """What tells this GPU from every other one, on whatever node and under whatever index: host and UUID.
+
+    None for the CPU and others that processes may share.
+    """
+    if device.type != "cuda":
+        return None
+    index = device.index or 0
+    visible = os.environ.get(_VISIBLE[0], "").split(",")
+    # All slices of a divided GPU (MIG) may answer with the UUID of the whole; their names in the list differ.
+    name = visible[index].strip() if index < len(visible) else ""
+    uuid = name if name.startswith("MIG-") else f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    return f"{socket.gethostname()} {uuid}"
+
+
+def refuse_shared_devices(identities: Sequence[str | None]) -> None:
+    """Refuse two ranks on one GPU: they would take each other's memory and time, and nccl would not start.
+
+    Args:
+        identities: `device_identity` of every rank, in the order of ranks.
+
+    Raises:
+        LaunchError: two ranks named the same GPU.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, identity in enumerate(identities):
+        if identity is not None:
+            # A UUID is unique in the world; two containers of one machine differ in their host's name.
+            ranks.setdefault(identity.split(" ")[-1], []).append(rank)
+    shared = [f"ranks {', '.join(map(str, them))} ({identities[them[0]]})" for them in ranks.values() if len(them) > 1]
+    if shared:
+        raise LaunchError(
+            f"Several ranks compute on the same GPU: {'; '.join(shared)}. Each needs its own. Show every process all "
+            "GPUs of its node or one that no other has (CUDA_VISIBLE_DEVICES; `srun --gpus-per-task=1`), start fewer "
+            "processes, or set training.device=cpu."
+        )
+
+
+def _parse(device: str | torch.device | int) -> tuple[str, int]:
+    text = f"cuda:{device}" if isinstance(device, int) else str(device)
+    match = _WISH.fullmatch(text.strip().lower())
+    if match is None:
+        raise LaunchError(
+            f"The device {str(device)!r} is not known; expected auto, cpu, cuda (or gpu), cuda:1, mps, or the index of "
+            "a GPU. Set training.device to one of these."
+        )
+    return "cuda" if match[1] == "gpu" else match[1], int(match[2] or 0)
 
 
 def _best_device() -> torch.device:

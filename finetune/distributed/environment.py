@@ -1,23 +1,31 @@
-"""The launcher's environment, read once into a value. The only module that knows a launch variable by name.
+"""The launcher's environment, read once into values. The only module that knows a launch variable by name.
 
-Three families of variables are known: RANK / WORLD_SIZE / LOCAL_RANK (torchrun, accelerate, our own spawn), OMPI_* and
-PMI_* (MPI), and SLURM_*. The first family that is present is taken whole and never compared with another: `srun
-torchrun …` and `mpirun` inside a Slurm job are normal, and there RANK differs from SLURM_PROCID by design.
+Each kind of launcher passes rank and sizes under names of its own (a `Family`). The first family that is present is
+taken whole and never compared with another: `srun torchrun …` and `mpirun` inside a Slurm job are normal, and there
+RANK differs from SLURM_PROCID by design.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from finetune.distributed.launch_family import Family, number
+from finetune.distributed.slurm_notation import _first_host_from_slurm_nodelist, tasks_on_node
 from finetune.errors import LaunchError
 
 Launcher = Literal["torchrun", "accelerate", "spawn", "mpi", "slurm", "none"]
 
 DEFAULT_MASTER_ADDR = "127.0.0.1"
 DEFAULT_MASTER_PORT = 29500
+SPAWN_RUN_ID_PREFIX = "finetune-spawn-"
+"""How the run id of a local spawn of ours begins: torch's elastic launcher starts it, but nobody typed torchrun."""
+GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""Which network interface gloo listens on."""
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torch.distributed and Accelerate read; `initialize_ddp` writes those that a launcher left out."""
 
@@ -33,6 +41,8 @@ class LaunchEnvironment:
     local_world_size: int
     master_addr: str
     master_port: int
+    launch_id: str = ""
+    """What all processes of this launch share and no other launch does; empty where the launcher has no such thing."""
 
     def as_variables(self) -> dict[str, str]:
         """The same facts under the names that torch.distributed and Accelerate read."""
@@ -47,28 +57,57 @@ class LaunchEnvironment:
         return {name: str(value) for name, value in zip(LAUNCH_VARIABLES, values, strict=True)}
 
 
-@dataclass(frozen=True)
-class _Family:
-    """The names under which one kind of launcher passes the same four facts, each with alternatives."""
-
-    name: str
-    rank: tuple[str, ...]
-    world_size: tuple[str, ...]
-    local_rank: tuple[str, ...]
-    local_world_size: tuple[str, ...]
-
-
-_TORCH = _Family("torch", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
-_MPI = _Family(
-    "MPI",
-    ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
-    ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-    ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-    ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+_TORCH = Family("torch", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
+_OPEN_MPI = Family(
+    "Open MPI",
+    ("OMPI_COMM_WORLD_RANK",),
+    ("OMPI_COMM_WORLD_SIZE",),
+    ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
 )
-_SLURM = _Family(
-    "Slurm", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_LOCALID",), ()
+_MVAPICH = Family(
+    "MVAPICH",
+    ("MV2_COMM_WORLD_RANK",),
+    ("MV2_COMM_WORLD_SIZE",),
+    ("MV2_COMM_WORLD_LOCAL_RANK",),
+    ("MV2_COMM_WORLD_LOCAL_SIZE",),
 )
+# MPICH, Intel MPI (both with Hydra) and others that speak PMI.
+_PMI = Family(
+    "PMI",
+    ("PMI_RANK",),
+    ("PMI_SIZE",),
+    ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+)
+_SLURM = Family(
+    "Slurm", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_LOCALID",)
+)
+_MPI_FAMILIES = (_OPEN_MPI, _MVAPICH, _PMI)
+# Slurm numbers its own steps (batch, extern, interactive, pending) down from 0xFFFFFFFF.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+_USE = "ACCELERATE_USE_"
+_ENGINES = {"MEGATRON_LM": "Megatron-LM", "DEEPSPEED": "DeepSpeed", "PARALLELISM_CONFIG": "parallelism_config"}
+_TPU = (
+    "ACCELERATE_IN_TPU_POD",
+    "ACCELERATE_DOWNCAST_BF16",
+    "XLA_USE_BF16",
+    "XLA_DOWNCAST_BF16",
+    "PJRT_DEVICE",
+)
+_PLAIN_KINDS = "Use an accelerate config file with distributed_type MULTI_GPU, MULTI_CPU or NO."
+
+WORLD_VARIABLES: tuple[str, ...] = (
+    *_TORCH.names,
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    *(name for family in _MPI_FAMILIES for name in family.names),
+)
+"""Everything from which torch (2.13) or Accelerate (1.15) would conclude that there are several processes.
+
+Hidden from them where one process of a failed launch goes on alone. Slurm's own variables are not among them: neither
+library reads those.
+"""
 
 
 def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
@@ -77,16 +116,9 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     Raises:
         LaunchError: variables of the launcher's family are missing, malformed or contradict each other.
     """
-    if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        return _read_family(environ, _TORCH, _torch_launcher(environ))
-    is_slurm_step = "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ
-    is_mpi = any(name in environ for name in (*_MPI.rank, *_MPI.world_size))
-    # `srun --mpi=pmi2` sets PMI_RANK too, but no local rank; mpirun sets both.
-    if is_mpi and not (is_slurm_step and _number(environ, _MPI.local_rank) is None):
-        return _read_family(environ, _MPI, "mpi")
-    if is_slurm_step:
-        return _read_family(environ, _SLURM, "slurm")
-    # Without SLURM_STEP_ID this is the body of a batch script: one process, whatever SLURM_NTASKS says.
+    family = _family_of(environ)
+    if family is not None:
+        return _read_family(environ, family)
     return LaunchEnvironment(
         # `accelerate launch` of one process sets its own settings and no rank.
         launcher="accelerate" if _is_from_accelerate(environ) else "none",
@@ -121,6 +153,16 @@ def has_agent_store(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def given_address(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
+    """The address and port of rank 0 as a launcher or the user set them; None where we have to find a default."""
+    return environ.get("MASTER_ADDR") or None, number(environ, ("MASTER_PORT",))
+
+
+def is_address_given(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher or the user said where rank 0 listens; otherwise address and port are defaults of ours."""
+    return bool(environ.get("MASTER_ADDR") or environ.get("MASTER_PORT"))
+
+
 def is_first_process(environ: Mapping[str, str]) -> bool:
     """Whether this process is rank 0 or alone, as far as the environment can be read."""
     try:
@@ -129,103 +171,191 @@ def is_first_process(environ: Mapping[str, str]) -> bool:
         return True
 
 
+def launcher_pid(environ: Mapping[str, str], environment: LaunchEnvironment) -> int | None:
+    """The parent process where it is a launcher whose end must end this worker; None where it need not be.
+
+    A launcher is torch's elastic agent (torchrun, `accelerate launch` of several processes, our own spawn) or the
+    script that called torch.multiprocessing.spawn. A plain run must outlive its shell (`nohup finetune train &`), and
+    so must one whose RANK was exported by hand; srun and mpirun end their tasks themselves.
+    """
+    if environment.launcher in ("mpi", "slurm", "none"):
+        return None
+    is_worker = "TORCHELASTIC_RUN_ID" in environ or multiprocessing.parent_process() is not None
+    return os.getppid() if is_worker else None
+
+
+def is_address_missing(environ: Mapping[str, str], environment: LaunchEnvironment) -> bool:
+    """Whether processes of other nodes cannot know where rank 0 listens: nobody said it, and a default is of no use."""
+    family = _family_of(environ)
+    if family is None or environ.get("MASTER_ADDR") or environment.master_addr != DEFAULT_MASTER_ADDR:
+        return False
+    here = number(environ, family.local_world_size)
+    return here is not None and here < environment.world_size
+
+
 def is_batch_script_body(environ: Mapping[str, str]) -> bool:
-    """True in the body of an sbatch script that asked for several tasks but was not started through srun."""
-    tasks = environ.get("SLURM_NTASKS", "1")
-    in_step = "SLURM_STEP_ID" in environ
-    return "SLURM_JOB_ID" in environ and not in_step and tasks.isdigit() and int(tasks) > 1
+    """True where Slurm gave a job several tasks but this process was started outside of srun, as the only one.
+
+    That is the body of an sbatch script, or a shell that salloc opened. Under torchrun or mpirun it is False: they
+    start processes of their own there.
+    """
+    if "SLURM_JOB_ID" not in environ or _family_of(environ) is not None:
+        return False
+    counts = (environ.get(name, "") for name in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"))
+    total, per_node, nodes = (int(count) if re.fullmatch(r"[0-9]{1,9}", count) else None for count in counts)
+    # Without `--ntasks`, older versions of Slurm say only how many tasks each node is to have.
+    tasks = (per_node or 0) * (nodes or 1) if total is None else total
+    return tasks > 1
 
 
 def is_cpu_requested(environ: Mapping[str, str]) -> bool:
     """True where `accelerate launch --cpu` asked for the CPU."""
-    return environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    return _is_true(environ.get("ACCELERATE_USE_CPU", ""))
+
+
+def is_started_by_accelerate_alone(environ: Mapping[str, str]) -> bool:
+    """True in the only process of an `accelerate launch`, whatever else (srun) started that."""
+    return _is_from_accelerate(environ) and read_environment(environ).world_size == 1
 
 
 def requested_engine(environ: Mapping[str, str]) -> str | None:
     """The engine that an accelerate config file asked for in place of plain data parallelism, by its name there."""
-    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
-        if environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("1", "true", "yes"):
-            return name
-    return None
+    known = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+    names = (name.removeprefix(_USE) for name, value in environ.items() if name.startswith(_USE) and _is_true(value))
+    engines = [name for name in names if name not in ("CPU", "SAGEMAKER")]
+    return min(engines, key=lambda name: (name not in known, name), default=None)
 
 
 def requested_precision(environ: Mapping[str, str]) -> str | None:
     """The mixed precision that `accelerate launch` was asked for; it exports `no` where it was not."""
     asked = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    return None if asked == "no" else asked
+    return None if asked in ("no", "") else asked
+
+
+def requested_accumulation(environ: Mapping[str, str]) -> int | None:
+    """The gradient accumulation that Accelerate would apply whatever the code says; 1 means that nobody asked.
+
+    `accelerate launch` exports it for DeepSpeed only; elsewhere it comes from the user's shell.
+
+    Raises:
+        LaunchError: it is not a whole number.
+    """
+    asked = number(environ, ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",))
+    return None if asked == 1 else asked
+
+
+def refused_settings(environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Settings of `accelerate launch` that finetune does not follow whatever its own configuration says.
+
+    What `accelerate launch` (seen with 1.15) exports without any option means "not set": ACCELERATE_MIXED_PRECISION=no,
+    ACCELERATE_DYNAMO_BACKEND=NO, ACCELERATE_DYNAMO_MODE=default, ACCELERATE_DYNAMO_USE_DYNAMIC, …_USE_FULLGRAPH and
+    …_USE_REGIONAL_COMPILATION=False, ACCELERATE_USE_CPU=False. Without a backend the other DYNAMO settings do nothing,
+    and without their engine FSDP_*, MEGATRON_LM_*, PARALLELISM_CONFIG_*, ACCELERATE_DEEPSPEED_* and ACCELERATE_FP8_* do
+    nothing. ACCELERATE_DEBUG_MODE, ACCELERATE_CPU_AFFINITY, ACCELERATE_CONFIG_FILE and the like change no result.
+    Precision, accumulation and device are compared with the configuration by others (`requested_precision`,
+    `requested_accumulation`, `is_cpu_requested`).
+
+    Returns:
+        Pairs of the setting as it was found, ``NAME=value``, and why it is refused with what to do.
+    """
+    found: list[tuple[str, str]] = []
+    for name, value in sorted(environ.items()):
+        why = _why_refused(name, value, environ)
+        if why is not None:
+            found.append((f"{name}={value}", why))
+    return found
+
+
+def _why_refused(name: str, value: str, environ: Mapping[str, str]) -> str | None:
+    if name in ("ACCELERATE_USE_CPU", "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"):
+        return None
+    if name == "ACCELERATE_USE_SAGEMAKER":
+        kind = environ.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", "unset").upper()
+        is_plain = kind == "NO" or not _is_true(value)
+        return None if is_plain else f"SageMaker's data parallelism ({kind}) is not supported. {_PLAIN_KINDS}"
+    if name.startswith(_USE) and _is_true(value):
+        engine = _ENGINES.get(name.removeprefix(_USE), name.removeprefix(_USE))
+        return f"{engine} is not supported: training would quietly be plain data parallelism. {_PLAIN_KINDS}"
+    if name == "ACCELERATE_DYNAMO_BACKEND" and value.upper() not in ("NO", ""):
+        return "models are not compiled. Remove dynamo_config from accelerate's config file, or --dynamo_backend."
+    if name == "ACCELERATE_MIXED_PRECISION" and value.lower() in ("fp16", "fp8"):
+        return "trained are fp32 and bf16. Set mixed_precision to no or bf16, and training.precision."
+    if name == "ACCELERATE_TORCH_DEVICE":
+        return "every process would compute on that one device. Unset it and set training.device."
+    if name in _TPU and (_is_true(value) or value.upper() == "TPU"):
+        return f"TPUs (XLA) are not supported. {_PLAIN_KINDS}"
+    return None
+
+
+def _is_true(value: str) -> bool:
+    """As Accelerate reads it."""
+    return value.lower() in ("1", "y", "yes", "t", "true", "on")
 
 
 def _is_from_accelerate(environ: Mapping[str, str]) -> bool:
     return "ACCELERATE_MIXED_PRECISION" in environ or "ACCELERATE_DYNAMO_BACKEND" in environ
 
 
-def _torch_launcher(environ: Mapping[str, str]) -> Launcher:
+def _family_of(environ: Mapping[str, str]) -> Family | None:
+    if _TORCH.is_present(environ):
+        return _TORCH
+    is_slurm_step = _is_slurm_step(environ)
+    for family in _MPI_FAMILIES:
+        # srun with a PMI plugin sets PMI_RANK too, but not the local rank that every mpirun sets.
+        is_from_srun = is_slurm_step and family.local_rank[0] not in environ
+        if family.is_present(environ) and not is_from_srun:
+            return family
+    return _SLURM if is_slurm_step else None
+
+
+def _is_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process.
+
+    A batch script's body and the shell that salloc opens are one process, whatever SLURM_NTASKS says there. They have
+    no step id, or one of those that Slurm keeps for itself: a name such as ``batch``, or 0xFFFFFFF0 and above.
+    """
+    step = environ.get("SLURM_STEP_ID", "")
+    return re.fullmatch(r"[0-9]{1,12}", step) is not None and int(step) < _FIRST_SPECIAL_STEP
+
+
+def _launcher(environ: Mapping[str, str], family: Family) -> Launcher:
+    if family is _SLURM:
+        return "slurm"
+    if family is not _TORCH:
+        return "mpi"
     if _is_from_accelerate(environ):
         return "accelerate"
-    return "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "spawn"
+    run_id = environ.get("TORCHELASTIC_RUN_ID")
+    return "spawn" if run_id is None or run_id.startswith(SPAWN_RUN_ID_PREFIX) else "torchrun"
 
 
-def _read_family(environ: Mapping[str, str], family: _Family, launcher: Launcher) -> LaunchEnvironment:
-    rank = _number(environ, family.rank)
-    world_size = _number(environ, family.world_size)
-    local_rank = _number(environ, family.local_rank)
-    local_world_size = _number(environ, family.local_world_size)
-    if local_rank is None and world_size == 1:
-        local_rank = 0
-    if rank is None or world_size is None or local_rank is None:
-        raise _incomplete(environ, family)
-    if local_world_size is None:
-        local_world_size = _slurm_tasks_here(environ) if family is _SLURM else None
-    if local_world_size is None:
-        local_world_size = world_size if local_rank == rank else max(1, local_rank + 1)
-    if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
-        raise LaunchError(
-            f"The launch variables contradict each other: {_found(environ, family)}. Expected 0 <= rank < "
-            "world size and 0 <= local rank < processes on this node <= world size. Unset them, "
-            "or start again through the launcher."
-        )
+def _launch_id(environ: Mapping[str, str], family: Family, *, is_one_node: bool) -> str:
+    if family is _SLURM:
+        job, step = environ.get("SLURM_JOB_ID", "?"), environ.get("SLURM_STEP_ID", "?")
+        return f"{job}.{step}/attempt-{environ.get('SLURM_RESTART_COUNT', '0')}"
+    if family is not _TORCH:
+        return environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or ""
+    run_id = environ.get("TORCHELASTIC_RUN_ID", "none")
+    # Each node's agent counts only the failures of its own workers: over several nodes the counts differ.
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT") if is_one_node else None
+    parts = [*([] if run_id == "none" else [run_id]), *([] if attempt is None else [f"attempt-{attempt}"])]
+    return "/".join(parts)
+
+
+def _read_family(environ: Mapping[str, str], family: Family) -> LaunchEnvironment:
+    place = family.place(environ, processes_here=_slurm_tasks_here(environ) if family is _SLURM else None)
+    is_one_node = place.local_world_size == place.world_size
     return LaunchEnvironment(
-        launcher=launcher,
-        rank=rank,
-        local_rank=local_rank,
-        world_size=world_size,
-        local_world_size=local_world_size,
-        master_addr=environ.get("MASTER_ADDR") or _default_address(environ, family),
+        launcher=_launcher(environ, family),
+        **place._asdict(),
+        master_addr=environ.get("MASTER_ADDR") or _default_address(environ, family, is_one_node=is_one_node),
         master_port=_port(environ, _default_port(environ, family)),
+        launch_id=_launch_id(environ, family, is_one_node=is_one_node),
     )
-
-
-def _names(family: _Family) -> list[str]:
-    return [*family.rank, *family.world_size, *family.local_rank, *family.local_world_size]
-
-
-def _found(environ: Mapping[str, str], family: _Family) -> str:
-    return ", ".join(f"{name}={environ[name]}" for name in _names(family) if name in environ)
-
-
-def _incomplete(environ: Mapping[str, str], family: _Family) -> LaunchError:
-    needed = (family.rank, family.world_size, family.local_rank)
-    missing = [" or ".join(names) for names in needed if not any(name in environ for name in names)]
-    return LaunchError(
-        f"The environment is only half set for a launch through {family.name} variables: found "
-        f"{_found(environ, family)}; missing {', '.join(missing)}. Start through torchrun, accelerate "
-        "launch, srun or mpirun, which set them all, or unset them to train in one process."
-    )
-
-
-def _number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    for name in names:
-        if name in environ:
-            if not re.fullmatch(r"\d+", environ[name]):
-                raise LaunchError(
-                    f"{name} is {environ[name]!r}; expected a whole number. Start again through the launcher."
-                )
-            return int(environ[name])
-    return None
 
 
 def _port(environ: Mapping[str, str], default: int) -> int:
-    port = _number(environ, ("MASTER_PORT",))
+    port = number(environ, ("MASTER_PORT",))
     if port is None:
         return default
     if not 0 < port < 65536:
@@ -234,50 +364,24 @@ def _port(environ: Mapping[str, str], default: int) -> int:
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
-    """This node's number of tasks: SLURM_STEP_TASKS_PER_NODE reads like ``2(x3),1``, node after node."""
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
-    node = _number(environ, ("SLURM_NODEID",))
-    if text is None or node is None:
-        return None
-    counts: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if match is None:
-            return None
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts[node] if node < len(counts) else None
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    node = number(environ, ("SLURM_NODEID",))
+    return None if counts is None or node is None else tasks_on_node(counts, node)
 
 
-def _default_address(environ: Mapping[str, str], family: _Family) -> str:
-    nodelist = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    if family is _SLURM and nodelist:
+def _default_address(environ: Mapping[str, str], family: Family, *, is_one_node: bool) -> str:
+    """The first host that Slurm names: mpirun in a Slurm job of several nodes begins there too."""
+    nodelist = environ.get("SLURM_STEP_NODELIST") if family is _SLURM else None
+    nodelist = nodelist or environ.get("SLURM_JOB_NODELIST")
+    if nodelist and (family is _SLURM or (family in _MPI_FAMILIES and not is_one_node)):
         return _first_host_from_slurm_nodelist(nodelist)
     return DEFAULT_MASTER_ADDR
 
 
-def _default_port(environ: Mapping[str, str], family: _Family) -> int:
+def _default_port(environ: Mapping[str, str], family: Family) -> int:
     """Jobs and steps that share a node get different ports; every rank computes the same one."""
     if family is not _SLURM:
         return DEFAULT_MASTER_PORT
     job = int(re.sub(r"\D", "", environ.get("SLURM_JOB_ID", "")) or 0)
     step = int(re.sub(r"\D", "", environ.get("SLURM_STEP_ID", "")) or 0)
     return 20000 + (job * 37 + step) % 12000
-
-
-def _first_host_from_slurm_nodelist(nodelist: str) -> str:
-    """The first host of a Slurm node list.
-
-    A list is names between commas; a name may hold several bracket groups, each a list of numbers and ranges:
-    ``n[1-2]-ib,m[3-4]-eth`` begins with ``n1-ib`` and ``c[1-2]n[5-6]`` with ``c1n5``. Leading zeros count.
-    """
-    depth = 0
-    first = []
-    for character in nodelist:
-        if character == "," and depth == 0:
-            break
-        depth += (character == "[") - (character == "]")
-        first.append(character)
-    host = re.sub(r"\[([^\]]*)\]", lambda group: re.split(r"[,-]", group[1])[0], "".join(first)).strip()
-    if not host or depth != 0 or "[" in host or "]" in host:
-        raise LaunchError(f"The Slurm node list {nodelist!r} cannot be read. Set MASTER_ADDR to the first host's name.")
-    return host

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -10,14 +12,19 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
+from finetune.distributed.accelerate_command import read_accelerate_command
 from finetune.distributed.ddp_init import cleanup_ddp, current_context, initialize_ddp
 from finetune.distributed.environment import (
     LaunchEnvironment,
+    given_address,
+    is_address_missing,
     is_batch_script_body,
     is_cpu_requested,
     read_environment,
 )
+from finetune.distributed.local_spawn import run_as_processes
 from finetune.distributed.runtime import Runtime, forget_accelerate
 from finetune.errors import LaunchError
 from finetune.fallbacks import Fallback, Fallbacks
@@ -34,6 +41,9 @@ _log = logging.getLogger(__name__)
 def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     """Join the world this process was started in, and leave it again whatever happens.
 
+    With `parallel.num_processes` and no launcher, this process becomes the launcher: it starts its own command line
+    that many times, waits, and leaves with their exit code.
+
     Collective: every process of the launch enters and leaves. An error before `Runtime.agree_set_up` is raised on all
     ranks, so that none is left waiting.
 
@@ -44,6 +54,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     Raises:
         CheckpointError: the folder holds another run.
         LaunchError: the launcher, the configuration and Accelerate do not describe the same world.
+        SystemExit: this process only started others, or rank 0 goes on alone (`LeftToMain`).
     """
     environment = read_environment(os.environ)
     configure_logs(environment.rank, level=logging.DEBUG if config.training.debug else logging.INFO)
@@ -51,6 +62,9 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     if trains:
         RunFolder(config.output_dir).check(config.resume)
     _check_wish(config, environment, fallbacks)
+    if _is_to_spawn(config, environment):
+        raise SystemExit(run_as_processes(config.parallel.num_processes or 1))
+    _log.info("Process %d/%d started", environment.rank, environment.world_size)
     torch.manual_seed(config.seed)
     device = "cpu" if is_cpu_requested(os.environ) and config.training.device == "auto" else config.training.device
     wish = None if device == "auto" else device
@@ -60,18 +74,16 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         master_port=config.parallel.master_port,
         backend=config.parallel.backend,
         device=wish,
+        flag=config.ddp,
+        fallbacks=fallbacks,
     )
     try:
         if config.training.deterministic:
             torch.use_deterministic_algorithms(True)
-        runtime = Runtime(
-            context or current_context(wish),
-            environment,
-            fallbacks,
-            precision=config.training.precision,
-        )
-        _record_other_device(wish, runtime)
+        runtime = Runtime(context or current_context(wish), environment, fallbacks, config)
         try:
+            runtime.refuse_differences("the configuration", _digest(config))
+            _record_other_device(wish, runtime)
             yield runtime
         except BaseException as error:
             runtime.close(error)
@@ -83,6 +95,18 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         forget_accelerate()
         if context is not None:  # a group that was up before us has an owner, who may launch again
             cleanup_ddp()
+        _log.info("Process %d cleanup completed", environment.rank)
+
+
+def _is_to_spawn(config: Config, environment: LaunchEnvironment) -> bool:
+    return environment.launcher == "none" and (config.parallel.num_processes or 1) > 1 and not dist.is_initialized()
+
+
+def _digest(config: Config) -> str:
+    """What must be equal on all ranks: everything but the place of the process."""
+    own = {"rank", "output_device"}
+    values = config.model_dump(mode="json", exclude={"parallel": own, "data": {"cache_dir"}})
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _record_other_device(wish: str | None, runtime: Runtime) -> None:
@@ -92,24 +116,72 @@ def _record_other_device(wish: str | None, runtime: Runtime) -> None:
 
 
 def _check_wish(config: Config, environment: LaunchEnvironment, fallbacks: Fallbacks) -> None:
-    """Compare what the configuration asks for with what the launcher started."""
-    for key, started in (("world_size", environment.world_size), ("rank", environment.rank)):
+    """Compare what the configuration asks for with what the launcher started.
+
+    Raises:
+        LaunchError: names both sides, and where the wish was made.
+    """
+    started = {"world_size": environment.world_size, "rank": environment.rank}
+    if environment.launcher != "none":
+        started["num_processes"] = environment.world_size
+    shown = f"RANK={environment.rank}, WORLD_SIZE={environment.world_size}"
+    for key, actual in started.items():
         asked = getattr(config.parallel, key)
-        if asked is not None and asked != started:
+        if asked is not None and asked != actual:
             raise LaunchError(
                 f"parallel.{key} is {asked} ({config.origin(f'parallel.{key}')}) but {environment.launcher} started "
-                f"this process with {key} {started}. Remove the key, or launch to match it."
+                f"this process with {shown}. Remove the key, or launch to match it."
             )
-    if config.ddp is False and environment.world_size > 1:
+    _check_address(config, environment)
+    if config.ddp is False and (config.parallel.num_processes or 1) > 1:
         raise LaunchError(
-            f"ddp is false ({config.origin('ddp')}) but {environment.launcher} started {environment.world_size} "
-            "processes, which would train the same thing side by side. Start one process, or drop ddp=False."
+            f"ddp is false ({config.origin('ddp')}) but parallel.num_processes is {config.parallel.num_processes} "
+            f"({config.origin('parallel.num_processes')}). Drop one of them."
         )
-    if config.ddp is True and environment.world_size == 1:
-        _log.warning("[Trainer] Warning: DDP was requested but WORLD_SIZE is 1: this process trains alone")
-        why = "the launcher started one process; use torchrun, accelerate launch or srun for more"
-        fallbacks.take(Fallback(what="ddp", wanted="several processes", used="one process", why=why))
+    _check_accelerate(config, environment, fallbacks)
     if is_batch_script_body(os.environ):
         _log.warning(
-            "this is the body of a Slurm batch script: one process. Prefix the command with srun to start all tasks"
+            "Slurm gave this job several tasks, but this process was started outside of srun: it is one process. "
+            "Prefix the command with srun to start all tasks"
+        )
+
+
+def _check_accelerate(config: Config, environment: LaunchEnvironment, fallbacks: Fallbacks) -> None:
+    """What `accelerate launch` was asked for, and does not say in its variables or does not do."""
+    if is_cpu_requested(os.environ) and config.training.device not in ("auto", "cpu"):
+        raise LaunchError(
+            f"accelerate launch --cpu was asked for, but training.device is {config.training.device} "
+            f"({config.origin('training.device')}). Drop one of them."
+        )
+    command = read_accelerate_command(os.environ)
+    if command is not None and command.engine is not None:
+        raise LaunchError(
+            f"accelerate launch was asked for {command.engine}, which finetune does not support, and dropped it "
+            "without a word because of --cpu. Use a config file with distributed_type MULTI_GPU, MULTI_CPU or NO."
+        )
+    asked = None if command is None else command.num_processes
+    if asked is not None and asked > environment.world_size:
+        why = (
+            f"accelerate launch was asked for {asked} processes on the CPU and started one. Use torchrun "
+            f"--nproc_per_node {asked}, parallel.num_processes={asked}, or accelerate launch --multi_gpu "
+            f"--num_processes {asked}, which starts {asked} without any GPU too"
+        )
+        fallbacks.take(Fallback(what="accelerate launch", wanted=f"{asked} processes", used="one process", why=why))
+
+
+def _check_address(config: Config, environment: LaunchEnvironment) -> None:
+    """An address that a launcher settled is settled: its agent may hold the store there already."""
+    given_addr, given_port = given_address(os.environ)
+    settled = {"master_addr": given_addr, "master_port": given_port}
+    for key, value in settled.items():
+        asked = getattr(config.parallel, key)
+        if None not in (asked, value) and environment.world_size > 1 and asked != value:
+            raise LaunchError(
+                f"parallel.{key} is {asked} ({config.origin(f'parallel.{key}')}) but {environment.launcher} set "
+                f"{key.upper()}={value}. Remove the key, or tell the launcher."
+            )
+    if is_address_missing(os.environ, environment) and config.parallel.master_addr is None:
+        raise LaunchError(
+            f"{environment.launcher} started {environment.world_size} processes on several nodes, and nothing says "
+            "where rank 0 is. Set MASTER_ADDR (or parallel.master_addr) to the name of its machine."
         )

@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Literal, TypeVar
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,14 +24,27 @@ from accelerate.utils import DistributedType, broadcast_object_list, gather_obje
 
 from finetune import __version__
 from finetune.distributed.ddp_init import ProcessContext
-from finetune.distributed.environment import LaunchEnvironment, requested_engine, requested_precision
-from finetune.errors import FinetuneError, LaunchError, PeerFailedError
+from finetune.distributed.environment import (
+    LaunchEnvironment,
+    launcher_pid,
+    refused_settings,
+    requested_accumulation,
+    requested_precision,
+)
+from finetune.distributed.gradients import LossFunction, Reducer, sum_flat
+from finetune.distributed.watchdog import Watchdog, WatchedRank
+from finetune.errors import FinetuneError, LaunchError, PeerFailedError, RunFailedError
 from finetune.fallbacks import Fallbacks
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
 
 Value = TypeVar("Value")
 Precision = Literal["fp32", "bf16"]
 
 _log = logging.getLogger(__name__)
+_WORD_OF_FAULT_SECONDS = 5.0
+"""A broken collective is felt before the word arrives why."""
 _PLAIN_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -44,33 +59,18 @@ class Runtime:
     """
 
     def __init__(
-        self,
-        context: ProcessContext,
-        environment: LaunchEnvironment,
-        fallbacks: Fallbacks,
-        *,
-        precision: Literal["auto", "fp32", "bf16"] = "auto",
+        self, context: ProcessContext, environment: LaunchEnvironment, fallbacks: Fallbacks, config: Config
     ) -> None:
         self.context = context
         self.environment = environment
         self.fallbacks = fallbacks
-        self.precision: Precision = _resolve_precision(precision, context.device)
+        self.precision: Precision = _resolve_precision(config.training.precision, context.device)
+        self._parallel = config.parallel
         self._is_set_up = False
         self._closing: list[Callable[[BaseException | None], None]] = []
-        engine = requested_engine(os.environ)
-        if engine is not None:
-            # To train as plain data parallelism then would be a quiet lie.
-            raise LaunchError(
-                f"accelerate launch asks for {engine} (ACCELERATE_USE_{engine}), which finetune does not support. "
-                "Use a config file with distributed_type MULTI_GPU, MULTI_CPU or NO."
-            )
-        asked = requested_precision(os.environ)
-        if asked not in (None, self.precision):
-            raise LaunchError(
-                f"accelerate launch asks for mixed precision {asked} (ACCELERATE_MIXED_PRECISION), but "
-                f"training.precision {precision} means {self.precision} here. Set training.precision, or remove it "
-                "from accelerate's config."
-            )
+        self._reducer: Reducer | None = None
+        self._watchdog: Watchdog | None = None
+        self._refuse_wishes_of_accelerate(config.training.precision)
         self._accelerator = Accelerator(
             cpu=context.device.type == "cpu",
             mixed_precision="bf16" if self.precision == "bf16" else "no",
@@ -78,6 +78,8 @@ class Runtime:
         )
         self._compare_worlds()
         self._log_first_line()
+        if context.distributed:
+            self._watchdog = self._start_watchdog()
 
     @property
     def rank(self) -> int:
@@ -116,9 +118,10 @@ class Runtime:
                 parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else frozen)
         self._accelerator.prepare_model(model, evaluation_mode=True)
         if self.context.distributed:
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    dist.broadcast(parameter.data, src=0)
+            with self._collective("copying rank 0's weights"):
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        dist.broadcast(parameter.data, src=0)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Hand an optimizer to Accelerate. The learning rate is never handed over: it is a function of the step."""
@@ -130,29 +133,57 @@ class Runtime:
         context: AbstractContextManager[None] = self._accelerator.autocast()
         return context
 
+    @property
+    def needs_even_shares(self) -> bool:
+        """Whether every rank must come with the same number of micro-batches (`parallel.gradient_sync=ddp`)."""
+        return self._parallel.gradient_sync == "ddp" and self.context.distributed
+
+    def loss(self, compute: LossFunction, model: torch.nn.Module, microbatch: Any, *, is_last: bool) -> torch.Tensor:
+        """Compute a micro-batch's loss in the run's precision.
+
+        Collective with `parallel.gradient_sync=ddp`: every rank, equally often in a step.
+
+        Args:
+            compute: (model, micro-batch) to the loss.
+            model: placed.
+            microbatch: on the CPU or on this rank's device.
+            is_last: whether the gradients may be shared with the backward pass of this one.
+        """
+        there = microbatch.to(self.device)
+        with self.autocast():
+            if not self.needs_even_shares:
+                return compute(model, there)
+            if self._reducer is None:
+                wish = self._parallel
+                with self._collective("making torch's reducer"):
+                    self._reducer = Reducer(
+                        model,
+                        compute,
+                        device=self.device,
+                        output_device=wish.output_device,
+                        find_unused_parameters=wish.find_unused_parameters,
+                    )
+            return self._reducer.loss(there, is_last=is_last)
+
     def backward(self, loss: torch.Tensor) -> None:
         """Add a loss's gradients to this rank's own; `sync_gradients` shares them."""
-        self._accelerator.backward(loss)
+        with self._collective("backward") if self._reducer is not None else nullcontext():
+            self._accelerator.backward(loss)
 
     def sync_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Sum the gradients over ranks in one flat all-reduce.
+        """Sum the gradients over ranks, where the backward pass has not done so.
 
-        Parameters in their own order give one sum with the same bits after a restart, which DDP's rebuilt buckets do
-        not; and a rank may come without any micro-batch. A parameter without a gradient counts as zero, in a world of
-        one too, so that the optimizer does the same everywhere.
+        A parameter without a gradient counts as zero, in a world of one too, so that the optimizer does the same
+        everywhere.
 
         Collective: every rank, once per step, with the same parameters.
         """
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if not self.context.distributed:
-            return
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(flat)
-        for gradient, shared in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
-            gradient.copy_(shared.view_as(gradient))
+        if self.context.distributed and self._reducer is None:
+            with self._collective("sync_gradients"):
+                sum_flat(parameters)
 
     def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> float:
         """Scale gradients down to `max_norm`; the norm before that is returned (None: only measure).
@@ -170,7 +201,8 @@ class Runtime:
             return [float(value) for value in mine]
         # The sums travel through the backend's own device: nccl knows no CPU tensors.
         there = mine.to(self.device)
-        dist.all_reduce(there)
+        with self._collective("sum"):
+            dist.all_reduce(there)
         return [float(value) for value in there.cpu()]
 
     def broadcast_from_main(self, value: Value) -> Value:
@@ -178,7 +210,8 @@ class Runtime:
         if not self.context.distributed:
             return value
         box: list[Value] = [value]
-        broadcast_object_list(box, from_process=0)
+        with self._collective("broadcast_from_main"):
+            broadcast_object_list(box, from_process=0)
         return box[0]
 
     def agree(self, error: BaseException | None, during: str) -> None:
@@ -193,7 +226,8 @@ class Runtime:
             return
         code = error.exit_code if isinstance(error, FinetuneError) else 1
         mine = None if error is None else (self.rank, code, f"{type(error).__name__}: {error}")
-        failed = [entry for entry in gather_object([mine]) if entry is not None]
+        with self._collective(f"agree on {during}"):
+            failed = [entry for entry in gather_object([mine]) if entry is not None]
         if error is not None:
             raise error
         if failed:
@@ -206,27 +240,120 @@ class Runtime:
             self._is_set_up = True
             self.agree(None, during="set-up")
 
+    def refuse_differences(self, what: str, digest: str) -> None:
+        """Refuse to train where ranks were given different things: their sum would mean nothing. Collective.
+
+        Args:
+            what: for the message, for example ``the training rows``.
+            digest: equal on all ranks, or it is an error.
+
+        Raises:
+            LaunchError: on all ranks.
+        """
+        if not self.context.distributed:
+            return
+        with self._collective(f"comparing {what}"):
+            digests = gather_object([digest])
+        different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if different:
+            ranks = ", ".join(map(str, different[:12]))
+            raise LaunchError(
+                f"{what} of rank {ranks} is not that of rank 0. Start every rank with the same command, the same "
+                "config files and the same data."
+            )
+
+    def at(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
+        """Say where this rank is: what a fault's message names, and where `parallel.step_timeout_minutes` starts anew.
+
+        Args:
+            phase: for example ``training``.
+            step: the optimizer step, where there is one.
+            timed: whether the step timeout counts from here on.
+        """
+        if self._watchdog is not None:
+            self._watchdog.at(phase, step, timed=timed)
+
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
-        self._accelerator.wait_for_everyone()
+        with self._collective("barrier"):
+            self._accelerator.wait_for_everyone()
 
     def on_close(self, action: Callable[[BaseException | None], None]) -> None:
         """Call `action` when the run leaves this world, with the error that ends it or None."""
         self._closing.append(action)
 
     def close(self, error: BaseException | None) -> None:
-        """Leave: end what was opened, and tell the other ranks of an error while they can still hear it.
-
-        Until `agree_set_up` every rank comes by there; after it, the launcher and the closed group tell them.
-        """
+        """Leave: end what was opened, and tell the other ranks of an error. Not a collective."""
+        watchdog, self._watchdog = self._watchdog, None
         try:
-            while self._closing:
-                self._closing.pop()(error)
-            if not self._is_set_up and isinstance(error, Exception):
-                self._is_set_up = True
-                self.agree(error, during="set-up")
+            if watchdog is not None and error is not None:
+                watchdog.fail(f"{type(error).__name__}: {error}")
+            self._end_what_was_opened(error)
         finally:
+            if watchdog is not None:
+                watchdog.close()
             self._accelerator.free_memory()
+
+    def _end_what_was_opened(self, error: BaseException | None) -> None:
+        while self._closing:
+            self._closing.pop()(error)
+
+    def _start_watchdog(self) -> Watchdog:
+        watched = WatchedRank(
+            rank=self.rank,
+            world_size=self.world_size,
+            master_addr=self.environment.master_addr,
+            launcher_pid=launcher_pid(os.environ, self.environment),
+            step_timeout=timedelta(minutes=self._parallel.step_timeout_minutes),
+        )
+        return Watchdog(
+            watched,
+            share=self.broadcast_from_main,
+            last_words=lambda fault: self._end_what_was_opened(RunFailedError(fault)),
+        )
+
+    @contextmanager
+    def _collective(self, what: str) -> Iterator[None]:
+        """A block that waits for the other ranks. If one of them is gone, the error says which and where it was.
+
+        Raises:
+            RunFailedError: another rank failed, was killed or cannot be reached.
+        """
+        watchdog = self._watchdog
+        try:
+            with watchdog.waiting(what) if watchdog is not None else nullcontext():
+                yield
+        except (dist.DistError, RuntimeError) as error:
+            began = time.monotonic()
+            fault = watchdog.reason(_WORD_OF_FAULT_SECONDS) if watchdog is not None else None
+            if fault is None and not _is_lost_contact(error):
+                raise
+            _log.debug("%s: %s (waited %.1f s for a word)", what, error, time.monotonic() - began)
+            raise RunFailedError(fault or f"another rank left during {what}: {error}") from error
+
+    def _refuse_wishes_of_accelerate(self, precision: str) -> None:
+        """What `accelerate launch` was asked for must not be passed over in silence.
+
+        Raises:
+            LaunchError: it asks for what finetune does not do, or for something else than the configuration.
+        """
+        refused = refused_settings(os.environ)
+        if refused:
+            listed = "; ".join(f"{setting}: {why}" for setting, why in refused)
+            raise LaunchError(f"accelerate launch asks for what finetune does not do. {listed}")
+        asked = requested_precision(os.environ)
+        if asked not in (None, self.precision):
+            raise LaunchError(
+                f"accelerate launch asks for mixed precision {asked} (ACCELERATE_MIXED_PRECISION), but "
+                f"training.precision {precision} means {self.precision} here. Set training.precision, or remove it "
+                "from accelerate's config."
+            )
+        steps = requested_accumulation(os.environ)
+        if steps is not None:
+            raise LaunchError(
+                f"the environment asks for {steps} accumulation steps (ACCELERATE_GRADIENT_ACCUMULATION_STEPS); here "
+                "training.batch_size and training.global_batch_size settle them. Unset it."
+            )
 
     def _compare_worlds(self) -> None:
         theirs = self._accelerator
@@ -281,3 +408,10 @@ def _kind(kind: DistributedType) -> str:
 def _device_name(device: torch.device) -> str:
     """`cpu` and `cpu:0` are one device, and so are `cuda` and `cuda:0`."""
     return device.type if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+
+
+def _is_lost_contact(error: Exception) -> bool:
+    """Whether a collective failed because of another rank; the backends have no type of error for it."""
+    text = str(error)
+    signs = ("closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out", "NCCL", "Socket")
+    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)

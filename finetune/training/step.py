@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from finetune.data.batches import Microbatch, derived_seed
+from finetune.data.batches import EMPTY_MICROBATCH, Microbatch, derived_seed
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import summed_cross_entropy
 from finetune.errors import DataError, RunFailedError
@@ -62,18 +62,22 @@ def train_step(
     parameters = trainable_parameters(model)
 
     counts = [sum(m.num_targets for _, m in microbatches), sum(m.num_tokens for _, m in microbatches)]
-    num_targets, num_tokens = (int(count) for count in runtime.sum(counts))
+    num_targets, num_tokens, num_microbatches = map(int, runtime.sum([*counts, len(microbatches)]))
     if num_targets == 0:
         raise DataError(
             f"no row of step {step} has a target token. See how the rows are encoded, or raise data.max_length."
         )
 
+    share = list(microbatches)
+    if runtime.needs_even_shares:
+        rounds = math.ceil(num_microbatches / runtime.world_size)
+        share += [(num_microbatches, EMPTY_MICROBATCH)] * (rounds - len(share))
     loss_sum = 0.0
-    for index, microbatch in microbatches:
+    for position, (index, microbatch) in enumerate(share):
         # Masks belong to the micro-batch, whatever rank computes it and however often the run was resumed.
         torch.manual_seed(derived_seed(seed, step, index))
-        with runtime.autocast():
-            summed = summed_cross_entropy(model, microbatch.to(runtime.device))
+        is_last = position == len(share) - 1
+        summed = runtime.loss(summed_cross_entropy, model, microbatch, is_last=is_last)
         runtime.backward(summed / num_targets)
         loss_sum += float(summed.detach())
     runtime.sync_gradients(parameters)

@@ -10,18 +10,19 @@ from finetune.config.keys import fields
 from finetune.shipped_files import shipped_folder
 
 SHIPPED = {
-    "run": ["quickstart"],
+    "run": ["quickstart", "train_ddp"],
     "model": ["phi2", "phi3_5_mini", "phi3_mini", "phi4", "phi4_mini", "phi_tiny"],
     "data": ["orders", "phi4"],
     "task": ["debug", "finetune_full", "finetune_lora", "pretrain_corpus", "pretrain_drill", "pretrain_start"],
     "parallel": ["auto", "ddp", "single"],
 }
-NUM_FILES = 18
+NUM_FILES = 19
 
 LOADER_KEYS = "batch_size num_workers pin_memory prefetch_factor drop_last"
 KEYS = {
     "": "ddp seed output_dir resume strict",
-    "parallel": "world_size rank master_addr master_port backend timeout_minutes",
+    "parallel": "num_processes world_size rank master_addr master_port backend timeout_minutes step_timeout_minutes "
+    "gradient_sync output_device find_unused_parameters",
     "model": "path revision init config tokenizer chat_template attention trust_remote_code",
     "data": "path name revision train validation test format max_length max_rows cache_dir",
     "lora": "r alpha dropout targets",

@@ -1,6 +1,5 @@
 import json
 import os
-import socket
 from datetime import timedelta
 
 import pytest
@@ -10,16 +9,10 @@ import torch.distributed as dist
 from finetune import cleanup_ddp, initialize_ddp
 from finetune.config.schema import Config
 from finetune.distributed.ddp_init import _is_env_distributed, _should_use_distributed
-from finetune.distributed.device import _pick_device, _resolve_device
 from finetune.distributed.environment import LAUNCH_VARIABLES
-from finetune.errors import LaunchError
-from tests.launches import write_report
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from finetune.errors import ConfigError, LaunchError
+from finetune.fallbacks import Fallbacks
+from tests.launches import free_port, write_report
 
 
 def launch_variables():
@@ -111,24 +104,30 @@ def test_nccl_without_a_gpu_is_refused():
         initialize_ddp(rank=0, worldsize=2, backend="nccl", device="cpu")
 
 
-def test_ranks_that_do_not_come_are_a_launch_error_that_names_the_address_and_leaves_nothing():
+def test_if_nobody_comes_rank_0_trains_alone_and_leaves_nothing_behind():
     port = free_port()
-    with pytest.raises(LaunchError) as caught:
-        initialize_ddp(
-            timedelta(seconds=1), rank=0, worldsize=2, master_addr="127.0.0.1", master_port=port, device="cpu"
-        )
-    assert f"rank 0 could not join the world of 2 at 127.0.0.1:{port} (spawn, gloo)" in str(caught.value)
+    context = initialize_ddp(
+        timedelta(seconds=1), rank=0, worldsize=2, master_addr="localhost", master_port=port, device="cpu"
+    )
+    assert context == (False, 0, 0, 1, torch.device("cpu"))
+    assert set(launch_variables()) == {"MASTER_ADDR", "MASTER_PORT"}, "Accelerate must see one process"
+    cleanup_ddp()
     assert not dist.is_initialized()
     assert launch_variables() == {}
 
 
-def test_a_port_in_use_is_a_launch_error():
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"127.0.0.1:{port}.*port is free"):
-            initialize_ddp(timedelta(seconds=2), rank=0, worldsize=2, master_port=port, device="cpu")
+def test_a_strict_world_that_is_not_formed_is_a_launch_error_and_leaves_nothing():
+    port = free_port()
+    with pytest.raises(LaunchError, match=f"rank 1 of 2 did not come to 127.0.0.1:{port} within 1 s"):
+        initialize_ddp(
+            timedelta(seconds=1),
+            rank=0,
+            worldsize=2,
+            master_port=port,
+            device="cpu",
+            fallbacks=Fallbacks(strict=True),
+        )
+    assert not dist.is_initialized()
     assert launch_variables() == {}
 
 
@@ -137,8 +136,18 @@ def test_a_port_and_an_address_in_the_environment_are_used_and_stay(monkeypatch)
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(LaunchError, match=f"at localhost:{port}"):
-        initialize_ddp(timedelta(seconds=1), rank=0, worldsize=2, device="cpu")
+        initialize_ddp(timedelta(seconds=0), rank=1, worldsize=2, device="cpu")
     assert launch_variables() == {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+
+
+def test_ddp_in_a_world_of_one_is_said_and_recorded(caplog):
+    fallbacks = Fallbacks()
+    initialize_ddp(device="cpu", flag=True, fallbacks=fallbacks)
+    assert "[Trainer] Warning: DDP was requested but WORLD_SIZE is 1" in caplog.text
+    assert [record["what"] for record in fallbacks.as_records()] == ["ddp"]
+    with pytest.raises(ConfigError, match="strict"):
+        initialize_ddp(device="cpu", flag=True, fallbacks=Fallbacks(strict=True))
+    cleanup_ddp()
 
 
 def test_the_flag_for_distributed_training_is_settled_by_what_was_launched(monkeypatch):
@@ -148,29 +157,3 @@ def test_the_flag_for_distributed_training_is_settled_by_what_was_launched(monke
         monkeypatch.setenv(name, value)
     assert _is_env_distributed()
     assert [_should_use_distributed(flag) for flag in (True, None, False)] == [True, True, False]
-
-
-def test_a_device_that_is_not_there_becomes_the_cpu_with_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert _resolve_device("cpu") == torch.device("cpu")
-    assert not caplog.records
-    for wish in ("cuda", "gpu", "cuda:1", 0, torch.device("cuda", 3)):
-        caplog.clear()
-        assert _resolve_device(wish) == torch.device("cpu")
-        assert "the CPU is used" in caplog.text
-
-
-def test_a_gpu_is_taken_by_its_name_or_number(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    wishes = {"cuda": 0, "gpu": 0, "cuda:1": 1, "gpu:1": 1, 1: 1}
-    assert {wish: _resolve_device(wish).index for wish in wishes} == wishes
-    assert _resolve_device("cuda:2") == torch.device("cpu")
-
-
-def test_each_local_rank_has_its_own_gpu_or_the_launch_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert [_pick_device(rank) for rank in (0, 1)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
-    with pytest.raises(LaunchError, match="local rank 2 needs GPU 2, but this node shows 2 GPU"):
-        _pick_device(2)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert _pick_device(5) == torch.device("cpu")

@@ -4,51 +4,40 @@ import sys
 import pytest
 
 from finetune.distributed.environment import (
+    DEFAULT_MASTER_ADDR,
+    DEFAULT_MASTER_PORT,
     LAUNCH_VARIABLES,
+    is_address_given,
+    is_address_missing,
     is_batch_script_body,
-    is_cpu_requested,
     read_environment,
-    requested_engine,
-    requested_precision,
 )
 from finetune.errors import LaunchError
-
-TORCHRUN = {
-    "RANK": "3",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "node7",
-    "MASTER_PORT": "1234",
-    "TORCHELASTIC_RUN_ID": "none",
-}
-ACCELERATE = {**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
-OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
-INTEL_MPI = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-SRUN = {
-    "SLURM_JOB_ID": "77",
-    "SLURM_STEP_ID": "2",
-    "SLURM_PROCID": "3",
-    "SLURM_NTASKS": "4",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_STEP_NODELIST": "gpu[07-08]",
-}
-
-
-def without(variables, *names):
-    return {name: value for name, value in variables.items() if name not in names}
+from tests.distributed.launcher_variables import (
+    ACCELERATE,
+    BATCH_BODY,
+    HYDRA,
+    MPIRUN_STEP,
+    MVAPICH,
+    OPEN_MPI,
+    SALLOC_SHELL,
+    SRUN,
+    SRUN_PMI2,
+    TORCHRUN,
+    without,
+)
 
 
 @pytest.mark.parametrize(
     ("launcher", "environ"),
-    [("torchrun", TORCHRUN), ("accelerate", ACCELERATE), ("mpi", OPEN_MPI), ("mpi", INTEL_MPI), ("slurm", SRUN)],
+    [
+        ("torchrun", TORCHRUN),
+        ("accelerate", ACCELERATE),
+        ("mpi", OPEN_MPI),
+        ("mpi", HYDRA),
+        ("mpi", MVAPICH),
+        ("slurm", SRUN),
+    ],
 )
 def test_each_launcher_says_which_process_this_is(launcher, environ):
     read = read_environment(environ)
@@ -78,23 +67,44 @@ def test_torchrun_inside_srun_wins_over_slurm_and_mpi():
 
 def test_mpirun_inside_a_slurm_job_wins_over_slurm():
     # mpirun starts one daemon per node through srun: what SLURM_PROCID counts there is nodes.
-    for mpi in (OPEN_MPI, INTEL_MPI):
-        read = read_environment({**SRUN, **mpi, "SLURM_PROCID": "0", "SLURM_NTASKS": "2"})
+    for mpi in (OPEN_MPI, HYDRA, MVAPICH):
+        read = read_environment({**MPIRUN_STEP, **mpi})
         assert (read.launcher, read.rank, read.world_size) == ("mpi", 3, 4)
 
 
-def test_srun_with_pmi2_is_slurm():
-    read = read_environment({**SRUN, "PMI_RANK": "3", "PMI_SIZE": "4"})
-    assert (read.launcher, read.rank, read.local_rank) == ("slurm", 3, 1)
+@pytest.mark.parametrize("more", [{}, {"PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}])
+def test_srun_with_a_pmi_plugin_is_slurm(more):
+    read = read_environment({**SRUN_PMI2, **more})
+    assert (read.launcher, read.rank, read.local_rank, read.world_size) == ("slurm", 1, 1, 2)
 
 
-def test_the_body_of_a_batch_script_is_one_process():
-    body = without(SRUN, "SLURM_STEP_ID") | {"SLURM_PROCID": "0"}
-    assert read_environment(body).world_size == 1
+@pytest.mark.parametrize("body", [BATCH_BODY, SALLOC_SHELL], ids=["sbatch", "salloc"])
+def test_outside_of_srun_a_slurm_job_is_one_process(body):
+    read = read_environment(body)
+    assert (read.launcher, read.rank, read.world_size) == ("none", 0, 1)
     assert is_batch_script_body(body)
+    assert not is_batch_script_body(body | {"SLURM_NTASKS": "1"})
+    assert not is_batch_script_body(body | TORCHRUN), "torchrun in the body starts processes of its own"
+    assert not is_batch_script_body(body | OPEN_MPI)
+
+
+def test_the_tasks_that_a_job_asked_for_are_counted_without_their_total_too():
+    per_node = without(BATCH_BODY, "SLURM_NTASKS", "SLURM_NPROCS") | {"SLURM_NNODES": "2"}
+    assert is_batch_script_body(per_node | {"SLURM_NTASKS_PER_NODE": "1"})
+    assert not is_batch_script_body(per_node)  # nobody asked for tasks: how many fit on the nodes says nothing
     assert not is_batch_script_body(SRUN)
     assert not is_batch_script_body({})
-    assert not is_batch_script_body({**body, "SLURM_NTASKS": "1"})
+    assert not is_batch_script_body(per_node | {"SLURM_NTASKS": "many"})
+
+
+@pytest.mark.parametrize("step", ["batch", "extern", "interactive", "4294967290", "4294967291", "4294967294", "", "²"])
+def test_the_steps_that_slurm_keeps_for_itself_are_one_process(step):
+    # 0xFFFFFFFA is the shell that salloc opens on a node, 0xFFFFFFFB the batch script.
+    shell = {**BATCH_BODY, "SLURM_STEP_ID": step}
+    read = read_environment(shell)
+    assert (read.launcher, read.world_size) == ("none", 1)
+    assert is_batch_script_body(shell)
+    assert read_environment({**shell, **OPEN_MPI}).launcher == "mpi"
 
 
 def test_an_interactive_step_of_one_task_is_one_process_whatever_the_job_asked_for():
@@ -115,15 +125,32 @@ def test_half_a_launch_is_refused_and_lists_what_is_found_and_missing(missing):
 
 
 def test_half_an_mpi_or_slurm_launch_is_refused():
-    with pytest.raises(LaunchError, match=r"PMI_SIZE=4.*missing OMPI_COMM_WORLD_RANK or PMI_RANK"):
-        read_environment(without(INTEL_MPI, "PMI_RANK"))
+    with pytest.raises(LaunchError, match=r"PMI_SIZE=4.*missing PMI_RANK"):
+        read_environment(without(HYDRA, "PMI_RANK"))
     with pytest.raises(LaunchError, match="missing SLURM_LOCALID"):
         read_environment(without(SRUN, "SLURM_LOCALID"))
+    with pytest.raises(LaunchError, match="missing SLURM_PROCID"):
+        read_environment(without(SRUN, "SLURM_PROCID"))
+    with pytest.raises(LaunchError, match="missing OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE"):
+        read_environment({"OMPI_COMM_WORLD_LOCAL_RANK": "0", "PMIX_RANK": "0"})
+
+
+def test_one_family_is_never_completed_from_another():
+    half = without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE")
+    with pytest.raises(LaunchError, match="missing OMPI_COMM_WORLD_SIZE"):
+        read_environment({**half, **HYDRA, **SRUN})
+    with pytest.raises(LaunchError, match="missing WORLD_SIZE"):
+        read_environment({**without(TORCHRUN, "WORLD_SIZE"), **OPEN_MPI, **SRUN})
+
+
+def test_an_uneven_step_that_says_otherwise_is_refused_with_its_count():
+    with pytest.raises(LaunchError, match="SLURM_LOCALID=1, 1 processes on this node"):
+        read_environment({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "3,1"})
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"RANK": "4"}, {"LOCAL_RANK": "2"}, {"LOCAL_WORLD_SIZE": "5"}, {"WORLD_SIZE": "0"}],
+    [{"RANK": "4"}, {"LOCAL_RANK": "2"}, {"LOCAL_WORLD_SIZE": "5"}, {"LOCAL_WORLD_SIZE": "0"}, {"WORLD_SIZE": "0"}],
 )
 def test_contradictions_are_refused_and_shown(change):
     environ = {**TORCHRUN, **change}
@@ -134,7 +161,8 @@ def test_contradictions_are_refused_and_shown(change):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("RANK", "-1"), ("RANK", ""), ("WORLD_SIZE", "two"), ("MASTER_PORT", "http")]
+    ("name", "value"),
+    [("RANK", "-1"), ("RANK", ""), ("WORLD_SIZE", "two"), ("RANK", "1" * 5000), ("MASTER_PORT", "http")],
 )
 def test_what_is_no_number_is_refused_by_name(name, value):
     with pytest.raises(LaunchError, match=f"{name} is '{value}'"):
@@ -151,26 +179,46 @@ def test_one_process_needs_no_local_rank():
     assert read_environment({"RANK": "0", "WORLD_SIZE": "1"}).local_rank == 0
 
 
+def test_rank_0_of_a_slurm_step_is_on_the_first_host_of_the_step():
+    step = {**SRUN, "SLURM_JOB_NODELIST": "a[1-9]", "SLURM_STEP_NODELIST": "n[2-3]-ib,m[3-4]-eth"}
+    assert read_environment(step).master_addr == "n2-ib"
+    assert read_environment(without(step, "SLURM_STEP_NODELIST")).master_addr == "a1"
+    with pytest.raises(LaunchError, match="cannot be read"):
+        read_environment({**SRUN, "SLURM_STEP_NODELIST": "node[001-004"})
+
+
+def test_mpirun_over_the_nodes_of_a_slurm_job_begins_on_its_first_host():
+    inside = {**OPEN_MPI, "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "gpu[07-08]"}
+    assert read_environment(inside).master_addr == "gpu07"
+    one_node = {**inside, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+    assert read_environment(one_node).master_addr == DEFAULT_MASTER_ADDR
+
+
 @pytest.mark.parametrize(
-    ("nodelist", "first"),
+    ("environ", "is_missing"),
     [
-        ("c[1-2]n[5-6]", "c1n5"),
-        ("n[1-2]-ib,m[3-4]-eth", "n1-ib"),
-        ("node[001-004,007]", "node001"),
-        ("node[007,001-004]", "node007"),
-        ("alpha,beta", "alpha"),
-        ("alpha", "alpha"),
-        ("gpu-3-[1,4],gpu-4-1", "gpu-3-1"),
+        (OPEN_MPI, True),
+        (HYDRA, True),
+        (without(TORCHRUN, "MASTER_ADDR"), True),
+        (TORCHRUN, False),
+        ({**OPEN_MPI, "MASTER_ADDR": "127.0.0.1"}, False),  # two nodes that are one host
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, False),
+        (SRUN, False),
+        ({**OPEN_MPI, "SLURM_JOB_NODELIST": "gpu[07-08]"}, False),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, False),  # nobody said how many are on this node
+        ({}, False),
     ],
 )
-def test_rank_0_of_a_slurm_step_is_on_the_first_host(nodelist, first):
-    assert read_environment({**SRUN, "SLURM_STEP_NODELIST": nodelist}).master_addr == first
+def test_a_launch_over_several_nodes_needs_an_address(environ, is_missing):
+    assert is_address_missing(environ, read_environment(environ)) == is_missing
 
 
-@pytest.mark.parametrize("nodelist", ["node[001-004", "node]1["])
-def test_a_node_list_that_cannot_be_read_is_refused(nodelist):
-    with pytest.raises(LaunchError, match="cannot be read"):
-        read_environment({**SRUN, "SLURM_STEP_NODELIST": nodelist})
+def test_address_and_port_may_default_and_count_as_given_where_either_is_set():
+    read = read_environment(without(TORCHRUN, "MASTER_ADDR", "MASTER_PORT"))
+    assert (read.master_addr, read.master_port) == (DEFAULT_MASTER_ADDR, DEFAULT_MASTER_PORT)
+    assert is_address_given({"MASTER_PORT": "1234"})
+    assert is_address_given({"MASTER_ADDR": "node7"})
+    assert not is_address_given({"RANK": "0", "MASTER_ADDR": ""})
 
 
 def test_a_master_address_that_is_set_wins_over_the_node_list():
@@ -199,16 +247,6 @@ def test_as_variables_reads_back_as_the_same_process():
     assert tuple(variables) == LAUNCH_VARIABLES
     again = read_environment(variables)
     assert again.as_variables() == variables
-
-
-def test_wishes_of_accelerate_are_read():
-    assert is_cpu_requested({"ACCELERATE_USE_CPU": "True"})
-    assert not is_cpu_requested({"ACCELERATE_USE_CPU": "False"})
-    assert requested_engine({"ACCELERATE_USE_FSDP": "true"}) == "FSDP"
-    assert requested_engine({"ACCELERATE_USE_DEEPSPEED": "true"}) == "DEEPSPEED"
-    assert requested_engine({"ACCELERATE_USE_FSDP": "false"}) is None
-    assert requested_precision({"ACCELERATE_MIXED_PRECISION": "bf16"}) == "bf16"
-    assert requested_precision(ACCELERATE) is None
 
 
 def test_reading_the_environment_needs_no_torch():

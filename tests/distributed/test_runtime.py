@@ -83,14 +83,6 @@ def test_leaving_ends_the_group_and_keeps_the_launchers_variables(two_ranks):
 
 
 @pytest.mark.launch
-def test_a_rank_that_fails_while_setting_up_ends_both(two_ranks):
-    _, (other, failing) = two_ranks
-    assert (failing["set_up"]["type"], failing["set_up"]["text"]) == ("DataError", "no such file here")
-    assert (other["set_up"]["type"], other["set_up"]["peer_exit_code"]) == ("PeerFailedError", 2)
-    assert "rank 1 failed during set-up" in other["set_up"]["text"]
-
-
-@pytest.mark.launch
 def test_the_initialiser_and_its_twin_respect_the_launcher(two_ranks):
     for seen in two_ranks[1]:
         rank = seen["rank"]
@@ -182,7 +174,7 @@ def test_closing_actions_run_last_first_and_are_told_the_error():
 
 def test_accumulation_asked_of_accelerate_is_refused_and_the_next_launch_is_clean(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")
-    with pytest.raises(LaunchError, match="gradient accumulation: ours 1, Accelerate's 2"), launch(config()):
+    with pytest.raises(LaunchError, match="asks for 2 accumulation steps"), launch(config()):
         pass
     monkeypatch.delenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
     with launch(config(training={"device": "cpu", "precision": "bf16"})) as runtime:
@@ -211,18 +203,13 @@ def pretend_to_be_one_of_two(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-def test_ddp_false_under_a_launch_of_several_is_refused(monkeypatch):
-    pretend_to_be_one_of_two(monkeypatch)
-    with (
-        pytest.raises(LaunchError, match=r"ddp is false .* but torchrun started 2 processes"),
-        launch(config(ddp=False)),
-    ):
-        pass
-
-
 @pytest.mark.parametrize(
     ("key", "words"),
-    [("world_size", "parallel.world_size is 3 .* torchrun .* world_size 2"), ("rank", "parallel.rank is 3 .* rank 0")],
+    [
+        ("world_size", "parallel.world_size is 3 .* torchrun .* RANK=0, WORLD_SIZE=2"),
+        ("rank", "parallel.rank is 3 .* RANK=0"),
+        ("num_processes", "parallel.num_processes is 3 .* WORLD_SIZE=2"),
+    ],
 )
 def test_a_wish_that_the_launch_does_not_meet_is_refused(monkeypatch, key, words):
     pretend_to_be_one_of_two(monkeypatch)

@@ -1,0 +1,133 @@
+"""What was typed after `accelerate launch`, where the environment of the started process no longer says it.
+
+`accelerate launch --cpu --num_processes 2` (1.15) starts one process without a word, and with `--cpu` it passes over
+the engine of its config file. Both show only in the command line of the parent process and in the file named there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.distributed.environment import is_started_by_accelerate_alone
+
+_ENGINES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
+_MAX_ANCESTORS = 8
+
+
+@dataclass(frozen=True)
+class AccelerateCommand:
+    """One `accelerate launch`: its options, without the script and the script's own, and its config file."""
+
+    options: tuple[str, ...]
+    config: Mapping[str, Any]
+
+    @property
+    def num_processes(self) -> int | None:
+        """The number of processes asked for, where anybody asked."""
+        asked = str(_option(self.options, "num_processes") or self.config.get("num_processes"))
+        return int(asked) if re.fullmatch(r"[0-9]{1,9}", asked) else None
+
+    @property
+    def engine(self) -> str | None:
+        """The engine asked for in place of plain data parallelism, by its name in a config file."""
+        flags = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM", "tpu": "XLA"}
+        for option in self.options:
+            if _name(option) in flags:
+                return flags[_name(option)]
+        kind = str(self.config.get("distributed_type", "")).upper()
+        return kind if kind in _ENGINES else None
+
+
+def processes_asked_of_accelerate(environ: Mapping[str, str]) -> int | None:
+    """How many processes `accelerate launch` was asked for where it started just one; None where it cannot be told."""
+    command = read_accelerate_command(environ)
+    return None if command is None else command.num_processes
+
+
+def read_accelerate_command(environ: Mapping[str, str]) -> AccelerateCommand | None:
+    """The `accelerate launch` that started this process alone; None where another launcher did or it cannot be read."""
+    if not is_started_by_accelerate_alone(environ):
+        return None
+    import psutil
+
+    try:
+        child = psutil.Process()
+        for parent in child.parents()[:_MAX_ANCESTORS]:
+            options = launch_options(parent.cmdline(), child.cmdline())
+            if options is not None:
+                return AccelerateCommand(options, _read_config(options, environ, Path(parent.cwd())))
+            child = parent
+    except (psutil.Error, OSError):
+        pass  # a process that ended or belongs to somebody else cannot be asked
+    return None
+
+
+def launch_options(command: Sequence[str], child: Sequence[str]) -> tuple[str, ...] | None:
+    """The options of an `accelerate launch` command line; None where it is another command.
+
+    Args:
+        command: the command line of the launcher.
+        child: that of the process it started: they end in the same script and arguments, which are not options.
+    """
+    start = _start_of_options(command)
+    if start is None:
+        return None
+    end = len(command)
+    for ours, theirs in zip(reversed(command[start:]), reversed(child), strict=False):
+        if ours != theirs:
+            break
+        end -= 1
+    return tuple(command[start:end])
+
+
+def _start_of_options(command: Sequence[str]) -> int | None:
+    for position, word in enumerate(command):
+        name = Path(word).name
+        if name == "accelerate-launch" or word == "accelerate.commands.launch":
+            return position + 1
+        is_command = name == "accelerate" or word == "accelerate.commands.accelerate_cli"
+        if is_command and command[position + 1 : position + 2] == ["launch"]:
+            return position + 2
+    return None
+
+
+def _name(option: str) -> str:
+    """`--num-processes=2` and `--num_processes` are one option to accelerate."""
+    return option.split("=")[0].lstrip("-").replace("-", "_") if option.startswith("-") else ""
+
+
+def _option(options: Sequence[str], name: str) -> str | None:
+    found = None
+    for position, option in enumerate(options):
+        if _name(option) == name:
+            following = options[position + 1] if position + 1 < len(options) else None
+            found = option.split("=", 1)[1] if "=" in option else following
+    return found
+
+
+def _read_config(options: Sequence[str], environ: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """The config file as accelerate finds it: the one named, else its default one, which `--cpu` passes over."""
+    import yaml
+
+    named = _option(options, "config_file")
+    is_cpu = any(_name(option) == "cpu" for option in options)
+    paths = [folder / named] if named else [] if is_cpu else _default_configs(environ)
+    for path in paths:
+        try:
+            text = path.read_text(encoding="utf-8")
+            found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        except (OSError, ValueError, yaml.YAMLError):
+            continue
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _default_configs(environ: Mapping[str, str]) -> list[Path]:
+    caches = environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    folder = Path(caches).expanduser() / "accelerate"
+    return [folder / "default_config.yaml", folder / "default_config.json"]

@@ -1,0 +1,90 @@
+"""How gradients of several ranks become one sum: flat after the backward passes, or by torch's reducer during them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
+
+
+def sum_flat(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Sum the gradients over ranks in one all-reduce.
+
+    Parameters in their own order give one sum with the same bits after a restart, which rebuilt buckets do not; and a
+    rank may come without any micro-batch.
+
+    Collective: every rank, once per step, with the same parameters, each of which has a gradient.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat)
+    for gradient, shared in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+        gradient.copy_(shared.view_as(gradient))
+
+
+class Reducer:
+    """torch's DistributedDataParallel, which sums gradients bucket by bucket while the backward pass goes on.
+
+    Every rank needs the same number of micro-batches in a step. The order of sums follows the buckets, which torch
+    rebuilds after the first step: from three ranks on, a resumed run differs in the last bits.
+
+    Collective: every rank makes one for the same model.
+
+    Args:
+        model: on its device.
+        loss: the summed loss of a micro-batch.
+        device: of this rank.
+        output_device: index of the GPU that holds the outputs; None: the model's own.
+        find_unused_parameters: look in every backward pass for parameters that it leaves out.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss: LossFunction,
+        *,
+        device: torch.device,
+        output_device: int | None = None,
+        find_unused_parameters: bool = False,
+    ) -> None:
+        is_gpu = device.type == "cuda"
+        self._wrapped = DistributedDataParallel(
+            _LossOf(model, loss),
+            device_ids=[device] if is_gpu else None,
+            output_device=output_device if is_gpu else None,
+            find_unused_parameters=find_unused_parameters,
+        )
+        # The loss is divided by the number of targets of all ranks: torch's own mean over ranks would divide again.
+        self._wrapped.register_comm_hook(None, _summed)
+
+    def loss(self, microbatch: Any, *, is_last: bool) -> torch.Tensor:
+        """The summed loss; its backward pass is shared with the other ranks only in the last micro-batch of a step."""
+        quiet: AbstractContextManager[None] = nullcontext() if is_last else self._wrapped.no_sync()
+        with quiet:
+            result: torch.Tensor = self._wrapped(microbatch)
+        return result
+
+
+class _LossOf(torch.nn.Module):
+    """The reducer watches one forward call: that of the loss, not of the model within it."""
+
+    def __init__(self, model: torch.nn.Module, loss: LossFunction) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+
+    def forward(self, microbatch: Any) -> torch.Tensor:
+        return self._loss(self.model, microbatch)
+
+
+def _summed(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    assert work is not None
+    shared: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return shared

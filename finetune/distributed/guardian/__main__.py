@@ -1,0 +1,63 @@
+"""Started by `finetune.distributed.watchdog` as a child of each worker; the first line on stdin holds the settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+# Started by path, since the worker may have found the package through a search path that a child does not inherit.
+_ROOT = str(Path(__file__).resolve().parents[3])
+sys.path.insert(0, _ROOT)
+import finetune  # noqa: E402, F401
+
+sys.path.remove(_ROOT)
+
+from finetune.distributed.guardian.guardian import LivedClock  # noqa: E402
+from finetune.distributed.guardian.hub import Hub  # noqa: E402
+from finetune.distributed.guardian.link import Message, occupy_standard_streams  # noqa: E402
+from finetune.distributed.guardian.spoke import Spoke  # noqa: E402
+from finetune.distributed.guardian.worker import Worker  # noqa: E402
+
+
+def _read_settings() -> Message | None:
+    """The first line, which holds the token and so is not on the command line, where others could read it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            return None
+        line += byte
+    settings: Message = json.loads(line)
+    return settings
+
+
+def _settle_in() -> None:
+    """Become deaf to what is meant for the worker, hold no folder, and allow for a connection to each of many ranks."""
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(name, signal.SIG_IGN)
+    occupy_standard_streams()
+    os.chdir("/")
+    with suppress(OSError, ValueError):
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def main() -> None:
+    """Guard the worker that started this process until there is nothing left to guard."""
+    _settle_in()
+    settings = _read_settings()
+    if settings is None:
+        return
+    os.set_blocking(0, False)
+    os.set_blocking(1, False)
+    role = Hub if settings["rank"] == 0 else Spoke
+    role(settings, Worker(settings), LivedClock()).run()
+
+
+if __name__ == "__main__":
+    main()

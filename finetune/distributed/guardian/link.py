@@ -1,0 +1,89 @@
+"""Lines of JSON between guardians, and between a guardian and its worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from contextlib import suppress
+from typing import Any
+
+from finetune.distributed.guardian.faults import Place
+
+Message = dict[str, Any]
+
+_LONGEST_LINE = 1 << 16
+_LONGEST_HELLO = 1 << 10
+
+
+def occupy_standard_streams() -> None:
+    """Where one of descriptors 0 to 2 is closed, the next pipe or socket would get its number, and be printed into."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+
+
+class LineBuffer:
+    """Bytes in, messages out.
+
+    Raises:
+        ValueError: from `feed`: a line that is too long or is no JSON object.
+    """
+
+    def __init__(self, longest: int = _LONGEST_LINE) -> None:
+        self.longest = longest
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Add what was read; the messages that are whole now."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if any(len(line) > self.longest for line in [*lines, self._rest]):
+            raise ValueError("a line is too long")
+        try:
+            messages = [json.loads(line) for line in lines]
+        except RecursionError as error:
+            raise ValueError("a line nests too deeply") from error
+        if not all(isinstance(message, dict) for message in messages):
+            raise ValueError("a line is no object")
+        return messages
+
+
+class Link:
+    """A connection to another guardian; nothing here ever waits."""
+
+    def __init__(self, connection: socket.socket, now: float, *, rank: int | None = None) -> None:
+        connection.setblocking(False)
+        with suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connection = connection
+        self.rank = rank
+        self.place = Place()
+        self.heard_at = now
+        self.has_left = False
+        self._lines = LineBuffer(_LONGEST_LINE if rank is not None else _LONGEST_HELLO)
+        self._unsent = b""
+
+    def welcome(self, rank: int) -> None:
+        """A stranger has shown who it is."""
+        self.rank = rank
+        self._lines.longest = _LONGEST_LINE
+
+    def send(self, message: Message | None = None) -> None:
+        """Send a message and what is left of earlier ones, as far as it goes. A dead connection shows in `receive`."""
+        if message is not None and len(self._unsent) < _LONGEST_LINE:
+            self._unsent += json.dumps(message).encode() + b"\n"
+        with suppress(OSError):
+            while self._unsent:
+                self._unsent = self._unsent[self.connection.send(self._unsent) :]
+
+    def receive(self) -> tuple[list[Message], bool]:
+        """The messages that have come, and whether the connection is at its end."""
+        messages: list[Message] = []
+        try:
+            while data := self.connection.recv(_LONGEST_LINE):
+                messages += self._lines.feed(data)
+        except BlockingIOError:
+            return messages, False
+        except (OSError, ValueError):
+            pass
+        return messages, True

@@ -1,0 +1,153 @@
+"""The worker as its guardian sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from finetune.distributed.guardian.faults import Place
+from finetune.distributed.guardian.limits import STOPPED_SECONDS
+from finetune.distributed.guardian.link import LineBuffer, Message
+
+_READ_BYTES = 1 << 16
+
+
+class Worker:
+    """The process that this guardian belongs to and whose child it is."""
+
+    def __init__(self, settings: Message) -> None:
+        self.pid: int = settings["worker_pid"]
+        self.launcher_pid: int | None = settings["launcher_pid"]
+        self.place = Place()
+        self.failure: str | None = None
+        self.has_said_bye = False
+        self.has_said_last_line = False
+        self.is_silent = False
+        self.meeting: Message | None = None
+        self.children: list[psutil.Process] = []
+        self._lines = LineBuffer()
+        self._moved_at = 0.0
+        self._stopped_since: float | None = None
+        self._memory_kills = deque([_memory_kills()], maxlen=10)
+        self._process: psutil.Process | None = None
+        with suppress(psutil.Error):  # gone already: `is_gone` says so
+            self._process = psutil.Process(self.pid)
+
+    @property
+    def is_gone(self) -> bool:
+        """The kernel gives the children of a process that ended to another at once, a zombie's too."""
+        return os.getppid() != self.pid
+
+    def read(self, now: float) -> None:
+        """Take in what the worker has said."""
+        try:
+            while data := os.read(0, _READ_BYTES):
+                for message in self._lines.feed(data):
+                    self._take(message, now)
+            self.is_silent = True
+        except BlockingIOError:
+            pass
+        except (OSError, ValueError):
+            self.is_silent = True
+
+    def _take(self, message: Message, now: float) -> None:
+        if "phase" in message:
+            place = Place.from_message(message)
+            if place.moves != self.place.moves:
+                self._moved_at = now
+            self.place = place
+        self.failure = self.failure or message.get("fault")
+        self.meeting = self.meeting or message.get("meet")
+        self.has_said_bye = self.has_said_bye or "bye" in message
+        self.has_said_last_line = self.has_said_last_line or "spoken" in message
+
+    def grow_older(self, now: float) -> None:
+        """Count the time since it moved."""
+        self.place.age = now - self._moved_at
+
+    def tell(self, message: Message) -> None:
+        """Say something to the worker, unless it does not listen."""
+        with suppress(OSError):
+            os.write(1, json.dumps(message).encode() + b"\n")
+
+    def examine(self, now: float) -> str | None:
+        """What is wrong with it beyond what it says itself: stopped, or without its launcher. Costs a system call."""
+        self._memory_kills.append(_memory_kills())
+        if self._process is None:
+            return None
+        try:
+            is_stopped = self._process.status() == psutil.STATUS_STOPPED
+            parent = self._process.ppid()
+        except psutil.Error:
+            return None
+        self._stopped_since = (self._stopped_since or now) if is_stopped else None
+        is_long = self._stopped_since is not None and now - self._stopped_since >= STOPPED_SECONDS
+        if is_long and not self._is_launcher_stopped():
+            return f"is stopped (SIGSTOP) during {self.place}: its process is {self.pid} on {socket.gethostname()}"
+        if self.launcher_pid is not None and parent != self.launcher_pid and not self.is_gone:
+            return f"lost its launcher, process {self.launcher_pid}, during {self.place}"
+        return None
+
+    def _is_launcher_stopped(self) -> bool:
+        """Whether the whole job was stopped on purpose (Ctrl-Z), to go on later."""
+        try:
+            return self.launcher_pid is not None and psutil.Process(self.launcher_pid).status() == psutil.STATUS_STOPPED
+        except psutil.Error:
+            return False
+
+    def end_in_words(self) -> str:
+        """How it ended; a guardian cannot see the exit code of its own parent."""
+        hint = ""
+        if _memory_kills() > self._memory_kills[0]:
+            hint = "; the kernel's out-of-memory killer was at work on that machine just then"
+        return (
+            f"was killed during {self.place}: process {self.pid} on {socket.gethostname()} ended without a word{hint}"
+        )
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it stands still, so that it cannot leave by itself."""
+        return self._stopped_since is not None
+
+    def note_children(self) -> None:
+        """Remember who would be orphaned. A child in a session of its own (a tracker) is meant to outlive it."""
+        if self._process is None or self.is_gone:
+            return
+        with suppress(psutil.Error, OSError):
+            session = os.getsid(self.pid)
+            self.children = [c for c in self._process.children(recursive=True) if _session_of(c) == session]
+
+    def kill(self) -> None:
+        """End it now. Only ever our parent: its number cannot have gone to another process."""
+        if not self.is_gone:
+            with suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def kill_orphans(self) -> None:
+        """End the data loaders and the like that it left behind."""
+        for child in self.children:
+            with suppress(psutil.Error):
+                child.kill()  # psutil checks that the number still belongs to the same process
+
+
+def _session_of(process: psutil.Process) -> int | None:
+    try:
+        return os.getsid(process.pid)
+    except OSError:
+        return None
+
+
+def _memory_kills() -> int:
+    """How often this machine's kernel has killed for memory since it started; 0 where it does not say."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

@@ -1,0 +1,53 @@
+"""Which of this machine's addresses and interfaces the other nodes reach. Sends nothing."""
+
+from __future__ import annotations
+
+import socket
+
+
+def is_own_address(host: str) -> bool:
+    """Whether an address or name is one of this machine: only then can a socket be bound to it."""
+    for family, kind, protocol, _, place in _resolve(host):
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(place)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def own_address_towards(host: str) -> str | None:
+    """This machine's address on the way to `host`, from the routing table; None where there is no way or no name."""
+    for family, kind, protocol, _, place in _resolve(host):
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(place)  # of a datagram socket: it asks the routing table, and sends nothing
+            except OSError:
+                continue
+            return str(probe.getsockname()[0])
+    return None
+
+
+def interface_towards(host: str) -> str | None:
+    """The name of this machine's network interface on the way to `host`; None where it cannot be told.
+
+    gloo takes the interface of the machine's own name, and on many systems that name means 127.0.1.1, which no other
+    node reaches.
+    """
+    address = own_address_towards(host)
+    if address is None:
+        return None
+    import psutil
+
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in entries):
+            return str(name)
+    return None
+
+
+def _resolve(host: str) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int]]]:
+    try:
+        return socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)  # type: ignore[return-value]
+    except (socket.gaierror, UnicodeError):
+        return []

@@ -1,0 +1,119 @@
+import types
+
+import pytest
+import torch
+
+from finetune.distributed.device import _pick_device, _resolve_device, device_identity, refuse_shared_devices
+from finetune.errors import LaunchError
+
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A machine with some number of GPUs: there is none here, and what is chosen needs none."""
+    for name in VISIBLE:
+        monkeypatch.delenv(name, raising=False)
+
+    def set_count(count):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+
+    return set_count
+
+
+def test_a_device_that_is_not_there_becomes_the_cpu_with_a_warning(gpus, caplog):
+    gpus(0)
+    assert _resolve_device("cpu") == _resolve_device(torch.device("cpu", 0)) == torch.device("cpu")
+    assert not caplog.records
+    for wish in ("cuda", "gpu", "cuda:1", 0, torch.device("cuda", 3)):
+        caplog.clear()
+        assert _resolve_device(wish) == torch.device("cpu")
+        assert "the CPU is used" in caplog.text
+
+
+def test_a_gpu_is_taken_by_its_name_or_number(gpus):
+    gpus(2)
+    wishes = {"cuda": 0, "gpu": 0, "cuda:1": 1, "gpu:1": 1, 1: 1, torch.device("cuda", 1): 1, "CUDA:1": 1}
+    assert {wish: _resolve_device(wish).index for wish in wishes} == wishes
+    assert _resolve_device("cuda:2") == torch.device("cpu")
+    assert _resolve_device(None) == _resolve_device("auto") == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_mps_is_taken_where_it_is(is_there, gpus, monkeypatch):
+    gpus(0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: is_there)
+    for wish in ("mps", torch.device("mps"), None):
+        assert _resolve_device(wish).type == ("mps" if is_there else "cpu")
+
+
+@pytest.mark.parametrize(
+    "wish", ["cuda:x", "tpu", "", "cuda:", "cuda:-1", -1, "gpu0", True, torch.device("meta"), "1 2"]
+)
+def test_a_wish_that_is_no_device_is_refused_with_those_that_are(wish, gpus):
+    gpus(2)
+    with pytest.raises(LaunchError, match=r"is not known; expected auto, cpu, cuda .*training\.device"):
+        _resolve_device(wish)
+
+
+def test_each_local_rank_has_its_own_gpu_or_the_launch_is_refused(gpus):
+    gpus(2)
+    assert [_pick_device(rank) for rank in (0, 1)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    with pytest.raises(LaunchError, match="local rank 2 needs GPU 2, but this node shows 2 GPU"):
+        _pick_device(2)
+    gpus(1)
+    assert _pick_device(0) == torch.device("cuda", 0)
+    with pytest.raises(LaunchError, match="local rank 1 needs GPU 1, but this node shows 1 GPU"):
+        _pick_device(1)
+    gpus(0)
+    assert _pick_device(5) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", VISIBLE)
+def test_a_process_that_is_shown_one_gpu_takes_that_one(name, gpus, monkeypatch):
+    gpus(1)
+    monkeypatch.setenv(name, "3")
+    assert _pick_device(3) == torch.device("cuda", 0)
+    gpus(2)
+    with pytest.raises(LaunchError, match="needs GPU 3"):
+        _pick_device(3)
+
+
+def test_a_gpu_is_known_by_its_uuid_whatever_its_index(gpus, monkeypatch):
+    uuids = ["11111111-2222", "33333333-4444"]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=uuids[index]))
+    gpus(2)
+    first, second = (device_identity(torch.device("cuda", index)) for index in (0, 1))
+    assert first.endswith(" GPU-11111111-2222")
+    assert second.endswith(" GPU-33333333-4444")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert device_identity(torch.device("cuda")) == first
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-aa, MIG-bb")  # two slices of one GPU are two devices
+    assert device_identity(torch.device("cuda", 1)).endswith(" MIG-bb")
+    assert device_identity(torch.device("cpu")) is None
+
+
+def test_two_ranks_on_one_gpu_are_refused_by_name():
+    identities = ["node1 GPU-a", "node1 GPU-b", "node2 GPU-c", "node1 GPU-a", "container GPU-b", None, None]
+    with pytest.raises(LaunchError) as caught:
+        refuse_shared_devices(identities)
+    for part in ("ranks 0, 3 (node1 GPU-a)", "ranks 1, 4 (node1 GPU-b)", "CUDA_VISIBLE_DEVICES", "training.device=cpu"):
+        assert part in str(caught.value)
+    assert "GPU-c" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "identities", [[], [None, None], ["node1 GPU-a", "node1 GPU-b", "node2 GPU-c"], ["n MIG-a", "n MIG-b"]]
+)
+def test_ranks_on_gpus_of_their_own_or_on_the_cpu_are_accepted(identities):
+    refuse_shared_devices(identities)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: the UUID of a real one is not read")
+def test_a_real_gpu_has_an_identity():
+    index = torch.cuda.device_count() - 1
+    identity = device_identity(torch.device("cuda", index))
+    assert str(torch.cuda.get_device_properties(index).uuid) in identity
+    with pytest.raises(LaunchError, match="ranks 0, 1"):
+        refuse_shared_devices([identity, identity])

@@ -1,0 +1,134 @@
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from finetune.distributed.environment import LAUNCH_VARIABLES, SPAWN_RUN_ID_PREFIX, WORLD_VARIABLES, read_environment
+from tests.distributed.launcher_variables import (
+    ACCELERATE,
+    ACCELERATE_DEFAULTS,
+    HYDRA,
+    MVAPICH,
+    OPEN_MPI,
+    SRUN,
+    TORCHRUN,
+    without,
+)
+from tests.launches import REPOSITORY
+
+
+def test_a_local_spawn_of_ours_is_not_torchrun():
+    assert read_environment({**TORCHRUN, "TORCHELASTIC_RUN_ID": f"{SPAWN_RUN_ID_PREFIX}17"}).launcher == "spawn"
+    assert read_environment({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}).launcher == "torchrun"
+
+
+ONE_NODE = {**TORCHRUN, "WORLD_SIZE": "2", "RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("launch_id", "environ"),
+    [
+        ("lab", TORCHRUN),
+        # Agents count their own failures: with torch 2.13, after one on node 0, it said 1 and node 1 said 0.
+        ("lab", {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "1"}),
+        ("lab/attempt-0", ONE_NODE),
+        ("lab/attempt-1", {**ONE_NODE, "TORCHELASTIC_RESTART_COUNT": "1"}),
+        ("attempt-2", {**ONE_NODE, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2"}),
+        ("", {**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}),
+        ("", without(TORCHRUN, "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")),
+        ("77.2/attempt-0", SRUN),
+        ("77.2/attempt-3", {**SRUN, "SLURM_RESTART_COUNT": "3"}),
+        ("420937729", OPEN_MPI),
+        ("420937729", without(OPEN_MPI, "PMIX_NAMESPACE")),
+        ("", HYDRA),
+        ("", {}),
+    ],
+)
+def test_a_launch_is_told_from_others_where_the_launcher_can(launch_id, environ):
+    read = read_environment(environ)
+    assert read.launch_id == launch_id
+    assert tuple(read.as_variables()) == LAUNCH_VARIABLES
+
+
+def test_the_launch_id_does_not_depend_on_the_rank():
+    for environ, rank in ((SRUN, "SLURM_PROCID"), (OPEN_MPI, "OMPI_COMM_WORLD_RANK"), (TORCHRUN, "RANK")):
+        ids = {read_environment({**environ, rank: number}).launch_id for number in "23"}
+        assert len(ids) == 1
+
+
+def test_everything_that_means_several_processes_to_torch_or_accelerate_can_be_hidden():
+    accelerate, torch = (Path(find_spec(name).origin).parent for name in ("accelerate", "torch"))
+    files = [accelerate / "state.py", accelerate / "utils" / "environment.py", torch / "distributed" / "rendezvous.py"]
+    quoted = re.compile(r"""["']([A-Z0-9_]*(?:RANK|SIZE|LOCALRANKID|LOCALNRANKS))["']""")
+    read = {name for file in files for name in quoted.findall(file.read_text())}
+    assert {"RANK", "WORLD_SIZE", "LOCAL_RANK", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "MPI_LOCALNRANKS"} <= read
+    assert read <= set(WORLD_VARIABLES)
+    for environ in (TORCHRUN, ACCELERATE, OPEN_MPI, HYDRA, MVAPICH):
+        assert read_environment(without(environ, *WORLD_VARIABLES)).world_size == 1
+
+
+PARENT = """
+import json, os, sys
+from finetune.distributed.environment import launcher_pid, read_environment
+def report():
+    environment = read_environment(os.environ)
+    pid = launcher_pid(os.environ, environment)
+    print(json.dumps([environment.launcher, environment.rank, pid == os.getppid() if pid else None]), flush=True)
+if __name__ == "__main__":
+    if sys.argv[1:] == ["spawn"]:
+        import multiprocessing
+        worker = multiprocessing.get_context("spawn").Process(target=report)
+        worker.start()
+        worker.join()
+    else:
+        report()
+"""
+SPAWNED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+
+
+def reported(command, tmp_path, **variables):
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    words = [str(script) if word == "SCRIPT" else word for word in command]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return sorted(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "expected"),
+    [
+        ([], {}, ["none", 0, None]),
+        ([], SPAWNED, ["spawn", 1, None]),  # exported by hand: the parent is a shell, which nohup must outlive
+        (["spawn"], SPAWNED, ["spawn", 1, True]),
+        ([], {**SPAWNED, "TORCHELASTIC_RUN_ID": "none"}, ["torchrun", 1, True]),
+        ([], {**SPAWNED, "TORCHELASTIC_RUN_ID": "none", **ACCELERATE_DEFAULTS}, ["accelerate", 1, True]),
+        ([], {**SPAWNED, "TORCHELASTIC_RUN_ID": f"{SPAWN_RUN_ID_PREFIX}1"}, ["spawn", 1, True]),
+        ([], ACCELERATE_DEFAULTS, ["accelerate", 0, None]),
+        ([], OPEN_MPI, ["mpi", 3, None]),
+        ([], SRUN, ["slurm", 3, None]),
+    ],
+)
+def test_the_parent_is_watched_where_it_is_a_launcher(words, variables, expected, tmp_path):
+    assert reported([sys.executable, "SCRIPT", *words], tmp_path, **variables) == [expected]
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [("mpirun", ["--allow-run-as-root", "--oversubscribe", "-n", "2"]), ("mpiexec.hydra", ["-n", "2"])],
+)
+def test_an_mpirun_that_is_installed_starts_two_ranks(program, options, tmp_path):
+    path = shutil.which(program)
+    if path is None:
+        pytest.skip(f"{program} is not installed")
+    if program == "mpirun" and b"Open MPI" not in subprocess.run([path, "--version"], capture_output=True).stdout:
+        pytest.skip("mpirun here is not Open MPI's")
+    assert reported([path, *options, sys.executable, "SCRIPT"], tmp_path) == [["mpi", 0, None], ["mpi", 1, None]]

@@ -1,0 +1,245 @@
+"""The ranks find each other, or exactly one goes on, or all stop; real processes with launch variables of their own."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from finetune.distributed import roll_call
+from finetune.distributed.environment import read_environment
+from finetune.distributed.roll_call import RollCall, Verdict, what_answers
+from finetune.errors import LaunchError
+from tests.launches import REPOSITORY, free_port
+
+pytestmark = pytest.mark.launch
+SCRIPT = Path(__file__).with_name("joining.py")
+
+
+def start(folder, rank, port, *, world_size=2, **wish):
+    """One rank as a process; its variables are those of a launcher that nobody knows."""
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": wish.pop("address", "127.0.0.1"),
+        "MASTER_PORT": port,
+    }
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(folder), json.dumps(wish)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **{name: str(value) for name, value in variables.items()}},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ends(processes, folder):
+    """Exit codes, reports by rank (None where a rank left none) and outputs."""
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    files = [folder / f"rank-{rank}.json" for rank in range(len(processes))]
+    reports = [json.loads(file.read_text()) if file.exists() else None for file in files]
+    return [process.returncode for process in processes], reports, outputs
+
+
+def test_all_present_are_one_world(tmp_path):
+    port = free_port()
+    codes, reports, outputs = ends([start(tmp_path, rank, port, world_size=3) for rank in range(3)], tmp_path)
+    assert codes == [0, 0, 0], outputs
+    assert [(r["world_size"], r["sum"], r["backend"], r["clean"]) for r in reports] == [(3, 6.0, "gloo", True)] * 3
+    assert "[Distributed] Initialized with backend=gloo rank=0 world_size=3" in outputs[0]
+
+
+def test_if_one_never_comes_rank_0_goes_on_alone_and_the_others_leave_with_its_word(tmp_path):
+    port = free_port()
+    processes = [start(tmp_path, rank, port, world_size=3, timeout=3, lasts=1) for rank in (0, 1)]
+    codes, reports, outputs = ends(processes, tmp_path)
+    assert codes == [0, 0], outputs
+    assert (reports[0]["world_size"], reports[0]["distributed"], reports[0]["clean"]) == (1, False, True)
+    assert reports[0]["seconds"] < 3 + 10
+    (fallback,) = reports[0]["fallbacks"]
+    assert (fallback["what"], fallback["wanted"], fallback["used"]) == ("ddp", "3 processes", "one process")
+    assert f"rank 2 of 3 did not come to 127.0.0.1:{port} within 3 s (present: ranks 0, 1)" in fallback["why"]
+    assert "[Trainer] Warning: DDP was requested but rank 2 of 3" in outputs[0]
+    assert "the curve stays the same, only slower" in outputs[0]
+    assert reports[1]["error"] == "LeftToMain"
+    assert "[Distributed] rank 0 trains alone: rank 1 of 3 leaves" in outputs[1]
+
+
+def test_a_late_rank_hears_that_rank_0_trains_alone(tmp_path):
+    port = free_port()
+    first = start(tmp_path, 0, port, timeout=1, lasts=8)
+    while not (is_open := what_answers("127.0.0.1", port) is None) and first.poll() is None:
+        time.sleep(0.05)
+    assert is_open
+    time.sleep(1.5)
+    codes, _, outputs = ends([first, start(tmp_path, 1, port, timeout=20)], tmp_path)
+    assert codes == [0, 0], outputs
+    assert "rank 1 of 2 leaves" in outputs[1]
+
+
+def test_a_strict_run_is_refused_on_all_ranks(tmp_path):
+    port = free_port()
+    processes = [start(tmp_path, rank, port, world_size=3, timeout=2, strict=True) for rank in (0, 1)]
+    codes, reports, outputs = ends(processes, tmp_path)
+    assert codes == [2, 2], outputs
+    for report in reports:
+        assert report["error"] == "LaunchError"
+        assert "rank 2 of 3 did not come" in report["text"]
+        assert report["text"].endswith("No rank goes on alone.")
+        assert report["seconds"] < 2 + 10
+        assert report["fallbacks"] == []
+
+
+def test_without_rank_0_nobody_goes_on(tmp_path):
+    port = free_port()
+    process = start(tmp_path, 1, port, timeout=2)
+    output, _ = process.communicate(timeout=60)
+    report = json.loads((tmp_path / "rank-1.json").read_text())
+    assert process.returncode == 2, output
+    assert report["error"] == "LaunchError"
+    assert (
+        f"rank 1 did not find rank 0 of 2 at 127.0.0.1:{port} within 2 s (spawn): Connection refused" in report["text"]
+    )
+    assert report["seconds"] < 2 + 10
+
+
+def test_a_wrong_address_is_named_on_both_sides(tmp_path):
+    port, address = free_port(), "no-such-host.invalid"
+    processes = [start(tmp_path, rank, port, timeout=2, address=address) for rank in range(2)]
+    codes, reports, outputs = ends(processes, tmp_path)
+    assert codes == [0, 2], outputs
+    why = reports[0]["fallbacks"][0]["why"]
+    assert f"rank 1 of 2 did not come to {address}:{port}" in why
+    assert "that address is not one of rank 0's machine" in why
+    assert f"the name {address} is not known here" in reports[1]["text"]
+    assert all(report["seconds"] < 2 + 10 for report in reports)
+
+
+def test_ddp_false_lets_exactly_rank_0_go_on(tmp_path):
+    port = free_port()
+    codes, reports, outputs = ends(
+        [start(tmp_path, rank, port, world_size=3, flag=False) for rank in range(3)], tmp_path
+    )
+    assert codes == [0, 0, 0], outputs
+    assert [report.get("world_size") for report in reports] == [1, None, None]
+    assert [report.get("error") for report in reports] == [None, "LeftToMain", "LeftToMain"]
+    assert "ddp=False" in reports[0]["fallbacks"][0]["why"]
+    assert all(report["seconds"] < 10 for report in reports)
+
+
+def test_ddp_false_is_refused_under_strict(tmp_path):
+    port = free_port()
+    codes, reports, outputs = ends(
+        [start(tmp_path, rank, port, flag=False, strict=True) for rank in range(2)], tmp_path
+    )
+    assert codes == [2, 2], outputs
+    assert all("ddp=False" in report["text"] for report in reports)
+
+
+def test_a_port_in_use_lets_rank_0_go_on_and_refuses_the_others(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        codes, reports, outputs = ends([start(tmp_path, rank, port, timeout=2) for rank in range(2)], tmp_path)
+    assert codes == [0, 2], outputs
+    assert f"rank 0 cannot open port {port}" in reports[0]["fallbacks"][0]["why"]
+    assert "the port is in use" in reports[0]["fallbacks"][0]["why"]
+    assert "what listens there is no store of torch" in reports[1]["text"]
+
+
+def test_two_launches_on_one_port_never_mix(tmp_path):
+    """The second launch has another world size; its rank 1 comes to the first one's store."""
+    port = free_port()
+    (tmp_path / "b").mkdir()
+    first = start(tmp_path, 0, port, timeout=6)
+    while what_answers("127.0.0.1", port) is not None:
+        assert first.poll() is None
+        time.sleep(0.05)
+    stranger = start(tmp_path / "b", 1, port, world_size=3, timeout=6)
+    output, _ = stranger.communicate(timeout=60)
+    assert stranger.returncode == 2, output
+    assert "met another launch" in output or "met another launch" in (tmp_path / "b" / "rank-1.json").read_text()
+    codes, _, outputs = ends([first, start(tmp_path, 1, port, timeout=6)], tmp_path)
+    assert codes == [0, 0], outputs
+
+
+def test_a_rank_that_was_started_twice_is_refused(tmp_path):
+    port = free_port()
+    (tmp_path / "twin").mkdir()
+    processes = [
+        start(tmp_path, 1, port, world_size=3, timeout=5),
+        start(tmp_path / "twin", 1, port, world_size=3, timeout=5),
+    ]
+    first = start(tmp_path, 0, port, world_size=3, timeout=5)
+    outputs = [process.communicate(timeout=60)[0] for process in (*processes, first)]
+    assert sorted(process.returncode for process in processes) == [0, 2], outputs
+    assert sum("has joined" in file.read_text() for file in tmp_path.rglob("rank-1.json")) == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_gloo_takes_over_from_an_nccl_that_does_not_start(tmp_path, strict):
+    """This build of torch has no nccl: the very failure that a broken driver gives."""
+    port = free_port()
+    processes = [start(tmp_path, rank, port, backend="nccl", strict=strict) for rank in range(2)]
+    codes, reports, outputs = ends(processes, tmp_path)
+    if strict:
+        assert codes == [2, 2], outputs
+        assert all("nccl did not start on 2 of 2 ranks" in report["text"] for report in reports)
+        return
+    assert codes == [0, 0], outputs
+    for report in reports:
+        assert (report["backend"], report["world_size"], report["sum"]) == ("gloo", 2, 3.0)
+        (fallback,) = report["fallbacks"]
+        assert (fallback["what"], fallback["wanted"], fallback["used"]) == ("parallel.backend", "nccl", "gloo")
+        assert "nccl did not start" in fallback["why"]
+
+
+def test_while_waiting_a_rank_says_who_is_missing(monkeypatch, caplog):
+    monkeypatch.setattr(roll_call, "SAY_WHO_IS_MISSING_SECONDS", 0.2)
+    port = free_port()
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    meeting = RollCall(read_environment(place), timedelta(seconds=1))
+    why = meeting.wait_for_all()
+    meeting.leave()
+    assert why is not None
+    assert f"rank 0 of 3 waits at 127.0.0.1:{port}" in caplog.text
+    assert "missing: ranks 1, 2" in caplog.text
+
+
+def test_what_answers_at_an_address_is_told_apart():
+    assert what_answers("127.0.0.1", free_port()) == "Connection refused"
+    assert "not known" in str(what_answers("no-such-host.invalid", 80))
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        assert what_answers("127.0.0.1", silent.getsockname()[1]) == "what listens there is no store of torch"
+    for use_libuv in (True, False):
+        store = TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=5), wait_for_workers=False, use_libuv=use_libuv)
+        for _ in range(3):
+            assert what_answers("127.0.0.1", store.port) is None
+
+
+def test_a_store_that_goes_away_is_a_launch_error():
+    port = free_port()
+    places = [
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)} for rank in range(2)
+    ]
+    first, second = (RollCall(read_environment(place), timedelta(seconds=5)) for place in places)
+    word = threading.Timer(0.3, first.give_verdict, [Verdict("together")])
+    word.start()
+    assert second.read_verdict() == Verdict("together")
+    word.join()
+    first.leave()
+    del word, first
+    with pytest.raises(LaunchError, match="lost the store"):
+        second.read_verdict()

@@ -1,0 +1,537 @@
+"""Something goes wrong on one rank, for real: every process is gone within 15 seconds, and says which rank it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from finetune.distributed.guardian.faults import Place, describe_late
+from finetune.distributed.guardian.limits import GRACE_SECONDS, KILL_SECONDS
+
+WORKER = Path(__file__).with_name("watched_worker.py")
+REPOSITORY = WORKER.parent.parent.parent
+PROMISED_SECONDS = 15.0
+LONGER_THAN_GRACE = GRACE_SECONDS + 1.0
+ADDRESSES = ("10.200.77.1", "10.200.77.2")
+KILLED = -signal.SIGKILL
+LAUNCHER = """
+import json, subprocess, sys
+processes = [subprocess.Popen(command) for command in json.loads(sys.argv[1])]
+[process.wait() for process in processes]
+"""
+
+pytestmark = pytest.mark.launch
+
+
+def wait_until(is_true, seconds=20.0, what="it"):
+    end = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end, f"{what} did not happen within {seconds:g} s"
+        time.sleep(0.02)
+
+
+class Play:
+    """Ranks as processes of this test; each has a part to play, see `watched_worker.py`."""
+
+    def __init__(self, folder, world_size):
+        self.folder = folder
+        self.world_size = world_size
+        self.ranks = {}
+        self.began = time.monotonic()
+        # Inherited by the guardians, which have nothing of this play in their command lines.
+        self.environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "WATCHED_PLAY": str(folder)}
+
+    def command(self, rank, part, **options):
+        words = [f"{key}={value}" for key, value in options.items()]
+        return [sys.executable, str(WORKER), str(self.folder), str(rank), str(self.world_size), part, *words]
+
+    def start(self, *parts, first_rank=0, **options):
+        """Start one rank for each part; a part may be a pair of its name and options of its own."""
+        for rank, part in enumerate(parts, start=first_rank):
+            name, own = part if isinstance(part, tuple) else (part, {})
+            self.start_process(rank, self.command(rank, name, **options | own))
+        return self
+
+    def start_process(self, rank, command):
+        with (self.folder / f"stderr-{rank}").open("w") as stderr:
+            self.ranks[rank] = subprocess.Popen(command, env=self.environment, stderr=stderr, cwd=self.folder)
+
+    def wait_for(self, name):
+        wait_until((self.folder / name).exists, what=name)
+        return (self.folder / name).read_text()
+
+    def let_go(self, name):
+        """Let ranks go on that wait for a word of this name."""
+        (self.folder / f".{name}").write_text("true")
+        (self.folder / f".{name}").rename(self.folder / name)
+
+    def pid(self, rank, whose="worker"):
+        return json.loads(self.wait_for(f"pids-{rank}"))[whose]
+
+    def wait_for_all(self):
+        """Every guardian has met the others, and the hub has heard where each worker is."""
+        for rank in range(self.world_size):
+            self.pid(rank)
+        time.sleep(1.5)
+        self.began = time.monotonic()
+
+    def end(self, within=PROMISED_SECONDS):
+        """Wait until all is over; the exit codes in order of rank."""
+        end = self.began + within
+        codes = [process.wait(max(0.1, end - time.monotonic())) for _, process in sorted(self.ranks.items())]
+        wait_until(lambda: not self.left(), end - time.monotonic(), "the end of all")
+        self.seconds = time.monotonic() - self.began
+        return codes
+
+    def left(self):
+        """Processes of this play that are still there, guardians and children too."""
+        return [process for process in psutil.process_iter() if self.has(process)]
+
+    def has(self, process):
+        try:
+            is_mine = process.environ().get("WATCHED_PLAY") == str(self.folder)
+            return is_mine and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    def last_lines(self, ranks=None):
+        texts = [(self.folder / f"stderr-{rank}").read_text() for rank in (self.ranks if ranks is None else ranks)]
+        return {text.splitlines()[-1] if text else "" for text in texts}
+
+    def stop(self):
+        """End what a failed test left; after a good one there is nothing."""
+        for process in self.left():
+            process.kill()
+        for process in self.ranks.values():
+            process.wait()
+
+
+SCENES = []
+
+
+def scene(world_size):
+    """A play that is one test. They wait more than they work, so several run at a time."""
+
+    def note(act):
+        SCENES.append(pytest.param(act, id=act.__name__))
+        act.world_size = world_size
+        return act
+
+    return note
+
+
+def run_scene(act, folder):
+    play = Play(folder, act.world_size)
+    try:
+        act(play)
+    finally:
+        play.stop()
+
+
+@pytest.fixture(scope="module")
+def scenes(request, tmp_path_factory):
+    """The scenes that were selected, running."""
+    chosen = [item.callspec.params["act"] for item in request.session.items if item.originalname == "test_scene"]
+    with ThreadPoolExecutor(5) as pool:
+        yield {act: pool.submit(run_scene, act, tmp_path_factory.mktemp(act.__name__)) for act in chosen}
+
+
+def the_only(lines):
+    assert len(lines) == 1, lines
+    return lines.pop()
+
+
+def kill(pid, number=signal.SIGKILL):
+    os.kill(pid, number)
+
+
+@scene(world_size=3)
+def an_exception_on_one_rank(play):
+    play.start("wait_in_sum", "fail", "wait_in_sum")
+    assert play.end() == [3, 2, 3]
+    line = "finetune stops: rank 1 failed during evaluation, step 40: DataError: row 7 is no conversation"
+    assert the_only(play.last_lines()) == line
+    assert json.loads((play.folder / "last-words-0").read_text()) == line.removeprefix("finetune stops: ")
+
+
+@scene(world_size=2)
+def a_rank_asks_why_and_leaves_in_its_own_words(play):
+    play.start("ask_for_the_reason", "fail")
+    assert play.end() == [3, 2]
+    assert json.loads((play.folder / "reason-0").read_text()).startswith("rank 1 failed during evaluation, step 40")
+    assert play.last_lines([0]) == {""}, "who has left by itself is not spoken for"
+
+
+@scene(world_size=2)
+def a_killed_process(play):
+    kill_one_of_two(play, 1)
+
+
+@scene(world_size=2)
+def a_killed_process_that_is_rank_0(play):
+    kill_one_of_two(play, 0)
+
+
+def kill_one_of_two(play, victim):
+    play.start("wait_in_sum", "wait_in_sum")
+    play.wait_for_all()
+    kill(play.pid(victim))
+    assert play.end() == ([KILLED, 3] if victim == 0 else [3, KILLED])
+    line = the_only(play.last_lines())
+    assert line.startswith(f"finetune stops: rank {victim} was killed during training, step 12: process ")
+    assert play.seconds < 6
+
+
+@scene(world_size=3)
+def the_cause_is_named_and_not_who_spoke_first(play):
+    play.start("wait_in_sum", "hang", ("fail_at_second_hand", {"after": "go"}))
+    play.wait_for_all()
+    play.let_go("go")
+    time.sleep(0.3)
+    kill(play.pid(1))
+    assert play.end() == [3, KILLED, 3]
+    assert "rank 1 was killed during training, step 12" in the_only(play.last_lines())
+
+
+@scene(world_size=2)
+def an_error_in_a_collective_is_named_where_no_other_cause_is_found(play):
+    play.start("wait_in_sum", "fail_at_second_hand")
+    assert play.end() == [3, 3]
+    assert the_only(play.last_lines()).endswith("rank 1 failed during training, step 12: connection closed by peer")
+
+
+@scene(world_size=2)
+def a_stopped_process(play):
+    play.start("wait_in_sum", "hang")
+    play.wait_for_all()
+    kill(play.pid(1), signal.SIGSTOP)
+    assert play.end() == [3, KILLED]
+    assert the_only(play.last_lines()).startswith(
+        "finetune stops: rank 1 is stopped (SIGSTOP) during training, step 12"
+    )
+
+
+@scene(world_size=3)
+def a_hang_names_the_rank_that_the_others_wait_for(play):
+    play.start("wait_in_sum", "hang", "wait_in_sum", step_timeout=2)
+    assert play.end() == [3, 3, 3]
+    assert re.fullmatch(
+        r"finetune stops: rank 1 has been in training, step 12, for \d s while ranks 0, 2 wait for it in sum: "
+        "the step timeout is 2 s",
+        the_only(play.last_lines()),
+    )
+
+
+@scene(world_size=2)
+def a_hang_that_no_thread_of_the_process_could_notice(play):
+    play.start("wait_in_sum", ("hold_all_threads", {"seconds": 40}), step_timeout=2)
+    assert play.end() == [3, KILLED]
+    assert "rank 1 has been in training, step 12" in the_only(play.last_lines())
+
+
+@scene(world_size=2)
+def a_long_c_call_is_not_taken_for_a_stopped_process(play):
+    play.start(*[("hold_all_threads", {"seconds": 6})] * 2)
+    assert play.end() == [0, 0]
+    assert play.last_lines() == {""}
+
+
+@scene(world_size=2)
+def a_killed_guardian(play):
+    kill_the_guardian_of_one_of_two(play, 1)
+
+
+@scene(world_size=2)
+def a_killed_guardian_of_rank_0(play):
+    kill_the_guardian_of_one_of_two(play, 0)
+
+
+def kill_the_guardian_of_one_of_two(play, victim):
+    play.start("wait_in_sum", "wait_in_sum")
+    play.wait_for_all()
+    kill(play.pid(victim, "guardian"))
+    assert play.end() == [3, 3]
+    assert the_only(play.last_lines()) == (
+        f"finetune stops: rank {victim} was lost during training, step 12: its guardian process was killed, alone or "
+        "with its worker"
+    )
+
+
+@scene(world_size=2)
+def a_stopped_guardian(play):
+    play.start("wait_in_sum", "wait_in_sum")
+    play.wait_for_all()
+    kill(play.pid(1, "guardian"), signal.SIGSTOP)
+    assert play.end() == [3, 3]
+    assert the_only(play.last_lines([0])).startswith("finetune stops: rank 1 was lost during training, step 12")
+
+
+@scene(world_size=2)
+def a_killed_launcher(play):
+    commands = [play.command(rank, "wait_in_sum", launched="yes") for rank in (0, 1)]
+    play.start_process(0, [sys.executable, "-c", LAUNCHER, json.dumps(commands)])
+    play.wait_for_all()
+    kill(play.ranks[0].pid)
+    assert play.end() == [KILLED]
+    lines = set((play.folder / "stderr-0").read_text().splitlines())
+    launcher = f"lost its launcher, process {play.ranks[0].pid}, during training, step 12"
+    assert re.fullmatch(rf"finetune stops: rank [01] {launcher}", the_only(lines))
+
+
+@scene(world_size=2)
+def a_rank_may_leave_before_the_others(play):
+    play.start("leave_when_told", "leave", step_timeout=1)
+    play.ranks[1].wait(10)
+    wait_until(lambda: len(play.left()) == 2, 3, "the end of its guardian")
+    time.sleep(LONGER_THAN_GRACE)
+    assert play.ranks[0].poll() is None, "nobody is missed who has said goodbye"
+    play.let_go("leave-now")
+    assert play.end() == [0, 0]
+    assert play.last_lines() == {""}
+
+
+@scene(world_size=3)
+def rank_0_may_leave_first_and_the_others_are_still_watched(play):
+    play.start("leave", "hang", "wait_in_sum")
+    assert play.ranks[0].wait(10) == 0
+    play.wait_for_all()
+    assert len(play.left()) == 5, "the hub stays for the others"
+    kill(play.pid(1))
+    assert play.end() == [0, KILLED, 3]
+    assert "rank 1 was killed during training, step 12" in the_only(play.last_lines([1, 2]))
+    assert play.last_lines([0]) == {""}
+
+
+@scene(world_size=2)
+def what_happens_after_rank_0_has_left_does_not_touch_it(play):
+    play.start("leave_and_live_on", "fail")
+    assert play.ranks[1].wait(10) == 2
+    play.wait_for("left-0")
+    time.sleep(KILL_SECONDS + 2)
+    assert play.ranks[0].poll() is None
+    play.let_go("leave-now")
+    assert play.end(30) == [0, 2]
+
+
+@scene(world_size=2)
+def the_hub_may_go_once_rank_0_has_left(play):
+    """A container ends with its first process, and takes the guardian with it."""
+    play.start("leave", "leave_when_told").ranks[0].wait(10)
+    time.sleep(1.5)
+    kill(play.pid(0, "guardian"))
+    time.sleep(LONGER_THAN_GRACE)
+    assert play.ranks[1].poll() is None
+    play.let_go("leave-now")
+    assert play.end() == [0, 0]
+
+
+@scene(world_size=2)
+def a_forked_child_neither_speaks_for_its_parent_nor_hides_its_death(play):
+    play.start("wait_in_sum", ("fork_a_data_loader", {"seconds": 1.5}))
+    play.wait_for("is-settled")
+    play.wait_for_all()
+    kill(play.pid(1))
+    assert play.end() == [3, KILLED], "and the child does not live on"
+    assert "rank 1 was killed during training, step 12" in the_only(play.last_lines())
+
+
+@scene(world_size=2)
+def a_worker_without_stdin_stdout_and_stderr(play):
+    """A pipe with the number of one of them would be written into by whoever prints."""
+    play.start("leave_when_told", "leave_when_told", streams="closed")
+    play.wait_for_all()
+    time.sleep(LONGER_THAN_GRACE)
+    play.let_go("leave-now")
+    assert play.end() == [0, 0]
+
+
+@scene(world_size=1)
+def a_hang_of_a_world_of_one(play):
+    play.start("hang", step_timeout=1)
+    assert play.end() == [3]
+    assert the_only(play.last_lines()).startswith("finetune stops: rank 0 has been in training, step 12, for ")
+
+
+@scene(world_size=2)
+def a_job_that_is_stopped_as_a_whole_goes_on_later(play):
+    commands = [play.command(rank, "leave_when_told", launched="yes") for rank in (0, 1)]
+    play.start_process(0, [sys.executable, "-c", LAUNCHER, json.dumps(commands)])
+    play.wait_for_all()
+    job = [play.ranks[0].pid, play.pid(0), play.pid(1)]
+    for pid in job:
+        kill(pid, signal.SIGSTOP)
+    time.sleep(7)
+    for pid in job:
+        kill(pid, signal.SIGCONT)
+    play.let_go("leave-now")
+    assert play.end() == [0]
+    assert play.last_lines() == {""}
+
+
+def send_and_wait_for_the_end(port, data):
+    """Whether the hub hangs up on this."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        try:
+            connection.sendall(data)
+            return connection.recv(100) == b""
+        except ConnectionError:
+            return True
+
+
+@scene(world_size=2)
+def strangers_at_the_port_are_sent_away(play):
+    play.start("leave")
+    meeting = json.loads(play.wait_for("share"))
+    token = meeting["token"]
+    letters = [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        os.urandom(3000) + b"\n",
+        b"x" * 5_000_000,
+        b"[" * 1000 + b"\n",
+        b'{"token": "\\ud800", "rank": 1}\n',
+        b'{"token": null, "rank": 1}\n',
+        b'{"token": "' + b"0" * 32 + b'", "rank": 1}\n',
+        b'{"rank": 1}\n{"fault": "a lie"}\n',
+        json.dumps({"token": token, "rank": 2}).encode() + b"\n",
+        json.dumps({"token": token, "rank": 0}).encode() + b"\n",
+        json.dumps({"token": token, "rank": [1]}).encode() + b"\n",
+    ]
+    for letter in letters:
+        assert send_and_wait_for_the_end(meeting["port"], letter), letter[:50]
+    silent = [socket.create_connection(("127.0.0.1", meeting["port"])) for _ in range(20)]
+    play.start("leave", first_rank=1)
+    assert play.end() == [0, 0]
+    assert play.last_lines() == {""}
+    for connection in silent:
+        connection.close()
+
+
+@scene(world_size=3)
+def a_rank_that_never_comes_is_named(play):
+    play.start("leave", "leave")
+    assert play.end(25) == [2, 2]
+    for line in play.last_lines():
+        assert line.startswith(
+            "LaunchError: The ranks cannot watch over each other: the watchdog of rank 2 did not reach the watchdog of "
+            "rank 0 at 127.0.0.1 port "
+        )
+        assert "firewall" in line
+
+
+@scene(world_size=2)
+def a_hub_that_cannot_be_reached_is_named(play):
+    (play.folder / "share").write_text(json.dumps({"addresses": ["127.0.0.1"], "port": 1, "token": "x"}))
+    play.start("leave", first_rank=1)
+    assert play.end(25) == [2]
+    line = the_only(play.last_lines())
+    assert "rank 1 could not reach the watchdog of rank 0 at port 1 within 15 s (127.0.0.1: " in line
+    assert "Connection refused" in line
+    assert "firewall" in line
+
+
+@pytest.mark.parametrize("act", SCENES)
+def test_scene(scenes, act):
+    scenes[act].result()
+
+
+def test_saying_where_one_is_costs_microseconds(tmp_path):
+    play = Play(tmp_path, 2)
+    try:
+        play.start("measure_at", ("say_much", {"times": 20000}))
+        assert play.end() == [0, 0]
+    finally:
+        play.stop()
+    median = json.loads((tmp_path / "cost").read_text())
+    print(f"at() costs {median * 1e6:.1f} microseconds")
+    assert median < 50e-6
+
+
+@pytest.fixture
+def two_nodes():
+    """Two network namespaces and a cable between them; what starts a command in each, and what cuts the cable."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and the `ip` command")
+    names = [f"watched-{os.getpid()}-{end}" for end in "ab"]
+    cables = [f"wd{os.getpid() % 100000}{end}" for end in "ab"]
+    try:
+        set_up = [f"netns add {name}" for name in names]
+        set_up += [f"link add {cables[0]} netns {names[0]} type veth peer name {cables[1]} netns {names[1]}"]
+        for name, cable, address in zip(names, cables, ADDRESSES, strict=True):
+            set_up += [f"-n {name} addr add {address}/24 dev {cable}", f"-n {name} link set {cable} up"]
+            set_up += [f"-n {name} link set lo up"]
+        for words in set_up:
+            done = subprocess.run(["ip", *words.split()], capture_output=True, text=True)
+            if done.returncode != 0:
+                pytest.skip(f"no network namespaces here: ip {words}: {done.stderr.strip()}")
+        cut = ["ip", "-n", names[0], "link", "set", cables[0], "down"]
+        yield [["ip", "netns", "exec", name] for name in names], cut
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def test_a_cut_cable(two_nodes, tmp_path):
+    inside, cut = two_nodes
+    play = Play(tmp_path, 2)
+    try:
+        for rank in (0, 1):
+            play.start_process(rank, [*inside[rank], *play.command(rank, "wait_in_sum", master_addr=ADDRESSES[0])])
+        play.wait_for_all()
+        subprocess.run(cut, check=True)
+        assert play.end() == [3, 3]
+    finally:
+        play.stop()
+    print(f"gone {play.seconds:.1f} s after the cut")
+    for rank, lost in ((0, 1), (1, 0)):
+        line = the_only(play.last_lines([rank]))
+        assert line.startswith(f"finetune stops: rank {lost} cannot be reached during training, step 12")
+
+
+def place(**values):
+    return Place(**{"phase": "training", "step": 12, "timed": True, "age": 31.0} | values)
+
+
+def test_who_is_waited_for_in_a_phase_without_limit_is_not_late():
+    saving = place(phase="saving", timed=False)
+    assert describe_late({0: saving, 1: place(waiting="barrier"), 2: place(waiting="barrier")}, 30) is None
+    assert describe_late({0: place(age=3.0), 1: place(waiting="barrier")}, 30) is None, "it moves"
+    assert describe_late({0: place(age=29.0), 1: place(age=29.0)}, 30) is None
+
+
+def test_ranks_that_all_wait_are_late():
+    text = describe_late({0: place(waiting="sum"), 1: place(waiting="barrier", phase="evaluation", step=None)}, 30)
+    assert text is not None
+    assert text.startswith(
+        "rank 0 has waited in sum during training, step 12, for 31 s; rank 1 has waited in barrier during evaluation, "
+        "for 31 s and no rank is left to wait for"
+    )
+
+
+def test_a_large_world_fits_into_a_line():
+    text = describe_late({0: place()} | {rank: place(waiting="sum") for rank in range(1, 1000)}, 30)
+    assert text is not None
+    assert "while ranks 1, 2, 3, 4, 5, 6, 7, 8 and 991 others wait for it in sum" in text
+    text = describe_late({rank: place(waiting="sum") for rank in range(1000)}, 30)
+    assert text is not None
+    assert "so have 992 others" in text
+    assert len(text) < 1000
+
+
+def test_all_late_ranks_are_named():
+    text = describe_late({0: place(), 1: place(phase="data", step=13), 2: place(waiting="sum")}, 30)
+    assert text == (
+        "rank 0 has been in training, step 12, for 31 s; rank 1 has been in data, step 13, for 31 s "
+        "while rank 2 waits for it in sum: the step timeout is 30 s"
+    )
