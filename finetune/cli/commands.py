@@ -93,6 +93,22 @@ def generate(
         _say(answer)
 
 
+@app.command()
+def doctor(
+    words: Words = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Examine launch, versions, devices, address and folders; under a launcher, the whole world. WORDS as for train."""
+    from finetune.config.compose import compose
+
+    run, rest = _run_and_words(words)
+    config = compose(rest, run=run, complete=False)
+
+    from finetune.inspect.doctor import diagnose
+
+    raise typer.Exit(diagnose(config, as_json=as_json))
+
+
 @config_app.command("show")
 def config_show(words: Words = None) -> None:
     """Print the resolved config and where each value came from."""

@@ -1,0 +1,1 @@
+"""Readers of what the floors below know: they look, measure and report, and change nothing."""

@@ -1,0 +1,104 @@
+"""What an examination found: values that are shown, collected over ranks, and turned into an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Level = Literal["ok", "warning", "problem"]
+
+EXIT_PROBLEM = 2
+_MOST_NAMES = 4
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        area: the part of the report it belongs to.
+        level: problem: a run would fail, or do something else than what was asked for; warning: it would be slow or
+            fragile.
+        what: what was found, as a sentence without a full stop.
+        fix: what to do about it. All but good news have one.
+    """
+
+    area: str
+    level: Level
+    what: str
+    fix: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.level != "ok" and not self.fix:
+            raise ValueError(f"a {self.level} needs a fix: {self.what}")
+
+
+def ok(area: str, what: str) -> Finding:
+    """Nothing to do."""
+    return Finding(area, "ok", what)
+
+
+def warning(area: str, what: str, fix: str) -> Finding:
+    """A run would be slow or fragile."""
+    return Finding(area, "warning", what, fix)
+
+
+def problem(area: str, what: str, fix: str) -> Finding:
+    """A run would fail, or do something else than what was asked for."""
+    return Finding(area, "problem", what, fix)
+
+
+def exit_code(findings: Iterable[Finding], *, strict: bool) -> int:
+    """2 where there is a problem, or, when strict, a warning; else 0."""
+    bad = {"problem", "warning"} if strict else {"problem"}
+    return EXIT_PROBLEM if any(finding.level in bad for finding in findings) else 0
+
+
+def findings_of_others(by_rank: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
+    """Bad news of ranks other than 0, with the ranks that have it; what all ranks have is told as rank 0's.
+
+    Args:
+        by_rank: what each rank found.
+        hosts: the machine of each rank.
+    """
+    ranks: dict[Finding, list[int]] = {}
+    for rank, findings in enumerate(by_rank):
+        for finding in dict.fromkeys(findings):
+            if finding.level != "ok":
+                ranks.setdefault(finding, []).append(rank)
+    return [
+        replace(finding, what=f"{_joined([rank for rank in having if rank], hosts)}: {finding.what}")
+        for finding, having in ranks.items()
+        if having != [0] and len(having) < len(by_rank)
+    ]
+
+
+def show(findings: Sequence[Finding], console: Console) -> None:
+    """Print findings by area, in the order in which the areas first come, with a fix under each that has one."""
+    from rich.text import Text
+
+    for area in dict.fromkeys(finding.area for finding in findings):
+        console.print(Text(area, style="bold"), soft_wrap=True)
+        for finding in (finding for finding in findings if finding.area == area):
+            mark = Text(f"  {finding.level:<8} ", style=_STYLES[finding.level])
+            console.print(mark + Text(finding.what), soft_wrap=True)
+            if finding.fix:
+                console.print(Text(f"           fix: {finding.fix}"), soft_wrap=True)
+
+
+def count(findings: Sequence[Finding]) -> str:
+    """``1 problem, 2 warnings``."""
+    numbers = {level: sum(finding.level == level for finding in findings) for level in ("problem", "warning")}
+    return ", ".join(f"{number} {level}{'' if number == 1 else 's'}" for level, number in numbers.items())
+
+
+def _joined(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    more = len(ranks) - _MOST_NAMES
+    return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks[:_MOST_NAMES]) + (
+        f" and {more} more" if more > 0 else ""
+    )
