@@ -21,11 +21,11 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from finetune.distributed.device import _pick_device, _resolve_device, device_identity, refuse_shared_devices
 from finetune.distributed.environment import (
     GLOO_INTERFACE_VARIABLE,
-    WORLD_VARIABLES,
     LaunchEnvironment,
     read_environment,
     with_place,
 )
+from finetune.distributed.launch_variables import hide_world, restore, write_missing
 from finetune.distributed.network import interface_towards
 from finetune.distributed.roll_call import RollCall, Verdict
 from finetune.errors import LaunchError, LeftToMain
@@ -39,16 +39,6 @@ _MOST_START_SECONDS = 300.0
 _LEAST_START_SECONDS = 5.0
 
 
-class _State:
-    """What `cleanup_ddp` has to take back."""
-
-    group_is_ours = False
-    num_meetings = 0
-    roll_call: RollCall | None = None
-    changed: dict[str, tuple[str | None, str | None]] = {}  # noqa: RUF012 - one per process, by design
-    """Launch variables: what stood there before us, and what we made of it; None for nothing."""
-
-
 class ProcessContext(NamedTuple):
     """This process's place in the world."""
 
@@ -57,6 +47,23 @@ class ProcessContext(NamedTuple):
     local_rank: int
     world_size: int
     device: torch.device
+
+
+class _State:
+    """What this process joined: one for each process, for `cleanup_ddp` to take back."""
+
+    group_is_ours = False
+    num_meetings = 0
+    roll_call: RollCall | None = None
+    alone: Joined | None = None
+    fallbacks: tuple[Fallback, ...] = ()
+
+
+class Joined(NamedTuple):
+    """Who this process is although no group is up: rank 0 of a launch that it trains for alone."""
+
+    context: ProcessContext
+    environment: LaunchEnvironment
 
 
 def initialize_ddp(
@@ -98,6 +105,8 @@ def initialize_ddp(
     """
     if dist.is_initialized():
         return None
+    if _State.alone is not None:
+        return _State.alone.context
     environment = _environment_with(rank, worldsize, master_addr, master_port)
     fallbacks = Fallbacks() if fallbacks is None else fallbacks  # an empty list of them is false
     if environment.world_size == 1:
@@ -108,7 +117,7 @@ def initialize_ddp(
     if place.type == "cuda":
         torch.cuda.set_device(place)
     try:
-        _write_missing_variables(environment)
+        write_missing(environment.as_variables())
         why_alone = _initialize_distributed(
             environment, chosen, DEFAULT_TIMEOUT if timeout is None else timeout, flag=flag, fallbacks=fallbacks
         )
@@ -119,6 +128,21 @@ def initialize_ddp(
         cleanup_ddp()
         raise
     return ProcessContext(True, environment.rank, environment.local_rank, environment.world_size, place)
+
+
+def is_joined() -> bool:
+    """Whether `initialize_ddp` has settled this process's world already, or somebody else has."""
+    return dist.is_initialized() or _State.alone is not None
+
+
+def joined_environment() -> LaunchEnvironment:
+    """What the launcher said, also where its variables are hidden since this process goes on alone."""
+    return _State.alone.environment if _State.alone is not None else read_environment(os.environ)
+
+
+def joined_fallbacks() -> tuple[Fallback, ...]:
+    """The downgrades that were taken to settle the world."""
+    return _State.fallbacks
 
 
 def current_context(device: str | torch.device | None = None) -> ProcessContext:
@@ -145,10 +169,8 @@ def cleanup_ddp() -> None:
         except LaunchError as error:
             _log.debug("%s", error)
         _State.roll_call = None
-    while _State.changed:
-        name, (before, ours) = _State.changed.popitem()
-        if os.environ.get(name) == ours:
-            _set_variable(name, before)
+    _State.alone, _State.fallbacks = None, ()
+    restore()
 
 
 # A script that ends without it aborts small gloo runs, and leaves a rank waiting for rank 0's word.
@@ -191,33 +213,6 @@ def _choose_backend(backend: str | None, device: torch.device) -> str:
     return str(backend)
 
 
-def _write_missing_variables(environment: LaunchEnvironment) -> None:
-    """Accelerate adopts a group only where the launch variables are in the environment."""
-    for name, value in environment.as_variables().items():
-        if name not in os.environ:
-            _change_variable(name, value)
-
-
-def _hide_launch() -> None:
-    """A process that goes on alone must look alone to Accelerate too, which would wait for the others."""
-    for name in WORLD_VARIABLES:
-        if name in os.environ:
-            _change_variable(name, None)
-
-
-def _change_variable(name: str, value: str | None) -> None:
-    before = _State.changed.get(name, (os.environ.get(name), None))[0]
-    _State.changed[name] = (before, value)
-    _set_variable(name, value)
-
-
-def _set_variable(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
-
-
 def _initialize_distributed(
     environment: LaunchEnvironment,
     backend: str,
@@ -249,7 +244,7 @@ def _initialize_distributed(
         failure = _start_backend(roll_call, environment, candidate, timeout)
         if failure is None:
             if candidate != backend:
-                fallbacks.take(Fallback(what="parallel.backend", wanted=backend, used=candidate, why=str(why)))
+                _take(fallbacks, Fallback(what="parallel.backend", wanted=backend, used=candidate, why=str(why)))
             return None
         why = failure
         if dist.is_initialized():
@@ -295,8 +290,8 @@ def _start_backend(roll_call: RollCall, environment: LaunchEnvironment, backend:
     seconds = min(_MOST_START_SECONDS, max(roll_call.seconds_left, _LEAST_START_SECONDS))
     roll_call.store.set_timeout(timedelta(seconds=seconds))
     interface = interface_towards(environment.master_addr)
-    if interface is not None and GLOO_INTERFACE_VARIABLE not in os.environ:
-        _change_variable(GLOO_INTERFACE_VARIABLE, interface)
+    if interface is not None:
+        write_missing({GLOO_INTERFACE_VARIABLE: interface})
     problem = ""
     try:
         dist.init_process_group(
@@ -350,16 +345,25 @@ def _alone(
             ),
             warning="[Trainer] Warning: DDP was requested but WORLD_SIZE is 1: this process trains alone",
         )
-    _hide_launch()
+    hide_world()
     return ProcessContext(False, 0, 0, 1, _resolve_device(device))
 
 
 def _go_on_alone(environment: LaunchEnvironment, why: str, place: torch.device, fallbacks: Fallbacks) -> ProcessContext:
     """Rank 0 of a world that was not formed."""
-    fallbacks.take(
+    _take(
+        fallbacks,
         Fallback(what="ddp", wanted=f"{environment.world_size} processes", used="one process", why=why),
         warning=f"[Trainer] Warning: DDP was requested but {why}. Rank 0 trains alone with the same global batch: the "
         "curve stays the same, only slower",
     )
-    _hide_launch()
-    return ProcessContext(False, 0, environment.local_rank, 1, place)
+    hide_world()
+    context = ProcessContext(False, 0, environment.local_rank, 1, place)
+    _State.alone = Joined(context, environment)
+    return context
+
+
+def _take(fallbacks: Fallbacks, fallback: Fallback, *, warning: str | None = None) -> None:
+    """A run that adopts this world later records it too."""
+    fallbacks.take(fallback, warning=warning)
+    _State.fallbacks = (*_State.fallbacks, fallback)

@@ -12,17 +12,22 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from finetune.distributed.accelerate_command import read_accelerate_command
-from finetune.distributed.ddp_init import cleanup_ddp, current_context, initialize_ddp
+from finetune.distributed.ddp_init import (
+    cleanup_ddp,
+    current_context,
+    initialize_ddp,
+    is_joined,
+    joined_environment,
+    joined_fallbacks,
+)
 from finetune.distributed.environment import (
     LaunchEnvironment,
     given_address,
     is_address_missing,
     is_batch_script_body,
     is_cpu_requested,
-    read_environment,
 )
 from finetune.distributed.local_spawn import run_as_processes
 from finetune.distributed.runtime import Runtime, forget_accelerate
@@ -56,7 +61,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         LaunchError: the launcher, the configuration and Accelerate do not describe the same world.
         SystemExit: this process only started others, or rank 0 goes on alone (`LeftToMain`).
     """
-    environment = read_environment(os.environ)
+    environment = joined_environment()
     configure_logs(environment.rank, level=logging.DEBUG if config.training.debug else logging.INFO)
     fallbacks = Fallbacks(strict=config.strict)
     if trains:
@@ -68,6 +73,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     torch.manual_seed(config.seed)
     device = "cpu" if is_cpu_requested(os.environ) and config.training.device == "auto" else config.training.device
     wish = None if device == "auto" else device
+    is_adopted = is_joined()  # then it has an owner, who may launch again
     context = initialize_ddp(
         timedelta(minutes=config.parallel.timeout_minutes),
         master_addr=config.parallel.master_addr,
@@ -78,6 +84,8 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         fallbacks=fallbacks,
     )
     try:
+        for fallback in joined_fallbacks() if is_adopted else ():
+            fallbacks.take(fallback)
         if config.training.deterministic:
             torch.use_deterministic_algorithms(True)
         runtime = Runtime(context or current_context(wish), environment, fallbacks, config)
@@ -93,13 +101,13 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         if config.training.deterministic:
             torch.use_deterministic_algorithms(False)
         forget_accelerate()
-        if context is not None:  # a group that was up before us has an owner, who may launch again
+        if not is_adopted:
             cleanup_ddp()
         _log.info("Process %d cleanup completed", environment.rank)
 
 
 def _is_to_spawn(config: Config, environment: LaunchEnvironment) -> bool:
-    return environment.launcher == "none" and (config.parallel.num_processes or 1) > 1 and not dist.is_initialized()
+    return environment.launcher == "none" and (config.parallel.num_processes or 1) > 1 and not is_joined()
 
 
 def _digest(config: Config) -> str:

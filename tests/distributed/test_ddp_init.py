@@ -116,6 +116,22 @@ def test_if_nobody_comes_rank_0_trains_alone_and_leaves_nothing_behind():
     assert launch_variables() == {}
 
 
+def test_a_run_adopts_what_became_of_the_world_before_it():
+    """A script joins first and builds its trainer then: run.json must say that it went on alone, and for how many."""
+    from finetune.distributed.launch import launch
+
+    config = Config.model_validate({"training": {"device": "cpu"}})
+    initialize_ddp(timedelta(seconds=0), rank=0, worldsize=2, master_port=free_port(), device="cpu")
+    for _ in range(2):
+        with launch(config) as runtime:
+            assert (runtime.world_size, runtime.environment.world_size) == (1, 2)
+            assert [record["what"] for record in runtime.fallbacks.as_records()] == ["ddp"]
+    assert initialize_ddp(device="cpu") == (False, 0, 0, 1, torch.device("cpu"))
+    cleanup_ddp()
+    with launch(config) as runtime:
+        assert (runtime.environment.world_size, runtime.fallbacks.as_records()) == (1, [])
+
+
 def test_a_strict_world_that_is_not_formed_is_a_launch_error_and_leaves_nothing():
     port = free_port()
     with pytest.raises(LaunchError, match=f"rank 1 of 2 did not come to 127.0.0.1:{port} within 1 s"):
