@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from finetune.model.base import build_tokenizer as build_tokenizer
     from finetune.model.lora import add_lora as add_lora
     from finetune.training.trainer import Trainer as Trainer
+    from finetune.training.trainer_ddp import TrainerDDP as TrainerDDP
 
 _HOMES = {
     "add_lora": "finetune.model.lora",
@@ -37,6 +38,7 @@ _HOMES = {
     "load_examples": "finetune.data.examples",
     "stop_ids": "finetune.data.templates",
     "Trainer": "finetune.training.trainer",
+    "TrainerDDP": "finetune.training.trainer_ddp",
 }
 __all__ = ["__version__", *sorted(_HOMES)]
 

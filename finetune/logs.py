@@ -32,15 +32,21 @@ class _RankFormatter(logging.Formatter):
 def configure_logs(rank: int, *, level: int = logging.INFO) -> None:
     """Send the package's log to stderr. May be called again once the rank is known; the last call counts."""
     logger = logging.getLogger(PACKAGE)
+    early = next((h for h in logger.handlers if isinstance(h, _Early)), _Early())
     for handler in [h for h in logger.handlers if h.get_name() == _HANDLER_NAME]:
         logger.removeHandler(handler)
     handler = logging.StreamHandler(sys.stderr)
     handler.set_name(_HANDLER_NAME)
     handler.setFormatter(_RankFormatter(rank))
     logger.addHandler(handler)
-    logger.addHandler(_Early())
+    logger.addHandler(early)
     logger.setLevel(level if rank == 0 else max(level, logging.WARNING))
     logger.propagate = False
+
+
+def is_configured() -> bool:
+    """Whether anybody listens to the package's log already."""
+    return bool(logging.getLogger(PACKAGE).handlers)
 
 
 def log_to_file(path: Path, rank: int) -> logging.Handler:

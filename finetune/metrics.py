@@ -63,9 +63,11 @@ class MetricsWriter:
             tokens_per_second=tokens_per_second,
         )
 
-    def validation(self, *, step: int, epoch: int, loss: float, num_targets: int) -> None:
+    def validation(self, *, step: int, epoch: int, loss: float, standard_error: float, num_targets: int) -> None:
         """Loss over the whole validation split after a step, in nats per target token."""
-        self._write("validation", step=step, epoch=epoch, loss=loss, num_targets=num_targets)
+        self._write(
+            "validation", step=step, epoch=epoch, loss=loss, standard_error=standard_error, num_targets=num_targets
+        )
 
     def checkpoint(self, *, step: int, path: Path) -> None:
         """A checkpoint that is durable, by its path within the run's folder."""
@@ -156,6 +158,7 @@ class RunRecord:
         self,
         *,
         world_size: int,
+        processes_started: int,
         launcher: str,
         backend: str | None,
         global_batch: Mapping[str, Any],
@@ -166,6 +169,7 @@ class RunRecord:
 
         Args:
             world_size: processes that train together.
+            processes_started: processes of the launch; more than world_size where one of them goes on alone.
             launcher: what started them.
             backend: that of the process group; None for a single process.
             global_batch: how the global batch is made up, for example batch_size, world_size, accumulation.
@@ -181,6 +185,7 @@ class RunRecord:
         self._values = {
             "status": "running",
             "world_size": world_size,
+            "processes_started": processes_started,
             "launcher": launcher,
             "backend": backend,
             "global_batch": dict(global_batch),

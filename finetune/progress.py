@@ -172,7 +172,7 @@ def show_what_next(folder: Path, prompt: str | None) -> None:
         folder: the run's folder.
         prompt: something to ask the tuned model, where a row of the data gives it.
     """
-    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    shown = shown_folder(folder)
     question = shlex.quote(prompt) if prompt else '"…"'
     sys.stdout.write(
         f"\nWritten to {shown}:\n"
@@ -182,3 +182,8 @@ def show_what_next(folder: Path, prompt: str | None) -> None:
         f"\nNext: finetune generate {shlex.quote(str(shown))} {question}\n"
     )
     sys.stdout.flush()
+
+
+def shown_folder(folder: Path) -> Path:
+    """A folder as the user would name it: from where they are, if it lies below."""
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder

@@ -1,4 +1,4 @@
-"""Start a script as two processes, and read what each of them reports."""
+"""Start a script as several processes, and read what each of them reports."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+_TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LAUNCHERS = {
     "python": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    "torchrun": [*_TORCHRUN, "--standalone", "--nproc_per_node", "2"],
+    "torchrun_4": [*_TORCHRUN, "--standalone", "--nproc_per_node", "4"],
     "accelerate": [
         *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
         *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
     ],
+    "accelerate_config": [
+        *(sys.executable, "-m", "accelerate.commands.launch"),
+        *("--config_file", str(REPOSITORY / "recipes" / "launch" / "accelerate_cpu.yaml")),
+    ],
+    "accelerate_cpu": [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"],
+    "mpirun": ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", sys.executable],
 }
-"""`--multi_gpu` starts two processes without any GPU too; `--cpu --num_processes 2` would start one."""
+"""`--multi_gpu` starts two processes without any GPU too; `--cpu --num_processes 2` starts one."""
 _LIMIT_SECONDS = 60
 
 
@@ -32,25 +40,64 @@ def free_port() -> int:
         return port
 
 
+def launcher_with_port(name: str) -> list[str]:
+    """Launchers that are told a port: torchrun's c10d rendezvous, and what came before torchrun."""
+    port = free_port()
+    if name == "torchrun_c10d":
+        return [*_TORCHRUN, "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}"]
+    module = ["-m", "torch.distributed.launch"]
+    return [sys.executable, *module, "--nproc_per_node", "2", "--master_port", str(port)]
+
+
 def run_launched(
     launcher: str, words: Sequence[str | Path], cwd: Path | None = None, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script with its words under a launcher; the output of all processes comes back together."""
-    process = subprocess.Popen(
-        [*LAUNCHERS[launcher], *map(str, words)],
+    return run_command([*LAUNCHERS[launcher], *words], cwd=cwd, variables=variables)
+
+
+def run_command(
+    command: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+    limit_seconds: float = _LIMIT_SECONDS,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command line; the output of all its processes comes back together."""
+    process = start_command(command, cwd=cwd, variables=variables)
+    try:
+        output, _ = process.communicate(timeout=limit_seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # the launcher ends its workers then; they would outlive a killed one
+        output, _ = process.communicate()
+        output += f"\nstopped by the test after {limit_seconds} seconds"
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def start_command(
+    command: Sequence[str | Path], *, cwd: Path | None = None, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Start a command line and let it run."""
+    return subprocess.Popen(
+        [str(word) for word in command],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore", **variables},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore", **(variables or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    try:
-        output, _ = process.communicate(timeout=_LIMIT_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # the launcher ends its workers then; they would outlive a killed one
-        output, _ = process.communicate()
-        output += f"\nstopped by the test after {_LIMIT_SECONDS} seconds"
-    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def place_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What a launcher sets on one machine, for processes that are started by hand."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def reports_of(launcher: str, script: Path, folder: Path, **variables: str) -> list[dict[str, Any]]:

@@ -134,6 +134,8 @@ def test_recipes_are_listed_and_copied_but_never_over_something(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "mine" / "finetune_lora.py").is_file()
     assert (tmp_path / "mine" / "configs" / "task" / "finetune_lora.yaml").is_file()
+    assert run("recipes", "copy", "train_ddp_torchrun", tmp_path / "mine").returncode == 0
+    assert (tmp_path / "mine" / "configs" / "train_ddp.yaml").is_file()
     again = run("recipes", "copy", "finetune_lora", tmp_path / "mine")
     assert_is_one_message(again, "is there already", "Nothing was written")
     assert_is_one_message(run("recipes", "copy", "finetune_lorra"), "finetune_lora")

@@ -16,8 +16,8 @@ STEP = {
     "num_targets": 812, "num_tokens": 2071, "tokens_per_second": 900.1,
 }  # fmt: skip
 START = {
-    "world_size": 2, "launcher": "torchrun", "backend": "gloo", "global_batch": {"batch_size": 8}, "fallbacks": [],
-    "fingerprints": {"data": "abc"},
+    "world_size": 2, "processes_started": 2, "launcher": "torchrun", "backend": "gloo",
+    "global_batch": {"batch_size": 8}, "fallbacks": [], "fingerprints": {"data": "abc"},
 }  # fmt: skip
 
 
@@ -36,12 +36,12 @@ def test_events_have_the_shapes_of_the_design(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as metrics:
         metrics.step(**STEP)
-        metrics.validation(step=12, epoch=0, loss=1.1, num_targets=99)
+        metrics.validation(step=12, epoch=0, loss=1.1, standard_error=0.1, num_targets=99)
         metrics.checkpoint(step=12, path=tmp_path / "checkpoints" / "step-000012")
         metrics.test(model="tuned", exact_match=0.93, json_valid=0.99, loss=0.2)
     assert read(path) == [
         {"event": "step", **STEP},
-        {"event": "validation", "step": 12, "epoch": 0, "loss": 1.1, "num_targets": 99},
+        {"event": "validation", "step": 12, "epoch": 0, "loss": 1.1, "standard_error": 0.1, "num_targets": 99},
         {"event": "checkpoint", "step": 12, "path": "checkpoints/step-000012"},
         {"event": "test", "model": "tuned", "exact_match": 0.93, "json_valid": 0.99, "loss": 0.2},
     ]
@@ -70,7 +70,7 @@ def test_a_restart_cuts_what_comes_again_and_appends_behind_it(tmp_path):
     metrics = MetricsWriter(path)
     for step in (1, 2, 3):
         metrics.step(**STEP | {"step": step})
-        metrics.validation(step=step, epoch=0, loss=1.0, num_targets=9)
+        metrics.validation(step=step, epoch=0, loss=1.0, standard_error=0.1, num_targets=9)
     metrics.test(model="base", exact_match=None, json_valid=None, loss=3.0)
     with path.open("ab") as file:
         file.write(b'\x00\x00\n[1]\n{"event": "step", "step": 2}')

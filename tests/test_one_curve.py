@@ -1,101 +1,142 @@
-"""One recipe, seed and global batch give one curve, whatever starts the processes and however they share rows."""
+"""One recipe, seed and global batch give one curve, whatever starts the processes and however they share rows.
 
-import json
+Every form is started once and trains several times in it, one case after the other. Each process reports that it has
+trained. The rows of docs/one-curve.md are these cases; see tests/curve_table.py for how it is written.
+"""
+
+import importlib.util
+import shutil
 from typing import NamedTuple
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from tests.launches import REPOSITORY, run_launched
-from tests.tiny_runs import random_model_words, write_base, write_rows
+from tests.curve_table import Row, keep_rows
+from tests.curves import (
+    ALONE,
+    DROPOUT_SPLITS,
+    FULL,
+    PLAIN_CASES,
+    SPLITS,
+    Case,
+    assert_cases,
+    curve_alone,
+    read_run,
+    reports_of_run,
+    run_and_report,
+    runs_alone,
+)
+from tests.launches import LAUNCHERS, free_port, launcher_with_port
 
-pytestmark = pytest.mark.launch
-NUM_STEPS = 6
+pytestmark = [pytest.mark.launch, pytest.mark.slow]
 
-
-class Run(NamedTuple):
-    """What a run wrote."""
-
-    record: dict
-    losses: list[float]
-    other_losses: list[float]
-    num_targets: list[int]
-    adapter: torch.Tensor
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    write_base(folder / "tokenizer")
-    write_rows(folder / "rows")  # 18 rows: the third step of an epoch has 2, which are one micro-batch for one rank
-    return folder
-
-
-def run_recipe(inputs, name, launcher, *words):
-    done = run_launched(
-        launcher,
-        [
-            REPOSITORY / "recipes" / "finetune_lora.py",
-            *random_model_words(inputs / "tokenizer"),
-            f"data.path={inputs / 'rows'}",
-            f"data.cache_dir={inputs / 'cache'}",
-            f"output_dir={inputs / name}",
-            "seed=3",
-            "lora.r=4",
-            "optim.learning_rate=1e-2",
-            "training.device=cpu",
-            "training.precision=fp32",
-            "training.global_batch_size=8",
-            f"training.max_steps={NUM_STEPS}",
-            "testing.num_samples=0",
-            *words,
-        ],
-    )
-    assert done.returncode == 0, done.stdout
-    return read_run(inputs / name)
+ALL_SPLITS = (*SPLITS, *DROPOUT_SPLITS)
+DDP = "parallel.gradient_sync=ddp"
+UNUSED = "parallel.find_unused_parameters=true"
+CHECKPOINTED = "training.gradient_checkpointing=true"
+REDUCED = (
+    Case(2, words=(DDP, UNUSED), note="gradient_sync=ddp, find_unused_parameters"),
+    Case(8, 0.1, words=(DDP,), note="gradient_sync=ddp"),
+    Case(2, words=(DDP, CHECKPOINTED), note="gradient_sync=ddp, gradient_checkpointing"),
+    Case(2, recipe=FULL),
+    Case(2, recipe=FULL, words=(DDP,), note="gradient_sync=ddp"),
+    Case(8, recipe=FULL, words=(DDP, CHECKPOINTED), note="gradient_sync=ddp, gradient_checkpointing"),
+)
 
 
-def read_run(folder):
-    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [event for event in events if event["event"] == "step"]
-    tensors = load_file(folder / "checkpoints" / f"step-{NUM_STEPS:06d}" / "adapter_model.safetensors")
-    return Run(
-        record=json.loads((folder / "run.json").read_text()),
-        losses=[event["loss"] for event in steps],
-        other_losses=[event["loss"] for event in events if event["event"] in ("validation", "test")],
-        num_targets=[event["num_targets"] for event in steps],
-        adapter=torch.cat([tensors[name].double().flatten() for name in sorted(tensors)]),
-    )
+class Form(NamedTuple):
+    """A way to start processes."""
+
+    name: str
+    """In the table."""
+    command: str
+    """In `tests.launches.LAUNCHERS`, or one that is told a port."""
+    launcher: str
+    """As finetune sees it."""
+    world_size: int
+    cases: tuple[Case, ...]
 
 
-@pytest.fixture(scope="module")
-def alone(inputs):
-    run = run_recipe(inputs, "alone", "python", "training.batch_size=3")
-    assert (run.record["world_size"], run.record["backend"]) == (1, "none")
-    assert len(run.losses) == NUM_STEPS
-    assert len(run.other_losses) == 4
-    assert run.losses[3] < run.losses[0] - 0.05, "a run that learns nothing proves nothing"
-    return run
+FORMS = (
+    Form("torchrun", "torchrun", "torchrun", 2, (*ALL_SPLITS, *REDUCED)),
+    Form("torchrun", "torchrun_4", "torchrun", 4, ALL_SPLITS),
+    Form("torchrun, c10d rendezvous", "torchrun_c10d", "torchrun", 2, PLAIN_CASES),
+    Form("python -m torch.distributed.launch", "torch.distributed.launch", "torchrun", 2, PLAIN_CASES),
+    Form("accelerate launch", "accelerate", "accelerate", 2, PLAIN_CASES),
+    Form("accelerate launch, config file", "accelerate_config", "accelerate", 2, PLAIN_CASES),
+    Form("mpirun", "mpirun", "mpi", 2, PLAIN_CASES),
+)
+LOCAL_SPAWN = "finetune train, parallel.num_processes=2"
+TORCH_SPAWN = "torch.multiprocessing.spawn"
+AS_THE_OTHER_RECIPE = ("model.path=null", "optim.schedule=linear", "optim.warmup_steps=0")
+"""What configs/train_ddp.yaml says differently."""
+ROWS = [
+    *(case.row("python", 1) for case in ALONE),
+    *(case.row(form.name, form.world_size) for form in FORMS for case in form.cases),
+    *(case.row(name, 2) for name in (LOCAL_SPAWN, TORCH_SPAWN) for case in PLAIN_CASES),
+    *(case.row("srun", 2) for case in PLAIN_CASES),
+    Row("sbatch, srun on one node", 2, "3x3", "0"),
+    Row("sbatch, srun on three nodes", 3, "3x3", "0"),
+    Row("sbatch, torchrun on two nodes", 2, "3x3", "0"),
+    Row("torchrun on two nodes", 2, "3x3", "0"),
+    Row("torchrun, ddp=False", 1, "3x3", "0"),
+    Row("rank 1 of 2 never comes", 1, "3x3", "0"),
+]
+"""All of the table: also those of tests/slurm, tests/distributed/test_two_nodes.py and tests/test_launch_forms.py."""
 
 
-def assert_one_curve(run, expected):
-    assert run.num_targets == expected.num_targets
-    for ours, theirs in zip(run.losses + run.other_losses, expected.losses + expected.other_losses, strict=True):
-        assert abs(ours - theirs) <= 1e-6 * max(1.0, abs(theirs))
-    assert torch.linalg.norm(run.adapter - expected.adapter) <= 1e-5 * torch.linalg.norm(expected.adapter)
+def command_of(form):
+    if form.command == "torch.distributed.launch" and importlib.util.find_spec("torch.distributed.launch") is None:
+        pytest.skip("this version of torch no longer ships torch.distributed.launch")
+    if form.command == "mpirun" and shutil.which("mpirun") is None:
+        pytest.skip("mpirun is not installed (apt-get install openmpi-bin)")
+    return LAUNCHERS[form.command] if form.command in LAUNCHERS else launcher_with_port(form.command)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_two_processes_train_like_one(inputs, alone, launcher):
-    run = run_recipe(inputs, launcher, launcher, "training.batch_size=3")
-    record = run.record
-    assert (record["world_size"], record["launcher"], record["backend"]) == (2, launcher, "gloo")
-    assert_one_curve(run, alone)
+def variables_of(form):
+    """mpirun says nothing about an address: on a machine with several runs each needs a port of its own."""
+    return {"MASTER_PORT": str(free_port())} if form.command == "mpirun" else {}
 
 
-def test_another_split_into_micro_batches_trains_alike(inputs, alone):
-    run = run_recipe(inputs, "split", "python", "training.batch_size=8", "training.max_tokens_per_microbatch=60")
-    assert run.record["world_size"] == 1
-    assert_one_curve(run, alone)
-    assert run.losses != alone.losses, "the sums should have been taken in another order"
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.command}-{form.world_size}")
+def test_every_launcher_world_and_split_gives_one_curve(tmp_path, form):
+    run_and_report(command_of(form), tmp_path, form.cases, variables=variables_of(form))
+    assert_cases(form.name, tmp_path, form.cases, world_size=form.world_size, launcher=form.launcher)
+    if form.world_size == 4:
+        shares = {case.split: microbatches(tmp_path, case) for case in SPLITS}
+        assert shares["8x1"] == [[1, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+        assert shares["2x4"] == [[1, 1, 1], [1, 1, 0], [1, 1, 0], [1, 1, 0]]
+        assert shares["1x8"] == [[2, 2, 1], [2, 2, 1], [2, 2, 0], [2, 2, 0]]
+
+
+def microbatches(folder, case):
+    """Of each rank, in each step of an epoch."""
+    return [report["microbatches"] for report in reports_of_run(folder, case.name)]
+
+
+def test_one_process_gives_one_curve_however_it_computes_it():
+    assert_cases("python", runs_alone(), ALONE, world_size=1, launcher="none")
+    first, *others = (read_run(runs_alone() / case.name) for case in ALONE)
+    assert first.losses == curve_alone().losses, "a process that trains again trains as a new one does"
+    assert all(run.losses != first.losses for run in others), "the sums should have been taken in another order"
+
+
+def test_dropout_is_there_and_belongs_to_the_micro_batches():
+    curves = [read_run(runs_alone() / case.name).losses for case in DROPOUT_SPLITS]
+    for curve in curves:
+        assert all(abs(a - b) > 1e-4 for a, b in zip(curve, curve_alone().losses, strict=True))
+
+
+def test_the_command_line_starts_processes_itself(tmp_path):
+    recipe = ["finetune.cli:main", "train", "task=finetune_lora", "parallel.num_processes=2"]
+    run_and_report(LAUNCHERS["python"], tmp_path, PLAIN_CASES, recipe=recipe)
+    assert_cases(LOCAL_SPAWN, tmp_path, PLAIN_CASES, world_size=2, launcher="spawn")
+
+
+def test_a_script_starts_processes_through_torch_multiprocessing(tmp_path):
+    recipe = ["recipes.train_ddp_standalone:start", "parallel.num_processes=2", f"parallel.master_port={free_port()}"]
+    run_and_report(LAUNCHERS["python"], tmp_path, PLAIN_CASES, *AS_THE_OTHER_RECIPE, recipe=recipe)
+    assert_cases(TORCH_SPAWN, tmp_path, PLAIN_CASES, world_size=2, launcher="spawn")
+
+
+def test_the_page_has_these_rows():
+    keep_rows(ROWS)

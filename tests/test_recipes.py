@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launches import REPOSITORY, run_launched
+from tests.launches import REPOSITORY, free_port, run_launched
 from tests.tiny_runs import write_base, write_rows
 
 RECIPES = REPOSITORY / "recipes"
@@ -48,6 +48,41 @@ def test_full_fine_tuning_runs_as_two_processes(tmp_path, words, launcher):
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert (record["world_size"], record["launcher"], record["backend"]) == (2, launcher, "gloo")
     assert len(steps_in(tmp_path / "run")) == 2
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("name", "launcher", "started_by"),
+    [("train_ddp_standalone", "python", "spawn"), ("train_ddp_torchrun", "torchrun", "torchrun")],
+)
+def test_the_guides_scripts_train_as_two_processes_and_test_on_rank_0(tmp_path, words, name, launcher, started_by):
+    # The guides' port, 12355, may be taken on this machine.
+    port = [f"parallel.master_port={free_port()}", "parallel.num_processes=2"] if launcher == "python" else []
+    recipe = [RECIPES / f"{name}.py", *words, *port, f"output_dir={tmp_path / 'run'}"]
+    done = run_launched(launcher, recipe)
+    assert done.returncode == 0, done.stdout
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert record["status"] == "completed"
+    assert (record["world_size"], record["launcher"], record["backend"]) == (2, started_by, "gloo")
+    assert record["global_batch"] == {"global_batch_size": 16, "batch_size": 4, "world_size_asked": 2}
+    assert len(steps_in(tmp_path / "run")) == 2
+    assert done.stdout.count("Training and testing completed successfully!") == 1
+    assert done.stdout.count("Next: finetune generate") == 1
+
+    again = run_launched(launcher, recipe)
+    assert again.returncode != 0
+    assert "holds a run already" in again.stdout
+    assert "resume=auto" in again.stdout
+    if launcher == "python":  # torchrun ends with a code and a traceback of its own
+        assert again.returncode == 2
+        assert "Traceback" not in again.stdout
+
+
+def test_the_guides_script_for_torchrun_runs_alone_too(tmp_path, words):
+    done = run_launched("python", [RECIPES / "train_ddp_torchrun.py", *words, f"output_dir={tmp_path / 'run'}"])
+    assert done.returncode == 0, done.stdout
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert (record["status"], record["world_size"]) == ("completed", 1)
 
 
 def test_debug_shows_the_traceback_of_a_user_s_mistake(tmp_path, words):

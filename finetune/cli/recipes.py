@@ -26,9 +26,8 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
     if name not in recipes:
         raise ConfigError(f"there is no recipe {name}. There are: {', '.join(sorted(recipes))}.")
     copies = {recipes[name]: folder / f"{name}.py"}
-    task = shipped_folder("configs") / "task" / f"{task_of(recipes[name]) or name}.yaml"
-    if task.is_file():
-        copies[task] = folder / "configs" / "task" / task.name
+    for config in _configs_of(recipes[name]):
+        copies[config] = folder / "configs" / config.relative_to(shipped_folder("configs"))
     present = [str(target) for target in copies.values() if target.exists()]
     if present:
         raise ConfigError(f"{', '.join(present)} is there already. Nothing was written; name another folder.")
@@ -38,12 +37,14 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
     return list(copies.values())
 
 
-def task_of(recipe: Path) -> str | None:
-    """The task that a recipe composes its config with: ``load_config(words, task="…")``."""
-    for node in ast.walk(ast.parse(recipe.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.keyword) and node.arg == "task" and isinstance(node.value, ast.Constant):
-            return str(node.value.value)
-    return None
+def _configs_of(recipe: Path) -> list[Path]:
+    """The files that a recipe composes its config with: ``load_config(words, task="…")`` or ``run="…"``."""
+    folders = {"task": shipped_folder("configs") / "task", "run": shipped_folder("configs")}
+    tree = ast.parse(recipe.read_text(encoding="utf-8"))
+    words = [(node.arg, node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword)]
+    named = [(name or "", str(value.value)) for name, value in words if isinstance(value, ast.Constant)]
+    files = [folders[word] / f"{value}.yaml" for word, value in named if word in folders]
+    return [file for file in dict.fromkeys(files) if file.is_file()]
 
 
 def _first_line(recipe: Path) -> str:

@@ -98,7 +98,7 @@ def compose(
     task = (chosen | asked.groups).get("task")
     config = build_config(tree, _run_name(asked.run, task), problems)
     if config is None or problems:
-        raise ConfigError(_as_message(problems))
+        raise ConfigError(as_message(problems))
     return config
 
 
@@ -175,7 +175,7 @@ def _run_name(run: _Choice | None, task: _Choice | None) -> str:
     return Path(choice.name).stem if choice else "run"
 
 
-def _as_message(problems: Sequence[str]) -> str:
+def as_message(problems: Sequence[str]) -> str:
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
         return unique[0]

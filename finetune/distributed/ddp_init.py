@@ -30,6 +30,7 @@ from finetune.distributed.network import interface_towards
 from finetune.distributed.roll_call import RollCall, Verdict
 from finetune.errors import LaunchError, LeftToMain
 from finetune.fallbacks import Fallback, Fallbacks
+from finetune.logs import configure_logs, is_configured
 
 _log = logging.getLogger(__name__)
 
@@ -108,6 +109,8 @@ def initialize_ddp(
     if _State.alone is not None:
         return _State.alone.context
     environment = _environment_with(rank, worldsize, master_addr, master_port)
+    if not is_configured():  # a script in the form of the guides begins here
+        configure_logs(environment.rank)
     fallbacks = Fallbacks() if fallbacks is None else fallbacks  # an empty list of them is false
     if environment.world_size == 1:
         return _alone(environment, device, flag, fallbacks)

@@ -1,7 +1,7 @@
 """How gradients of several ranks become one sum: flat after the backward passes, or by torch's reducer during them."""
 
-from __future__ import annotations
-
+# No postponed annotations here: torch looks at those of `_summed` and refuses text.
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -37,11 +37,14 @@ class Reducer:
     Collective: every rank makes one for the same model.
 
     Args:
-        model: on its device.
+        model: placed (`Runtime.place`), so that all ranks have rank 0's trained weights already.
         loss: the summed loss of a micro-batch.
         device: of this rank.
         output_device: index of the GPU that holds the outputs; None: the model's own.
         find_unused_parameters: look in every backward pass for parameters that it leaves out.
+
+    Attributes:
+        model: the one it was made for.
     """
 
     def __init__(
@@ -53,13 +56,20 @@ class Reducer:
         output_device: int | None = None,
         find_unused_parameters: bool = False,
     ) -> None:
+        self.model = model
         is_gpu = device.type == "cuda"
-        self._wrapped = DistributedDataParallel(
-            _LossOf(model, loss),
-            device_ids=[device] if is_gpu else None,
-            output_device=output_device if is_gpu else None,
-            find_unused_parameters=find_unused_parameters,
-        )
+        with warnings.catch_warnings():
+            # torch 2.13 has a new name for it, which the older versions that we allow do not know.
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+            self._wrapped = DistributedDataParallel(
+                _LossOf(model, loss),
+                device_ids=[device] if is_gpu else None,
+                output_device=output_device if is_gpu else None,
+                find_unused_parameters=find_unused_parameters,
+                # A frozen base of many gigabytes would be sent as well, and rank 0's buffers before each step.
+                init_sync=False,
+                broadcast_buffers=False,
+            )
         # The loss is divided by the number of targets of all ranks: torch's own mean over ranks would divide again.
         self._wrapped.register_comm_hook(None, _summed)
 
@@ -83,7 +93,7 @@ class _LossOf(torch.nn.Module):
         return self._loss(self.model, microbatch)
 
 
-def _summed(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _summed(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
     shared: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -67,9 +68,13 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     if trains:
         RunFolder(config.output_dir).check(config.resume)
     _check_wish(config, environment, fallbacks)
+    environment = replace(
+        environment,
+        master_addr=config.parallel.master_addr or environment.master_addr,
+        master_port=config.parallel.master_port or environment.master_port,
+    )
     if _is_to_spawn(config, environment):
         raise SystemExit(run_as_processes(config.parallel.num_processes or 1))
-    _log.info("Process %d/%d started", environment.rank, environment.world_size)
     torch.manual_seed(config.seed)
     device = "cpu" if is_cpu_requested(os.environ) and config.training.device == "auto" else config.training.device
     wish = None if device == "auto" else device
@@ -90,6 +95,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
             torch.use_deterministic_algorithms(True)
         runtime = Runtime(context or current_context(wish), environment, fallbacks, config)
         try:
+            _log.info("Process %d/%d started", environment.rank, environment.world_size)
             runtime.refuse_differences("the configuration", _digest(config))
             _record_other_device(wish, runtime)
             yield runtime

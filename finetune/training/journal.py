@@ -16,8 +16,9 @@ from finetune.config.compose import resolved_yaml
 from finetune.durable import disk_failures_end_the_run, replace_file
 from finetune.logs import log_only_to, log_to_file, stop_logging_to
 from finetune.metrics import MetricsWriter, RunRecord
-from finetune.progress import TrainingProgress, show_what_next
+from finetune.progress import TrainingProgress, show_what_next, shown_folder
 from finetune.run_folder import RunFolder
+from finetune.training.evaluate import LossSums
 from finetune.training.state import Comparison, TrainerState
 from finetune.training.step import StepResult
 
@@ -31,10 +32,15 @@ _log = logging.getLogger(__name__)
 class Journal:
     """Opens the run's folder, and tells it of every event.
 
+    Attributes:
+        folder: the run's.
+        result: what run.json will say of the outcome.
+        is_closed: nothing more is written.
+
     Args:
         config: the whole run.
         fallbacks: the list that run.json repeats.
-        world: world_size, launcher and backend.
+        world: world_size, processes_started, launcher and backend.
         global_batch: how the global batch is made up.
         fingerprints: digests of data, template and configuration.
 
@@ -53,6 +59,7 @@ class Journal:
     ) -> None:
         self.folder = RunFolder(config.output_dir).open(config.resume)
         self.result: dict[str, Any] = {}
+        self.is_closed = False
         self._example_prompt: str | None = None
         self._fallbacks = fallbacks
         self._log_every = config.training.log_every
@@ -87,10 +94,16 @@ class Journal:
         if self._progress is not None:
             self._progress.step(step=state.step, epoch=epoch, loss=result.loss, tokens_per_second=tokens_per_second)
 
-    def validation(self, state: TrainerState, loss: float, num_targets: int) -> None:
+    def validation(self, state: TrainerState, sums: LossSums) -> None:
         """The validation split was measured after a step."""
         epoch = _epoch_of_last_step(state)
-        self._metrics.validation(step=state.step, epoch=epoch, loss=loss, num_targets=num_targets)
+        self._metrics.validation(
+            step=state.step,
+            epoch=epoch,
+            loss=sums.loss,
+            standard_error=sums.standard_error,
+            num_targets=int(sums.num_targets),
+        )
         self._last_step_at = time.monotonic()  # a step's speed is its own
 
     def before_checkpoint(self) -> None:
@@ -117,7 +130,10 @@ class Journal:
                 self.result[f"test_{name}"] = asdict(scores)
 
     def close(self, error: BaseException | None) -> None:
-        """Write how the run ended and give up the folder. Called once, whatever happened."""
+        """Write how the run ended and give up the folder, whatever happened. The first call counts."""
+        if self.is_closed:
+            return
+        self.is_closed = True
         try:
             self.end_training()
             status = "completed" if error is None else "failed" if isinstance(error, Exception) else "stopped"
@@ -141,7 +157,7 @@ class Journal:
         fallbacks = f"fallbacks taken: {'; '.join(taken)}" if taken else "no fallbacks taken"
         _log.info(
             "%s: adapter/, checkpoints/, metrics.jsonl, run.json, config.yaml, log.txt written; %s",
-            self.folder.path,
+            shown_folder(self.folder.path),
             fallbacks,
         )
 

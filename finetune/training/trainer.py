@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,6 +65,7 @@ class Trainer:
         splits: encoded rows.
 
     Attributes:
+        epoch: the epoch that is being trained, or was last, counted from 0.
         journal: on the main process, what the run writes about itself; None on the others.
 
     Raises:
@@ -85,10 +86,14 @@ class Trainer:
         self.model = model
         self.tokenizer = tokenizer
         self.splits = splits
+        self.epoch = 0
         self.journal: Journal | None = None
         self._last_loss = math.nan
+        self._last_validation: LossSums | None = None
         _check_fit(config, model, splits)
         runtime.agree_set_up()
+        rows = [split.fingerprint for _, split in _named(splits) if split is not None]
+        runtime.refuse_differences("the data", "/".join(rows))
         self._on_main(self._open_journal, "opening the run's folder")
         if self._has_base_of_its_own and config.resume == "auto":
             self._read_base()
@@ -142,10 +147,15 @@ class Trainer:
         )
         return train_loader, val_loader, test_loader
 
-    def run_training(self, train_loader: TrainLoader, val_loader: EvaluationLoader | None = None) -> TrainingResults:
+    def run_training(
+        self, train_loader: TrainLoader, val_loader: EvaluationLoader | None = None
+    ) -> tuple[TrainingResults, LossSums | None]:
         """Train to the end, from the newest valid checkpoint on if resumed, and publish the best weights in `adapter/`.
 
         Collective.
+
+        Returns:
+            Where training ended, and the last validation: None where nothing was validated.
 
         Raises:
             RunFailedError: a loss that is not finite, or a disk that refuses.
@@ -170,7 +180,7 @@ class Trainer:
             state,
             cadence,
             Actions(
-                batches=train_loader.steps,
+                batches=lambda epoch, first_step: self._begin_epoch(train_loader, epoch, first_step),
                 train=lambda step, share: self._train_step(optimizer, cadence, step, share),
                 validate=None if val_loader is None else lambda state: self._validate(val_loader, state),
                 save=lambda state: self._save(state, optimizer),
@@ -180,20 +190,24 @@ class Trainer:
             patience=config.early_stopping.patience,
             min_delta=config.early_stopping.min_delta,
         )
+        self.runtime.at("saving", state.step)
         self._on_main(lambda journal: self._publish(journal, state), "publishing the adapter")
-        return TrainingResults(state, self._last_loss)
+        self.runtime.at("after training", state.step, timed=False)  # what comes now is the script's own affair
+        return TrainingResults(state, self._last_loss), self._last_validation
 
     def run_test(self, test_loader: EvaluationLoader | None) -> Comparison | None:
         """Measure the published weights, and the base, on the test split; print the table. Rank 0 alone.
 
         No collective inside: all ranks may call it, or rank 0 by itself; the others return None.
         """
+        self.runtime.at("testing", timed=False)  # nobody waits for rank 0 here
         if self.journal is None or test_loader is None:
             return None
         _log.info("Starting testing phase...")
         load_model(self.model, self.journal.folder.adapter)
         comparison = compare_models(self.runtime, self.model, self.tokenizer, test_loader, self.config.testing)
-        self.journal.test(comparison)
+        if not self.journal.is_closed:  # a script may measure again after its run has ended
+            self.journal.test(comparison)
         show_comparison(comparison)
         _log.info("Training and testing completed successfully!")
         return comparison
@@ -210,6 +224,7 @@ class Trainer:
             self.runtime.fallbacks,
             world={
                 "world_size": self.runtime.world_size,
+                "processes_started": environment.world_size,
                 "launcher": environment.launcher,
                 "backend": self.runtime.backend,
             },
@@ -276,6 +291,10 @@ class Trainer:
         _log.info("resumed from step=%d", state.step)
         return state
 
+    def _begin_epoch(self, loader: TrainLoader, epoch: int, first_step: int) -> Iterator[list[tuple[int, Microbatch]]]:
+        self.epoch = epoch
+        return loader.steps(epoch, first_step)
+
     def _train_step(
         self,
         optimizer: torch.optim.Optimizer,
@@ -283,6 +302,7 @@ class Trainer:
         step: int,
         share: list[tuple[int, Microbatch]],
     ) -> StepResult:
+        self.runtime.at("training", step)
         if self.config.training.debug and step <= 2:
             self._log_share(step, share)
         return train_step(
@@ -302,14 +322,19 @@ class Trainer:
             self.journal.step(state, result)
 
     def _validate(self, loader: EvaluationLoader, state: TrainerState) -> float:
+        self.runtime.at("evaluation", state.step)
         sums = LossSums(*self.runtime.sum(sum_losses(self.runtime, self.model, loader)))
-        _log.info("Validation: loss=%.4f ± %.4f", sums.loss, sums.standard_error)
+        self._last_validation = sums
+        _log.info("Validation: loss=%.3f ± %.3f", sums.loss, sums.standard_error)
         if self.journal is not None:
-            self.journal.validation(state, sums.loss, int(sums.num_targets))
+            self.journal.validation(state, sums)
         return sums.loss
 
     def _save(self, state: TrainerState, optimizer: torch.optim.Optimizer) -> None:
+        self.runtime.at("saving", state.step)
+
         def save(journal: Journal) -> None:
+            _log.info("Saving checkpoint %s at epoch %d", journal.folder.checkpoint(state.step).name, self.epoch)
             journal.before_checkpoint()
             path = save_checkpoint(journal.folder, state.step, model=self.model, optimizer=optimizer, state=state)
             journal.checkpoint(state, path)

@@ -73,7 +73,7 @@ def train(words, *, task="finetune_lora", has_adapter=True):
             model = add_lora(model, config.lora)
         trainer = Trainer(runtime, config, model, tokenizer, splits)
         train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
-        results = trainer.run_training(train_loader, val_loader)
+        results, _ = trainer.run_training(train_loader, val_loader)
         return Ended(trainer, results, trainer.run_test(test_loader))
 
 
@@ -161,6 +161,7 @@ def test_the_log_tells_the_run_from_its_first_line_to_its_last(words, tmp_path):
     train(words)
     log = (tmp_path / "run" / "log.txt").read_text()
     lines = log.splitlines()
+    assert "Process 0/1 started" in lines[1]
     assert "launcher none, device cpu, fp32, world of 1" in lines[0]
     assert "global batch of 8 examples (training.global_batch_size): micro-batches of at most 3 over 1 process" in log
     assert log.index("checkpoint committed step=3") < log.index("checkpoint committed step=5")

@@ -1,0 +1,194 @@
+"""A whole run from a rank and a config: the trainer of scripts that start their own processes, and of notebooks."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, ClassVar, Self
+
+import torch
+
+from finetune.config.from_dict import config_from_dict, has_section
+from finetune.config.schema import Config
+from finetune.data.batches import EvaluationLoader, TrainLoader
+from finetune.data.encode import encode_examples
+from finetune.data.examples import load_examples
+from finetune.distributed.ddp_init import cleanup_ddp, initialize_ddp, is_joined
+from finetune.distributed.environment import read_environment
+from finetune.distributed.launch import launch
+from finetune.distributed.runtime import Runtime
+from finetune.errors import ConfigError, LaunchError
+from finetune.fallbacks import Fallbacks
+from finetune.model.base import build_base_model, build_tokenizer
+from finetune.model.lora import add_lora
+from finetune.training.state import Comparison
+from finetune.training.trainer import Trainer, TrainingResults
+
+if TYPE_CHECKING:
+    from finetune.training.evaluate import LossSums
+
+_log = logging.getLogger(__name__)
+_ORIGIN = "the dict given to TrainerDDP"
+
+
+class TrainerDDP(Trainer):
+    """A `Trainer` that builds its runtime, tokenizer, rows and model itself.
+
+    It joins the group that `initialize_ddp` made, else the world of the launcher, else the one that `parallel`
+    describes (`world_size`, `master_addr`, `master_port`), else it trains alone.
+
+    It ends by itself: an error in one of its methods ends the run as failed, the test phase ends it as completed, and
+    what is still open is closed when the process ends. `close`, or a `with` block, does so earlier, before or after
+    `cleanup_ddp`. A process is in one world at a time, so the next `TrainerDDP` closes the one before.
+
+    Collective: every rank makes one.
+
+    Args:
+        rank: this process's rank, checked against the world.
+        config: a dict in the shape of a run file, or a `Config`, with a section `parallel`.
+
+    Raises:
+        ConfigError: the section is missing, or something in the configuration is wrong.
+        LaunchError: the world cannot be joined, or this process is another rank in it.
+
+    Example:
+        ``with TrainerDDP(0, {"model": "phi_tiny", "data": "orders", "parallel": {"world_size": 1}}) as trainer: …``
+    """
+
+    _open: ClassVar[TrainerDDP | None] = None
+
+    def __init__(self, rank: int, config: Mapping[str, object] | Config) -> None:
+        self.epoch = 0
+        self.journal = None
+        self._is_trained = False
+        self._world = ExitStack()
+        checked = _checked(config)
+        if TrainerDDP._open is not None:
+            TrainerDDP._open.close()
+        with self._leaving_on_error():
+            _join_as_configured(self._world, rank, checked)
+            runtime = self._world.enter_context(launch(checked))
+            TrainerDDP._open = self
+            atexit.register(self._close_at_exit)
+            _check_rank(rank, runtime)
+            tokenizer = build_tokenizer(checked.model)
+            examples = load_examples(checked.data)
+            splits = encode_examples(examples, tokenizer, checked.data, fallbacks=runtime.fallbacks)
+            base = build_base_model(checked.model)
+            model = add_lora(base, checked.lora) if checked.training.method == "lora" else base
+            super().__init__(runtime, checked, model, tokenizer, splits)
+
+    @property
+    def device(self) -> int | torch.device:
+        """Where this process computes: the index of its GPU, or a device that is none."""
+        device = self.runtime.device
+        return device.index if device.type == "cuda" else device
+
+    def prepare_dataloaders(self) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:
+        """See `Trainer.prepare_dataloaders`."""
+        with self._leaving_on_error():
+            return super().prepare_dataloaders()
+
+    def run_training(
+        self, train_loader: TrainLoader, val_loader: EvaluationLoader | None = None
+    ) -> tuple[TrainingResults, LossSums | None]:
+        """See `Trainer.run_training`. Collective."""
+        with self._leaving_on_error():
+            results = super().run_training(train_loader, val_loader)
+        self._is_trained = True
+        return results
+
+    def run_test(self, test_loader: EvaluationLoader | None) -> Comparison | None:
+        """See `Trainer.run_test`; the run is then complete and its folder given back. A second call only measures."""
+        with self._leaving_on_error():
+            comparison = super().run_test(test_loader)
+            if self.journal is not None:
+                self.journal.close(None)
+        return comparison
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the world and say in run.json how the run ended. Safe to call twice, and after `cleanup_ddp`.
+
+        Args:
+            error: what ends the run; without one it is completed if training is, else stopped.
+        """
+        atexit.unregister(self._close_at_exit)
+        if TrainerDDP._open is self:
+            TrainerDDP._open = None
+        if error is None and not self._is_trained and self.journal is not None:
+            self.journal.close(SystemExit("the run was closed before its training was done"))
+        world, self._world = self._world, ExitStack()
+        world.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close(error)
+
+    def _close_at_exit(self) -> None:
+        # What ended the script, where that is known: torch.multiprocessing keeps it to itself.
+        self.close(None if self._is_trained else getattr(sys, "last_value", None))
+
+    @contextmanager
+    def _leaving_on_error(self) -> Iterator[None]:
+        """The other ranks, run.json and the lock must not wait for a script to come by `close`."""
+        try:
+            yield
+        except BaseException as error:
+            self.close(error)
+            raise
+
+
+def _checked(config: Mapping[str, object] | Config) -> Config:
+    if not isinstance(config, (Mapping, Config)):
+        raise ConfigError(
+            f"TrainerDDP(rank, config): config is {type(config).__name__}; expected a dict in the shape of a run file, "
+            "or what load_config returns."
+        )
+    if not has_section(config, "parallel"):
+        raise ConfigError(
+            "TrainerDDP(rank, config): the config has no section `parallel`, which says how the processes find each "
+            "other. Add one, for example parallel: {world_size: 2}; or use Trainer, which takes all from the launcher."
+        )
+    return config if isinstance(config, Config) else config_from_dict(config, _ORIGIN)
+
+
+def _join_as_configured(world: ExitStack, rank: int, config: Config) -> None:
+    """Join the world that `parallel` describes where neither a launcher nor the script made one."""
+    parallel = config.parallel
+    is_described = parallel.world_size is not None and parallel.world_size > 1
+    if not is_described or is_joined() or read_environment(os.environ).launcher != "none":
+        return
+    world.callback(cleanup_ddp)
+    initialize_ddp(
+        timedelta(minutes=parallel.timeout_minutes),
+        rank=rank,
+        worldsize=parallel.world_size,
+        master_addr=parallel.master_addr,
+        master_port=parallel.master_port,
+        backend=parallel.backend,
+        device=None if config.training.device == "auto" else config.training.device,
+        flag=config.ddp,
+        fallbacks=Fallbacks(strict=config.strict),
+    )
+
+
+def _check_rank(rank: int, runtime: Runtime) -> None:
+    if rank != runtime.rank:
+        raise LaunchError(
+            f"TrainerDDP was given rank {rank}, but this process is rank {runtime.rank} in the world of "
+            f"{runtime.world_size} that {runtime.environment.launcher} started. Give the rank that initialize_ddp was "
+            "given, or int(os.environ['RANK'])."
+        )

@@ -1,0 +1,53 @@
+"""Train with several processes on this machine that the script starts itself, through torch.multiprocessing.
+
+One process for each GPU, or two on the CPU, unless `parallel.num_processes` says how many. The config is
+configs/train_ddp.yaml; words after the command override it:
+
+    python recipes/train_ddp_standalone.py
+    python recipes/train_ddp_standalone.py parallel.num_processes=4 parallel.master_port=12356 output_dir=runs/again
+"""
+
+import sys
+
+import torch
+from torch.multiprocessing.spawn import ProcessExitedException, spawn
+
+from finetune import TrainerDDP, cleanup_ddp, command, initialize_ddp, load_config
+from finetune.config import Config
+
+
+def main(rank: int, worldsize: int, config: Config) -> None:
+    """One process: train with the others; rank 0 tests alone."""
+    port = config.parallel.master_port or "12355"
+    initialize_ddp(rank=rank, worldsize=worldsize, master_addr="localhost", master_port=port)
+
+    # Tokenizer, rows and model are built in here, as the config says.
+    trainer = TrainerDDP(rank, config)
+    train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
+    trainer.run_training(train_loader, val_loader)
+    if rank == 0:
+        trainer.run_test(test_loader)
+
+    cleanup_ddp()
+
+
+def run_process(rank: int, worldsize: int, config: Config) -> None:
+    """What each process starts with: a mistake in the config or the data ends it with a message, not a traceback."""
+    command(lambda _: main(rank, worldsize, config), arguments=[])
+
+
+def start(words: list[str]) -> None:
+    """Start the processes, wait for them, and end as they do."""
+    config = load_config(words, run="train_ddp")
+    worldsize = config.parallel.num_processes or torch.cuda.device_count() or 2
+    processes = spawn(run_process, args=(worldsize, config), nprocs=worldsize, join=False)  # type: ignore[no-untyped-call]
+    try:
+        # Where one fails, the others get the time to notice and to write down how the run ended.
+        while not processes.join(grace_period=10):
+            pass
+    except ProcessExitedException as ended:
+        sys.exit(ended.exit_code)
+
+
+if __name__ == "__main__":
+    command(start)

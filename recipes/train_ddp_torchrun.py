@@ -1,0 +1,31 @@
+"""Train with the processes that torchrun started, whose place in the world stands in RANK and WORLD_SIZE.
+
+The config is configs/train_ddp.yaml; words after the script override it:
+
+    torchrun --nproc_per_node 2 recipes/train_ddp_torchrun.py
+    torchrun --nproc_per_node 2 recipes/train_ddp_torchrun.py optim.learning_rate=1e-3 output_dir=runs/slower
+"""
+
+import os
+
+from finetune import TrainerDDP, cleanup_ddp, command, initialize_ddp, load_config
+
+
+def main(words: list[str]) -> None:
+    """One process: train with the others; rank 0 tests alone."""
+    config = load_config(words, run="train_ddp")
+    rank, worldsize = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    initialize_ddp(rank=rank, worldsize=worldsize)
+
+    # Tokenizer, rows and model are built in here, as the config says.
+    trainer = TrainerDDP(rank, config)
+    train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
+    trainer.run_training(train_loader, val_loader)
+    if rank == 0:
+        trainer.run_test(test_loader)
+
+    cleanup_ddp()
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,98 @@
+"""The tutorial notebook runs from top to bottom, and what it shows was made by it.
+
+`python -m tests.test_notebook` runs it and keeps the new outputs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launches import REPOSITORY
+
+TUTORIAL = REPOSITORY / "notebooks" / "tutorial.ipynb"
+PICTURES = ["picture", "one-curve"]
+_LIMIT_SECONDS_A_CELL = 120
+_QUIET = {
+    "PYTHONPATH": str(REPOSITORY),
+    # Of libraries, and with a path of this machine: nothing that a reader of the tutorial could act on.
+    "PYTHONWARNINGS": "ignore:IProgress not found,ignore::FutureWarning",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def read_notebook() -> Any:
+    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed (extra: test)")
+    return nbformat.read(str(TUTORIAL), as_version=4)
+
+
+def code_cells(notebook: Any) -> dict[str, Any]:
+    return {cell.id: cell for cell in notebook.cells if cell.cell_type == "code"}
+
+
+def run_notebook(notebook: Any, folder: Path) -> None:
+    """Run every cell, in a folder of its own; the outputs are kept in `notebook`. The first cell that fails raises."""
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed (extra: test)")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed (extra: test)")
+    client = nbclient.NotebookClient(
+        notebook,
+        timeout=_LIMIT_SECONDS_A_CELL,
+        resources={"metadata": {"path": str(folder)}},
+        coalesce_streams=True,
+        record_timing=False,
+    )
+    client.execute(env={**os.environ, **_QUIET})
+
+
+def shown(cell: Any) -> str:
+    """All that a cell's outputs show as text, markup included."""
+    texts = []
+    for output in cell.outputs:
+        texts += [output.get("text", ""), *(str(data) for data in output.get("data", {}).values())]
+    return "\n".join(texts)
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_the_tutorial_runs_from_top_to_bottom(tmp_path):
+    notebook = read_notebook()
+    kept = {name: shown(cell) for name, cell in code_cells(notebook).items()}
+    run_notebook(notebook, tmp_path)
+    cells = code_cells(notebook)
+    assert "'completed'" in shown(cells["test"])
+    assert "('completed', 2, 'torchrun')" in shown(cells["torchrun"])
+    assert all("<polyline" in shown(cells[name]) for name in PICTURES)
+    # Figures may differ in their last digits from machine to machine; what kind of thing a cell shows may not.
+    assert [name for name, text in kept.items() if bool(text) != bool(shown(cells[name]))] == []
+
+
+def test_the_kept_outputs_are_those_of_one_run_and_name_no_machine():
+    cells = code_cells(read_notebook())
+    assert [cell.execution_count for cell in cells.values()] == list(range(1, len(cells) + 1))
+    everything = "\n".join(shown(cell) for cell in cells.values())
+    assert "Traceback" not in everything
+    assert not [output for cell in cells.values() for output in cell.outputs if output.output_type == "error"]
+    places = re.compile(r"(?<![\w.<])/(?:tmp|root|home|Users|usr|opt|work|var|private)/|site-packages")
+    assert places.findall(TUTORIAL.read_text()) == []
+    assert all("<polyline" in shown(cells[name]) for name in PICTURES)
+    assert "Training set size: 800, Validation set size: 200, Test set size: 200" in everything
+    assert "Marta Ruiz" in shown(cells["ask"])
+
+
+if __name__ == "__main__":
+    import nbformat
+
+    book = read_notebook()
+    with tempfile.TemporaryDirectory() as empty:
+        run_notebook(book, Path(empty))
+    for each in book.cells:
+        each.metadata = {}
+    book.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    nbformat.write(book, str(TUTORIAL))
+    sys.stdout.write(f"wrote {TUTORIAL}\n")

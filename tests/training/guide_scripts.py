@@ -1,0 +1,125 @@
+"""Scripts in the form of the earlier guides, which never call close(); the tests start one by its name.
+
+    python guide_scripts.py NAME CONFIG.json
+
+Each process writes what it saw to rank-N.json beside the config.
+"""
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch.multiprocessing as mp
+
+from finetune import TrainerDDP, cleanup_ddp, initialize_ddp
+from finetune.training import loop
+from tests.launches import write_report
+
+
+def train_and_test(trainer, rank, *, folder):
+    seen = {"rank": rank, "epoch": trainer.epoch, "device": str(trainer.device)}
+    train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
+    train_results, val_results = trainer.run_training(train_loader, val_loader)
+    seen |= {
+        "world_size": trainer.runtime.world_size,
+        "rows": [len(loader.dataset) for loader in (train_loader, val_loader, test_loader)],
+        "step": train_results.state.step,
+        "loss": train_results.loss,
+        "val_loss": val_results.loss,
+        "last_epoch": trainer.epoch,
+    }
+    if rank == 0:
+        seen["num_tested"] = trainer.run_test(test_loader).num_rows
+    write_report(folder, rank, seen)
+
+
+def guide(rank, worldsize, config, folder):
+    """The form of the guides, to the letter."""
+    initialize_ddp(
+        rank=rank, worldsize=worldsize, master_addr="localhost", master_port=config["parallel"]["master_port"]
+    )
+    train_and_test(TrainerDDP(rank, config), rank, folder=folder)
+    cleanup_ddp()
+
+
+def described(rank, worldsize, config, folder):
+    """Nobody calls initialize_ddp: the section `parallel` says how the processes meet."""
+    train_and_test(TrainerDDP(rank, {**config, "parallel.world_size": worldsize}), rank, folder=folder)
+
+
+def breaks(rank, worldsize, config, folder):
+    """One rank fails in the middle of training."""
+    initialize_ddp(
+        rank=rank, worldsize=worldsize, master_addr="localhost", master_port=config["parallel"]["master_port"]
+    )
+    trainer = TrainerDDP(rank, config)
+    train_loader, val_loader, _ = trainer.prepare_dataloaders()
+    if rank == 1:
+        train_loader.collate_fn = lambda rows: 1 / 0
+    trainer.run_training(train_loader, val_loader)
+
+
+def stops_early(config, folder):
+    """Under torchrun: every validation but rank 0's looks better than the one before."""
+    rank, worldsize = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    initialize_ddp(rank=rank, worldsize=worldsize)
+    trainer = TrainerDDP(rank, config)
+    if rank != 0:
+        loop.is_patience_exhausted = lambda *_: False
+    train_and_test(trainer, rank, folder=folder)
+    cleanup_ddp()
+
+
+def comes_alone(config, folder):
+    """Rank 1 never comes: the script's own initialize_ddp goes on without it."""
+    port = config["parallel"]["master_port"]
+    initialize_ddp(timedelta(seconds=2), rank=0, worldsize=2, master_addr="localhost", master_port=port)
+    train_and_test(TrainerDDP(0, config), 0, folder=folder)
+    cleanup_ddp()
+
+
+def described_comes_alone(config, folder):
+    """The same where nobody but the section `parallel` speaks of two."""
+    train_and_test(TrainerDDP(0, {**config, "parallel.world_size": 2}), 0, folder=folder)
+
+
+def leaves_untested(config, folder):
+    trainer = TrainerDDP(0, config)
+    train_loader, val_loader, _ = trainer.prepare_dataloaders()
+    trainer.run_training(train_loader, val_loader)
+
+
+def leaves_untrained(config, folder):
+    TrainerDDP(0, config).prepare_dataloaders()
+
+
+def breaks_before_training(config, folder):
+    TrainerDDP(0, config).prepare_dataloaders()
+    raise ZeroDivisionError("a mistake in the script")
+
+
+SPAWNED = {"guide": guide, "described": described, "breaks": breaks}
+STARTED = {
+    "comes_alone": comes_alone,
+    "described_comes_alone": described_comes_alone,
+    "stops_early": stops_early,
+    "leaves_untested": leaves_untested,
+    "leaves_untrained": leaves_untrained,
+    "breaks_before_training": breaks_before_training,
+}
+
+
+def main(name, path):
+    config, folder = json.loads(Path(path).read_text()), str(Path(path).parent)
+    if name in SPAWNED:
+        context = mp.spawn(SPAWNED[name], args=(2, config, folder), nprocs=2, join=False)
+        while not context.join(grace_period=10):
+            pass
+    else:
+        STARTED[name](config, folder)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
