@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NoReturn
 
-from finetune.distributed.environment import is_first_process
-from finetune.errors import ConfigError, FinetuneError, PeerFailedError
+from finetune.distributed.environment import is_first_process, read_environment
+from finetune.errors import ConfigError, FinetuneError, LaunchError, PeerFailedError
+from finetune.signals import Terminated, undisturbed
 
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
@@ -33,21 +37,60 @@ def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | No
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         run(words)
-    except FinetuneError as error:
+    except BaseException as error:
+        with undisturbed():
+            _end(error)
+
+
+def _end(error: BaseException) -> NoReturn:
+    """Say once what went wrong, and leave with its exit code."""
+    if isinstance(error, FinetuneError):
         if logging.getLogger("finetune").isEnabledFor(logging.DEBUG):
             traceback.print_exc()
         _report(error)
-        sys.exit(error.peer_exit_code if isinstance(error, PeerFailedError) else error.exit_code)
-    except KeyboardInterrupt:
-        sys.stderr.write("\nfinetune: stopped. Go on from the last checkpoint with resume=auto.\n")
-        sys.exit(EXIT_INTERRUPTED)
+        _leave(error.peer_exit_code if isinstance(error, PeerFailedError) else error.exit_code)
+    # typer makes an exit code of Ctrl-C.
+    if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == EXIT_INTERRUPTED):
+        _say_how_to_go_on("\nfinetune: stopped")
+        _leave(EXIT_INTERRUPTED)
+    if isinstance(error, Terminated):
+        _say_how_to_go_on("finetune: ended by SIGTERM")
+        _leave(Terminated.exit_code)
+    if isinstance(error, Exception) and _is_one_of_several():
+        sys.excepthook(type(error), error, error.__traceback__)
+        _leave(EXIT_BUG)
+    raise error
+
+
+def _say_how_to_go_on(what: str) -> None:
+    if is_first_process(os.environ):
+        sys.stderr.write(f"{what}. Go on from the last checkpoint with resume=auto.\n")
+
+
+def _leave(code: int) -> NoReturn:
+    """Leave the process. Without Python's teardown, which takes torch seconds, where the other ranks wait for that."""
+    if not _is_one_of_several():
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
+
+
+def _is_one_of_several() -> bool:
+    try:
+        return read_environment(os.environ).world_size > 1
+    except LaunchError:
+        return False
 
 
 def _report(error: FinetuneError) -> None:
     # Every process composes the same words: one copy of a config error is enough.
     if isinstance(error, ConfigError) and not is_first_process(os.environ):
         return
-    sys.stderr.write(f"finetune: {type(error).__name__}: {error}\n")
+    where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    sys.stderr.write(f"finetune: {type(error).__name__}: {error}{where}\n")
 
 
 def _command_first(words: list[str]) -> list[str]:

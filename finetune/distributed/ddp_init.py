@@ -26,7 +26,7 @@ from finetune.distributed.environment import (
     with_place,
 )
 from finetune.distributed.launch_variables import hide_world, restore, write_missing
-from finetune.distributed.network import interface_towards
+from finetune.distributed.network import interface_towards, is_own_address, own_address_towards
 from finetune.distributed.roll_call import RollCall, Verdict
 from finetune.errors import LaunchError, LeftToMain
 from finetune.fallbacks import Fallback, Fallbacks
@@ -292,7 +292,7 @@ def _start_backend(roll_call: RollCall, environment: LaunchEnvironment, backend:
     """Connect the ranks, which are all present; None, or which of them could not and why. Collective."""
     seconds = min(_MOST_START_SECONDS, max(roll_call.seconds_left, _LEAST_START_SECONDS))
     roll_call.store.set_timeout(timedelta(seconds=seconds))
-    interface = interface_towards(environment.master_addr)
+    interface = interface_towards(_address_of_a_peer(roll_call, seconds) or environment.master_addr)
     if interface is not None:
         write_missing({GLOO_INTERFACE_VARIABLE: interface})
     problem = ""
@@ -322,6 +322,15 @@ def _start_backend(roll_call: RollCall, environment: LaunchEnvironment, backend:
         environment.world_size,
     )
     return None
+
+
+def _address_of_a_peer(roll_call: RollCall, seconds: float) -> str | None:
+    """An address of another machine in this world; None where there is none. On rank 0's machine its own name may mean
+    127.0.1.1, so that MASTER_ADDR does not tell by which way the others come. Collective.
+    """
+    mine = own_address_towards(roll_call.environment.master_addr) or ""
+    notes = roll_call.exchange("address", mine, seconds)
+    return next((address for address in notes.values() if address and not is_own_address(address)), None)
 
 
 def _compare_devices(place: torch.device) -> None:

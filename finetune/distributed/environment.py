@@ -315,7 +315,17 @@ def _is_slurm_step(environ: Mapping[str, str]) -> bool:
     no step id, or one of those that Slurm keeps for itself: a name such as ``batch``, or 0xFFFFFFF0 and above.
     """
     step = environ.get("SLURM_STEP_ID", "")
-    return re.fullmatch(r"[0-9]{1,12}", step) is not None and int(step) < _FIRST_SPECIAL_STEP
+    is_step = re.fullmatch(r"[0-9]{1,12}", step) is not None and int(step) < _FIRST_SPECIAL_STEP
+    return is_step and not _is_step_inherited(environ)
+
+
+def _is_step_inherited(environ: Mapping[str, str]) -> bool:
+    """Whether the step's variables came with the environment of a job that was submitted from inside the step.
+
+    A real task lists as many ranks on its node (SLURM_GTIDS) as its step has tasks there.
+    """
+    here, ranks_here = _slurm_tasks_here(environ), environ.get("SLURM_GTIDS")
+    return None not in (here, ranks_here) and len(str(ranks_here).split(",")) != here
 
 
 def _launcher(environ: Mapping[str, str], family: Family) -> Launcher:
@@ -342,7 +352,19 @@ def _launch_id(environ: Mapping[str, str], family: Family, *, is_one_node: bool)
     return "/".join(parts)
 
 
+def _refuse_unknown_first_node(environ: Mapping[str, str], family: Family) -> None:
+    """With `--distribution=arbitrary` rank 0 may be on any node, and the sorted node list does not say on which."""
+    node = environ.get("SLURMD_NODENAME", "NODE")
+    is_elsewhere = number(environ, family.rank) == 0 and (number(environ, ("SLURM_NODEID",)) or 0) > 0
+    if family is _SLURM and is_elsewhere and not environ.get("MASTER_ADDR"):
+        raise LaunchError(
+            f"rank 0 is not on the first node of this step (SLURM_PROCID=0, SLURM_NODEID={environ['SLURM_NODEID']}), "
+            f"where the other ranks look for it. Export MASTER_ADDR={node} before srun."
+        )
+
+
 def _read_family(environ: Mapping[str, str], family: Family) -> LaunchEnvironment:
+    _refuse_unknown_first_node(environ, family)
     place = family.place(environ, processes_here=_slurm_tasks_here(environ) if family is _SLURM else None)
     is_one_node = place.local_world_size == place.world_size
     return LaunchEnvironment(

@@ -46,10 +46,6 @@ class Verdict:
     why: str = ""
 
 
-class _StoreLostError(LaunchError):
-    """Rank 0 or the launcher's agent has ended, or the meeting before has."""
-
-
 class RollCall:
     """One meeting of the ranks of a launch.
 
@@ -78,6 +74,7 @@ class RollCall:
         self._timeout = timeout.total_seconds()
         self._next_word = self._began + SAY_WHO_IS_MISSING_SECONDS
         self._num_verdicts = 0
+        self._is_store_lost = False
         self._num_missing = 0
         self._num_owed = 0
         self._over = threading.Event()
@@ -178,16 +175,14 @@ class RollCall:
     def _welcome(self, token: str) -> None:
         """Rank 0's thread: hand the token to every rank that comes, until the meeting is over."""
         hall = PrefixStore(self._hall, self._server)
-        welcomed: dict[int, bytes] = {}
-        others = range(1, self.environment.world_size)
+        num_welcomed = dict.fromkeys(range(1, self.environment.world_size), 0)
         try:
             while not self._over.wait(_POLL_SECONDS):
-                for rank in others:
-                    if hall.check([f"hello/{rank}"]):
-                        number = hall.get(f"hello/{rank}")
-                        if welcomed.get(rank) != number:
-                            welcomed[rank] = number
-                            hall.set(f"welcome/{rank}", f"{number.decode()} {token}")
+                for rank, before in num_welcomed.items():
+                    hello = f"hello/{rank}/{before + 1}"
+                    if hall.check([hello]):
+                        hall.set(f"welcome/{hall.get(hello).decode()}", token)
+                        num_welcomed[rank] += 1
         except (dist.DistError, RuntimeError):
             pass  # the store is gone; the main thread hears it from its own question
 
@@ -198,29 +193,30 @@ class RollCall:
             try:
                 self._refuse_another_launch()
                 return self._greet()
-            except _StoreLostError:
-                if self.seconds_left == 0:
+            except LaunchError:
+                if not self._is_store_lost or self.seconds_left == 0:
                     raise
+                self._is_store_lost = False
 
     def _greet(self) -> str:
         """The meeting's token, from rank 0."""
         hall = PrefixStore(self._hall, self._server)
         rank, number = self.environment.rank, secrets.token_hex(8)
-        self._store("set", f"hello/{rank}", number, on=hall)
+        count = self._store("add", f"hello/{rank}", 1, on=hall)
+        self._store("set", f"hello/{rank}/{count}", number, on=hall)
         for _ in self._polls(self.seconds_left + _MARGIN_SECONDS, lambda: "missing: rank 0 (its store is there)"):
-            if self._store("check", [f"welcome/{rank}"], on=hall):
-                answer, _, token = self._store("get", f"welcome/{rank}", on=hall).decode().partition(" ")
-                if answer == number:
-                    return str(token)
+            if self._store("check", [f"welcome/{number}"], on=hall):
+                return str(self._store("get", f"welcome/{number}", on=hall).decode())
         raise LaunchError(
             f"rank {rank} was not greeted by rank 0 of {self.environment.world_size} at {self.address} within "
             f"{self._timeout:g} s, although a store answers there. See what rank 0 says, and whether it was started."
         )
 
     def _open_store(self) -> TCPStore:
+        """The store of this process at its port, which stays open for a next launch: the others may be there before."""
         environment = self.environment
         try:
-            store = TCPStore(
+            store = _open_stores.get(environment.master_port) or TCPStore(
                 # Rank 0 talks to its own store over loopback, whatever the others call this machine.
                 "127.0.0.1",
                 environment.master_port,
@@ -238,6 +234,7 @@ class RollCall:
             ) from error
         identity = {"launch_id": environment.launch_id, "world_size": environment.world_size}
         store.set(_IDENTITY, json.dumps(identity))
+        _open_stores[environment.master_port] = store
         return store
 
     def _find_store(self) -> TCPStore:
@@ -317,7 +314,8 @@ class RollCall:
         try:
             return getattr(on or self.store, verb)(*args)
         except (dist.DistError, RuntimeError) as error:
-            raise _StoreLostError(
+            self._is_store_lost = True
+            raise LaunchError(
                 f"rank {self.environment.rank} lost the store at {self.address}: rank 0 or its launcher has ended. "
                 "See what rank 0 says."
             ) from error
@@ -328,6 +326,8 @@ class RollCall:
 
 
 _IDENTITY = "finetune/identity"
+_open_stores: dict[int, TCPStore] = {}
+"""By port. A closed store would free its port only once torch has let go of it everywhere."""
 
 
 def what_answers(host: str, port: int) -> str | None:

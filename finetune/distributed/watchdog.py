@@ -33,6 +33,7 @@ from finetune.errors import LaunchError, RunFailedError
 
 _PROGRAM = str(Path(__file__).with_name("guardian") / "__main__.py")
 _ANSWER_SECONDS = 2 * MEET_SECONDS + 5.0
+_ANSWER_TO_FAULT_SECONDS = 1.0
 _SURELY_SECONDS = 1.0
 _CLOSE_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 2.0
@@ -81,6 +82,7 @@ class Watchdog:
         self._place: dict[str, Any] = {"phase": "set-up", "step": None, "timed": False, "waiting": None, "moves": 0}
         self._fault: str | None = None
         self._has_failed = False
+        self._own_words = ""
         self._is_met = False
         self._heard = threading.Event()
         self._closed = threading.Event()
@@ -115,6 +117,11 @@ class Watchdog:
         """
         return _Waiting(self, what)
 
+    @property
+    def whereabouts(self) -> str:
+        """This rank and where it is, in words."""
+        return f"rank {self._rank}, during {Place(phase=self._place['phase'], step=self._place['step'])}"
+
     def reason(self, wait_seconds: float) -> str | None:
         """The world's first fault; None if no word of one comes in time.
 
@@ -136,7 +143,14 @@ class Watchdog:
         self._has_failed = True
         line = " ".join(text.split())
         short = line if len(line) <= _LONGEST_FAULT else line[: _LONGEST_FAULT - 1] + "…"
+        self._own_words = short
         self._tell({"fault": short}, surely=True)
+
+    @property
+    def is_said_by_another(self) -> bool:
+        """Whether the world's first fault is another rank's, in the words that this one gave to `fail`."""
+        fault = self.reason(_ANSWER_TO_FAULT_SECONDS) if self._own_words else None
+        return fault is not None and fault.endswith(self._own_words) and not fault.startswith(f"rank {self._rank} ")
 
     def close(self) -> None:
         """Leave the watched world in peace. Safe to call twice; never raises.

@@ -1,6 +1,7 @@
 """One rank that joins a world and reports what became of it; started by the tests with launch variables of their own.
 
-Words: the folder to report to, then a JSON object: timeout (seconds), flag, strict, backend, lasts (seconds alone).
+Words: the folder to report to, then a JSON object: timeout (seconds), flag, strict, backend, lasts (seconds alone),
+worlds (how many to join, one after the other).
 """
 
 import json
@@ -45,6 +46,9 @@ def main(folder, words):
     began = time.monotonic()
     seen = {}
     try:
+        for _ in range(wish.get("worlds", 1) - 1):
+            join(wish, fallbacks)
+            ddp_init.cleanup_ddp()
         seen = join(wish, fallbacks)
     except (FinetuneError, LeftToMain) as error:
         seen = {"error": type(error).__name__, "text": str(error)}

@@ -156,10 +156,10 @@ def test_a_port_and_an_address_in_the_environment_are_used_and_stay(monkeypatch)
     assert launch_variables() == {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
 
 
-def test_ddp_in_a_world_of_one_is_said_and_recorded(caplog):
+def test_ddp_in_a_world_of_one_is_said_and_recorded(capsys):
     fallbacks = Fallbacks()
     initialize_ddp(device="cpu", flag=True, fallbacks=fallbacks)
-    assert "[Trainer] Warning: DDP was requested but WORLD_SIZE is 1" in caplog.text
+    assert "[Trainer] Warning: DDP was requested but WORLD_SIZE is 1" in capsys.readouterr().err
     assert [record["what"] for record in fallbacks.as_records()] == ["ddp"]
     with pytest.raises(ConfigError, match="strict"):
         initialize_ddp(device="cpu", flag=True, fallbacks=Fallbacks(strict=True))

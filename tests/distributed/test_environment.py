@@ -228,7 +228,7 @@ def test_a_master_address_that_is_set_wins_over_the_node_list():
 
 def test_the_port_of_a_slurm_step_follows_from_job_and_step():
     def port(job, step, procid="3"):
-        steps = {**SRUN, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step, "SLURM_PROCID": procid}
+        steps = {**SRUN, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step, "SLURM_PROCID": procid, "SLURM_NODEID": "0"}
         return read_environment(steps).master_port
 
     assert port("77", "2", "0") == port("77", "2", "3"), "every rank must find the same port"
@@ -252,3 +252,18 @@ def test_as_variables_reads_back_as_the_same_process():
 def test_reading_the_environment_needs_no_torch():
     code = "import sys, finetune.distributed.environment; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_job_that_was_submitted_from_inside_a_step_is_no_task_of_it():
+    # Slurm 22.05: `srun -n2 sbatch job.sh`; the body inherits SLURM_STEP_*, and lists one rank where the step had two.
+    body = {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0"}
+    assert read_environment(body).world_size == 1
+    task = {**SRUN, "SLURM_GTIDS": "2,3"}
+    assert read_environment(task).world_size == 4
+
+
+def test_rank_0_on_another_node_than_the_first_must_be_told_to_the_others():
+    arbitrary = {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURMD_NODENAME": "gpu08"}
+    with pytest.raises(LaunchError, match="Export MASTER_ADDR=gpu08"):
+        read_environment(arbitrary)
+    assert read_environment({**arbitrary, "MASTER_ADDR": "gpu08"}).master_addr == "gpu08"

@@ -58,6 +58,14 @@ def test_all_present_are_one_world(tmp_path):
     assert "[Distributed] Initialized with backend=gloo rank=0 world_size=3" in outputs[0]
 
 
+def test_processes_that_leave_a_world_can_join_the_next(tmp_path):
+    """Whoever is early for the second meeting must neither walk into the first nor find its port shut."""
+    port = free_port()
+    codes, reports, outputs = ends([start(tmp_path, rank, port, worlds=4) for rank in range(2)], tmp_path)
+    assert codes == [0, 0], outputs
+    assert [(r["world_size"], r["sum"], r["fallbacks"], r["clean"]) for r in reports] == [(2, 3.0, [], True)] * 2
+
+
 def test_if_one_never_comes_rank_0_goes_on_alone_and_the_others_leave_with_its_word(tmp_path):
     port = free_port()
     processes = [start(tmp_path, rank, port, world_size=3, timeout=3, lasts=1) for rank in (0, 1)]
@@ -240,6 +248,7 @@ def test_a_store_that_goes_away_is_a_launch_error():
     assert second.read_verdict() == Verdict("together")
     word.join()
     first.leave()
+    roll_call._open_stores.clear()
     del word, first
     with pytest.raises(LaunchError, match="lost the store"):
         second.read_verdict()

@@ -1,0 +1,54 @@
+"""The error that ends a run, in the words that its own rank, the other ranks and run.json will use."""
+
+from __future__ import annotations
+
+import torch
+
+from finetune.distributed.watchdog import Watchdog
+from finetune.errors import PeerFailedError, RunFailedError
+from finetune.signals import Terminated
+
+_WORD_OF_FAULT_SECONDS = 2.0
+"""torchrun ends a rank by SIGTERM as soon as another is gone, perhaps before the word arrives which and why."""
+_SIGNS_OF_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+def explain(error: BaseException, watchdog: Watchdog | None) -> BaseException:
+    """The error to end with: where it can be known, what caused it; a note says on which rank and where.
+
+    Args:
+        error: what left the run.
+        watchdog: this rank's, in a world of several.
+    """
+    if isinstance(error, Terminated) and watchdog is not None:
+        fault = watchdog.reason(_WORD_OF_FAULT_SECONDS)
+        if fault is not None:
+            return RunFailedError(fault)
+    named = _out_of_memory(error) if _is_out_of_memory(error) else error
+    if watchdog is not None and not isinstance(named, PeerFailedError) and str(named) != watchdog.reason(0.0):
+        named.add_note(watchdog.whereabouts)
+    return named
+
+
+def in_a_line(error: BaseException) -> str:
+    """Type and text. Of the traceback that a data loader's worker puts into its error only the end is kept."""
+    text = str(error)
+    if "Traceback (most recent call last)" in text:
+        lines = text.strip().splitlines()
+        text = f"{lines[0]} {lines[-1]}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """On the CPU torch has no type of error for it."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_NO_MEMORY)
+
+
+def _out_of_memory(error: BaseException) -> RunFailedError:
+    return RunFailedError(
+        f"out of memory: {str(error).strip().split(chr(10), 1)[0] or type(error).__name__}. Lower training.batch_size "
+        "(training.global_batch_size keeps the curve as it is) or data.max_length, set "
+        "training.gradient_checkpointing=true, or use more or larger machines."
+    )

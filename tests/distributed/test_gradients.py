@@ -1,0 +1,85 @@
+"""Both ways to sum gradients over ranks give one sum, also where a rank has fewer micro-batches than another."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from finetune.config.schema import Config
+from finetune.data.batches import EMPTY_MICROBATCH
+from finetune.distributed.launch import launch
+from finetune.engine.loss import PLAIN_HEADS, summed_cross_entropy
+from finetune.errors import ConfigError
+from finetune.training.optim import trainable_parameters
+from tests.distributed.reducing import CONFIGS, METHODS, SHARES, tiny
+from tests.launches import reports_of
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return reports_of("torchrun", Path(__file__).with_name("reducing.py"), tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.launch
+def test_the_reducer_sums_as_the_flat_sum_does(two_ranks):
+    assert len(two_ranks) == 2
+    for seen in two_ranks:
+        differences = seen["differences"]
+        assert len(differences) == len(CONFIGS) * len(METHODS) * len(SHARES)
+        assert {name: value for name, value in differences.items() if not value <= 1e-6} == {}
+
+
+@pytest.mark.launch
+def test_a_weight_that_one_rank_leaves_out_still_gets_the_sum(two_ranks):
+    assert [seen["unused"] for seen in two_ranks] == [[[2.0, 2.0], [3.0, 3.0], None]] * 2
+
+
+@pytest.mark.launch
+def test_each_model_of_a_launch_has_a_reducer_of_its_own(two_ranks):
+    for seen in two_ranks:
+        expected, found = seen["two"]
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert abs(expected[0] - expected[1]) > 1e-3
+
+
+def test_an_output_device_that_does_nothing_is_said_to():
+    sections = {"training": {"device": "cpu", "precision": "fp32"}, "parallel": {"output_device": 0}}
+    with launch(Config.model_validate(sections), trains=False) as runtime:
+        (fallback,) = runtime.fallbacks.as_records()
+        assert (fallback["what"], fallback["wanted"], fallback["used"]) == ("parallel.output_device", "0", "cpu")
+    with (
+        pytest.raises(ConfigError, match="parallel.output_device"),
+        launch(Config.model_validate({**sections, "strict": True}), trains=False),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_an_empty_micro_batch_reaches_every_trained_weight_with_zero(kind, method):
+    """torch's reducer waits for the gradient of each of them."""
+    model = tiny(kind, method)
+    loss = summed_cross_entropy(model, EMPTY_MICROBATCH)
+    loss.backward()
+    assert loss.item() == 0.0
+    gradients = [parameter.grad for parameter in trainable_parameters(model)]
+    assert gradients
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+def test_an_empty_micro_batch_reaches_a_model_that_cannot_leave_out_logits():
+    class Plain(torch.nn.Module):
+        def __init__(self, model: PreTrainedModel) -> None:
+            super().__init__()
+            self.model, self.config = model, model.config
+
+        def forward(self, input_ids, use_cache):
+            return self.model(input_ids=input_ids, use_cache=use_cache)
+
+    model = Plain(tiny("gemma2", "full"))
+    assert model.config.model_type not in PLAIN_HEADS
+    loss = summed_cross_entropy(model, EMPTY_MICROBATCH)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())

@@ -1,0 +1,141 @@
+"""Trains as `recipes/finetune_lora.py` does, and lets one thing go wrong on one rank, for real; see `test_faults`.
+
+FAULT is `kind:rank:step`. When it happens is written into the file that FAULT_AT names.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+from finetune import (
+    Trainer,
+    add_lora,
+    build_base_model,
+    build_tokenizer,
+    command,
+    encode_examples,
+    launch,
+    load_config,
+    load_examples,
+)
+from finetune.data.encode import EncodedExample, EncodedExamples, EncodedSplits
+from finetune.errors import DataError
+
+KIND, RANK, STEP = os.environ["FAULT"].split(":")
+ROWS_PER_STEP = 2
+"""Of a rank: one micro-batch."""
+
+
+def note_time() -> None:
+    """Just before it goes wrong."""
+    file = Path(os.environ["FAULT_AT"])
+    file.with_suffix(".part").write_text(repr(time.time()))
+    file.with_suffix(".part").rename(file)
+
+
+def raise_a_bug() -> None:
+    raise ValueError("a row of three columns")
+
+
+def raise_a_mistake() -> None:
+    raise DataError("orders.jsonl:7 is no conversation. Mend the row.")
+
+
+def exhaust_memory() -> None:
+    in_use = 4096 * int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + (64 << 20), resource.RLIM_INFINITY))
+    torch.empty(1 << 40, dtype=torch.uint8)
+
+
+def fill_the_disk() -> None:
+    """The disk of the run's folder: what is left is enough for run.json, but not for a checkpoint."""
+    filler = Path(os.environ["FAULT_DISK"], "checkpoints", "filler")
+    disk = os.statvfs(filler.parent)
+    filler.write_bytes(b"x" * (disk.f_bavail * disk.f_frsize - (16 << 10)))
+
+
+def hang() -> None:
+    time.sleep(3600)
+
+
+FAULTS = {
+    "data": raise_a_mistake,
+    "worker": raise_a_bug,
+    "forward": raise_a_bug,
+    "mistake": raise_a_mistake,
+    "evaluation": raise_a_bug,
+    "oom": exhaust_memory,
+    "disk": fill_the_disk,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": hang,
+    "wait": lambda: None,
+}
+
+
+def provoke() -> None:
+    note_time()
+    FAULTS[KIND]()
+
+
+class FaultyRows(EncodedExamples):
+    """Rows that cannot be read from a step on."""
+
+    num_read = 0
+
+    def __getitem__(self, index: int) -> EncodedExample:
+        self.num_read += 1
+        if self.num_read > ROWS_PER_STEP * (int(STEP) - 1):
+            provoke()
+        return super().__getitem__(index)
+
+
+def break_model(model: torch.nn.Module) -> None:
+    """Let a forward pass fail: the one of step STEP, or the STEP-th of an evaluation."""
+    num_passes = 0
+    is_in_training = KIND != "evaluation"
+
+    def before_forward(decoder: torch.nn.Module, *_: object) -> None:
+        nonlocal num_passes
+        num_passes += decoder.training == is_in_training
+        if decoder.training != is_in_training or num_passes != int(STEP):
+            return
+        if KIND == "nan":
+            note_time()
+            with torch.no_grad():
+                next(p for p in decoder.parameters() if p.requires_grad).fill_(float("nan"))
+        elif KIND == "wait":  # for a signal from outside, in small steps
+            note_time()
+            time.sleep(30)
+        else:
+            provoke()
+
+    model.get_base_model().get_decoder().register_forward_pre_hook(before_forward)  # type: ignore[operator]
+
+
+def main(words: list[str]) -> None:
+    config = load_config(words, task="finetune_lora")
+    with launch(config) as runtime:
+        is_faulty = RANK in ("all", str(runtime.rank))
+        tokenizer = build_tokenizer(config.model)
+        splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
+        if is_faulty and KIND in ("data", "worker"):
+            train = FaultyRows(splits.train.rows, splits.train.end_id)
+            splits = EncodedSplits(train, splits.validation, splits.test)
+        model = add_lora(build_base_model(config.model), config.lora)
+        if is_faulty and KIND not in ("data", "worker", "none"):
+            break_model(model)
+        trainer = Trainer(runtime, config, model, tokenizer, splits)
+        train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
+        trainer.run_training(train_loader, val_loader)
+        trainer.run_test(test_loader)
+
+
+if __name__ == "__main__":
+    command(main)

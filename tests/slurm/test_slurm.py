@@ -1,0 +1,198 @@
+"""A real Slurm starts the processes: one world of all tasks of a step, and of nothing else."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.curves import (
+    PLAIN_CASES,
+    REFERENCE_BATCH_SIZE,
+    Case,
+    assert_cases,
+    assert_one_curve,
+    curve_alone,
+    read_run,
+    reporting_words,
+    run_words,
+)
+from tests.launches import REPOSITORY, free_port
+
+pytestmark = [pytest.mark.slurm, pytest.mark.launch]
+SCRIPT = Path(__file__).with_name("report_place.py")
+LAUNCH_FILES = REPOSITORY / "recipes" / "launch"
+
+
+def environment_of(cluster, **variables):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    named = {"PATH": path, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
+    return {**os.environ, **cluster.variables, **named, **variables}
+
+
+def run(cluster, *command, **variables):
+    """Run srun or sbatch; output and errors come back together."""
+    done = subprocess.run(
+        list(map(str, command)),
+        env=environment_of(cluster, **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def submit(cluster, folder, *command, **variables):
+    """Run sbatch and wait until the job has ended; the job's own output."""
+    log = folder / "job.log"
+    job = run(cluster, "sbatch", "--parsable", f"--output={log}", *command, **variables).strip()
+    # `sbatch --wait` would look every ten seconds only.
+    wait_until(lambda: run(cluster, "squeue", "--noheader", "--jobs", job) == "", 90)
+    state = run(cluster, "scontrol", "show", "job", "--oneliner", job)
+    output = log.read_text() if log.exists() else ""
+    assert "JobState=COMPLETED" in state, f"{state}\n{output}"
+    return output
+
+
+def wait_until(is_so, seconds):
+    deadline = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def reports_in(folder):
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
+
+
+def column(reports, name):
+    return [report[name] for report in reports]
+
+
+def assert_one_world(reports, size):
+    assert column(reports, "rank") == list(range(size))
+    assert column(reports, "world_size") == [size] * size
+    assert column(reports, "ranks_met") == [2**size - 1] * size
+    assert len({(report["address"], report["port"]) for report in reports}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "local_ranks", "local_sizes"),
+    [
+        (["-n", "2", "-w", "n2"], ["n2", "n2"], [0, 1], [2, 2]),
+        (["-N", "2", "--ntasks-per-node=1", "-w", "n2,n3"], ["n2", "n3"], [0, 0], [1, 1]),
+        (["-N", "2", "-n", "3", "-w", "n1,n3"], ["n1", "n1", "n3"], [0, 1, 0], [2, 2, 1]),
+        (["-N", "2", "-n", "3", "-m", "cyclic", "-w", "n1,n3"], ["n1", "n3", "n1"], [0, 0, 1], [2, 1, 2]),
+    ],
+    ids=["one_node", "two_nodes", "uneven", "dealt_in_turn"],
+)
+def test_all_tasks_of_a_step_are_one_world(cluster, tmp_path, options, nodes, local_ranks, local_sizes):
+    run(cluster, "srun", *options, sys.executable, SCRIPT, tmp_path)
+    reports = reports_in(tmp_path)
+    assert_one_world(reports, len(nodes))
+    assert column(reports, "slurm_node") == nodes
+    assert column(reports, "local_rank") == local_ranks
+    assert column(reports, "local_world_size") == local_sizes
+    assert {(each["launcher"], each["backend"], each["address"]) for each in reports} == {("slurm", "gloo", nodes[0])}
+    assert 20000 <= reports[0]["port"] < 32000
+
+
+def test_the_body_of_a_batch_script_is_one_process_and_is_told_of_srun(cluster, tmp_path):
+    output = submit(cluster, tmp_path, "--ntasks=2", "--wrap", f"{sys.executable} {SCRIPT} {tmp_path}")
+    assert column(reports_in(tmp_path), "world_size") == [1]
+    assert "Prefix the command with srun" in output
+
+
+def test_the_shell_of_salloc_is_one_process_and_is_told_of_srun(cluster, tmp_path):
+    # What salloc runs on a cluster where its shell opens on the first node: a step of Slurm's own, with a step id.
+    shell = ["srun", "--interactive", "--preserve-env", sys.executable, SCRIPT, tmp_path]
+    output = run(cluster, "salloc", "--ntasks=2", *shell)
+    assert column(reports_in(tmp_path), "world_size") == [1]
+    assert "Prefix the command with srun" in output
+
+
+def test_one_torchrun_on_each_node_has_ranks_of_its_own(cluster, tmp_path):
+    meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"n1:{free_port()}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2", *meeting]
+    words = [*torchrun, SCRIPT, tmp_path]
+    run(cluster, "srun", "-N", "2", "--ntasks-per-node=1", "--cpus-per-task=2", "-w", "n1,n2", *words)
+    reports = reports_in(tmp_path)
+    assert_one_world(reports, 4)
+    assert set(column(reports, "launcher")) == {"torchrun"}
+    assert sorted(column(reports, "slurm_rank")) == ["0", "0", "1", "1"]
+
+
+def test_two_steps_of_one_job_are_two_worlds(cluster, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    for folder in (first, second):
+        folder.mkdir()
+    # Each world stays until the other one has reported, so that both are there at one time.
+    step = f"srun --exact --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=1 {sys.executable} {SCRIPT}"
+    body = f"{step} {first} {second} & {step} {second} {first} & wait"
+    output = submit(cluster, tmp_path, "--nodes=2", "--ntasks-per-node=2", "--wrap", body)
+    one, other = reports_in(first), reports_in(second)
+    assert (len(one), len(other)) == (2, 2), output
+    assert_one_world(one, 2)
+    assert_one_world(other, 2)
+    assert one[0]["port"] != other[0]["port"]
+
+
+def test_a_cancelled_step_leaves_no_process(cluster, tmp_path):
+    mark = f"finetune-test-{tmp_path.name}"
+    command = ["srun", "--job-name", mark, "-N", "2", "-n", "3", sys.executable, SCRIPT, tmp_path, tmp_path / "never"]
+    step = subprocess.Popen(
+        list(map(str, command)),
+        env=environment_of(cluster, FINETUNE_TEST_MARK=mark),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        wait_until(lambda: len(reports_in(tmp_path)) == 3 or step.poll() is not None, 60)
+        assert step.poll() is None, step.communicate()[0]
+        assert len(processes_marked(mark)) >= 4, "srun and three tasks"
+        run(cluster, "scancel", "--name", mark)
+        wait_until(lambda: not processes_marked(mark), 15)
+        assert processes_marked(mark) == []
+    finally:
+        step.kill()
+        step.communicate()
+
+
+def processes_marked(mark):
+    """Every process that was started, however indirectly, with this mark in its environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"FINETUNE_TEST_MARK={mark}".encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue  # it has ended
+    return found
+
+
+def test_recipes_under_srun_train_like_one_process(cluster, tmp_path):
+    for case in PLAIN_CASES:
+        run(cluster, "srun", "-n", "2", sys.executable, *reporting_words(tmp_path, [case]))
+    assert_cases("srun", tmp_path, PLAIN_CASES, world_size=2, launcher="slurm")
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "form", "launcher", "world_size"),
+    [
+        ("slurm_one_node", ["--ntasks-per-node=2"], "sbatch, srun on one node", "slurm", 2),
+        ("slurm_several_nodes", ["--nodes=3", "--ntasks-per-node=1"], "sbatch, srun on three nodes", "slurm", 3),
+        ("slurm_torchrun", ["--nodes=2"], "sbatch, torchrun on two nodes", "torchrun", 2),
+    ],
+)
+def test_the_shipped_batch_files_train_like_one_process(cluster, tmp_path, file, options, form, launcher, world_size):
+    here = ["--partition=tests", "--gpus-per-node=2", "--cpus-per-task=1", "--time=5"]
+    words = [LAUNCH_FILES / f"{file}.sbatch", "task=finetune_lora", *run_words(tmp_path / "run")]
+    output = submit(cluster, tmp_path, *here, *options, *words, PROCESSES_PER_NODE="1")
+    trained = read_run(tmp_path / "run")
+    assert (trained.record["world_size"], trained.record["launcher"]) == (world_size, launcher), output
+    assert_one_curve(trained, curve_alone(), Case(REFERENCE_BATCH_SIZE).row(form, world_size))

@@ -1,0 +1,374 @@
+"""Something goes wrong on one rank of a real training run: all processes are gone in time, and say where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from finetune.checkpoint import newest_valid
+from finetune.run_folder import RunFolder
+from tests.launches import LAUNCHERS, REPOSITORY, free_port
+from tests.tiny_runs import random_model_words, write_base, write_rows
+
+SCRIPT = REPOSITORY / "tests" / "faulty_run.py"
+PROMISED_SECONDS = 15.0
+START_SECONDS = 120.0
+"""Until the fault, on a busy machine: two processes import everything."""
+QUIET_SECONDS = 2.0
+NUM_STEPS = 5
+KILLED = -signal.SIGKILL
+
+pytestmark = [pytest.mark.launch, pytest.mark.slow]
+
+
+class Play:
+    """A launch of two ranks, one of which has a fault before it."""
+
+    def __init__(self, inputs, folder):
+        self.inputs = inputs
+        self.folder = folder
+        self.run_folder = folder / "run"
+        self.processes = []
+        self.fault_at = 0.0
+
+    def start(self, launcher, fault, *words):
+        """Start the ranks; `fault` is kind:rank:step of `faulty_run`."""
+        self.logs = []
+        (self.folder / "fault").unlink(missing_ok=True)
+        self.processes.clear()
+        command = [SCRIPT, *self.words(), *words]
+        if launcher == "plain":
+            port = str(free_port())
+            for rank in ("0", "1"):
+                place = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+                self.start_process([sys.executable, *command], FAULT=fault, **place, **sizes)
+        elif launcher == "spawn":
+            self.start_process([sys.executable, *command, "parallel.num_processes=2"], FAULT=fault)
+        else:
+            self.start_process([*LAUNCHERS[launcher], *command], FAULT=fault)
+        return self
+
+    def words(self):
+        return [
+            *random_model_words(self.inputs / "tokenizer"),
+            *(f"data.path={self.inputs / 'rows'}", f"data.cache_dir={self.inputs / 'cache'}"),
+            *(f"output_dir={self.run_folder}", "training.device=cpu", "lora.r=4", "optim.learning_rate=1e-2"),
+            *("training.batch_size=2", "training.global_batch_size=4", f"training.max_steps={NUM_STEPS}"),
+            *("checkpoint.save_every=1", "validation.batch_size=2", "validation.validate_every=2"),
+            "testing.num_samples=0",
+        ]
+
+    def start_process(self, command, **variables):
+        environment = {
+            **os.environ,
+            **{"PYTHONPATH": str(REPOSITORY), "PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore"},
+            **{"FAULT_AT": str(self.folder / "fault"), "FAULT_DISK": str(self.run_folder)},
+            # Inherited by all that is started, guardians too: by it they are found.
+            **{"FAULTY_PLAY": str(self.folder)},
+            **variables,
+        }
+        self.logs.append(self.folder / f"log-{len(self.logs)}")
+        with self.logs[-1].open("w") as log:
+            # A process group of its own, as a terminal gives one to what stands in the foreground.
+            group = self.processes[0].pid if self.processes else 0
+            command = [str(word) for word in command]
+            process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, process_group=group
+            )
+        self.processes.append(process)
+
+    def wait_for_fault(self):
+        end = time.monotonic() + START_SECONDS
+        while not (self.folder / "fault").exists():
+            assert time.monotonic() < end, self.text()
+            assert all(process.poll() is None for process in self.processes), self.text()
+            time.sleep(0.02)
+        self.fault_at = float((self.folder / "fault").read_text())
+
+    def end(self, extra_seconds=0.0):
+        """The exit codes, once all are gone in the time that is promised; the run's folder is at rest from then on."""
+        self.wait_for_fault()
+        while left := self.left():
+            seconds = time.time() - self.fault_at
+            assert seconds < PROMISED_SECONDS + extra_seconds, (left, self.text())
+            time.sleep(0.05)
+        print(f"gone {time.time() - self.fault_at:.1f} s after the fault")
+        before = self.snapshot()
+        codes = [process.wait(1) for process in self.processes]
+        time.sleep(QUIET_SECONDS)
+        assert self.snapshot() == before
+        return codes
+
+    def left(self):
+        """What is still there of this play: launcher, workers, guardians and their children."""
+        return [process for process in psutil.process_iter() if self.has(process)]
+
+    def has(self, process):
+        try:
+            is_mine = process.environ().get("FAULTY_PLAY") == str(self.folder)
+            return is_mine and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    def snapshot(self):
+        files = [path for path in self.run_folder.rglob("*") if path.is_file()]
+        return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in files}
+
+    def text(self, *ranks):
+        return "".join(log.read_text() for rank, log in enumerate(self.logs) if not ranks or rank in ranks)
+
+    def last_lines(self):
+        """Our last line in each log; torchrun and accelerate add a traceback of their own."""
+        logs = [log.read_text().splitlines() for log in self.logs]
+        return [[line for line in lines if line.startswith(("finetune", "[rank"))][-1] for lines in logs]
+
+    def says(self, rank, place, *words):
+        """Every last line of ours names the rank and where it was."""
+        for line in self.last_lines():
+            for word in (f"rank {rank}", place, *words):
+                assert word in line, self.text()
+
+    def has_failed(self, *words, newest=2):
+        """run.json says so, and the newest checkpoint is whole."""
+        record = json.loads((self.run_folder / "run.json").read_text())
+        assert record["status"] == "failed", record
+        for word in words:
+            assert word in record["result"]["error"]
+        folder = RunFolder(self.run_folder)
+        assert newest_valid(folder) == folder.checkpoint(newest)
+
+    def losses(self):
+        events = [json.loads(line) for line in (self.run_folder / "metrics.jsonl").read_text().splitlines()]
+        return {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+
+    def stop(self):
+        """End what a failed test left; after a good one there is nothing."""
+        for process in self.left():
+            process.kill()
+        for process in self.processes:
+            process.wait()
+
+
+SCENES = []
+
+
+def scene(act):
+    """A play that is one test. They wait as much as they work, so several run at a time."""
+    SCENES.append(pytest.param(act, id=act.__name__))
+    return act
+
+
+@scene
+def an_exception_while_data_is_read(play):
+    play.start("plain", "data:1:3")
+    assert play.end() == [3, 2], "a user's mistake on its own rank is 2, on the others the run failed"
+    play.says(1, "data, step 3", "DataError: orders.jsonl:7 is no conversation. Mend the row.")
+    play.has_failed("rank 1 failed during data, step 3: DataError")
+    assert "Traceback" not in play.text()
+
+
+@scene
+def an_exception_in_a_data_worker(play):
+    play.start("torchrun", "worker:1:3", "training.num_workers=1")
+    assert play.end() == [1]
+    play.says(1, "data, step 3")
+    play.has_failed("rank 1 failed during data, step 3: ValueError", "a row of three columns")
+
+
+@scene
+def an_exception_in_the_forward_pass(play):
+    play.start("plain", "forward:1:3")
+    assert play.end() == [3, 1]
+    play.says(1, "training, step 3")
+    play.has_failed("rank 1 failed during training, step 3: ValueError: a row of three columns")
+    assert "[rank1]: Traceback" in play.text(1), "a bug keeps its traceback on its own rank"
+    assert "Traceback" not in play.text(0), "and the others say in a line whose it is"
+    assert "finetune: RunFailedError: rank 1 failed during training, step 3: ValueError" in play.text(0)
+
+
+@scene
+def an_exception_in_an_evaluation(play):
+    play.start("accelerate", "evaluation:1:2")
+    assert play.end() == [1]
+    play.says(1, "evaluation, step 2")
+    play.has_failed("rank 1 failed during evaluation, step 2: ValueError", newest=1)
+
+
+@scene
+def a_full_disk_while_saving(play):
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("a disk to fill needs root and the `mount` command")
+    play.run_folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", play.run_folder], capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        pytest.skip(f"no disk to fill here: mount: {done.stderr.strip()}")
+    try:
+        play.start("plain", "disk:0:3")
+        assert play.end() == [3, 3]
+        play.says(0, "step 3", "saving", "No space left on device")
+        play.has_failed("No space left on device")
+        assert "Traceback" not in play.text()
+    finally:
+        play.stop()
+        subprocess.run(["umount", play.run_folder], check=True)
+
+
+@scene
+def a_mistake_that_one_worker_of_a_local_spawn_meets(play):
+    play.start("spawn", "mistake:1:3")
+    assert play.end() == [2], "the cause's code, and not that of the rank that ends with it"
+    play.says(1, "training, step 3", "DataError: orders.jsonl:7 is no conversation. Mend the row.")
+    play.has_failed("rank 1 failed during training, step 3: DataError")
+    assert "Traceback" not in play.text()
+
+
+@scene
+def no_memory_left(play):
+    play.start("spawn", "oom:1:3")
+    assert play.end() == [3]
+    play.says(1, "training, step 3", "out of memory", "can't allocate memory", "Lower training.batch_size")
+    play.has_failed("rank 1 failed during training, step 3: RunFailedError: out of memory")
+    assert "Traceback" not in play.text()
+
+
+@scene
+def a_loss_that_is_not_a_number(play):
+    play.start("spawn", "nan:1:3")
+    assert play.end() == [3]
+    play.says(1, "training, step 3", "the loss is nan (that of rank 1)")
+    play.has_failed("the loss is nan (that of rank 1)")
+    assert play.text().count("the loss is nan") == 1, "every rank has the error, one says it"
+
+
+@scene
+def a_killed_rank_and_the_run_goes_on_later(play):
+    play.start("torchrun", "kill:1:3")
+    assert play.end() == [1]
+    play.says(1, "training, step 3", "was killed")
+    play.has_failed("rank 1 was killed during training, step 3")
+    play.start("torchrun", "none:1:3", "resume=auto")
+    assert play.processes[0].wait(START_SECONDS) == 0, play.text()
+    assert "resumed from step=2" in play.text()
+    whole = Play(play.inputs, play.folder / "whole")
+    whole.folder.mkdir()
+    try:
+        assert whole.start("torchrun", "none:1:3").processes[0].wait(START_SECONDS) == 0, whole.text()
+    finally:
+        whole.stop()
+    assert play.losses() == whole.losses()
+    assert len(play.losses()) == NUM_STEPS
+    adapter = "adapter/adapter_model.safetensors"
+    assert (play.run_folder / adapter).read_bytes() == (whole.run_folder / adapter).read_bytes()
+
+
+@scene
+def a_killed_rank_0(play):
+    """Nobody is left to write run.json."""
+    play.start("plain", "kill:0:3")
+    assert play.end() == [KILLED, 3]
+    assert "rank 0 was killed during training, step 3" in play.text(1).splitlines()[-1]
+
+
+@scene
+def a_stopped_rank(play):
+    play.start("torchrun", "stop:1:3")
+    assert play.end() == [1]
+    play.says(1, "training, step 3", "is stopped (SIGSTOP)")
+    play.has_failed("rank 1 is stopped (SIGSTOP) during training, step 3")
+
+
+@scene
+def a_hung_rank(play):
+    play.start("torchrun", "hang:1:3", "parallel.step_timeout_minutes=0.05")
+    assert play.end(extra_seconds=3.0) == [1]
+    play.says(1, "training, step 3", "rank 0 waits for it in", "the step timeout is 3 s")
+    play.has_failed("rank 1 has been in training, step 3")
+
+
+@scene
+def a_killed_launcher(play):
+    play.start("torchrun", "wait:1:3").wait_for_fault()
+    time.sleep(1.5)  # both ranks have said where they are
+    play.fault_at = time.time()
+    (play.folder / "fault").write_text(repr(play.fault_at))
+    play.processes[0].kill()
+    assert play.end() == [KILLED]
+    line = play.last_lines()[0]
+    assert f"lost its launcher, process {play.processes[0].pid}, during training, step 3" in line
+    play.has_failed("lost its launcher")
+
+
+def press_ctrl_c(play):
+    play.wait_for_fault()
+    time.sleep(1.0)
+    (play.folder / "fault").write_text(repr(time.time()))
+    os.killpg(play.processes[0].pid, signal.SIGINT)
+    codes = play.end()
+    assert json.loads((play.run_folder / "run.json").read_text())["status"] in ("stopped", "failed")
+    assert "Traceback" not in play.text()
+    assert "resume=auto" in play.text()
+    return codes
+
+
+@scene
+def ctrl_c(play):
+    assert press_ctrl_c(play.start("plain", "wait:1:3")) == [130, 130]
+
+
+@scene
+def ctrl_c_for_a_local_spawn(play):
+    assert press_ctrl_c(play.start("spawn", "wait:1:3")) == [130]
+
+
+@scene
+def a_rank_that_is_told_to_end(play):
+    play.start("plain", "wait:1:3").wait_for_fault()
+    time.sleep(1.0)
+    (play.folder / "fault").write_text(repr(time.time()))
+    play.processes[1].terminate()
+    assert play.end() == [3, 128 + signal.SIGTERM]
+    assert "rank 1 failed during training, step 3: Terminated: by SIGTERM" in play.text(0).splitlines()[-1]
+    play.has_failed("Terminated: by SIGTERM")
+    assert "Traceback" not in play.text()
+
+
+def run_scene(act, inputs, folder):
+    play = Play(inputs, folder)
+    try:
+        act(play)
+    finally:
+        play.stop()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    write_base(folder / "tokenizer")
+    write_rows(folder / "rows", train=20, validation=8, test=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scenes(request, inputs, tmp_path_factory):
+    """The scenes that were selected, running."""
+    chosen = [item.callspec.params["act"] for item in request.session.items if item.originalname == "test_scene"]
+    mine = [act for act in chosen if act.__module__ == __name__]
+    with ThreadPoolExecutor(3) as pool:
+        yield {act: pool.submit(run_scene, act, inputs, tmp_path_factory.mktemp(act.__name__)) for act in mine}
+
+
+@pytest.mark.parametrize("act", SCENES)
+def test_scene(scenes, act):
+    scenes[act].result()

@@ -1,0 +1,131 @@
+"""Launches that are not what was meant: one process says so and trains, or all of them are refused; never two runs.
+
+How each launch that works gives one curve is in tests/test_one_curve.py.
+"""
+
+import json
+
+import pytest
+
+from tests.curve_table import Row
+from tests.curves import (
+    REFERENCE_BATCH_SIZE,
+    Case,
+    assert_one_curve,
+    assert_one_world,
+    curve_alone,
+    read_run,
+    reporting_words,
+    reports_of_run,
+)
+from tests.launches import LAUNCHERS, free_port, place_variables, start_command
+
+pytestmark = pytest.mark.launch
+CASE = Case(REFERENCE_BATCH_SIZE)
+_LIMIT_SECONDS = 120
+
+
+def start(launcher, folder, *words, variables=None):
+    """The reporting recipe in a folder of its own."""
+    folder.mkdir(exist_ok=True)
+    return start_command([*LAUNCHERS[launcher], *reporting_words(folder, [CASE], *words)], variables=variables)
+
+
+def ends(*processes):
+    """Exit codes and outputs."""
+    try:
+        outputs = [process.communicate(timeout=_LIMIT_SECONDS)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()
+    return [process.returncode for process in processes], outputs
+
+
+def assert_one_trained_alone(folder, row=None):
+    """One process wrote, with the curve of a plain one; what it recorded in place of the wish."""
+    assert_one_world(reports_of_run(folder, CASE.name), 1)
+    run = read_run(folder / CASE.name)
+    assert (run.record["status"], run.record["world_size"], run.record["backend"]) == ("completed", 1, "none")
+    assert_one_curve(run, curve_alone(), row)
+    (fallback,) = run.record["fallbacks"]
+    return fallback
+
+
+def assert_nothing_was_written(folder):
+    assert reports_of_run(folder, CASE.name) == []
+    assert not (folder / CASE.name / "run.json").exists()
+
+
+def test_accelerate_launch_cpu_starts_one_process_and_the_run_says_so(tmp_path):
+    plain, strict = tmp_path / "plain", tmp_path / "strict"
+    processes = (start("accelerate_cpu", plain), start("accelerate_cpu", strict, "strict=true"))
+    codes, (said, refused) = ends(*processes)
+    assert codes[0] == 0, said
+    fallback = assert_one_trained_alone(plain)
+    assert (fallback["what"], fallback["wanted"], fallback["used"]) == (
+        "accelerate launch",
+        "2 processes",
+        "one process",
+    )
+    assert "accelerate launch was asked for 2 processes on the CPU and started one" in said
+    assert "--multi_gpu --num_processes 2" in said
+    assert codes[1] != 0
+    assert "accelerate launch was asked for 2 processes on the CPU and started one" in refused
+    assert "The run is strict" in refused
+    assert_nothing_was_written(strict)
+
+
+def test_ddp_that_was_asked_for_and_is_not_there(tmp_path):
+    plain, strict = tmp_path / "plain", tmp_path / "strict"
+    processes = (start("python", plain, "ddp=True"), start("python", strict, "ddp=True", "strict=true"))
+    codes, (said, refused) = ends(*processes)
+    assert codes == [0, 2], (said, refused)
+    assert "[Trainer] Warning: DDP was requested but WORLD_SIZE is 1" in said
+    fallback = assert_one_trained_alone(plain)
+    assert (fallback["what"], fallback["wanted"], fallback["used"]) == ("ddp", "several processes", "one process")
+    assert "Traceback" not in refused
+    assert "The run is strict" in refused
+    assert_nothing_was_written(strict)
+
+
+def test_ddp_false_lets_one_of_two_processes_train(tmp_path):
+    codes, (said,) = ends(start("torchrun", tmp_path, "ddp=False"))
+    assert codes == [0], said  # torchrun ends with 0 only where every process did
+    fallback = assert_one_trained_alone(tmp_path, Row("torchrun, ddp=False", 1, CASE.split, "0"))
+    assert (fallback["what"], fallback["wanted"], fallback["used"]) == ("ddp", "2 processes", "one process")
+    assert "ddp=False refuses it: torchrun started 2 processes" in fallback["why"]
+    assert "[Distributed] rank 0 trains alone: rank 1 of 2 leaves" in said
+
+
+def test_if_the_other_rank_never_comes_the_curve_stays_the_same(tmp_path):
+    variables = place_variables(0, 2, free_port())
+    codes, (said,) = ends(start("python", tmp_path, "parallel.timeout_minutes=0.05", variables=variables))
+    assert codes == [0], said
+    fallback = assert_one_trained_alone(tmp_path, Row("rank 1 of 2 never comes", 1, CASE.split, "0"))
+    assert (fallback["what"], fallback["wanted"], fallback["used"]) == ("ddp", "2 processes", "one process")
+    assert "rank 1 of 2 did not come" in fallback["why"]
+    assert "[Trainer] Warning: DDP was requested but rank 1 of 2 did not come" in said
+
+
+def test_ranks_that_were_given_different_words_are_refused_on_all_of_them(tmp_path):
+    port = free_port()
+    words = {0: [], 1: ["optim.learning_rate=1e-3"]}
+    processes = [start("python", tmp_path, *words[rank], variables=place_variables(rank, 2, port)) for rank in words]
+    codes, outputs = ends(*processes)
+    assert codes == [2, 2], outputs
+    for said in outputs:
+        assert "LaunchError: the configuration of rank 1 is not that of rank 0" in said
+        assert "Traceback" not in said
+    assert_nothing_was_written(tmp_path)
+
+
+def test_a_report_counts_processes_and_not_ranks(tmp_path):
+    """Two processes that both believe that they are alone must not look like one world."""
+    alone = {"rank": 0, "world_size": 1, "ranks_met": 1.0, "writes": True}
+    for process in (7, 8):
+        (tmp_path / f"{CASE.name}.{process}.json").write_text(json.dumps(alone))
+    reports = reports_of_run(tmp_path, CASE.name)
+    assert len(reports) == 2
+    for world_size in (1, 2):
+        with pytest.raises(AssertionError):
+            assert_one_world(reports, world_size)

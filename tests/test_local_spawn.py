@@ -1,0 +1,91 @@
+"""`parallel.num_processes` starts the same command line that many times, and ends with its exit code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.launches import REPOSITORY, run_launched
+from tests.tiny_runs import random_model_words, write_base, write_rows
+
+RECIPE = REPOSITORY / "recipes" / "finetune_lora.py"
+SESSION = """
+from finetune import launch, load_config
+with launch(load_config({words!r})):
+    pass
+"""
+
+pytestmark = pytest.mark.launch
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    write_base(folder / "tokenizer")
+    write_rows(folder / "rows")
+    return folder
+
+
+@pytest.fixture
+def words(inputs, tmp_path):
+    return [
+        "task=finetune_lora",
+        *random_model_words(inputs / "tokenizer"),
+        *(f"data.path={inputs / 'rows'}", f"data.cache_dir={inputs / 'cache'}", f"output_dir={tmp_path / 'run'}"),
+        *("training.device=cpu", "training.batch_size=4", "training.max_steps=2", "testing.num_samples=0"),
+    ]
+
+
+@pytest.mark.parametrize("program", [["-m", "finetune", "train"], [RECIPE]], ids=["command", "recipe"])
+def test_a_run_of_two_processes(program, words, tmp_path):
+    done = run_launched("python", [*program, *words, "parallel.num_processes=2"])
+    assert done.returncode == 0, done.stdout
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert (record["status"], record["world_size"], record["launcher"]) == ("completed", 2, "spawn")
+    assert record["backend"] == "gloo"
+    assert record["global_batch"]["global_batch_size"] == 8
+    assert done.stdout.count("Training and testing completed successfully!") == 1
+
+
+def test_a_mistake_that_all_workers_meet_is_said_once(words, tmp_path):
+    words = [*words, f"data.path={tmp_path / 'no-such-rows.jsonl'}", "parallel.num_processes=2"]
+    done = run_launched("python", ["-m", "finetune", "train", *words])
+    assert done.returncode == 2, done.stdout
+    assert done.stdout.count("finetune: DataError: ") == 1, done.stdout
+    assert "no-such-rows.jsonl" in done.stdout
+    assert "Traceback" not in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_session_without_a_command_line_is_refused(words, tmp_path):
+    """As a notebook is."""
+    done = run_launched("python", ["-c", SESSION.format(words=[*words, "parallel.num_processes=2"])], cwd=tmp_path)
+    assert done.returncode != 0
+    assert "LaunchError: parallel.num_processes starts the command line again, and this session has none" in done.stdout
+    assert "torchrun" in done.stdout.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_number_than_the_launcher_s_is_refused(words, tmp_path):
+    done = run_launched("torchrun", [RECIPE, *words, "parallel.num_processes=3"])
+    assert done.returncode != 0
+    message = "LaunchError: parallel.num_processes is 3 (command line) but torchrun started this process with RANK="
+    assert message in done.stdout
+    assert "WORLD_SIZE=2. Remove the key, or launch to match it." in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_launcher_s_own_number_is_no_contradiction(words, tmp_path):
+    done = run_launched("torchrun", [RECIPE, *words, "parallel.num_processes=2", "training.max_steps=1"])
+    assert done.returncode == 0, done.stdout
+    record = json.loads((tmp_path / "run/run.json").read_text())
+    assert (record["world_size"], record["launcher"]) == (2, "torchrun")
+
+
+def test_processes_without_ddp_are_refused(words, tmp_path):
+    done = run_launched("python", [RECIPE, *words, "ddp=False", "parallel.num_processes=2"])
+    assert done.returncode == 2, done.stdout
+    line = done.stdout.splitlines()[-1]
+    assert line.startswith("finetune: LaunchError: ddp is false (command line) but parallel.num_processes is 2 ")
+    assert not (tmp_path / "run").exists()
