@@ -13,6 +13,8 @@ class FinetuneError(Exception):
     """The root of every error that we raise on purpose. Never raised itself."""
 
     exit_code: ClassVar[int] = 2
+    is_said_by_another: bool = False
+    """Another rank ends with the same words: once on the screen is enough."""
 
 
 class ConfigError(FinetuneError):

@@ -75,7 +75,6 @@ FAULTS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": hang,
-    "wait": lambda: None,
 }
 
 

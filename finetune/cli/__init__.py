@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
     from finetune.cli.commands import app
 
-    words = _command_first(list(sys.argv[1:] if arguments is None else arguments))
+    words = _command_first(_without_local_rank(sys.argv[1:] if arguments is None else arguments))
     command(lambda _: app(words, prog_name="finetune"), arguments=words)
 
 
@@ -34,7 +35,7 @@ def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | No
         run: takes the words of the command line.
         arguments: the words; by default those of the process.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = _without_local_rank(sys.argv[1:] if arguments is None else arguments)
     try:
         run(words)
     except BaseException as error:
@@ -87,10 +88,15 @@ def _is_one_of_several() -> bool:
 
 def _report(error: FinetuneError) -> None:
     # Every process composes the same words: one copy of a config error is enough.
-    if isinstance(error, ConfigError) and not is_first_process(os.environ):
+    if error.is_said_by_another or (isinstance(error, ConfigError) and not is_first_process(os.environ)):
         return
     where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     sys.stderr.write(f"finetune: {type(error).__name__}: {error}{where}\n")
+
+
+def _without_local_rank(words: Sequence[str]) -> list[str]:
+    """`python -m torch.distributed.launch` puts --local-rank=N before a script's own words; the environment says it."""
+    return [word for word in words if not re.fullmatch("--local[-_]rank=[0-9]+", word)]
 
 
 def _command_first(words: list[str]) -> list[str]:

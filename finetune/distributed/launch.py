@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -36,6 +36,7 @@ from finetune.errors import LaunchError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs
 from finetune.run_folder import RunFolder
+from finetune.signals import termination_raises, undisturbed
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -88,28 +89,33 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         flag=config.ddp,
         fallbacks=fallbacks,
     )
-    try:
+    with ExitStack() as signals, ExitStack() as leaving:
+        signals.enter_context(termination_raises())
+        leaving.callback(lambda: _log.info("Process %d cleanup completed", environment.rank))
+        if not is_adopted:
+            leaving.callback(cleanup_ddp)
+        leaving.callback(forget_accelerate)
         for fallback in joined_fallbacks() if is_adopted else ():
             fallbacks.take(fallback)
         if config.training.deterministic:
             torch.use_deterministic_algorithms(True)
+            leaving.callback(torch.use_deterministic_algorithms, False)
         runtime = Runtime(context or current_context(wish), environment, fallbacks, config)
         try:
             _log.info("Process %d/%d started", environment.rank, environment.world_size)
             runtime.refuse_differences("the configuration", _digest(config))
             _record_other_device(wish, runtime)
+            _record_output_device(config, runtime)
             yield runtime
         except BaseException as error:
-            runtime.close(error)
-            raise
+            # A launcher sends SIGTERM to the ranks that outlive another: it must not cut short what they write now.
+            signals.enter_context(undisturbed())
+            named = runtime.explain(error)
+            runtime.close(named)
+            if named is error:
+                raise
+            raise named from error
         runtime.close(None)
-    finally:
-        if config.training.deterministic:
-            torch.use_deterministic_algorithms(False)
-        forget_accelerate()
-        if not is_adopted:
-            cleanup_ddp()
-        _log.info("Process %d cleanup completed", environment.rank)
 
 
 def _is_to_spawn(config: Config, environment: LaunchEnvironment) -> bool:
@@ -127,6 +133,26 @@ def _record_other_device(wish: str | None, runtime: Runtime) -> None:
     if wish is not None and torch.device(wish).type != runtime.device.type:
         why = f"this process sees {torch.cuda.device_count()} CUDA devices"
         runtime.fallbacks.take(Fallback(what="training.device", wanted=wish, used=str(runtime.device), why=why))
+
+
+def _record_output_device(config: Config, runtime: Runtime) -> None:
+    """Only torch's reducer on GPUs knows an output device.
+
+    Raises:
+        LaunchError: this process sees no such GPU.
+    """
+    index = config.parallel.output_device
+    if index is None:
+        return
+    if runtime.device.type != "cuda" or not runtime.needs_even_shares:
+        why = "it concerns parallel.gradient_sync=ddp with several processes on GPUs only; drop the key"
+        fallback = Fallback(what="parallel.output_device", wanted=str(index), used=str(runtime.device), why=why)
+        runtime.fallbacks.take(fallback)
+    elif index >= torch.cuda.device_count():
+        raise LaunchError(
+            f"parallel.output_device is {index} ({config.origin('parallel.output_device')}) but rank {runtime.rank} "
+            f"sees {torch.cuda.device_count()} GPUs, counted from 0. Drop the key: the default is the rank's own."
+        )
 
 
 def _check_wish(config: Config, environment: LaunchEnvironment, fallbacks: Fallbacks) -> None:

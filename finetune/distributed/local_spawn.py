@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 import secrets
 import sys
+from collections.abc import Sequence
 
 from finetune.distributed.environment import SPAWN_RUN_ID_PREFIX
 from finetune.errors import LaunchError, RunFailedError
+from finetune.signals import Terminated
 
 _log = logging.getLogger(__name__)
 
@@ -43,11 +45,16 @@ def run_as_processes(num_processes: int) -> int:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
         # The workers have said what went wrong: the launcher adds nothing but the code.
-        first = min(error.failures.values(), key=lambda failure: failure.timestamp)
-        return first.exitcode if first.exitcode > 0 else RunFailedError.exit_code
+        return _exit_code_of_cause([failure.exitcode for failure in error.failures.values()])
     except SignalException as error:
         raise KeyboardInterrupt from error
     return 0
+
+
+def _exit_code_of_cause(codes: Sequence[int]) -> int:
+    """The workers end almost at once: those that end with another one's failure have 3, or were ended by a signal."""
+    causes = [code for code in codes if code > 0 and code not in (RunFailedError.exit_code, Terminated.exit_code)]
+    return causes[0] if causes else RunFailedError.exit_code
 
 
 def _command_to_repeat() -> list[str]:

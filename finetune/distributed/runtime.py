@@ -24,6 +24,7 @@ from accelerate.utils import DistributedType, broadcast_object_list, gather_obje
 
 from finetune import __version__
 from finetune.distributed.ddp_init import ProcessContext
+from finetune.distributed.ending import explain, in_a_line
 from finetune.distributed.environment import (
     LaunchEnvironment,
     launcher_pid,
@@ -153,7 +154,7 @@ class Runtime:
         with self.autocast():
             if not self.needs_even_shares:
                 return compute(model, there)
-            if self._reducer is None:
+            if self._reducer is None or self._reducer.model is not model:
                 wish = self._parallel
                 with self._collective("making torch's reducer"):
                     self._reducer = Reducer(
@@ -282,15 +283,21 @@ class Runtime:
         """Call `action` when the run leaves this world, with the error that ends it or None."""
         self._closing.append(action)
 
+    def explain(self, error: BaseException) -> BaseException:
+        """The error to leave with in place of this one: its cause, and a note of where this rank was."""
+        return explain(error, self._watchdog)
+
     def close(self, error: BaseException | None) -> None:
         """Leave: end what was opened, and tell the other ranks of an error. Not a collective."""
         watchdog, self._watchdog = self._watchdog, None
         try:
             if watchdog is not None and error is not None:
-                watchdog.fail(f"{type(error).__name__}: {error}")
+                watchdog.fail(in_a_line(error))
             self._end_what_was_opened(error)
         finally:
             if watchdog is not None:
+                if isinstance(error, FinetuneError):
+                    error.is_said_by_another = watchdog.is_said_by_another
                 watchdog.close()
             self._accelerator.free_memory()
 

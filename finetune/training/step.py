@@ -86,11 +86,20 @@ def train_step(
     grad_norm = runtime.clip_grad_norm(parameters, max_grad_norm)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         raise RunFailedError(
-            f"step {step}: the loss is {loss} and the gradient norm {grad_norm}; the weights were left as before "
-            "the step. Lower optim.learning_rate, add optim.warmup_steps, or look at the rows of this step."
+            f"step {step}: the loss is {loss}{_whose(runtime, loss_sum)} and the gradient norm {grad_norm}; the "
+            "weights were left as before the step. Lower optim.learning_rate, add optim.warmup_steps, or look at the "
+            "rows of this step."
         )
 
     set_learning_rate(optimizer, learning_rate)
     optimizer.step()
     optimizer.zero_grad()
     return StepResult(loss, grad_norm, learning_rate, num_targets, num_tokens)
+
+
+def _whose(runtime: Runtime, loss_sum: float) -> str:
+    """Which ranks' part of the loss is not finite, in words. Collective."""
+    is_bad = not math.isfinite(loss_sum)
+    counts = runtime.sum([float(is_bad and rank == runtime.rank) for rank in range(runtime.world_size)])
+    ranks = [str(rank) for rank, count in enumerate(counts) if count]
+    return f" (that of rank {', '.join(ranks)})" if ranks and runtime.world_size > 1 else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -293,7 +294,13 @@ class Trainer:
 
     def _begin_epoch(self, loader: TrainLoader, epoch: int, first_step: int) -> Iterator[list[tuple[int, Microbatch]]]:
         self.epoch = epoch
-        return loader.steps(epoch, first_step)
+        steps = loader.steps(epoch, first_step)
+        for step in itertools.count(epoch * loader.plan.steps_per_epoch + first_step + 1):
+            self.runtime.at("data", step)
+            share = next(steps, None)
+            if share is None:
+                return
+            yield share
 
     def _train_step(
         self,
