@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.distributed.environment import is_started_by_accelerate_alone
+from finetune.distributed.environment import accelerate_config_folder, is_started_by_accelerate_alone
 
 _ENGINES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
 _MAX_ANCESTORS = 8
@@ -128,6 +128,5 @@ def _read_config(options: Sequence[str], environ: Mapping[str, str], folder: Pat
 
 
 def _default_configs(environ: Mapping[str, str]) -> list[Path]:
-    caches = environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    folder = Path(caches).expanduser() / "accelerate"
+    folder = Path(accelerate_config_folder(environ)).expanduser()
     return [folder / "default_config.yaml", folder / "default_config.json"]

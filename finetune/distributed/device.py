@@ -10,13 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
+from finetune.distributed.environment import is_gpu_choice_given, visible_gpus
 from finetune.errors import LaunchError
 
 _log = logging.getLogger(__name__)
 
 _WISH = re.compile(r"(cuda|gpu|mps|cpu)(?::([0-9]{1,4}))?")
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-"""With one of these a launcher can show each process a GPU of its own."""
 
 
 def _resolve_device(device: str | torch.device | int | None) -> torch.device:
@@ -55,7 +54,7 @@ def _pick_device(local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if count == 0:
         return torch.device("cpu")
-    if count == 1 and any(os.environ.get(name) for name in _VISIBLE):
+    if count == 1 and is_gpu_choice_given(os.environ):
         return torch.device("cuda", 0)
     if local_rank >= count:
         raise LaunchError(
@@ -73,7 +72,7 @@ def device_identity(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     index = device.index or 0
-    visible = os.environ.get(_VISIBLE[0], "").split(",")
+    visible = visible_gpus(os.environ)
     # All slices of a divided GPU (MIG) may answer with the UUID of the whole; their names in the list differ.
     name = visible[index].strip() if index < len(visible) else ""
     uuid = name if name.startswith("MIG-") else f"GPU-{torch.cuda.get_device_properties(index).uuid}"

@@ -208,6 +208,22 @@ def is_batch_script_body(environ: Mapping[str, str]) -> bool:
     return tasks > 1
 
 
+def is_gpu_choice_given(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher or the user chose the GPUs that this process sees, perhaps another one for each process."""
+    return any(environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """The names or numbers of the CUDA GPUs that this process was given; empty names where it sees all."""
+    return environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+
+
+def accelerate_config_folder(environ: Mapping[str, str]) -> str:
+    """Where `accelerate launch` looks for its default config file; may begin with ``~``."""
+    caches = environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    return f"{caches}/accelerate"
+
+
 def is_cpu_requested(environ: Mapping[str, str]) -> bool:
     """True where `accelerate launch --cpu` asked for the CPU."""
     return _is_true(environ.get("ACCELERATE_USE_CPU", ""))

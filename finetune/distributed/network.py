@@ -2,7 +2,34 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address means each machine itself. Other names than ``localhost`` are not looked up."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def own_name_is_loopback() -> bool:
+    """Whether this machine's own name means 127.x to itself, as Debian and Ubuntu set it up."""
+    try:
+        return is_loopback(socket.gethostbyname(socket.gethostname()))
+    except OSError:
+        return False
+
+
+def own_addresses(master_addr: str) -> list[str]:
+    """Names by which the other ranks may find rank 0's machine, which is this one; the likeliest first."""
+    if is_loopback(master_addr):
+        return ["127.0.0.1"]
+    towards = own_address_towards(master_addr)
+    return list(dict.fromkeys([master_addr, *([towards] if towards else []), socket.gethostname()]))
 
 
 def is_own_address(host: str) -> bool:

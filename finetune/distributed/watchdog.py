@@ -25,10 +25,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from finetune.distributed.guardian.addresses import is_loopback, own_addresses
 from finetune.distributed.guardian.faults import Place, last_line, lost_guardian
 from finetune.distributed.guardian.limits import GRACE_SECONDS, LOST_SECONDS, MEET_SECONDS
 from finetune.distributed.guardian.link import LineBuffer, occupy_standard_streams
+from finetune.distributed.network import is_loopback, own_addresses
 from finetune.errors import LaunchError, RunFailedError
 
 _PROGRAM = str(Path(__file__).with_name("guardian") / "__main__.py")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -21,7 +20,7 @@ from finetune.distributed.environment import (
     requested_accumulation,
     requested_precision,
 )
-from finetune.distributed.network import is_own_address
+from finetune.distributed.network import is_loopback, is_own_address, own_name_is_loopback
 from finetune.distributed.roll_call import what_answers
 from finetune.inspect.findings import Finding, ok, problem, warning
 
@@ -145,13 +144,15 @@ def _check_one(environ: Mapping[str, str]) -> list[Finding]:
 def _check_reach(host: str) -> list[Finding]:
     """In a world of several machines every one must reach rank 0's, and itself be reached."""
     found = []
-    if host == "localhost" or _is_loopback(host):
+    if is_loopback(host):
         what = f"{host} means each machine itself, but the world spans several"
         fix = "set MASTER_ADDR or parallel.master_addr to an address of rank 0's machine that the others reach"
         found.append(warning(_ADDRESS, what, fix))
-    if "GLOO_SOCKET_IFNAME" not in os.environ and _own_name_is_loopback():
-        what = f"this machine's own name, {socket.gethostname()}, means 127.x to itself: gloo would give that to others"
-        fix = "set GLOO_SOCKET_IFNAME to the network card (`ip -br addr`), or correct the name in /etc/hosts"
+    if own_name_is_loopback():
+        what = (
+            f"this machine's own name, {socket.gethostname()}, means 127.x to itself: torchrun gives it to the others"
+        )
+        fix = "start torchrun with --local_addr and this machine's address, or correct the name in /etc/hosts"
         found.append(warning(_ADDRESS, what, fix))
     return found
 
@@ -162,17 +163,6 @@ def _check_agent(host: str, port: int) -> Finding:
         fix = "start again through torchrun, and end what is left of the launch before"
         return problem(_ADDRESS, f"torchrun's agent does not answer at {host}:{port}: {answer}", fix)
     return ok(_ADDRESS, f"torchrun's agent answers at {host}:{port}")
-
-
-def _own_name_is_loopback() -> bool:
-    try:
-        return _is_loopback(socket.gethostbyname(socket.gethostname()))
-    except OSError:
-        return False
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 def _listen_error(port: int) -> OSError | None:

@@ -8,7 +8,6 @@ import socket
 from contextlib import suppress
 from dataclasses import asdict
 
-from finetune.distributed.guardian.addresses import listen
 from finetune.distributed.guardian.faults import (
     REMEDY,
     Place,
@@ -34,7 +33,7 @@ class Hub(Guardian):
         self._strangers: list[Link] = []
         self._meeting_since: float | None = None
         self._second_hand: tuple[float, str] | None = None
-        self._listener: socket.socket | None = listen(only_here=settings["only_here"])
+        self._listener: socket.socket | None = _listen(only_here=settings["only_here"])
         self._listener.setblocking(False)
         self.selector.register(self._listener, selectors.EVENT_READ, self._accept)
         worker.tell({"listening": self._listener.getsockname()[1]})
@@ -167,3 +166,13 @@ class Hub(Guardian):
 def _places(meeting: Message | None) -> str:
     addresses = (meeting or {}).get("addresses", [])
     return f"{', '.join(addresses)} port {(meeting or {}).get('port')}"
+
+
+def _listen(*, only_here: bool) -> socket.socket:
+    """A socket at a free port, of this machine alone or of all its addresses."""
+    if only_here:
+        return socket.create_server(("127.0.0.1", 0), backlog=1024)
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):  # compiled in, but switched off
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", 0), backlog=1024)
