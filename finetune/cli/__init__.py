@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from finetune.distributed.environment import is_first_process, read_environment
+from finetune.distributed.environment import is_first_process, read_environment, speaks_for_a_node
 from finetune.errors import ConfigError, FinetuneError, LaunchError, PeerFailedError
 from finetune.signals import Terminated, undisturbed
 
@@ -88,7 +88,9 @@ def _is_one_of_several() -> bool:
 
 def _report(error: FinetuneError) -> None:
     # Every process composes the same words: one copy of a config error is enough.
-    if error.is_said_by_another or (isinstance(error, ConfigError) and not is_first_process(os.environ)):
+    if isinstance(error, ConfigError) and not is_first_process(os.environ):
+        return
+    if error.is_said_by_another and not speaks_for_a_node(os.environ):
         return
     where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     sys.stderr.write(f"finetune: {type(error).__name__}: {error}{where}\n")

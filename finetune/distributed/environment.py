@@ -171,6 +171,15 @@ def is_first_process(environ: Mapping[str, str]) -> bool:
         return True
 
 
+def speaks_for_a_node(environ: Mapping[str, str]) -> bool:
+    """Whether this is the first process of one of several nodes: what others say may stand on another screen."""
+    try:
+        place = read_environment(environ)
+    except LaunchError:
+        return True
+    return place.local_rank == 0 and place.local_world_size < place.world_size
+
+
 def launcher_pid(environ: Mapping[str, str], environment: LaunchEnvironment) -> int | None:
     """The parent process where it is a launcher whose end must end this worker; None where it need not be.
 

@@ -267,3 +267,9 @@ def test_rank_0_on_another_node_than_the_first_must_be_told_to_the_others():
     with pytest.raises(LaunchError, match="Export MASTER_ADDR=gpu08"):
         read_environment(arbitrary)
     assert read_environment({**arbitrary, "MASTER_ADDR": "gpu08"}).master_addr == "gpu08"
+
+
+def test_the_first_process_of_each_of_several_nodes_speaks_for_it():
+    assert speaks_for_a_node({**TORCHRUN, "RANK": "2", "LOCAL_RANK": "0"})
+    assert not speaks_for_a_node({**TORCHRUN, "RANK": "3", "LOCAL_RANK": "1"})
+    assert not speaks_for_a_node({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
