@@ -11,6 +11,7 @@ from finetune.distributed.environment import (
     is_address_missing,
     is_batch_script_body,
     read_environment,
+    speaks_for_a_node,
 )
 from finetune.errors import LaunchError
 from tests.distributed.launcher_variables import (
