@@ -43,6 +43,12 @@ class RunFailedError(FinetuneError):
     exit_code = 3
 
 
+class PreemptedError(FinetuneError):
+    """The run was told to stop (SIGTERM, SIGUSR1, Ctrl-C); all that was trained is in a checkpoint, on all ranks."""
+
+    exit_code = 75
+
+
 class PeerFailedError(FinetuneError):
     """Another rank failed; this one ends with it. Carries the other's exit code."""
 

@@ -137,7 +137,7 @@ def read_holder(path: Path) -> LockHolder | None:
     """Who holds the lock at `path`; None where that cannot be told."""
     try:
         return LockHolder(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

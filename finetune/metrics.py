@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 import finetune
 from finetune.durable import disk_failures_end_the_run, replace_file
 
-Status = Literal["running", "completed", "failed", "stopped"]
+Status = Literal["running", "completed", "failed", "stopped", "preempted"]
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft")
 _log = logging.getLogger(__name__)
@@ -164,8 +164,10 @@ class RunRecord:
         global_batch: Mapping[str, Any],
         fallbacks: list[dict[str, str]],
         fingerprints: Mapping[str, str],
+        started_with: Mapping[str, Any] | None = None,
+        resume_changes: Sequence[Mapping[str, str]] = (),
     ) -> None:
-        """Write the record of a run that begins or goes on. A run that goes on keeps the times of its starts.
+        """Write the record of a run that begins or goes on. Times of starts, and what they changed, are kept.
 
         Args:
             world_size: processes that train together.
@@ -175,12 +177,14 @@ class RunRecord:
             global_batch: how the global batch is made up, for example batch_size, world_size, accumulation.
             fallbacks: what `Fallbacks.as_records` gives.
             fingerprints: digests by name, for example of the data and the configuration.
+            started_with: what the next start is compared with.
+            resume_changes: what this start changed of the curve, by `resume.allow`; added to that of earlier starts.
 
         Raises:
             RunFailedError: the disk refused.
         """
         earlier = read_run_record(self.path) or {}
-        starts = earlier.get("starts")
+        starts, changes = (_list(earlier.get(name)) for name in ("starts", "resume_changes"))
         now = _now()
         self._values = {
             "status": "running",
@@ -192,7 +196,9 @@ class RunRecord:
             "fallbacks": fallbacks,
             "versions": read_versions(),
             "fingerprints": dict(fingerprints),
-            "starts": [*(starts if isinstance(starts, list) else []), now],
+            "starts": [*starts, now],
+            "started_with": dict(started_with) if started_with is not None else None,
+            "resume_changes": [*changes, *({"at": now, **change} for change in resume_changes)],
             "finished": None,
             "result": None,
         }
@@ -256,6 +262,10 @@ def _is_event_up_to(step: int, line: bytes) -> bool:
         return False
     at = record.get("step") if isinstance(record, dict) else None
     return line.endswith(b"\n") and type(at) is int and at <= step
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _finite(value: object) -> object:

@@ -98,11 +98,23 @@ class RunFolder:
         if self._lock is None:
             return
         try:
-            self._lock.release()
+            if self._is_known_by_its_lock():
+                self._lock.forget()
+            else:
+                self._lock.release()
         except OSError:
             # A disk that became read-only keeps the lock's file. The kernel's lock is what counts, and it goes.
             self._lock.forget()
         self._lock = None
+
+    def _is_known_by_its_lock(self) -> bool:
+        """Whether the lock's file is all that tells a run's folder, as after a start that failed early."""
+        present = {path.name for path in self.path.iterdir()}
+        return bool(present & self._our_names().keys()) and not present & (self._marks() - {self.lock_file.name})
+
+    def _marks(self) -> set[str]:
+        """Names that only a run writes."""
+        return {self.lock_file.name, self.record_file.name, self.metrics_file.name, self.checkpoints.name}
 
     def __enter__(self) -> Self:
         return self
@@ -164,9 +176,8 @@ class RunFolder:
 
     def _refuse_strangers(self, present: dict[str, Path]) -> None:
         """A folder is a run's if something lies there that only a run writes; any other must be empty."""
-        marks = {self.lock_file.name, self.record_file.name, self.metrics_file.name, self.checkpoints.name}
         strangers = sorted(name for name in present if name not in _LEFT_BY_OTHERS and not is_leftover(name))
-        if strangers and not marks & present.keys():
+        if strangers and not self._marks() & present.keys():
             shown = ", ".join(strangers[:5]) + (", …" if len(strangers) > 5 else "")
             raise CheckpointError(
                 f"output_dir={self.path} is not empty and holds no run of finetune: {shown}. "

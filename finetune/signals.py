@@ -1,13 +1,19 @@
-"""SIGTERM and Ctrl-C: a run that is told to end says so in its folder and leaves in good order."""
+"""SIGTERM, SIGUSR1 and Ctrl-C: a run that is told to stop ends after its step; told once more, it ends at once."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import ClassVar, NoReturn
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_ONE_REQUEST_SECONDS = 1.0
+"""A signal comes twice where the terminal or the scheduler and the launcher both send it."""
 
 
 class Terminated(SystemExit):
@@ -15,11 +21,68 @@ class Terminated(SystemExit):
 
     exit_code: ClassVar[int] = 128 + signal.SIGTERM
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = signal.SIGTERM) -> None:
         super().__init__(self.exit_code)
+        self.signal = signal.Signals(number)
 
     def __str__(self) -> str:
-        return "by SIGTERM"
+        return f"by {self.signal.name}"
+
+
+class _Told:
+    """What this process has heard: signals belong to the process."""
+
+    pid = 0
+    """The process that listens; a forked child inherits its handlers."""
+    waits_for_step = False
+    by: signal.Signals | None = None
+    at = 0.0
+
+
+@contextmanager
+def stops_after_step() -> Iterator[None]:
+    """A block in which the first SIGTERM, SIGUSR1 or Ctrl-C is only noted, for `told_to_stop`.
+
+    A second SIGTERM or Ctrl-C, more than a second later, raises `Terminated` or KeyboardInterrupt in the main thread. A
+    signal that the program has other plans for is left alone.
+    """
+    with stop_signals_go_to(_hear):
+        _Told.pid, _Told.waits_for_step, _Told.by = os.getpid(), True, None
+        try:
+            yield
+        finally:
+            _Told.pid, _Told.waits_for_step, _Told.by = 0, False, None
+
+
+@contextmanager
+def stop_signals_go_to(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """A block with a handler for those of `STOP_SIGNALS` that the program has no plans for. In the main thread only."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    mine = [number for number in STOP_SIGNALS if before[number] in defaults] if _is_main_thread() else []
+    for number in mine:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in mine:
+            signal.signal(number, before[number])
+
+
+def told_to_stop() -> signal.Signals | None:
+    """What told this process to stop after its step; None: it goes on."""
+    return _Told.by if _Told.pid == os.getpid() else None
+
+
+def no_step_is_left() -> None:
+    """From here on the first signal raises, as the second one did before: training is over."""
+    _Told.waits_for_step = False
+
+
+def leave_signals_to_parent(*_: object) -> None:
+    """For a process that works for one which decides: they are sent to the whole group. Takes what torch hands over."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
@@ -37,14 +100,14 @@ def termination_raises() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """A block in which SIGTERM and Ctrl-C are passed over: the process is on its way out already.
+    """A block in which SIGTERM, SIGUSR1 and Ctrl-C are passed over: the process is on its way out already.
 
     Under a launcher they come twice: from the terminal, and from the launcher that heard it too.
     """
     if not _is_main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number in before:
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -54,8 +117,38 @@ def undisturbed() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
+def _hear(number: int, frame: FrameType | None) -> None:
+    if os.getpid() != _Told.pid:
+        _in_child(number)
+        return
+    now = time.monotonic()
+    is_first = _Told.by is None
+    if is_first:
+        _Told.by, _Told.at = signal.Signals(number), now
+    if _Told.waits_for_step and is_first:
+        _say_that_it_was_heard(number)
+    elif is_first or (now - _Told.at > _ONE_REQUEST_SECONDS and number != signal.SIGUSR1):
+        _raise(number, frame)
+
+
+def _say_that_it_was_heard(number: int) -> None:
+    """At once, for whoever sits at the keyboard. The streams may be in the middle of a line: not through them."""
+    if number == signal.SIGINT:
+        with suppress(OSError):
+            os.write(2, b"\nfinetune: stops after this step and its checkpoint; Ctrl-C once more stops at once\n")
+
+
+def _in_child(number: int) -> None:
+    """A fork of the process that listens. Its parent decides: only SIGTERM, by which it ends children, is for it."""
+    if number == signal.SIGTERM:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _raise(number: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise Terminated(number)
 
 
 def _is_main_thread() -> bool:

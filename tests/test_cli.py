@@ -152,10 +152,10 @@ def test_ctrl_c_ends_a_run_in_good_order(tmp_path):
                 process.send_signal(signal.SIGINT)
                 break
         lines += process.stderr.read().splitlines(keepends=True)
-    assert process.returncode == 130, "".join(lines)
+    assert process.returncode == 75, "".join(lines)
     assert "resume=auto" in lines[-1]
     assert not any("Traceback" in line for line in lines)
-    assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "stopped"
+    assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "preempted"
 
 
 def test_a_folder_that_is_no_run_is_told_as_such(tmp_path):

@@ -311,8 +311,11 @@ def a_killed_launcher(play):
 
 
 def press_ctrl_c(play):
+    """Twice, as someone does who will not wait for the step."""
     play.wait_for_fault()
     time.sleep(1.0)
+    os.killpg(play.processes[0].pid, signal.SIGINT)
+    time.sleep(1.5)
     (play.folder / "fault").write_text(repr(time.time()))
     os.killpg(play.processes[0].pid, signal.SIGINT)
     codes = play.end()
@@ -334,8 +337,11 @@ def ctrl_c_for_a_local_spawn(play):
 
 @scene
 def a_rank_that_is_told_to_end(play):
+    """Twice: at once it is told only to stop after its step, see `test_preemption`."""
     play.start("plain", "wait:1:3").wait_for_fault()
     time.sleep(1.0)
+    play.processes[1].terminate()
+    time.sleep(1.5)
     (play.folder / "fault").write_text(repr(time.time()))
     play.processes[1].terminate()
     assert play.end() == [3, 128 + signal.SIGTERM]

@@ -1,27 +1,34 @@
-"""Checkpoints that are whole or not there, in formats that others read, without a pickle anywhere."""
+"""Checkpoints that are whole or not there, in formats that others read, without a pickle anywhere.
 
-from finetune.checkpoint.checkpoints import (
-    load_checkpoint,
-    newest_valid,
-    prune,
-    publish_adapter,
-    read_state,
-    save_base,
-    save_checkpoint,
-    verify,
-    verify_published,
-)
-from finetune.checkpoint.model_files import load_model
+Each name is imported when it is first used: to verify needs no torch.
+"""
 
-__all__ = [
-    "load_checkpoint",
-    "load_model",
-    "newest_valid",
-    "prune",
-    "publish_adapter",
-    "read_state",
-    "save_base",
-    "save_checkpoint",
-    "verify",
-    "verify_published",
-]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from finetune.checkpoint.checkpoints import load_checkpoint as load_checkpoint
+    from finetune.checkpoint.checkpoints import prune as prune
+    from finetune.checkpoint.checkpoints import publish_adapter as publish_adapter
+    from finetune.checkpoint.checkpoints import save_base as save_base
+    from finetune.checkpoint.checkpoints import save_checkpoint as save_checkpoint
+    from finetune.checkpoint.model_files import load_model as load_model
+    from finetune.checkpoint.verification import newest_valid as newest_valid
+    from finetune.checkpoint.verification import read_state as read_state
+    from finetune.checkpoint.verification import verify as verify
+    from finetune.checkpoint.verification import verify_published as verify_published
+
+_HOMES = {
+    **dict.fromkeys(("load_checkpoint", "prune", "publish_adapter", "save_base", "save_checkpoint"), "checkpoints"),
+    **dict.fromkeys(("newest_valid", "read_state", "verify", "verify_published"), "verification"),
+    "load_model": "model_files",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'finetune.checkpoint' has no attribute {name!r}")
+    return getattr(import_module(f"finetune.checkpoint.{_HOMES[name]}"), name)

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.checkpoint.model_files import (
+from finetune.checkpoint.model_files import encode_full_model, encode_model, encode_tokenizer, load_model
+from finetune.checkpoint.optimizer_file import encode_optimizer, load_optimizer
+from finetune.checkpoint.verification import (
     ADAPTER_FILES,
     FULL_FILES,
+    OPTIMIZER_FILE,
+    STATE_FILE,
     TOKENIZER_FILES,
-    encode_full_model,
-    encode_model,
-    encode_tokenizer,
-    load_model,
+    read_state,
+    unexpected_names,
+    verify_published,
+    whole_checkpoints,
 )
-from finetune.checkpoint.optimizer_file import OPTIMIZER_FILE, encode_optimizer, load_optimizer
 from finetune.durable import (
     Chunks,
     committed_folder,
-    describe_os_error,
     disk_failures_end_the_run,
-    find_damage,
     read_manifest,
     remove_folder,
 )
@@ -36,7 +37,6 @@ from finetune.training.state import TrainerState
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-STATE_FILE = "state.json"
 _COPY_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
@@ -102,52 +102,6 @@ def load_checkpoint(
     return state
 
 
-def read_state(path: Path) -> TrainerState:
-    """Where training stood when a checkpoint was saved.
-
-    Raises:
-        CheckpointError: state.json is missing, damaged or of another schema.
-    """
-    file = path / STATE_FILE
-    try:
-        record = json.loads(file.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {describe_os_error(error)}.") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}.") from error
-    if not isinstance(record, dict):
-        raise CheckpointError(f"{file} is not a JSON object.")
-    return TrainerState.from_record(record, source=str(file))
-
-
-def verify(path: Path) -> list[str]:
-    """What is wrong with a checkpoint folder, one line per file; empty when all bytes are as written."""
-    problems = _unexpected_names(path, {OPTIMIZER_FILE, STATE_FILE}) or find_damage(path)
-    if problems:
-        return problems
-    try:
-        step = read_state(path).step
-    except CheckpointError as error:
-        return [str(error)]
-    return [] if path.name == f"step-{step:06d}" else [f"{STATE_FILE}: is of step {step}, not of {path.name}"]
-
-
-def verify_published(path: Path) -> list[str]:
-    """The same for `adapter/` and `base/`, which hold a model and no training state."""
-    return _unexpected_names(path, set()) or find_damage(path)
-
-
-def newest_valid(folder: RunFolder) -> Path | None:
-    """The newest checkpoint that is whole; a damaged one on the way is named in a warning and left alone."""
-    for step in reversed(folder.checkpoint_steps()):
-        path = folder.checkpoint(step)
-        problems = verify(path)
-        if not problems:
-            return path
-        _log.warning("checkpoint %s is damaged and not used: %s", path, "; ".join(problems))
-    return None
-
-
 def prune(folder: RunFolder, keep: int, best: int | None) -> list[int]:
     """Remove checkpoints behind the newest `keep`, once the newest of all is known to be whole.
 
@@ -162,7 +116,7 @@ def prune(folder: RunFolder, keep: int, best: int | None) -> list[int]:
     Raises:
         RunFailedError: the disk refused.
     """
-    newest = newest_valid(folder)
+    newest = next(whole_checkpoints(folder), None)
     if newest is None:
         return []
     steps = folder.checkpoint_steps()
@@ -186,7 +140,7 @@ def publish_adapter(folder: RunFolder, checkpoint: Path, tokenizer: PreTrainedTo
         CheckpointError: the checkpoint is damaged; `adapter/` is as it was.
         RunFailedError: the disk is full or failing; `adapter/` is as it was.
     """
-    if damage := _unexpected_names(checkpoint, {OPTIMIZER_FILE, STATE_FILE}):
+    if damage := unexpected_names(checkpoint, {OPTIMIZER_FILE, STATE_FILE}):
         raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(damage)}.")
     manifest = read_manifest(checkpoint)
     wanted = {*ADAPTER_FILES, *FULL_FILES, *TOKENIZER_FILES} & manifest.keys()
@@ -224,20 +178,6 @@ def _commit(
             entry = writer.write(name, content)
             if expected and name in expected and entry != expected[name]:
                 raise CheckpointError(f"{name} has changed since it was saved (SHA-256 differs); {path} is as it was.")
-
-
-def _unexpected_names(path: Path, required: Collection[str]) -> list[str]:
-    """Files that a manifest must not name, and files that it should."""
-    try:
-        names = read_manifest(path).keys()
-    except ValueError as error:
-        return [str(error)]
-    known = {*required, *ADAPTER_FILES, *FULL_FILES, *TOKENIZER_FILES}
-    problems = [f"{name}: not a file that finetune writes there" for name in sorted(names - known)]
-    problems += [f"{name}: missing" for name in sorted(set(required) - names)]
-    if not (set(ADAPTER_FILES) <= names or {"config.json", "model.safetensors"} <= names):
-        problems.append("neither an adapter nor a model is in it")
-    return problems
 
 
 def _read_chunks(path: Path) -> Iterator[bytes]:

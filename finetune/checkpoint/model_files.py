@@ -13,25 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.checkpoint.tensors import encode_tensors, read_tensors
+from finetune.checkpoint.verification import TOKENIZER_FILES
 from finetune.durable import Chunks
 from finetune.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-FULL_FILES = ("config.json", "generation_config.json", "model.safetensors")
-TOKENIZER_FILES = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-)
 
 _METADATA = ("format", "pt")
 _log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ import torch
 
 from finetune.checkpoint.model_files import refuse_other_tensors
 from finetune.checkpoint.tensors import encode_tensors, read_tensors
+from finetune.checkpoint.verification import OPTIMIZER_FILE
 from finetune.durable import Chunks
 from finetune.errors import CheckpointError
 
-OPTIMIZER_FILE = "optimizer.safetensors"
 _METADATA_KEY = "finetune"
 
 

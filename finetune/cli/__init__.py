@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from finetune.distributed.environment import is_first_process, read_environment, speaks_for_a_node
-from finetune.errors import ConfigError, FinetuneError, LaunchError, PeerFailedError
+from finetune.errors import ConfigError, FinetuneError, LaunchError, PeerFailedError, PreemptedError
 from finetune.signals import Terminated, undisturbed
 
 EXIT_BUG = 1
@@ -91,6 +91,9 @@ def _report(error: FinetuneError) -> None:
     if isinstance(error, ConfigError) and not is_first_process(os.environ):
         return
     if error.is_said_by_another and not speaks_for_a_node(os.environ):
+        return
+    if isinstance(error, PreemptedError):  # as it was asked to
+        sys.stderr.write(f"finetune: {error}\n")
         return
     where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     sys.stderr.write(f"finetune: {type(error).__name__}: {error}{where}\n")

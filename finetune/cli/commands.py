@@ -94,6 +94,17 @@ def generate(
 
 
 @app.command()
+def checkpoints(
+    run_folder: RunFolderArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """List what a run has saved: validation loss, size, whole or what is wrong, and where resume=auto goes on."""
+    from finetune.inspect.checkpoints import list_checkpoints
+
+    raise typer.Exit(list_checkpoints(run_folder, as_json=as_json))
+
+
+@app.command()
 def doctor(
     words: Words = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,

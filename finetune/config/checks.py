@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Union
 from pydantic import ValidationError
 
 from finetune.config.config_files import GROUPS
-from finetune.config.keys import did_you_mean_key, expected, fields, section_class, takes_mapping, takes_text
+from finetune.config.keys import (
+    WRITTEN_AS,
+    did_you_mean_key,
+    expected,
+    fields,
+    section_class,
+    takes_mapping,
+    takes_text,
+)
 from finetune.config.schema import Config, is_allowed_object, refused_object
 from finetune.config.yaml_reader import DottedName, Setting
 
@@ -22,6 +30,8 @@ Tree = dict[str, Union[Setting, "Tree"]]
 
 def put(tree: Tree, setting: Setting, problems: list[str]) -> None:
     """Set one key, over whatever stood there. What cannot be set is appended to ``problems``."""
+    if setting.key in WRITTEN_AS:
+        setting = replace(setting, key=WRITTEN_AS[setting.key], older_key=setting.dotted)
     problem = _key_problem(setting) or _object_problem(setting)
     if problem:
         problems.append(_line(setting, problem))
@@ -55,6 +65,7 @@ def build_config(tree: Tree, run_name: str, problems: list[str]) -> Config | Non
         problems += _in_plain_words(error, tree)
         return None
     config._origins.update({setting.dotted: setting.origin for setting in _leaves(tree)})
+    problems += _unknown_to_allow(config, tree)
     return config
 
 
@@ -72,6 +83,16 @@ def missing_or_contradicting(tree: Tree) -> list[str]:
     if not _value(tree, "data.path") and not _value(tree, "data.train"):
         problems.append("data.path: not set. Choose data=orders, or give data.path=FILE_FOLDER_OR_HUB_ID.")
     return problems
+
+
+def _unknown_to_allow(config: Config, tree: Tree) -> list[str]:
+    setting = _find(tree, "resume_allow")
+    unknown = [name for name in config.resume_allow if name not in fields() and not section_class(name)]
+    return [
+        _line(setting, f"there is no key or section {name}. {did_you_mean_key(name)}".rstrip())
+        for name in unknown
+        if setting is not None
+    ]
 
 
 def _key_problem(setting: Setting) -> str:

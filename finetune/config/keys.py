@@ -12,6 +12,9 @@ from pydantic.fields import FieldInfo
 
 from finetune.config.schema import Config, Section
 
+WRITTEN_AS = {("resume", "allow"): ("resume_allow",)}
+"""Keys that are written below one that has a value of its own: `resume=auto resume.allow=optim.learning_rate`."""
+
 
 @cache
 def fields() -> dict[str, FieldInfo]:

@@ -281,6 +281,8 @@ class Config(Section):
     """The run's folder."""
     resume: Literal["never", "auto"] = "never"
     """auto: go on from the newest valid checkpoint in `output_dir`, or start where there is none."""
+    resume_allow: list[str] = Field(default_factory=list)
+    """Keys or sections that may differ from the run's start though they change its curve: `resume.allow=seed,data`."""
     strict: bool = False
     """Refuse every fallback in place of taking and recording it."""
     parallel: ParallelSection = Field(default_factory=ParallelSection)
@@ -296,9 +298,15 @@ class Config(Section):
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
+    @field_validator("resume_allow", mode="before")
+    @classmethod
+    def _one_word_is_a_list(cls, value: object) -> object:
+        return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+
     def origin(self, key: str) -> str:
         """Where a dotted key's value came from: `configs/task/debug.yaml:4`, `command line`, or `default`."""
-        return self._origins.get(key, "default")
+        below = (origin for inner, origin in self._origins.items() if inner.startswith(f"{key}."))
+        return self._origins.get(key) or next(below, "default")
 
     def __eq__(self, other: object) -> bool:
         """Equal values; where they came from does not matter."""

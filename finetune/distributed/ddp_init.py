@@ -148,6 +148,11 @@ def joined_fallbacks() -> tuple[Fallback, ...]:
     return _State.fallbacks
 
 
+def meeting_store() -> PrefixStore | None:
+    """Where the ranks of this world can leave words for each other; None alone, and in a group that others made."""
+    return None if _State.roll_call is None else _State.roll_call.store
+
+
 def current_context(device: str | torch.device | None = None) -> ProcessContext:
     """This process's place in the group that is up already.
 

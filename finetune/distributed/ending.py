@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+
 import torch
 
 from finetune.distributed.watchdog import Watchdog
-from finetune.errors import PeerFailedError, RunFailedError
-from finetune.signals import Terminated
+from finetune.errors import PeerFailedError, PreemptedError, RunFailedError
+from finetune.signals import Terminated, told_to_stop
 
 _WORD_OF_FAULT_SECONDS = 2.0
 """torchrun ends a rank by SIGTERM as soon as another is gone, perhaps before the word arrives which and why."""
+_FROM_KEYBOARD = KeyboardInterrupt.__name__
 _SIGNS_OF_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -20,10 +23,14 @@ def explain(error: BaseException, watchdog: Watchdog | None) -> BaseException:
         error: what left the run.
         watchdog: this rank's, in a world of several.
     """
-    if isinstance(error, Terminated) and watchdog is not None:
+    if any(isinstance(one, Terminated) for one in (error, error.__cause__)) and watchdog is not None:
         fault = watchdog.reason(_WORD_OF_FAULT_SECONDS)
         if fault is not None:
             return RunFailedError(fault)
+    if isinstance(error, PreemptedError):
+        return error
+    if told_to_stop() == signal.SIGINT and isinstance(error, RunFailedError) and str(error).endswith(_FROM_KEYBOARD):
+        return KeyboardInterrupt()  # the second Ctrl-C was for this rank too, which sat in a collective
     named = _out_of_memory(error) if _is_out_of_memory(error) else error
     if watchdog is not None and not isinstance(named, PeerFailedError) and str(named) != watchdog.reason(0.0):
         named.add_note(watchdog.whereabouts)

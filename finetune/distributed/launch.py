@@ -36,7 +36,7 @@ from finetune.errors import LaunchError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs
 from finetune.run_folder import RunFolder
-from finetune.signals import termination_raises, undisturbed
+from finetune.signals import stops_after_step, termination_raises, undisturbed
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -90,7 +90,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         fallbacks=fallbacks,
     )
     with ExitStack() as signals, ExitStack() as leaving:
-        signals.enter_context(termination_raises())
+        signals.enter_context(stops_after_step() if trains else termination_raises())
         leaving.callback(lambda: _log.info("Process %d cleanup completed", environment.rank))
         if not is_adopted:
             leaving.callback(cleanup_ddp)

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import logging
 import secrets
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+import psutil
 
 from finetune.distributed.environment import SPAWN_RUN_ID_PREFIX
-from finetune.errors import LaunchError, RunFailedError
-from finetune.signals import Terminated
+from finetune.errors import LaunchError, PreemptedError, RunFailedError
+from finetune.signals import Terminated, stop_signals_go_to
 
 _log = logging.getLogger(__name__)
 
@@ -22,10 +27,9 @@ def run_as_processes(num_processes: int) -> int:
 
     Raises:
         LaunchError: there is no command line that could be run again.
-        KeyboardInterrupt: stopped from the keyboard; the workers were ended.
+        KeyboardInterrupt: stopped from the keyboard before a worker was there.
     """
     command = _command_to_repeat()
-    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -39,22 +43,52 @@ def run_as_processes(num_processes: int) -> int:
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.1,
+        # Of the others the workers decide what they mean; elastic would kill them 30 s later.
+        signals_to_handle="SIGHUP,SIGQUIT",
     )
     _log.info("starting %d processes on this machine: %s", num_processes, " ".join(command))
-    try:
-        elastic_launch(config, command[0])(*command[1:])
-    except ChildFailedError as error:
-        # The workers have said what went wrong: the launcher adds nothing but the code.
-        return _exit_code_of_cause([failure.exitcode for failure in error.failures.values()])
-    except SignalException as error:
-        raise KeyboardInterrupt from error
+    with _signals_go_to_workers() as sent:
+        try:
+            elastic_launch(config, command[0])(*command[1:])
+        except ChildFailedError as error:
+            # The workers have said what went wrong: the launcher adds nothing but the code.
+            return _exit_code_of_cause([failure.exitcode for failure in error.failures.values()], sent)
     return 0
 
 
-def _exit_code_of_cause(codes: Sequence[int]) -> int:
-    """The workers end almost at once: those that end with another one's failure have 3, or were ended by a signal."""
-    causes = [code for code in codes if code > 0 and code not in (RunFailedError.exit_code, Terminated.exit_code)]
-    return causes[0] if causes else RunFailedError.exit_code
+@contextmanager
+def _signals_go_to_workers() -> Iterator[list[int]]:
+    """A block in which the workers get what this process is sent, and a list of it; before they are there, it ends."""
+    sent: list[int] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        workers = psutil.Process().children()
+        if not workers:
+            raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
+        sent.append(number)
+        for worker in workers:
+            with suppress(psutil.Error):
+                worker.send_signal(number)
+
+    with stop_signals_go_to(forward):
+        yield sent
+
+
+def _exit_code_of_cause(codes: Sequence[int], sent: Sequence[int]) -> int:
+    """The workers end almost at once: those that end with another one's failure have 3, or were ended by a signal.
+
+    Args:
+        codes: of the workers that failed; minus the signal's number for one that it killed.
+        sent: the signals that they were sent by us.
+    """
+    failed, preempted, terminated = RunFailedError.exit_code, PreemptedError.exit_code, Terminated.exit_code
+    causes = [code for code in codes if code > 0 and code not in (failed, preempted, terminated)]
+    if causes:
+        return causes[0]
+    if preempted in codes and failed not in codes:
+        return preempted
+    is_as_told = signal.SIGTERM in sent and all(code in (terminated, -signal.SIGTERM) for code in codes)
+    return terminated if is_as_told else failed
 
 
 def _command_to_repeat() -> list[str]:

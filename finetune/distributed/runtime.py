@@ -23,7 +23,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 
 from finetune import __version__
-from finetune.distributed.ddp_init import ProcessContext
+from finetune.distributed.ddp_init import ProcessContext, meeting_store
 from finetune.distributed.ending import explain, in_a_line
 from finetune.distributed.environment import (
     LaunchEnvironment,
@@ -34,8 +34,9 @@ from finetune.distributed.environment import (
 )
 from finetune.distributed.gradients import LossFunction, Reducer, sum_flat
 from finetune.distributed.watchdog import Watchdog, WatchedRank
-from finetune.errors import FinetuneError, LaunchError, PeerFailedError, RunFailedError
+from finetune.errors import FinetuneError, LaunchError, PeerFailedError, PreemptedError, RunFailedError
 from finetune.fallbacks import Fallbacks
+from finetune.signals import told_to_stop
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -46,6 +47,8 @@ Precision = Literal["fp32", "bf16"]
 _log = logging.getLogger(__name__)
 _WORD_OF_FAULT_SECONDS = 5.0
 """A broken collective is felt before the word arrives why."""
+_LOOK_SECONDS = 0.5
+_TOLD_TO_STOP = "told to stop"
 _PLAIN_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -68,6 +71,7 @@ class Runtime:
         self.precision: Precision = _resolve_precision(config.training.precision, context.device)
         self._parallel = config.parallel
         self._is_set_up = False
+        self._next_look = 0.0
         self._closing: list[Callable[[BaseException | None], None]] = []
         self._reducer: Reducer | None = None
         self._watchdog: Watchdog | None = None
@@ -274,6 +278,30 @@ class Runtime:
         if self._watchdog is not None:
             self._watchdog.at(phase, step, timed=timed)
 
+    @property
+    def is_told_to_stop(self) -> bool:
+        """Whether a signal told this process to stop after its step; `train_step` lets all ranks know."""
+        return told_to_stop() is not None
+
+    def is_anyone_told_to_stop(self) -> bool:
+        """The same of any rank, for a phase of many batches without a collective. Not a collective itself.
+
+        A rank that was told to stop passes it on through the store of the ranks' meeting, where the others look twice a
+        second. In a group that others made there is none: False, on the rank that was told too.
+        """
+        if not self.context.distributed:
+            return self.is_told_to_stop
+        store, now = meeting_store(), time.monotonic()
+        if store is None or (now < self._next_look and not self.is_told_to_stop):
+            return False
+        self._next_look = now + _LOOK_SECONDS
+        try:
+            if self.is_told_to_stop:
+                store.set(_TOLD_TO_STOP, "")
+            return bool(store.check([_TOLD_TO_STOP]))
+        except (dist.DistError, RuntimeError):  # its process is gone: the next collective will say which
+            return self.is_told_to_stop
+
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
         with self._collective("barrier"):
@@ -290,13 +318,14 @@ class Runtime:
     def close(self, error: BaseException | None) -> None:
         """Leave: end what was opened, and tell the other ranks of an error. Not a collective."""
         watchdog, self._watchdog = self._watchdog, None
+        is_as_agreed = error is None or isinstance(error, PreemptedError)
         try:
-            if watchdog is not None and error is not None:
+            if watchdog is not None and error is not None and not is_as_agreed:
                 watchdog.fail(in_a_line(error))
             self._end_what_was_opened(error)
         finally:
             if watchdog is not None:
-                if isinstance(error, FinetuneError):
+                if isinstance(error, FinetuneError) and not is_as_agreed:
                     error.is_said_by_another = watchdog.is_said_by_another
                 watchdog.close()
             self._accelerator.free_memory()

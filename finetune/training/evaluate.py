@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ class LossSums(NamedTuple):
     example_means: float = 0.0
     """Mean nats per target of each row, summed over rows."""
     squared_example_means: float = 0.0
+    num_cut_short: float = 0.0
+    """Ranks that left before their last batch: the other figures then say nothing."""
 
     @property
     def loss(self) -> float:
@@ -40,11 +43,26 @@ class LossSums(NamedTuple):
         return math.sqrt(max(0.0, variance) / n)
 
 
-def sum_losses(runtime: Runtime, model: torch.nn.Module, loader: EvaluationLoader) -> LossSums:
-    """Add up the losses of this rank's rows, without gradients and in evaluation mode."""
-    totals = [0.0] * len(LossSums._fields)
+def sum_losses(
+    runtime: Runtime,
+    model: torch.nn.Module,
+    loader: EvaluationLoader,
+    *,
+    is_to_stop: Callable[[], bool] = lambda: False,
+) -> LossSums:
+    """Add up the losses of this rank's rows, without gradients and in evaluation mode.
+
+    Args:
+        runtime: the world of processes.
+        model: placed.
+        loader: this rank's rows.
+        is_to_stop: asked before each batch; once it says True, the evaluation is cut short.
+    """
+    totals = [0.0] * (len(LossSums._fields) - 1)
     with evaluation_mode(model):
         for microbatch in loader:
+            if is_to_stop():
+                return LossSums(num_cut_short=1.0)
             there = microbatch.to(runtime.device)
             with runtime.autocast():
                 nats = in_float64(cross_entropy_per_target(model, there))

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.compose import resolved_yaml
 from finetune.durable import disk_failures_end_the_run, replace_file
+from finetune.errors import PreemptedError
 from finetune.logs import log_only_to, log_to_file, stop_logging_to
 from finetune.metrics import MetricsWriter, RunRecord
 from finetune.progress import TrainingProgress, show_what_next, shown_folder
 from finetune.run_folder import RunFolder
 from finetune.training.evaluate import LossSums
+from finetune.training.resume import accepted_changes, record_of_start
 from finetune.training.state import Comparison, TrainerState
 from finetune.training.step import StepResult
 
@@ -45,7 +47,8 @@ class Journal:
         fingerprints: digests of data, template and configuration.
 
     Raises:
-        CheckpointError: the folder cannot be used, see `RunFolder.open`.
+        CheckpointError: the folder cannot be used, see `RunFolder.open`, or its run was started otherwise, see
+            `accepted_changes`; nothing was changed.
     """
 
     def __init__(
@@ -68,11 +71,19 @@ class Journal:
         self._metrics = MetricsWriter(self.folder.metrics_file)
         self._record = RunRecord(self.folder.record_file)
         try:
+            changes = accepted_changes(self.folder, config, fingerprints)
+            settled = config.model_copy(update={"resume_allow": []})  # allowed once is not allowed for ever
             with disk_failures_end_the_run("Writing", self.folder.path):
                 self._log_file = log_to_file(self.folder.log_file, rank=0)
-                replace_file(self.folder.config_file, resolved_yaml(config).encode())
-            taken = fallbacks.as_records()
-            self._record.start(**world, global_batch=global_batch, fallbacks=taken, fingerprints=fingerprints)
+                replace_file(self.folder.config_file, resolved_yaml(settled).encode())
+            self._record.start(
+                **world,
+                global_batch=global_batch,
+                fallbacks=fallbacks.as_records(),
+                fingerprints=fingerprints,
+                started_with=record_of_start(settled, fingerprints),
+                resume_changes=changes,
+            )
         except BaseException:
             self.folder.close()  # nobody else can yet
             raise
@@ -90,7 +101,9 @@ class Journal:
         tokens_per_second = result.num_tokens / max(now - self._last_step_at, 1e-9)
         self._last_step_at = now
         epoch = _epoch_of_last_step(state)
-        self._metrics.step(step=state.step, epoch=epoch, **result._asdict(), tokens_per_second=tokens_per_second)
+        figures = result._asdict()
+        del figures["num_told_to_stop"]  # an affair of the processes: a resumed run's file is that of a whole one
+        self._metrics.step(step=state.step, epoch=epoch, **figures, tokens_per_second=tokens_per_second)
         if self._progress is not None:
             self._progress.step(step=state.step, epoch=epoch, loss=result.loss, tokens_per_second=tokens_per_second)
 
@@ -136,9 +149,12 @@ class Journal:
         self.is_closed = True
         try:
             self.end_training()
-            status = "completed" if error is None else "failed" if isinstance(error, Exception) else "stopped"
+            status = _status(error)
             self._record.update(fallbacks=self._fallbacks.as_records())
-            result = self.result if error is None else {**self.result, "error": f"{type(error).__name__}: {error}"}
+            if status == "preempted":
+                result = {**self.result, "why": str(error)}
+            else:
+                result = self.result if error is None else {**self.result, "error": f"{type(error).__name__}: {error}"}
             self._record.finish(status, result)  # type: ignore[arg-type]
             if error is None:
                 self._say_what_was_written()
@@ -160,6 +176,14 @@ class Journal:
             shown_folder(self.folder.path),
             fallbacks,
         )
+
+
+def _status(error: BaseException | None) -> str:
+    if error is None:
+        return "completed"
+    if isinstance(error, PreemptedError):
+        return "preempted"
+    return "failed" if isinstance(error, Exception) else "stopped"
 
 
 def _epoch_of_last_step(state: TrainerState) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from finetune.training.early_stopping import after_validation, is_patience_exhausted
 from finetune.training.state import TrainerState
@@ -44,6 +45,13 @@ class Cadence:
         by_epochs = self.save_every_epochs is not None and within == 0 and epochs % self.save_every_epochs == 0
         return by_steps or by_epochs or self.is_last(step)
 
+    def owes_validation(self, state: TrainerState) -> bool:
+        """True where a run was told to stop before the validation that its last step brings."""
+        step, done = state.step, state.validations_without_improvement
+        if step == 0 or step == state.best_step or not self.validates_after(step):
+            return False
+        return done < sum(map(self.validates_after, range((state.best_step or 0) + 1, step + 1)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Actions:
@@ -52,7 +60,8 @@ class Actions:
     Attributes:
         batches: (epoch, first step) to this rank's share of each step from there on.
         train: (step, share) to the step's result.
-        validate: (state) to the loss, or None where there is no validation split.
+        validate: (state) to the loss, or to None if it was cut short since a rank was told to stop; None where there is
+            no validation split.
         save: commits a checkpoint of the state.
         report: told of every finished step.
         agree_to_stop: rank 0's answer, on every rank.
@@ -60,34 +69,61 @@ class Actions:
 
     batches: Callable[[int, int], Iterable[Any]]
     train: Callable[[int, Any], StepResult]
-    validate: Callable[[TrainerState], float] | None
+    validate: Callable[[TrainerState], float | None] | None
     save: Callable[[TrainerState], None]
     report: Callable[[TrainerState, StepResult], None]
     agree_to_stop: Callable[[bool], bool]
 
 
+class LoopEnd(NamedTuple):
+    """Where training stands."""
+
+    state: TrainerState
+    is_told_to_stop: bool
+    """A signal ended it before its time; the state is saved."""
+
+
 def run_loop(
     state: TrainerState, cadence: Cadence, actions: Actions, *, patience: int | None, min_delta: float
-) -> TrainerState:
-    """Train from `state` to the end, which is the last step or an agreed early stop.
+) -> LoopEnd:
+    """Train from `state` to the end: the last step, an agreed early stop, or the step in which a rank was told to stop.
+
+    A run that is told to stop saves before it validates, since its time may be short; the resumed run validates first.
 
     Collective: every rank, with equal arguments; every rank leaves at the same step.
     """
     stops = is_patience_exhausted(state, patience)
-    while not (stops or cadence.is_last(state.step)):
+    is_told = False
+    after_step = partial(_after_step, cadence=cadence, actions=actions, patience=patience, min_delta=min_delta)
+    if actions.validate is not None and cadence.owes_validation(state):
+        state, stops, is_told = after_step(state, is_told)
+    while not (stops or is_told or cadence.is_last(state.step)):
         for share in actions.batches(state.epoch, state.steps_in_epoch):
             result = actions.train(state.step + 1, share)
 
             state = _advanced(state, cadence, result)
             actions.report(state, result)
-            if actions.validate is not None and cadence.validates_after(state.step):
-                state = after_validation(state, actions.validate(state), min_delta=min_delta)
-                stops = actions.agree_to_stop(is_patience_exhausted(state, patience))
-            if cadence.saves_after(state.step) or stops:
-                actions.save(state)
-            if stops or cadence.is_last(state.step):
+            is_told = result.num_told_to_stop > 0 and not cadence.is_last(state.step)
+            state, stops, is_told = after_step(state, is_told)
+            if stops or is_told or cadence.is_last(state.step):
                 break
-    return state
+    return LoopEnd(state, is_told)
+
+
+def _after_step(
+    state: TrainerState, is_told: bool, *, cadence: Cadence, actions: Actions, patience: int | None, min_delta: float
+) -> tuple[TrainerState, bool, bool]:
+    """Validate and save as the cadence has it: the state, whether training stops early, whether a rank was told to."""
+    stops = False
+    if actions.validate is not None and cadence.validates_after(state.step) and not is_told:
+        loss = actions.validate(state)
+        is_told = loss is None
+        if loss is not None:
+            state = after_validation(state, loss, min_delta=min_delta)
+            stops = actions.agree_to_stop(is_patience_exhausted(state, patience))
+    if cadence.saves_after(state.step) or stops or is_told:
+        actions.save(state)
+    return state, stops, is_told
 
 
 def _advanced(state: TrainerState, cadence: Cadence, result: StepResult) -> TrainerState:

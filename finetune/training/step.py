@@ -25,6 +25,8 @@ class StepResult(NamedTuple):
     learning_rate: float
     num_targets: int
     num_tokens: int
+    num_told_to_stop: int = 0
+    """Ranks that a signal had told to stop before this step: the same number on all."""
 
 
 def train_step(
@@ -62,7 +64,9 @@ def train_step(
     parameters = trainable_parameters(model)
 
     counts = [sum(m.num_targets for _, m in microbatches), sum(m.num_tokens for _, m in microbatches)]
-    num_targets, num_tokens, num_microbatches = map(int, runtime.sum([*counts, len(microbatches)]))
+    # Whether a rank was told to stop travels along: all ranks then know it in the same step, at no cost.
+    told = int(runtime.is_told_to_stop)
+    num_targets, num_tokens, num_microbatches, num_told = map(int, runtime.sum([*counts, len(microbatches), told]))
     if num_targets == 0:
         raise DataError(
             f"no row of step {step} has a target token. See how the rows are encoded, or raise data.max_length."
@@ -94,7 +98,7 @@ def train_step(
     set_learning_rate(optimizer, learning_rate)
     optimizer.step()
     optimizer.zero_grad()
-    return StepResult(loss, grad_norm, learning_rate, num_targets, num_tokens)
+    return StepResult(loss, grad_norm, learning_rate, num_targets, num_tokens, num_told)
 
 
 def _whose(runtime: Runtime, loss_sum: float) -> str:

@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.checkpoint import (
@@ -23,16 +24,18 @@ from finetune.config.compose import resolved_yaml
 from finetune.data.batches import BatchPlan, EvaluationLoader, Microbatch, TrainLoader
 from finetune.data.encode import EncodedExamples, EncodedSplits
 from finetune.distributed.runtime import Runtime
-from finetune.errors import CheckpointError, ConfigError, DataError
+from finetune.errors import CheckpointError, ConfigError, DataError, PreemptedError
 from finetune.model.base import checkpoint_gradients, longrope_boundary, max_context
 from finetune.model.lora import without_adapter
 from finetune.progress import show_comparison
 from finetune.run_folder import RunFolder
+from finetune.signals import Terminated, leave_signals_to_parent, no_step_is_left, told_to_stop
 from finetune.training.compare import compare_models
 from finetune.training.evaluate import LossSums, sum_losses
 from finetune.training.journal import Journal
 from finetune.training.loop import Actions, Cadence, run_loop
 from finetune.training.optim import build_optimizer, learning_rate_at
+from finetune.training.resume import at_its_place
 from finetune.training.state import Comparison, TrainerState
 from finetune.training.step import StepResult, train_step
 
@@ -142,6 +145,9 @@ class Trainer:
         train_loader = TrainLoader(splits.train, plan, config.training, rank=rank, world_size=world_size)
         val_loader = evaluation(splits.validation, config.validation, rank, world_size)
         test_loader = evaluation(splits.test, config.testing, 0, 1)
+        for loader in (train_loader, val_loader, test_loader):
+            if loader is not None:
+                loader.worker_init_fn = leave_signals_to_parent
         _log.info(
             "Training set size: %s, Validation set size: %s, Test set size: %s",
             *(f"{len(split or ()):,}" for split in (splits.train, splits.validation, splits.test)),
@@ -160,6 +166,7 @@ class Trainer:
 
         Raises:
             RunFailedError: a loss that is not finite, or a disk that refuses.
+            PreemptedError: a rank was told to stop; all ranks have left after the same step and its checkpoint.
         """
         config = self.config
         plan = train_loader.plan
@@ -172,12 +179,12 @@ class Trainer:
         )
         self._log_batches(plan, cadence)
         optimizer = self.runtime.prepare_optimizer(build_optimizer(self.model, config.optim))
-        state = self._resume(optimizer)
+        state = at_its_place(self._resume(optimizer), plan.steps_per_epoch)
         self._on_main(lambda journal: journal.start_training(state, cadence.num_steps), "starting the journal")
 
         _log.info("Starting distributed training..." if self.runtime.context.distributed else "Starting training...")
         self.model.train()
-        state = run_loop(
+        state, is_told_to_stop = run_loop(
             state,
             cadence,
             Actions(
@@ -191,8 +198,11 @@ class Trainer:
             patience=config.early_stopping.patience,
             min_delta=config.early_stopping.min_delta,
         )
+        if is_told_to_stop:
+            raise self._preempted(state)
         self.runtime.at("saving", state.step)
-        self._on_main(lambda journal: self._publish(journal, state), "publishing the adapter")
+        self._on_main(lambda journal: self._publish(journal, state, cadence), "publishing the adapter")
+        no_step_is_left()
         self.runtime.at("after training", state.step, timed=False)  # what comes now is the script's own affair
         return TrainingResults(state, self._last_loss), self._last_validation
 
@@ -200,15 +210,29 @@ class Trainer:
         """Measure the published weights, and the base, on the test split; print the table. Rank 0 alone.
 
         No collective inside: all ranks may call it, or rank 0 by itself; the others return None.
+
+        Raises:
+            PreemptedError: this process was told to stop; a resumed run measures again.
         """
         self.runtime.at("testing", timed=False)  # nobody waits for rank 0 here
         if self.journal is None or test_loader is None:
             return None
+        try:
+            if self.runtime.is_told_to_stop:  # in its very last step, and what comes now may take long
+                raise Terminated
+            return self._test(self.journal, test_loader)
+        except (Terminated, KeyboardInterrupt) as error:
+            raise PreemptedError(
+                f"stopped in the test phase as asked{_by_whom(self.runtime, alone=True)}; training is complete: "
+                "resume=auto measures again"
+            ) from error
+
+    def _test(self, journal: Journal, test_loader: EvaluationLoader) -> Comparison:
         _log.info("Starting testing phase...")
-        load_model(self.model, self.journal.folder.adapter)
+        load_model(self.model, journal.folder.adapter)
         comparison = compare_models(self.runtime, self.model, self.tokenizer, test_loader, self.config.testing)
-        if not self.journal.is_closed:  # a script may measure again after its run has ended
-            self.journal.test(comparison)
+        if not journal.is_closed:  # a script may measure again after its run has ended
+            journal.test(comparison)
         show_comparison(comparison)
         _log.info("Training and testing completed successfully!")
         return comparison
@@ -328,9 +352,14 @@ class Trainer:
         if self.journal is not None:
             self.journal.step(state, result)
 
-    def _validate(self, loader: EvaluationLoader, state: TrainerState) -> float:
-        self.runtime.at("evaluation", state.step)
-        sums = LossSums(*self.runtime.sum(sum_losses(self.runtime, self.model, loader)))
+    def _validate(self, loader: EvaluationLoader, state: TrainerState) -> float | None:
+        """The loss; None if a rank was told to stop meanwhile: what is not whole is not recorded. Collective."""
+        runtime = self.runtime
+        runtime.at("evaluation", state.step)
+        mine = sum_losses(runtime, self.model, loader, is_to_stop=runtime.is_anyone_told_to_stop)
+        sums = LossSums(*runtime.sum(mine))
+        if sums.num_cut_short:
+            return None
         self._last_validation = sums
         _log.info("Validation: loss=%.3f ± %.3f", sums.loss, sums.standard_error)
         if self.journal is not None:
@@ -349,10 +378,22 @@ class Trainer:
 
         self._on_main(save, f"saving step {state.step}")
 
-    def _publish(self, journal: Journal, state: TrainerState) -> None:
-        """Put the best checkpoint into `adapter/`: the last where nothing was validated or the best was not saved."""
+    def _preempted(self, state: TrainerState) -> PreemptedError:
+        """The error to leave with. Collective."""
+        by = _by_whom(self.runtime)
+        error = PreemptedError(
+            f"stopped at step {state.step} as asked{by}; checkpoint committed: go on with resume=auto"
+        )
+        error.is_said_by_another = not self.runtime.is_main_process
+        return error
+
+    def _publish(self, journal: Journal, state: TrainerState, cadence: Cadence) -> None:
+        """Put the best checkpoint into `adapter/`: the last where nothing was validated or the best was not saved.
+
+        A checkpoint that is there only since the run was told to stop does not count: the result would depend on it.
+        """
         journal.end_training()
-        steps = journal.folder.checkpoint_steps()
+        steps = [step for step in journal.folder.checkpoint_steps() if cadence.saves_after(step)]
         best = state.best_step if state.best_step in steps else None
         if state.best_step is not None and best is None:
             _log.warning(
@@ -400,6 +441,21 @@ class Trainer:
                 self.runtime.device,
                 start,
             )
+
+
+def _by_whom(runtime: Runtime, *, alone: bool = False) -> str:
+    """What told which ranks to stop, in words. Collective, unless `alone`: then only this rank counts."""
+    mine = float(told_to_stop() or 0)
+    if alone or runtime.world_size == 1:
+        numbers = {runtime.rank: mine}
+    else:
+        all_ranks = range(runtime.world_size)
+        numbers = dict(enumerate(runtime.sum([mine if rank == runtime.rank else 0.0 for rank in all_ranks])))
+    told = [(rank, Signals(int(number)).name) for rank, number in numbers.items() if number]
+    if not told or runtime.world_size == 1:
+        return "".join(f" by {name}" for _, name in told)
+    ranks = ", ".join(str(rank) for rank, _ in told[:12])
+    return f" by {told[0][1]} on rank{'s' if len(told) > 1 else ''} {ranks}"
 
 
 def _named(splits: EncodedSplits) -> list[tuple[str, EncodedExamples | None]]:

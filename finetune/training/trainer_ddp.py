@@ -23,7 +23,7 @@ from finetune.distributed.ddp_init import cleanup_ddp, initialize_ddp, is_joined
 from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
-from finetune.errors import ConfigError, LaunchError
+from finetune.errors import ConfigError, LaunchError, PreemptedError
 from finetune.fallbacks import Fallbacks
 from finetune.model.base import build_base_model, build_tokenizer
 from finetune.model.lora import add_lora
@@ -46,6 +46,8 @@ class TrainerDDP(Trainer):
     It ends by itself: an error in one of its methods ends the run as failed, the test phase ends it as completed, and
     what is still open is closed when the process ends. `close`, or a `with` block, does so earlier, before or after
     `cleanup_ddp`. A process is in one world at a time, so the next `TrainerDDP` closes the one before.
+
+    A script in this form that is told to stop (see `PreemptedError`) ends with exit code 75 and no traceback.
 
     Collective: every rank makes one.
 
@@ -146,6 +148,11 @@ class TrainerDDP(Trainer):
         """The other ranks, run.json and the lock must not wait for a script to come by `close`."""
         try:
             yield
+        except PreemptedError as error:
+            self.close(error)
+            if not error.is_said_by_another:
+                _log.warning("%s", error)
+            raise SystemExit(error.exit_code) from error  # a script in this form has nobody who makes a code of it
         except BaseException as error:
             self.close(error)
             raise

@@ -20,7 +20,7 @@ NUM_FILES = 19
 
 LOADER_KEYS = "batch_size num_workers pin_memory prefetch_factor drop_last"
 KEYS = {
-    "": "ddp seed output_dir resume strict",
+    "": "ddp seed output_dir resume resume_allow strict",
     "parallel": "num_processes world_size rank master_addr master_port backend timeout_minutes step_timeout_minutes "
     "gradient_sync output_device find_unused_parameters",
     "model": "path revision init config tokenizer chat_template attention trust_remote_code",

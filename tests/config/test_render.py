@@ -88,7 +88,8 @@ def test_a_dotted_name_below_a_free_key_reads_back(tmp_path: Path) -> None:
 
 def test_resolved_yaml_holds_every_key() -> None:
     lines = resolved_yaml(Config()).splitlines()
-    assert len(lines) == len(fields()) + len(Config.model_fields) - 5  # each section opens with a line
+    num_sections = len({key.partition(".")[0] for key in fields() if "." in key})
+    assert len(lines) == len(fields()) + num_sections  # each section opens with a line
     assert "  learning_rate: 0.0002" in lines
 
 

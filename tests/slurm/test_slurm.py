@@ -196,3 +196,35 @@ def test_the_shipped_batch_files_train_like_one_process(cluster, tmp_path, file,
     trained = read_run(tmp_path / "run")
     assert (trained.record["world_size"], trained.record["launcher"]) == (world_size, launcher), output
     assert_one_curve(trained, curve_alone(), Case(REFERENCE_BATCH_SIZE).row(form, world_size))
+
+
+def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on_as_if_nothing_had_been(cluster, tmp_path):
+    log = tmp_path / "job.log"
+    here = ["--partition=tests", "--gpus-per-node=2", "--cpus-per-task=1", "--time=5", "--ntasks-per-node=2"]
+    file = LAUNCH_FILES / "slurm_one_node.sbatch"
+    words = [file, "task=finetune_lora", *run_words(tmp_path / "run")]
+    job = run(cluster, "sbatch", "--parsable", f"--output={log}", *here, *words).strip()
+
+    def output():
+        return log.read_text() if log.exists() else ""
+
+    wait_until(lambda: "Process 0/2 started" in output(), 60)
+    run(cluster, "scancel", "--signal=USR1", job)
+    wait_until(lambda: "Restarts=1" in show(cluster, job) and "JobState=PENDING" in show(cluster, job), 60)
+    stopped = "stopped at step 1 as asked by SIGUSR1 on ranks 0, 1; checkpoint committed: go on with resume=auto"
+    assert stopped in output()
+    wait_until(lambda: is_released(cluster, job), 30)  # Slurm itself would let it wait for two minutes
+    wait_until(lambda: run(cluster, "squeue", "--noheader", "--jobs", job) == "", 90)
+    assert "JobState=COMPLETED" in show(cluster, job), output()
+    assert "resumed from step=1" in output()
+    assert read_run(tmp_path / "run").losses == pytest.approx(curve_alone().losses, rel=1e-6)
+
+
+def show(cluster, job):
+    return run(cluster, "scontrol", "show", "job", "--oneliner", job)
+
+
+def is_released(cluster, job):
+    command = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
+    done = subprocess.run(command, env=environment_of(cluster), capture_output=True, text=True, timeout=30)
+    return done.returncode == 0

@@ -65,6 +65,14 @@ def test_measuring_leaves_the_model_in_training_mode_and_without_gradients(runti
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_an_evaluation_that_is_cut_short_says_so_and_nothing_else(runtime, model):
+    asked = iter([False, True])
+    loader = EvaluationLoader(tiny_examples(9), ValidationSection(batch_size=4))
+    found = sum_losses(runtime, model, loader, is_to_stop=lambda: next(asked))
+    assert found == LossSums(num_cut_short=1.0)
+    assert model.training
+
+
 def test_dropout_is_off_while_measuring(runtime, model):
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

@@ -10,11 +10,13 @@ from finetune.training.step import StepResult
 class Recorder:
     """Actions that only write down what they are asked for, and the states that were saved."""
 
-    def __init__(self, *, steps_per_epoch, losses=None, answer=lambda stop: stop):
+    def __init__(self, *, steps_per_epoch, losses=None, answer=lambda stop: stop, told_at=(), cut_short_at=()):
         self.did = []
         self.saved = {}
         self._steps_per_epoch = steps_per_epoch
         self._losses = losses
+        self._told_at = told_at
+        self._cut_short_at = cut_short_at
         self.actions = Actions(
             batches=self._batches,
             train=self._train,
@@ -29,9 +31,12 @@ class Recorder:
 
     def _train(self, step, share):
         self.did.append(("train", step, share))
-        return StepResult(loss=1.0, grad_norm=1.0, learning_rate=1.0, num_targets=step, num_tokens=2 * step)
+        num_told = int(step in self._told_at)
+        return StepResult(1.0, 1.0, 1.0, num_targets=step, num_tokens=2 * step, num_told_to_stop=num_told)
 
     def _validate(self, state):
+        if state.step in self._cut_short_at:
+            return None
         self.did.append(("validate", state.step))
         return self._losses[state.step]
 
@@ -46,7 +51,8 @@ class Recorder:
 def run(cadence, *, state=None, losses=None, patience=None, min_delta=0.0, **keys):
     recorder = Recorder(steps_per_epoch=cadence.steps_per_epoch, losses=losses, **keys)
     end = run_loop(state or TrainerState(), cadence, recorder.actions, patience=patience, min_delta=min_delta)
-    return recorder, end
+    recorder.is_told_to_stop = end.is_told_to_stop
+    return recorder, end.state
 
 
 def cadence(steps_per_epoch=3, num_steps=7, **keys):
@@ -124,6 +130,31 @@ def test_a_run_resumed_after_any_step_does_what_the_whole_run_did(keys, patience
         before = [entry for entry in whole.did if entry[1] <= stopped_at]
         assert before + resumed.did == whole.did
         assert resumed_end == end
+
+
+@pytest.mark.parametrize("when", ["told_at", "cut_short_at"])
+@pytest.mark.parametrize("keys", [{}, {"validate_every": 1}, {"validate_every": 2}])
+@pytest.mark.parametrize("patience", [None, 3])
+def test_a_run_that_was_told_to_stop_at_any_step_goes_on_as_the_whole_run_did(keys, patience, when):
+    plan = cadence(steps_per_epoch=5, num_steps=12, save_every=4, **keys)
+    whole, end = run(plan, losses=LOSSES, patience=patience)
+    for step in range(1, 13):
+        stopped, state = run(plan, losses=LOSSES, patience=patience, **{when: [step]})
+        if not stopped.is_told_to_stop:
+            assert stopped.did == whole.did
+            continue
+        assert (state.step, stopped.steps_of("save")[-1]) == (step, step)
+        resumed, resumed_end = run(plan, state=stopped.saved[step], losses=LOSSES, patience=patience)
+        assert resumed_end == end
+        for what in ("train", "report", "validate"):
+            assert stopped.steps_of(what) + resumed.steps_of(what) == whole.steps_of(what), step
+        assert not resumed.is_told_to_stop
+
+
+def test_a_run_that_is_told_to_stop_in_its_last_step_completes():
+    recorder, end = run(cadence(), losses=falling(), told_at=[7])
+    assert (recorder.is_told_to_stop, end.best_step) == (False, 7)
+    assert recorder.steps_of("validate")[-1] == recorder.steps_of("save")[-1] == 7
 
 
 def test_patience_stops_the_run_and_saves_where_it_stopped():

@@ -1,3 +1,6 @@
+import os
+import signal
+
 import pytest
 import torch
 from torch.nn import functional
@@ -108,6 +111,13 @@ def test_the_step_counts_tokens_and_targets_and_repeats_its_rate(runtime):
     assert result.num_tokens == int(examples.lengths.sum())
     assert result.num_targets == int(examples.num_targets.sum())
     assert result.learning_rate == optimizer.param_groups[0]["lr"] == LEARNING_RATE
+
+
+def test_a_signal_is_told_with_the_next_step(runtime):
+    model = tiny_lora()
+    assert step(runtime, model, split([8])).num_told_to_stop == 0
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert step(runtime, model, split([8]), number=2).num_told_to_stop == 1
 
 
 def test_the_update_is_clipped_and_the_norm_before_that_is_reported(runtime):

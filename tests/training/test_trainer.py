@@ -108,7 +108,7 @@ def break_at(monkeypatch, step, error):
 
 def give_validation_losses(monkeypatch, losses):
     each = iter(losses)
-    monkeypatch.setattr(trainer_module, "sum_losses", lambda *_: LossSums(nats=next(each), num_targets=1.0))
+    monkeypatch.setattr(trainer_module, "sum_losses", lambda *_, **__: LossSums(nats=next(each), num_targets=1.0))
 
 
 def test_a_run_leaves_the_promised_folder_and_events(words, tmp_path):
@@ -232,7 +232,7 @@ def test_a_second_start_without_resume_is_refused_and_changes_nothing(words, tmp
 def test_another_global_batch_cannot_go_on_with_a_run(words, tmp_path):
     train([*words, "training.max_steps=3"])
     with pytest.raises(CheckpointError, match=r"global batch of 8 examples, this run asks for 6.*batch_size=8"):
-        train([*words, "training.global_batch_size=6", "resume=auto"])
+        train([*words, "training.max_steps=3", "training.global_batch_size=6", "resume=auto"])
 
 
 def test_the_adapter_gives_the_same_logits_in_plain_peft(words, inputs, tmp_path):
@@ -338,7 +338,7 @@ def test_a_resumed_run_keeps_its_random_base_whatever_the_seed_is_now(words, inp
     words = [*words[1:], *random_model_words(inputs / "base"), f"training.precision={precision}"]
     train([*words, "training.max_steps=3"])
     before = contents(tmp_path / "run" / "base")
-    ended = train([*words, "seed=5", "resume=auto"])
+    ended = train([*words, "seed=5", "resume=auto", "resume.allow=seed,training.max_steps"])
     assert contents(tmp_path / "run" / "base") == before
     with torch.no_grad():
         plain = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run" / "adapter").eval()(input_ids=IDS).logits

@@ -1,0 +1,423 @@
+"""A run that goes on is compared with its start: what changes the curve is refused by name, or accepted on purpose."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from finetune.cli.train import train_from_words
+from finetune.config.compose import compose, load_config, resolved_yaml
+from finetune.config.keys import fields
+from finetune.durable import committed_folder
+from finetune.errors import CheckpointError, ConfigError
+from finetune.run_folder import RunFolder
+from finetune.training.resume import EFFECTS, accepted_changes, at_its_place, record_of_start
+from finetune.training.state import TrainerState
+from tests.tiny_runs import write_base, write_rows
+
+ROWS = {"data.train": "aaaa", "data.validation": "bbbb", "data.test": "cccc"}
+REFUSED = {
+    "": "seed",
+    "model": "path revision init config tokenizer chat_template attention trust_remote_code",
+    "lora": "r alpha dropout targets",
+    "optim": "optimizer learning_rate weight_decay args schedule warmup_steps max_grad_norm",
+    "training": "method max_steps num_epochs drop_last precision",
+    "validation": "drop_last",
+}
+"""Without dropout, and with rows that are the same."""
+WITH_DROPOUT = {f"training.{key}" for key in ("batch_size", "max_tokens_per_microbatch", "packing")}
+WITH_OTHER_ROWS = {
+    f"data.{key}"
+    for key in "path name revision train validation test format max_length max_rows".split()  # noqa: SIM905
+}
+
+
+class Started:
+    """A run's folder as a start with some words left it, with one whole checkpoint, and later starts to compare."""
+
+    def __init__(self, path: Path, *words: str) -> None:
+        self.words = ["model=phi_tiny", "data=orders", f"output_dir={path}", *words]
+        self.folder = RunFolder(path)
+        self.folder.checkpoints.mkdir(parents=True)
+        config = load_config(self.words)
+        self.folder.config_file.write_text(resolved_yaml(config))
+        record = {"status": "running", "started_with": record_of_start(config, ROWS), "fingerprints": ROWS}
+        self.folder.record_file.write_text(json.dumps(record, indent=2) + "\n")
+        self.save(20)
+
+    def save(self, step: int) -> Path:
+        path = self.folder.checkpoint(step)
+        with committed_folder(path) as writer:
+            for name in ("adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"):
+                writer.write(name, [name.encode()])
+            writer.write("state.json", [json.dumps(TrainerState(step=step).as_record()).encode()])
+        return path
+
+    def go_on(self, *words: str, rows: dict[str, str] | None = None) -> list[str]:
+        """The keys that were accepted."""
+        config = load_config([*self.words, "resume=auto", *words])
+        changes = accepted_changes(self.folder, config, rows or ROWS)
+        return [change["key"] for change in changes]
+
+    def refusal(self, *words: str, rows: dict[str, str] | None = None) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            self.go_on(*words, rows=rows)
+        return str(caught.value)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Started:
+    return Started(tmp_path / "run")
+
+
+def contents(folder: Path) -> dict[str, str]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+# --- which keys ---------------------------------------------------------------------------------------------------
+
+
+def test_every_key_is_judged() -> None:
+    assert EFFECTS.keys() == fields().keys()
+    assert all(effect.what for effect in EFFECTS.values())
+
+
+def another(value: object) -> object:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 0.5
+    return ["another"] if isinstance(value, list) else {"another": 1} if isinstance(value, dict) else "another"
+
+
+def refused_alone(started: Started, rows: dict[str, str] = ROWS) -> set[str]:
+    """Every key of the schema given another value, one at a time."""
+    before = load_config([*started.words, "resume=auto"])
+    refused = set()
+    for key in fields():
+        section, _, name = key.rpartition(".")
+        holder = getattr(before, section) if section else before
+        now = holder.model_copy(update={name: another(getattr(holder, name))})
+        now = before.model_copy(update={section: now}) if section else now
+        said = ""
+        try:
+            accepted_changes(started.folder, now, rows)
+        except CheckpointError as error:
+            said = str(error)
+            refused.add(key)
+        assert not said or f"\n  {key}: started with " in said
+    print(f"{len(fields())} keys changed one at a time, {len(refused)} refused")
+    return refused
+
+
+def test_each_key_that_changes_the_curve_is_refused_and_no_other(tmp_path: Path) -> None:
+    always = {f"{section}.{key}".lstrip(".") for section, keys in REFUSED.items() for key in keys.split()}
+    plain = Started(tmp_path / "plain", "training.max_steps=null")
+    assert refused_alone(plain) == always
+    assert refused_alone(Started(tmp_path / "dropout", "lora.dropout=0.1")) - always == WITH_DROPOUT
+    plain.folder.record_file.unlink()
+    assert refused_alone(plain) - always == WITH_OTHER_ROWS  # it is not known whether they are the same
+
+
+@pytest.mark.parametrize(
+    ("words", "change", "refused"),
+    [
+        ((), "training.max_steps=40", True),
+        (("optim.schedule=constant", "optim.warmup_steps=2"), "training.max_steps=40", False),
+        (("optim.schedule=constant",), "training.num_epochs=9", False),
+        (("training.max_steps=30",), "training.num_epochs=9", False),
+        (("training.method=full",), "lora.r=2", False),
+    ],
+)
+def test_keys_that_count_only_beside_others(tmp_path: Path, words: tuple[str], change: str, refused: bool) -> None:
+    run = Started(tmp_path / "run", *words)
+    if refused:
+        assert change.partition("=")[0] in run.refusal(change)
+    else:
+        assert run.go_on(change) == []
+
+
+# --- what is said -------------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_names_both_values_and_what_to_do(started: Started) -> None:
+    message = started.refusal("optim.learning_rate=1e-5", "lora.alpha=9", "training.log_every=3")
+    assert str(started.folder.path) in message
+    rate = load_config(started.words).optim.learning_rate
+    line = f"optim.learning_rate: started with {rate}, now 1e-05 (command line): the learning rate of every step"
+    assert line in [shown.strip() for shown in message.splitlines()]
+    assert "add resume.allow=lora.alpha,optim.learning_rate. Nothing was changed." in message
+    assert "log_every" not in message
+
+
+def test_what_no_checkpoint_would_fit_is_not_offered(started: Started) -> None:
+    message = started.refusal("lora.r=2", "seed=3")
+    assert "start another run with output_dir=" in message
+    assert "resume.allow" not in message
+
+
+def test_long_values_are_shown_where_they_differ(tmp_path: Path) -> None:
+    template = "{# " + "x" * 200 + " #}"
+    run = Started(tmp_path / "run", f"model.chat_template={template}a", "optim.args={betas: [0.9, 0.95], eps: 1e-8}")
+    message = run.refusal(f"model.chat_template={template}b", "optim.args={betas: [0.9, 0.95], eps: 1e-6}")
+    assert "xx #}a, now ... " in message
+    assert "xx #}b (command line)" in message
+    assert 'optim.args: started with {"eps": 1e-08}, now {"eps": 1e-06} (command line)' in message
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["resume.allow=optim.learning_rate,seed"],
+        ["resume.allow=[optim, seed]"],
+        ["resume_allow=[optim.learning_rate, seed]"],
+    ],
+)
+def test_a_change_is_accepted_by_key_or_section_logged_and_handed_on(started, words, caplog) -> None:
+    with caplog.at_level(logging.INFO, "finetune"):
+        assert started.go_on("optim.learning_rate=1e-5", "seed=7", "training.log_every=3", *words) == [
+            "seed",
+            "optim.learning_rate",
+        ]
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if "no effect on the curve: training.log_every: started with" in line] == lines[:1]
+    assert [line.partition(": started")[0] for line in lines[1:]] == [
+        f"accepted by resume.allow: {key}" for key in ("seed", "optim.learning_rate")
+    ]
+
+
+def test_accepting_one_key_accepts_no_other(started: Started) -> None:
+    message = started.refusal("optim.learning_rate=1e-5", "seed=7", "resume.allow=optim")
+    assert "seed" in message
+    assert "optim.learning_rate" not in message
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("resume.allow=optim.learning_rat", "no key or section optim.learning_rat. Did you mean optim.learning_rate?"),
+        ("resume.allow=optim,everything", "no key or section everything."),
+        ("resume.allow=3", "expected a list ([a, b]), each text, got 3"),
+        ("resume.allow=", "resume.allow: has no value"),
+    ],
+)
+def test_what_is_allowed_must_be_a_key(word: str, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(["resume=auto", word], complete=False)
+    assert part in str(caught.value)
+    assert "command line" in str(caught.value)
+
+
+def test_it_is_written_in_a_run_file_too(tmp_path: Path) -> None:
+    for text in ("resume.allow: [seed]", "resume_allow: seed", "resume: {allow: seed}"):
+        (tmp_path / "r.yaml").write_text(text)
+        assert compose(["resume=auto"], run=str(tmp_path / "r.yaml"), complete=False).resume_allow == ["seed"]
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+def test_other_rows_under_the_same_name_are_refused_until_allowed(started: Started) -> None:
+    other = {**ROWS, "data.train": "dddd"}
+    message = started.refusal(rows=other)
+    assert "data: started with rows aaaa, now rows dddd (data.train)" in message
+    assert "add resume.allow=data." in message
+    assert started.go_on("resume.allow=data", rows=other) == ["data"]
+    assert "now none (data.validation)" in started.refusal(rows={"data.train": "aaaa"})
+
+
+def test_other_rows_at_another_path_are_one_thing_to_allow(started: Started) -> None:
+    other = {**ROWS, "data.train": "dddd"}
+    message = started.refusal("data.path=elsewhere", rows=other)
+    assert "data.path: started with shipped:orders, now elsewhere (command line)" in message
+    assert "add resume.allow=data." in message
+    assert "rows dddd" in started.refusal("data.path=elsewhere", "resume.allow=data.path", rows=other)
+    assert started.go_on("data.path=elsewhere", "resume.allow=data", rows=other) == ["data.path", "data"]
+
+
+def test_rows_that_moved_and_other_test_rows_are_no_change_of_the_curve(started: Started) -> None:
+    assert started.go_on("data.path=elsewhere", rows={**ROWS, "data.test": "dddd"}) == []
+
+
+# --- folders that cannot tell -------------------------------------------------------------------------------------
+
+
+def test_nothing_is_compared_where_nothing_is_resumed(started: Started, tmp_path: Path) -> None:
+    now = load_config([*started.words, "seed=9"])
+    assert accepted_changes(started.folder, now, ROWS) == []  # resume=never; the folder itself is refused elsewhere
+    (started.folder.checkpoint(20) / "optimizer.safetensors").write_bytes(b"torn")
+    assert started.go_on("seed=9") == []  # no whole checkpoint: the run starts from its beginning
+    started.save(30)
+    assert "seed" in started.refusal("seed=9")
+
+
+def test_a_config_file_cut_anywhere_never_blocks(started: Started, caplog: pytest.LogCaptureFixture) -> None:
+    started.folder.record_file.unlink()
+    whole = started.folder.config_file.read_bytes()
+    config = load_config([*started.words, "resume=auto"])
+    ends = [end for end in range(len(whole)) if whole[:end].endswith(b"\n") or end % 7 == 0]
+    for end in ends:
+        started.folder.config_file.write_bytes(whole[:end])
+        caplog.clear()
+        assert accepted_changes(started.folder, config, ROWS) == []
+        said = [line for line in caplog.messages if "the rows of the start" not in line]
+        assert said, f"cut after {end} bytes: nothing was said"
+    print(f"config.yaml cut at {len(ends)} of {len(whole)} places")
+
+
+UNREADABLE = [b"", b"\n", b"\0" * 300 + b"\n", b"\xff\xfe\n", b"- a\n- b\n", b"seed: {a: 1}\n", b"gone_key: 3\n"]
+
+
+@pytest.mark.parametrize("content", [None, *UNREADABLE])
+def test_where_no_file_tells_the_config_nothing_is_compared_and_that_is_said(started, content, caplog) -> None:
+    for file in (started.folder.config_file, started.folder.record_file):
+        if content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content)
+    assert started.go_on("seed=9", rows={"data.train": "dddd"}) == []
+    assert "could not be compared: " in caplog.text or "nothing in it could be compared" in caplog.text
+    assert "the rows of the start, so they could not be compared" in caplog.text
+
+
+def test_a_config_file_alone_is_compared_and_one_of_an_older_version_as_far_as_it_goes(started, caplog) -> None:
+    started.folder.record_file.unlink()
+    assert "seed: started with 0, now 9" in started.refusal("seed=9")
+    lines = started.folder.config_file.read_text().splitlines(keepends=True)
+    started.folder.config_file.write_text("".join(line for line in lines if "max_grad_norm" not in line))
+    assert started.go_on("optim.max_grad_norm=3") == []
+    assert "could not be compared: optim.max_grad_norm" in caplog.text
+    assert "seed" in started.refusal("seed=9")
+
+
+def test_an_edited_config_file_does_not_pass_for_the_start(started: Started) -> None:
+    """`finetune train RUN/config.yaml resume=auto`, after a look and a change."""
+    file = started.folder.config_file
+    file.write_text(file.read_text().replace("seed: 0\n", "seed: 9\n"))
+    config = compose(["resume=auto"], run=str(file))
+    with pytest.raises(CheckpointError, match=r"seed: started with 0, now 9 \(\S+config\.yaml:2\)"):
+        accepted_changes(started.folder, config, ROWS)
+
+
+def test_a_flip_of_any_byte_of_what_is_compared_never_blocks(started: Started) -> None:
+    config = load_config([*started.words, "resume=auto"])
+    tried = 0
+    for file in (started.folder.config_file, started.folder.record_file):
+        whole = file.read_bytes()
+        for place in range(0, len(whole), 9):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            assert accepted_changes(started.folder, config, ROWS) == [], place
+            tried += 1
+        file.write_bytes(whole)
+    print(f"{tried} flips tried")
+    assert tried > 500
+
+
+@pytest.mark.parametrize("content", [b"", b'{"started', b"[]", b'{"started_with": 3}', b'{"started_with": {}}'])
+def test_a_record_that_tells_nothing_leaves_the_config_file(started, content, caplog) -> None:
+    started.folder.record_file.write_bytes(content)
+    assert started.go_on(rows={"data.train": "dddd"}) == []
+    assert "the rows of the start, so they could not be compared" in caplog.text
+    assert "seed" in started.refusal("seed=9")
+
+
+# --- whole runs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_base(folder / "base")
+    write_rows(folder / "rows", test=0)
+    return folder
+
+
+@pytest.fixture
+def words(inputs: Path, tmp_path: Path) -> list[str]:
+    """18 rows in global batches of 3: six steps an epoch. A constant rate, so that a run may be given more steps."""
+    return [
+        *(f"model.path={inputs / 'base'}", f"data.path={inputs / 'rows'}", f"data.cache_dir={inputs / 'cache'}"),
+        *(f"output_dir={tmp_path / 'run'}", "lora.r=2", "training.device=cpu", "training.batch_size=3"),
+        *("optim.schedule=constant", "training.max_steps=4", "checkpoint.keep=9", "resume=auto"),
+    ]
+
+
+def record(run: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((run / "run.json").read_text())
+    return found
+
+
+def rates(run: Path) -> list[float]:
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [event["learning_rate"] for event in events if event["event"] == "step"]
+
+
+def test_a_run_is_compared_with_what_was_last_accepted(words: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train_from_words([*words, "optim.learning_rate=1e-3"])
+    assert record(run)["resume_changes"] == []
+    changed = [*words, "training.max_steps=6", "optim.learning_rate=1e-4"]
+
+    before = contents(run)
+    with pytest.raises(CheckpointError, match=r"optim\.learning_rate: started with 0\.001, now 0\.0001"):
+        train_from_words(changed)
+    assert contents(run) == before
+
+    train_from_words([*changed, "resume.allow=optim.learning_rate"])
+    assert rates(run) == [1e-3] * 4 + [1e-4] * 2
+    (accepted,) = record(run)["resume_changes"]
+    assert accepted == {
+        "at": record(run)["starts"][1],
+        "key": "optim.learning_rate",
+        "before": "0.001",
+        "now": "0.0001",
+    }
+    # What was allowed once is not allowed for ever.
+    assert load_config([f"run={run / 'config.yaml'}"]).resume_allow == []
+
+    train_from_words([*changed, "training.max_steps=7"])
+    assert record(run)["resume_changes"] == [accepted]
+    with pytest.raises(CheckpointError, match=r"started with 0\.0001, now 0\.001"):
+        train_from_words([*changed, "optim.learning_rate=1e-3"])
+
+
+def test_fewer_rows_once_allowed_make_shorter_epochs(words: list[str], tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows", train=18, test=0)
+    words = [*words, f"data.path={rows}"]
+    train_from_words([*words, "training.max_steps=5"])
+    kept = (rows / "train.jsonl").read_text().splitlines(keepends=True)[:9]
+    (rows / "train.jsonl").write_text("".join(kept))
+    with pytest.raises(CheckpointError, match=r"(?s)rows .*\(data\.train\).*resume\.allow=data\."):
+        train_from_words([*words, "training.max_steps=8"])
+    train_from_words([*words, "training.max_steps=8", "resume.allow=data"])
+    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    epochs = [event["epoch"] for event in events if event["event"] == "step"]
+    assert epochs == [0, 0, 0, 0, 0, 1, 2, 2]  # six steps an epoch, then three: step 6 is the last of the second
+
+
+def test_a_place_in_an_epoch_follows_from_the_step() -> None:
+    state = TrainerState(step=7, epoch=1, steps_in_epoch=1, best_loss=0.5, best_step=6)
+    assert at_its_place(state, 6) == state
+    moved = at_its_place(state, 4)
+    assert (moved.epoch, moved.steps_in_epoch, moved.best_step) == (1, 3, 6)
+
+
+def test_a_refusal_ends_the_command_with_one_message_and_exit_code_2(started: Started) -> None:
+    cache = started.folder.path.parent / "cache"
+    words = [*started.words, "resume=auto", "seed=9", "data.max_rows=4", f"data.cache_dir={cache}"]
+    before = contents(started.folder.path)
+    done = subprocess.run(
+        [sys.executable, "-m", "finetune", "train", *words], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("CheckpointError: output_dir=") == 1
+    assert "seed: started with 0, now 9 (command line)" in done.stderr
+    assert contents(started.folder.path) == before
