@@ -221,7 +221,10 @@ class Trainer:
             if self.runtime.is_told_to_stop:  # in its very last step, and what comes now may take long
                 raise Terminated
             return self._test(self.journal, test_loader)
-        except (Terminated, KeyboardInterrupt) as error:
+        except (Exception, Terminated, KeyboardInterrupt) as error:
+            # A library in the middle of a call can make an error of its own out of the signal's.
+            if not (self.runtime.is_told_to_stop or isinstance(error, (Terminated, KeyboardInterrupt))):
+                raise
             raise PreemptedError(
                 f"stopped in the test phase as asked{_by_whom(self.runtime, alone=True)}; training is complete: "
                 "resume=auto measures again"
