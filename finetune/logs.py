@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 PACKAGE = "finetune"
@@ -29,6 +30,26 @@ class _RankFormatter(logging.Formatter):
         super().__init__(f"[RANK {rank}] %(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
 
 
+class _LogFile(logging.FileHandler):
+    """A disk that takes no more ends the log, not the run; and logging's own way, a traceback a line, helps nobody."""
+
+    _is_broken = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        """Say it once."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._is_broken:
+            self._is_broken = True
+            sys.stderr.write(f"finetune: {self.baseFilename} misses lines from here on: {error.strerror}\n")
+
+    def close(self) -> None:
+        """What could not be written before cannot be now."""
+        with suppress(OSError):
+            super().close()
+
+
 def configure_logs(rank: int, *, level: int = logging.INFO) -> None:
     """Send the package's log to stderr. May be called again once the rank is known; the last call counts."""
     logger = logging.getLogger(PACKAGE)
@@ -51,7 +72,7 @@ def is_configured() -> bool:
 
 def log_to_file(path: Path, rank: int) -> logging.Handler:
     """Append the package's log, from its first line on, to a file. Hand the result to `stop_logging_to`."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_RankFormatter(rank))
     logger = logging.getLogger(PACKAGE)
     for early in [h for h in logger.handlers if isinstance(h, _Early)]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.compose import resolved_yaml
 from finetune.durable import disk_failures_end_the_run, replace_file
-from finetune.errors import PreemptedError
+from finetune.errors import PreemptedError, RunFailedError
 from finetune.logs import log_only_to, log_to_file, stop_logging_to
 from finetune.metrics import MetricsWriter, RunRecord
 from finetune.progress import TrainingProgress, show_what_next, shown_folder
@@ -85,6 +85,8 @@ class Journal:
                 resume_changes=changes,
             )
         except BaseException:
+            if "_log_file" in vars(self):
+                stop_logging_to(self._log_file)
             self.folder.close()  # nobody else can yet
             raise
 
@@ -163,6 +165,9 @@ class Journal:
                 _log.error("stopped from the keyboard; resume=auto goes on from the last checkpoint")
             else:  # the command says it on the screen
                 log_only_to(self._log_file, __name__, f"the run {status}: {type(error).__name__}: {error}")
+        except RunFailedError:
+            if error is None:
+                raise  # else the first error is the one to tell: a full disk refuses run.json too
         finally:
             self._metrics.close()
             stop_logging_to(self._log_file)

@@ -19,6 +19,8 @@ from finetune.checkpoint import (
     publish_adapter,
     save_base,
     save_checkpoint,
+    verify,
+    verify_published,
 )
 from finetune.config.compose import resolved_yaml
 from finetune.data.batches import BatchPlan, EvaluationLoader, Microbatch, TrainLoader
@@ -405,8 +407,16 @@ class Trainer:
                 state.best_step,
                 state.step,
             )
+        if best is not None and (problems := verify(journal.folder.checkpoint(best))):
+            is_complete = math.isnan(self._last_loss) and not verify_published(journal.folder.adapter)
+            what = "stays, and is whole" if is_complete else f"holds the last step, {state.step}"
+            _log.warning("the best step, %d, is damaged (%s): adapter/ %s", best, "; ".join(problems), what)
+            if is_complete:
+                return
+            best = None
         source = journal.folder.checkpoint(best or state.step)
         publish_adapter(journal.folder, source, self.tokenizer)
+        prune(journal.folder, self.config.checkpoint.keep, state.best_step)  # a kill may have come before it
         journal.result |= {"step": state.step, "best_step": best or state.step, "best_loss": state.best_loss}
         _log.info("adapter/ holds step %d", best or state.step)
 
