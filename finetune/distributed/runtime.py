@@ -360,11 +360,10 @@ class Runtime:
             with watchdog.waiting(what) if watchdog is not None else nullcontext():
                 yield
         except (dist.DistError, RuntimeError) as error:
-            began = time.monotonic()
             fault = watchdog.reason(_WORD_OF_FAULT_SECONDS) if watchdog is not None else None
             if fault is None and not _is_lost_contact(error):
                 raise
-            _log.debug("%s: %s (waited %.1f s for a word)", what, error, time.monotonic() - began)
+            _log.debug("%s: %s", what, error)
             raise RunFailedError(fault or f"another rank left during {what}: {error}") from error
 
     def _refuse_wishes_of_accelerate(self, precision: str) -> None:
