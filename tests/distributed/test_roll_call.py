@@ -169,7 +169,7 @@ def test_two_launches_on_one_port_never_mix(tmp_path):
     """The second launch has another world size; its rank 1 comes to the first one's store."""
     port = free_port()
     (tmp_path / "b").mkdir()
-    first = start(tmp_path, 0, port, timeout=6)
+    first = start(tmp_path, 0, port, timeout=30)  # longer than two processes need to start, one after the other
     while what_answers("127.0.0.1", port) is not None:
         assert first.poll() is None
         time.sleep(0.05)
@@ -177,7 +177,7 @@ def test_two_launches_on_one_port_never_mix(tmp_path):
     output, _ = stranger.communicate(timeout=60)
     assert stranger.returncode == 2, output
     assert "met another launch" in output or "met another launch" in (tmp_path / "b" / "rank-1.json").read_text()
-    codes, _, outputs = ends([first, start(tmp_path, 1, port, timeout=6)], tmp_path)
+    codes, _, outputs = ends([first, start(tmp_path, 1, port, timeout=30)], tmp_path)
     assert codes == [0, 0], outputs
 
 
