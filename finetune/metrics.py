@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import platform
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +17,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import finetune
-from finetune.durable import disk_failures_end_the_run, replace_file
+from finetune.durable import describe_os_error, disk_failures_end_the_run, replace_file
 
 Status = Literal["running", "completed", "failed", "stopped", "preempted"]
 
@@ -32,11 +33,18 @@ class MetricsWriter:
 
     Everything about a step is written before its checkpoint is committed, and `sync` makes it durable: a start
     from that checkpoint then misses no line, and `cut_behind` removes those that will come again.
+
+    Args:
+        path: of the file.
+        outlasts_disk: what a failing disk does not take is no error: it is kept, and tried again with the next event.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, outlasts_disk: bool = False) -> None:
         self.path = path
         self._file: FileIO | None = None
+        self._outlasts_disk = outlasts_disk
+        self._pending = b""
+        self._lock = threading.Lock()  # `sync` is called by the thread that writes a checkpoint
 
     def step(
         self,
@@ -49,8 +57,9 @@ class MetricsWriter:
         num_targets: int,
         num_tokens: int,
         tokens_per_second: float,
+        is_skipped: bool = False,
     ) -> None:
-        """One optimizer step; takes the fields of a `StepResult` as they are."""
+        """One optimizer step; `"skipped": true` stands only where it made no update."""
         self._write(
             "step",
             step=step,
@@ -61,6 +70,7 @@ class MetricsWriter:
             num_targets=num_targets,
             num_tokens=num_tokens,
             tokens_per_second=tokens_per_second,
+            **({"skipped": True} if is_skipped else {}),
         )
 
     def validation(self, *, step: int, epoch: int, loss: float, standard_error: float, num_targets: int) -> None:
@@ -69,9 +79,18 @@ class MetricsWriter:
             "validation", step=step, epoch=epoch, loss=loss, standard_error=standard_error, num_targets=num_targets
         )
 
-    def checkpoint(self, *, step: int, path: Path) -> None:
-        """A checkpoint that is durable, by its path within the run's folder."""
-        self._write("checkpoint", step=step, path=path.relative_to(self.path.parent).as_posix())
+    def checkpoint(
+        self, *, step: int, path: Path, num_bytes: int, blocked_seconds: float, write_seconds: float
+    ) -> None:
+        """A checkpoint that is durable, by its path within the run's folder, and for how long training waited."""
+        self._write(
+            "checkpoint",
+            step=step,
+            path=path.relative_to(self.path.parent).as_posix(),
+            num_bytes=num_bytes,
+            blocked_seconds=blocked_seconds,
+            write_seconds=write_seconds,
+        )
 
     def test(
         self,
@@ -90,8 +109,9 @@ class MetricsWriter:
         Raises:
             RunFailedError: the disk refused.
         """
-        if self._file is not None:
-            with disk_failures_end_the_run("Writing", self.path):
+        with disk_failures_end_the_run("Writing", self.path):
+            self._write_pending()
+            if self._file is not None:
                 os.fsync(self._file.fileno())
 
     def cut_behind(self, step: int) -> int:
@@ -118,6 +138,9 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the file. The next event opens it again."""
+        if self._pending and self._try_pending() and self._outlasts_disk:
+            _log.error("%s misses its last %d bytes: the disk did not take them", self.path, len(self._pending))
+        self._pending = b""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -135,13 +158,29 @@ class MetricsWriter:
 
     def _write(self, event: str, **values: object) -> None:
         record = {"event": event, **{name: _finite(value) for name, value in values.items()}}
-        line = memoryview((json.dumps(record, allow_nan=False) + "\n").encode())
-        with disk_failures_end_the_run("Writing", self.path):
-            if self._file is None:
-                self._file = FileIO(self.path, "ab")
-            # Unbuffered, so a reader has each line at once; a disk that is nearly full takes a part of it.
-            while line:
-                line = line[self._file.write(line) :]
+        had_trouble = bool(self._pending)
+        with self._lock:
+            self._pending += (json.dumps(record, allow_nan=False) + "\n").encode()
+        if not self._outlasts_disk:
+            with disk_failures_end_the_run("Writing", self.path):
+                self._write_pending()
+        elif (error := self._try_pending()) and not had_trouble:
+            _log.warning("%s: %s; its lines are kept in memory meanwhile", self.path, describe_os_error(error))
+
+    def _try_pending(self) -> OSError | None:
+        try:
+            self._write_pending()
+        except OSError as error:
+            return error
+        return None
+
+    def _write_pending(self) -> None:
+        """Unbuffered, so a reader has each line at once; a disk that is nearly full takes a part of it."""
+        with self._lock:
+            while self._pending:
+                if self._file is None:
+                    self._file = FileIO(self.path, "ab")
+                self._pending = self._pending[self._file.write(self._pending) :]
 
 
 class RunRecord:

@@ -21,17 +21,18 @@ from transformers import AutoModelForCausalLM, Phi3Config, PhiConfig
 from transformers.optimization import Adafactor
 
 from finetune.checkpoint import (
+    commit_snapshot,
     load_checkpoint,
     newest_valid,
     prune,
     publish_adapter,
     save_base,
-    save_checkpoint,
+    take_snapshot,
     verify,
     verify_published,
 )
 from finetune.checkpoint.model_files import load_model
-from finetune.checkpoint.tensors import encode_tensors, read_tensors
+from finetune.checkpoint.tensors import TensorFile, read_tensors
 from finetune.errors import CheckpointError, RunFailedError
 from finetune.run_folder import RunFolder
 from finetune.training.state import TrainerState
@@ -107,6 +108,10 @@ def lora():
     optimizer = torch.optim.AdamW(trained(model), lr=0.01)
     take_steps(model, optimizer)
     return model, optimizer
+
+
+def save_checkpoint(folder, step, **parts):
+    return commit_snapshot(folder, take_snapshot(folder, step, **parts))
 
 
 def save(folder, lora, step=12):
@@ -252,7 +257,7 @@ def test_tensors_of_every_kind_come_back_and_the_library_agrees(tmp_path):
     tensors = {f"x/{dtype}": (torch.randn(3, 5) * 3).to(dtype) for dtype in dtypes}
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "turned": torch.randn(4, 3).T}
     file = tmp_path / "x.safetensors"
-    file.write_bytes(b"".join(bytes(chunk) for chunk in encode_tensors(tensors, ("format", "pt"))))
+    file.write_bytes(b"".join(bytes(chunk) for chunk in TensorFile(tensors, ("format", "pt"))))
     found, metadata = read_tensors(file)
     assert metadata == {"format": "pt"}
     assert found.keys() == tensors.keys()
@@ -260,7 +265,7 @@ def test_tensors_of_every_kind_come_back_and_the_library_agrees(tmp_path):
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name].float(), tensor.float())
     with pytest.raises(CheckpointError, match="complex64"):
-        next(encode_tensors({"x": torch.ones(1, dtype=torch.complex64)}, ("format", "pt")))
+        list(TensorFile({"x": torch.ones(1, dtype=torch.complex64)}, ("format", "pt")))
 
 
 TWICE = """

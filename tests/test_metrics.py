@@ -37,12 +37,18 @@ def test_events_have_the_shapes_of_the_design(tmp_path):
     with MetricsWriter(path) as metrics:
         metrics.step(**STEP)
         metrics.validation(step=12, epoch=0, loss=1.1, standard_error=0.1, num_targets=99)
-        metrics.checkpoint(step=12, path=tmp_path / "checkpoints" / "step-000012")
+        metrics.step(**STEP | {"step": 13}, is_skipped=True)
+        path_13 = tmp_path / "checkpoints" / "step-000013"
+        metrics.checkpoint(step=13, path=path_13, num_bytes=9, blocked_seconds=0.1, write_seconds=2.0)
         metrics.test(model="tuned", exact_match=0.93, json_valid=0.99, loss=0.2)
     assert read(path) == [
         {"event": "step", **STEP},
         {"event": "validation", "step": 12, "epoch": 0, "loss": 1.1, "standard_error": 0.1, "num_targets": 99},
-        {"event": "checkpoint", "step": 12, "path": "checkpoints/step-000012"},
+        {"event": "step", **STEP, "step": 13, "skipped": True},
+        {
+            **{"event": "checkpoint", "step": 13, "path": "checkpoints/step-000013"},
+            **{"num_bytes": 9, "blocked_seconds": 0.1, "write_seconds": 2.0},
+        },
         {"event": "test", "model": "tuned", "exact_match": 0.93, "json_valid": 0.99, "loss": 0.2},
     ]
     assert path.read_text().startswith('{"event": "step", "step": 12, "epoch": 0, "loss": 1.23,')

@@ -9,11 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from finetune.checkpoint.checkpoints import Snapshot as Snapshot
+    from finetune.checkpoint.checkpoints import commit_snapshot as commit_snapshot
     from finetune.checkpoint.checkpoints import load_checkpoint as load_checkpoint
     from finetune.checkpoint.checkpoints import prune as prune
     from finetune.checkpoint.checkpoints import publish_adapter as publish_adapter
     from finetune.checkpoint.checkpoints import save_base as save_base
-    from finetune.checkpoint.checkpoints import save_checkpoint as save_checkpoint
+    from finetune.checkpoint.checkpoints import take_snapshot as take_snapshot
+    from finetune.checkpoint.disk_space import disk_need as disk_need
     from finetune.checkpoint.model_files import load_model as load_model
     from finetune.checkpoint.verification import newest_valid as newest_valid
     from finetune.checkpoint.verification import read_state as read_state
@@ -21,8 +24,10 @@ if TYPE_CHECKING:
     from finetune.checkpoint.verification import verify_published as verify_published
 
 _HOMES = {
-    **dict.fromkeys(("load_checkpoint", "prune", "publish_adapter", "save_base", "save_checkpoint"), "checkpoints"),
+    **dict.fromkeys(("Snapshot", "commit_snapshot", "load_checkpoint", "prune"), "checkpoints"),
+    **dict.fromkeys(("publish_adapter", "save_base", "take_snapshot"), "checkpoints"),
     **dict.fromkeys(("newest_valid", "read_state", "verify", "verify_published"), "verification"),
+    "disk_need": "disk_space",
     "load_model": "model_files",
 }
 __all__ = sorted(_HOMES)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 
 from finetune.checkpoint.model_files import encode_full_model, encode_model, encode_tokenizer, load_model
 from finetune.checkpoint.optimizer_file import encode_optimizer, load_optimizer
+from finetune.checkpoint.tensors import TensorFile
 from finetune.checkpoint.verification import (
     ADAPTER_FILES,
     FULL_FILES,
@@ -30,7 +32,7 @@ from finetune.durable import (
     read_manifest,
     remove_folder,
 )
-from finetune.errors import CheckpointError
+from finetune.errors import CheckpointError, RunFailedError
 from finetune.run_folder import RunFolder
 from finetune.training.state import TrainerState
 
@@ -41,7 +43,30 @@ _COPY_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
-def save_checkpoint(
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint will hold.
+
+    Attributes:
+        step: optimizer steps done.
+        files: content by name.
+    """
+
+    step: int
+    files: Mapping[str, Chunks]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(file.num_bytes for file in self.files.values() if isinstance(file, TensorFile))
+
+    def copied(self) -> Snapshot:
+        """The same with copies of all tensors on the host: training may go on while it is written."""
+        files = {name: file.copied() if isinstance(file, TensorFile) else file for name, file in self.files.items()}
+        return replace(self, files=files)
+
+
+def take_snapshot(
     folder: RunFolder,
     step: int,
     *,
@@ -49,8 +74,8 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     state: TrainerState,
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> Path:
-    """Commit a checkpoint: on return it is durable, verified by nothing but its manifest, and logged.
+) -> Snapshot:
+    """What a checkpoint of this moment holds. Its tensors are the model's own until `Snapshot.copied`.
 
     Args:
         folder: an open run folder. If it has a `base/`, the adapter names that as its base.
@@ -61,7 +86,6 @@ def save_checkpoint(
         tokenizer: if given, its files and chat template go with the checkpoint.
 
     Raises:
-        RunFailedError: the disk is full or failing; earlier checkpoints are intact.
         CheckpointError: the state of this model or optimizer cannot be kept.
     """
     if step != state.step:
@@ -73,9 +97,30 @@ def save_checkpoint(
         **(encode_tokenizer(tokenizer) if tokenizer is not None else {}),
         STATE_FILE: [(json.dumps(state.as_record(), indent=2, allow_nan=False) + "\n").encode()],
     }
-    path = folder.checkpoint(step)
+    return Snapshot(step, files)
+
+
+def commit_snapshot(folder: RunFolder, snapshot: Snapshot, *, go_on: Callable[[], None] = lambda: None) -> Path:
+    """Write a checkpoint: on return it is durable, verified by nothing but its manifest, and logged.
+
+    Args:
+        folder: an open run folder.
+        snapshot: what to write.
+        go_on: called before each piece of a file; what it raises ends the save, which then leaves nothing behind.
+
+    Raises:
+        RunFailedError: a weight is not a finite number, or the disk is full or failing; earlier checkpoints are intact.
+    """
+    bad = [name for file in snapshot.files.values() if isinstance(file, TensorFile) for name in file.not_finite()]
+    if bad:
+        raise RunFailedError(
+            f"step {snapshot.step} is not saved: {len(bad)} of its tensors hold a value that is not finite, the "
+            f"first is {bad[0]}. Earlier checkpoints are intact. Lower optim.learning_rate or add optim.warmup_steps."
+        )
+    path = folder.checkpoint(snapshot.step)
+    files = {name: _asking(go_on, chunks) for name, chunks in snapshot.files.items()}
     _commit(path, files, doing="Saving checkpoint")
-    _log.info("checkpoint committed step=%d", step)
+    _log.info("checkpoint committed step=%d", snapshot.step)
     return path
 
 
@@ -89,7 +134,7 @@ def load_checkpoint(
 
     Args:
         path: a folder that `verify` has nothing against.
-        model: the bare model, as for `save_checkpoint`.
+        model: the bare model, as for `take_snapshot`.
         optimizer: left out where only the weights are wanted.
 
     Raises:
@@ -178,6 +223,12 @@ def _commit(
             entry = writer.write(name, content)
             if expected and name in expected and entry != expected[name]:
                 raise CheckpointError(f"{name} has changed since it was saved (SHA-256 differs); {path} is as it was.")
+
+
+def _asking(go_on: Callable[[], None], chunks: Chunks) -> Iterator[bytes | memoryview]:
+    for chunk in chunks:
+        go_on()
+        yield chunk
 
 
 def _read_chunks(path: Path) -> Iterator[bytes]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.checkpoint.tensors import encode_tensors, read_tensors
+from finetune.checkpoint.tensors import TensorFile, read_tensors
 from finetune.checkpoint.verification import TOKENIZER_FILES
 from finetune.durable import Chunks
 from finetune.errors import CheckpointError
@@ -113,7 +113,7 @@ def encode_full_model(model: torch.nn.Module) -> dict[str, Chunks]:
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None:
         files["generation_config.json"] = [generation.to_json_string().encode()]
-    files["model.safetensors"] = encode_tensors(_full_tensors(model), _METADATA)
+    files["model.safetensors"] = TensorFile(_full_tensors(model), _METADATA)
     return files
 
 
@@ -135,7 +135,7 @@ def encode_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Chunks]:
 def _encode_adapter(model: torch.nn.Module, base: Path | None) -> dict[str, Chunks]:
     return {
         "adapter_config.json": [_adapter_config(model, base)],
-        "adapter_model.safetensors": encode_tensors(_adapter_tensors(model), _METADATA),
+        "adapter_model.safetensors": TensorFile(_adapter_tensors(model), _METADATA),
     }
 
 

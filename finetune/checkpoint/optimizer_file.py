@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from finetune.checkpoint.model_files import refuse_other_tensors
-from finetune.checkpoint.tensors import encode_tensors, read_tensors
+from finetune.checkpoint.tensors import TensorFile, read_tensors
 from finetune.checkpoint.verification import OPTIMIZER_FILE
 from finetune.durable import Chunks
 from finetune.errors import CheckpointError
@@ -49,7 +49,7 @@ def encode_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
         "optimizer": _class_name(optimizer),
         "parameters": {name: list(parameter.shape) for name, parameter in parameters.items()},
     }
-    return {OPTIMIZER_FILE: encode_tensors(tensors, (_METADATA_KEY, json.dumps(record, sort_keys=True)))}
+    return {OPTIMIZER_FILE: TensorFile(tensors, (_METADATA_KEY, json.dumps(record, sort_keys=True)))}
 
 
 def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:

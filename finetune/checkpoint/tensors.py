@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,37 +34,57 @@ _DTYPE_NAMES = {
 }
 
 
-def encode_tensors(tensors: Mapping[str, torch.Tensor], metadata: tuple[str, str]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file, piece by piece; equal tensors give equal bytes.
+@dataclass(frozen=True)
+class TensorFile:
+    """A safetensors file to be: iterating gives its bytes, piece by piece; equal tensors give equal bytes.
 
-    Args:
+    Attributes:
         tensors: any devices and strides; each is copied to the host when its turn comes.
         metadata: the one key and value of the file's metadata.
-
-    Raises:
-        CheckpointError: a tensor's dtype has no name in the format.
     """
-    # Wide types first: each tensor then starts at a multiple of its own item size.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, object] = {"__metadata__": dict([metadata])}
-    position = 0
-    for name, tensor in ordered:
-        if tensor.dtype not in _DTYPE_NAMES:
-            raise CheckpointError(f"{name} is of type {tensor.dtype}, which a safetensors file cannot hold.")
-        end = position + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [position, end],
-        }
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for _, tensor in ordered:
-        if tensor.numel():
-            flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-            yield memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy before 2 has no such stub
+
+    tensors: Mapping[str, torch.Tensor]
+    metadata: tuple[str, str]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors, without the header."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def copied(self) -> TensorFile:
+        """The same file from copies on the host, which no later optimizer step reaches."""
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
+        return TensorFile(copies, self.metadata)
+
+    def not_finite(self) -> Iterator[str]:
+        """Names of the tensors that hold a value which is not a finite number."""
+        for name, tensor in self.tensors.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                yield name
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        """Raises CheckpointError where a tensor's dtype has no name in the format."""
+        # Wide types first: each tensor then starts at a multiple of its own item size.
+        ordered = sorted(self.tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+        header: dict[str, object] = {"__metadata__": dict([self.metadata])}
+        position = 0
+        for name, tensor in ordered:
+            if tensor.dtype not in _DTYPE_NAMES:
+                raise CheckpointError(f"{name} is of type {tensor.dtype}, which a safetensors file cannot hold.")
+            end = position + tensor.numel() * tensor.element_size()
+            header[name] = {
+                "dtype": _DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [position, end],
+            }
+            position = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        yield len(text).to_bytes(8, "little") + text
+        for _, tensor in ordered:
+            if tensor.numel():
+                flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+                yield memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy before 2: no stub
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

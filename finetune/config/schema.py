@@ -199,6 +199,10 @@ class TrainingSection(LoaderKeys):
     """Log shapes and devices of the first batches and show full tracebacks."""
     log_every: PositiveInt = 10
     """Optimizer steps between two lines of the log without a terminal. metrics.jsonl has every step."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient is NaN or infinite ends the run, or is left out; weights stay as before it."""
+    max_skipped_steps: PositiveInt = 5
+    """With `on_nonfinite: skip`: the most steps left out over the whole run, restarts included; one more ends it."""
 
     @field_validator("device", mode="before")
     @classmethod
@@ -268,6 +272,10 @@ class CheckpointSection(Section):
     """Epochs between two checkpoints; null: by steps alone."""
     keep: PositiveInt = 2
     """Newest checkpoints kept; the best one is kept besides."""
+    background: bool = True
+    """Write while training goes on, from a copy in the main process's memory; false: training waits."""
+    on_disk_failure: Literal["stop", "continue"] = "stop"
+    """A checkpoint that cannot be written ends the run; continue: it is recorded, and the next one is tried."""
 
 
 class Config(Section):

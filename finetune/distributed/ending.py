@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 import signal
 
 import torch
@@ -13,7 +15,12 @@ from finetune.signals import Terminated, told_to_stop
 _WORD_OF_FAULT_SECONDS = 2.0
 """torchrun ends a rank by SIGTERM as soon as another is gone, perhaps before the word arrives which and why."""
 _FROM_KEYBOARD = KeyboardInterrupt.__name__
-_SIGNS_OF_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_SIGNS_OF_NO_MEMORY = (
+    *("out of memory", "can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc"),
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+_PLACE_IN_TORCH = re.compile(r"^\[enforce fail at \S+\] (data\. )?")
 
 
 def explain(error: BaseException, watchdog: Watchdog | None) -> BaseException:
@@ -50,12 +57,16 @@ def _is_out_of_memory(error: BaseException) -> bool:
     """On the CPU torch has no type of error for it."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_NO_MEMORY)
 
 
 def _out_of_memory(error: BaseException) -> RunFailedError:
+    cause = _PLACE_IN_TORCH.sub("", str(error).strip().split("\n", 1)[0]).rstrip(".") or type(error).__name__
     return RunFailedError(
-        f"out of memory: {str(error).strip().split(chr(10), 1)[0] or type(error).__name__}. Lower training.batch_size "
-        "(training.global_batch_size keeps the curve as it is) or data.max_length, set "
-        "training.gradient_checkpointing=true, or use more or larger machines."
+        f"out of memory: {cause}. Lower training.batch_size and keep training.global_batch_size (gradients are then "
+        "accumulated and the curve stays), set training.max_tokens_per_microbatch for long rows, or "
+        "training.gradient_checkpointing=true; in an evaluation lower its own batch_size. Committed checkpoints are "
+        "intact: resume=auto"
     )

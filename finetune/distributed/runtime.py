@@ -72,6 +72,7 @@ class Runtime:
         self._parallel = config.parallel
         self._is_set_up = False
         self._next_look = 0.0
+        self._failed_beside: tuple[BaseException, str] | None = None
         self._closing: list[Callable[[BaseException | None], None]] = []
         self._reducer: Reducer | None = None
         self._watchdog: Watchdog | None = None
@@ -238,6 +239,24 @@ class Runtime:
         if failed:
             rank, code, text = failed[0]
             raise PeerFailedError(f"rank {rank} failed during {during}: {text}", exit_code=code)
+
+    def fail_in_next_step(self, error: BaseException, during: str) -> None:
+        """Let all ranks raise at the beginning of the next step, for what failed beside training. Not a collective."""
+        self._failed_beside = (error, during)
+
+    @property
+    def has_failed_beside(self) -> bool:
+        """Whether `fail_in_next_step` was called on this rank; `train_step` lets all ranks know."""
+        return self._failed_beside is not None
+
+    def agree_on_failure_beside(self) -> None:
+        """Raise what `fail_in_next_step` was given on any rank. Collective.
+
+        Raises:
+            PeerFailedError: another rank failed; the ranks that failed raise their own error.
+        """
+        error, during = self._failed_beside or (None, "what goes on beside training")
+        self.agree(error, during)
 
     def agree_set_up(self) -> None:
         """Every rank has its model and data. Collective: once, before the first step."""

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.compose import resolved_yaml
@@ -21,10 +20,12 @@ from finetune.progress import TrainingProgress, show_what_next, shown_folder
 from finetune.run_folder import RunFolder
 from finetune.training.evaluate import LossSums
 from finetune.training.resume import accepted_changes, record_of_start
+from finetune.training.saver import Saved, Saver
 from finetune.training.state import Comparison, TrainerState
 from finetune.training.step import StepResult
 
 if TYPE_CHECKING:
+    from finetune.checkpoint import Snapshot
     from finetune.config.schema import Config
     from finetune.fallbacks import Fallbacks
 
@@ -37,6 +38,7 @@ class Journal:
     Attributes:
         folder: the run's.
         result: what run.json will say of the outcome.
+        saver: writes its checkpoints.
         is_closed: nothing more is written.
 
     Args:
@@ -66,9 +68,15 @@ class Journal:
         self._example_prompt: str | None = None
         self._fallbacks = fallbacks
         self._log_every = config.training.log_every
+        self._max_skipped_steps = config.training.max_skipped_steps
         self._progress: TrainingProgress | None = None
         self._last_step_at = time.monotonic()
-        self._metrics = MetricsWriter(self.folder.metrics_file)
+        self._metrics = MetricsWriter(
+            self.folder.metrics_file, outlasts_disk=config.checkpoint.on_disk_failure == "continue"
+        )
+        # What was said about the steps so far must outlive a crash if their checkpoint does.
+        self.saver = Saver(self.folder, config.checkpoint, fallbacks, before=self._metrics.sync)
+        self._saving = {"checkpoints": 0, "blocked_seconds": 0.0, "write_seconds": 0.0}
         self._record = RunRecord(self.folder.record_file)
         try:
             changes = accepted_changes(self.folder, config, fingerprints)
@@ -93,6 +101,7 @@ class Journal:
     def start_training(self, state: TrainerState, num_steps: int) -> None:
         """Training goes on from `state`: what metrics.jsonl holds behind it will be written again."""
         self._metrics.cut_behind(state.step)
+        self.result["num_skipped_steps"] = state.num_skipped_steps
         self._progress = TrainingProgress(num_steps, first_step=state.step, log_every=self._log_every)
         self._progress.__enter__()
         self._last_step_at = time.monotonic()
@@ -105,7 +114,19 @@ class Journal:
         epoch = _epoch_of_last_step(state)
         figures = result._asdict()
         del figures["num_told_to_stop"]  # an affair of the processes: a resumed run's file is that of a whole one
-        self._metrics.step(step=state.step, epoch=epoch, **figures, tokens_per_second=tokens_per_second)
+        del figures["not_finite"]
+        figures |= {"tokens_per_second": tokens_per_second, "is_skipped": result.is_skipped}
+        self._metrics.step(step=state.step, epoch=epoch, **figures)
+        if result.is_skipped:
+            self.result["num_skipped_steps"] = state.num_skipped_steps
+            _log.warning(
+                "step %d is skipped (the run's number %d, at most %d are: training.max_skipped_steps): %s; weights and "
+                "optimizer are as before it",
+                state.step,
+                state.num_skipped_steps,
+                self._max_skipped_steps,
+                result.not_finite,
+            )
         if self._progress is not None:
             self._progress.step(step=state.step, epoch=epoch, loss=result.loss, tokens_per_second=tokens_per_second)
 
@@ -121,17 +142,24 @@ class Journal:
         )
         self._last_step_at = time.monotonic()  # a step's speed is its own
 
-    def before_checkpoint(self) -> None:
-        """What was said about the steps so far must outlive a crash if their checkpoint does."""
-        self._metrics.sync()
-
-    def checkpoint(self, state: TrainerState, path: Path) -> None:
-        """A checkpoint is durable."""
-        self._metrics.checkpoint(step=state.step, path=path)
+    def save(self, snapshot: Snapshot, *, best: int | None) -> None:
+        """Begin to write a checkpoint, see `Saver.save`."""
+        self._note_saved(self.saver.save(snapshot, best=best))
         self._last_step_at = time.monotonic()
 
+    def settle_saves(self) -> None:
+        """Take note of a checkpoint that was written meanwhile, see `Saver.settle`."""
+        self._note_saved(self.saver.settle())
+
+    def finish_saves(self) -> None:
+        """Wait until the last checkpoint is on the disk, see `Saver.finish`."""
+        self._note_saved(self.saver.finish(is_last=True))
+
     def end_training(self) -> None:
-        """Take the moving line off the screen."""
+        """Take the moving line off the screen, and say what saving has cost."""
+        if self._saving["checkpoints"] and "saving" not in self.result:
+            self.result["saving"] = self._saving
+            _log.info("%(checkpoints)d checkpoints written; training waited %(blocked_seconds).2f s", self._saving)
         if self._progress is not None:
             self._progress.__exit__(None, None, None)
             self._progress = None
@@ -150,6 +178,7 @@ class Journal:
             return
         self.is_closed = True
         try:
+            self._note_saved(self.saver.close(error))
             self.end_training()
             status = _status(error)
             self._record.update(fallbacks=self._fallbacks.as_records())
@@ -173,13 +202,28 @@ class Journal:
             stop_logging_to(self._log_file)
             self.folder.close()
 
+    def _note_saved(self, saved: list[Saved]) -> None:
+        for one in saved:
+            self._metrics.checkpoint(
+                step=one.step,
+                path=one.path,
+                num_bytes=one.num_bytes,
+                blocked_seconds=round(one.blocked_seconds, 6),
+                write_seconds=round(one.write_seconds, 6),
+            )
+            self._saving["checkpoints"] += 1
+            self._saving["blocked_seconds"] += one.blocked_seconds
+            self._saving["write_seconds"] += one.write_seconds
+
     def _say_what_was_written(self) -> None:
         taken = [f"{record['what']}: {record['used']}" for record in self._fallbacks.as_records()]
         fallbacks = f"fallbacks taken: {'; '.join(taken)}" if taken else "no fallbacks taken"
+        num_skipped = self.result.get("num_skipped_steps", 0)
         _log.info(
-            "%s: adapter/, checkpoints/, metrics.jsonl, run.json, config.yaml, log.txt written; %s",
+            "%s: adapter/, checkpoints/, metrics.jsonl, run.json, config.yaml, log.txt written; %s%s",
             shown_folder(self.folder.path),
             fallbacks,
+            f"; {num_skipped} steps were skipped" if num_skipped else "",
         )
 
 

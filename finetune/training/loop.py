@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from finetune.errors import RunFailedError
 from finetune.training.early_stopping import after_validation, is_patience_exhausted
 from finetune.training.state import TrainerState
 from finetune.training.step import StepResult
@@ -84,13 +86,23 @@ class LoopEnd(NamedTuple):
 
 
 def run_loop(
-    state: TrainerState, cadence: Cadence, actions: Actions, *, patience: int | None, min_delta: float
+    state: TrainerState,
+    cadence: Cadence,
+    actions: Actions,
+    *,
+    patience: int | None,
+    min_delta: float,
+    max_skipped_steps: int = 0,
 ) -> LoopEnd:
     """Train from `state` to the end: the last step, an agreed early stop, or the step in which a rank was told to stop.
 
     A run that is told to stop saves before it validates, since its time may be short; the resumed run validates first.
 
     Collective: every rank, with equal arguments; every rank leaves at the same step.
+
+    Raises:
+        RunFailedError: on every rank, before anything of it is saved: more steps than `max_skipped_steps` were not
+            finite, over all starts of the run, or a validation was not.
     """
     stops = is_patience_exhausted(state, patience)
     is_told = False
@@ -102,6 +114,8 @@ def run_loop(
             result = actions.train(state.step + 1, share)
 
             state = _advanced(state, cadence, result)
+            if result.is_skipped:
+                _refuse_too_many(state, result, max_skipped_steps)
             actions.report(state, result)
             is_told = result.num_told_to_stop > 0 and not cadence.is_last(state.step)
             state, stops, is_told = after_step(state, is_told)
@@ -119,6 +133,7 @@ def _after_step(
         loss = actions.validate(state)
         is_told = loss is None
         if loss is not None:
+            _refuse_not_finite(state, loss)
             state = after_validation(state, loss, min_delta=min_delta)
             stops = actions.agree_to_stop(is_patience_exhausted(state, patience))
     if cadence.saves_after(state.step) or stops or is_told:
@@ -133,6 +148,32 @@ def _advanced(state: TrainerState, cadence: Cadence, result: StepResult) -> Trai
         step=state.step + 1,
         epoch=epoch,
         steps_in_epoch=steps_in_epoch,
-        num_targets=state.num_targets + result.num_targets,
+        num_targets=state.num_targets + (0 if result.is_skipped else result.num_targets),
         num_tokens=state.num_tokens + result.num_tokens,
+        num_skipped_steps=state.num_skipped_steps + result.is_skipped,
     )
+
+
+def _refuse_too_many(state: TrainerState, result: StepResult, limit: int) -> None:
+    if state.num_skipped_steps <= limit:
+        return
+    if limit:
+        which = f"training.max_skipped_steps is {limit}, and {state.num_skipped_steps - 1} were skipped before it"
+        instead = "a higher training.max_skipped_steps allows more"
+    else:
+        which = "training.on_nonfinite is stop"
+        instead = "training.on_nonfinite=skip leaves out such steps, a bounded number of them"
+    raise RunFailedError(
+        f"step {state.step}: {result.not_finite}; {which}. The weights were left as before the step. Look at the rows "
+        f"of this step, lower optim.learning_rate or add optim.warmup_steps; {instead}. Then go on with resume=auto."
+    )
+
+
+def _refuse_not_finite(state: TrainerState, loss: float) -> None:
+    """Such weights are not good ones, wherever they came from: a checkpoint of them would be what a restart takes."""
+    if not math.isfinite(loss):
+        raise RunFailedError(
+            f"the validation loss after step {state.step} is {loss}: these weights are not saved. Look at the rows of "
+            "the validation split, lower optim.learning_rate or add optim.warmup_steps, and go on from the last "
+            "checkpoint: resume=auto resume.allow=optim"
+        )

@@ -134,6 +134,8 @@ EFFECTS: dict[str, Effect] = dict(
     **_each("training: global_batch_size", "the rows of a step; the checkpoint knows their number", _never),
     **_each("training: gradient_checkpointing deterministic device", "how a step is computed, not what", _never),
     **_each("training: debug log_every", "what is logged", _never),
+    # Where it matters the run had ended before, so that no curve is changed: it goes on where there was none.
+    **_each("training: on_nonfinite max_skipped_steps", "whether a step that is not finite ends the run", _never),
     **_each("training: num_workers pin_memory prefetch_factor", _LOADING, _never),
     **_each("validation: num_workers pin_memory prefetch_factor batch_size", _LOADING, _never),
     **_each("validation: drop_last", "the rows to validate on: losses before and after do not compare", _always),
@@ -145,7 +147,9 @@ EFFECTS: dict[str, Effect] = dict(
         _never,
     ),
     **_each("early_stopping: patience min_delta", "when training ends, and which step is the best", _never),
-    **_each("checkpoint: save_every save_every_epochs keep", "what is saved and kept", _never),
+    **_each(
+        "checkpoint: save_every save_every_epochs keep background on_disk_failure", "what is saved and kept", _never
+    ),
 )
 """Every key of the schema; `dict` refuses one that is judged twice."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -10,6 +11,8 @@ from finetune.errors import CheckpointError
 
 SCHEMA_VERSION = 1
 """Rises when a field of `TrainerState` changes its meaning; older checkpoints are then refused by number."""
+_ADDED_LATER = {"num_skipped_steps": 0}
+"""What a checkpoint means that was written before there was such a field: then no step was ever skipped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,8 @@ class TrainerState:
     """Target tokens trained on since the start of the run."""
     num_tokens: int = 0
     """Tokens, targets or not, seen since the start of the run."""
+    num_skipped_steps: int = 0
+    """Steps that made no update, since their loss or gradient was not finite (`training.on_nonfinite=skip`)."""
     world_size: int = 1
     """Processes that trained up to here."""
     global_batch_size: int = 1
@@ -62,6 +67,7 @@ class TrainerState:
                 f"reads {SCHEMA_VERSION}. Go on with the version that wrote it (see run.json)."
             )
         names = {field.name for field in fields(cls)}
+        record = {**_ADDED_LATER, **record}
         if set(record) != names:
             raise CheckpointError(
                 f"{source} has other fields than expected: missing {sorted(names - set(record)) or 'none'}, "
@@ -76,7 +82,7 @@ class TrainerState:
 def _fits(name: str, value: object) -> bool:
     """Whether a value may stand in a field: counts are never negative, only the best two may be unknown."""
     if name == "best_loss":
-        return value is None or type(value) in (int, float)
+        return value is None or type(value) is int or (type(value) is float and math.isfinite(value))
     if name == "best_step" and value is None:
         return True
     return type(value) is int and value >= 0

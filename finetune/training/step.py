@@ -27,6 +27,13 @@ class StepResult(NamedTuple):
     num_tokens: int
     num_told_to_stop: int = 0
     """Ranks that a signal had told to stop before this step: the same number on all."""
+    not_finite: str = ""
+    """Why the step made no update, in words that are the same on all ranks; empty where it made one."""
+
+    @property
+    def is_skipped(self) -> bool:
+        """True where weights and optimizer are as before the step."""
+        return bool(self.not_finite)
 
 
 def train_step(
@@ -45,6 +52,8 @@ def train_step(
     The loss is the sum over all target tokens of the global batch, divided by their number. A mean of means over
     micro-batches or ranks would weigh a short row's tokens more than a long row's.
 
+    Where the loss or the gradient is not finite, on whatever rank, no rank makes an update; the result says why.
+
     Collective: every rank, with the same step; a rank's share may be empty.
 
     Args:
@@ -59,14 +68,19 @@ def train_step(
 
     Raises:
         DataError: the whole global batch has no target token.
-        RunFailedError: the loss or the gradient is not finite; the weights are as before the step.
+        PeerFailedError: another rank's part failed beside training; that rank raises its own error.
+        RunFailedError: trained weights are not finite themselves, so that no later step can be.
     """
     parameters = trainable_parameters(model)
 
     counts = [sum(m.num_targets for _, m in microbatches), sum(m.num_tokens for _, m in microbatches)]
-    # Whether a rank was told to stop travels along: all ranks then know it in the same step, at no cost.
-    told = int(runtime.is_told_to_stop)
-    num_targets, num_tokens, num_microbatches, num_told = map(int, runtime.sum([*counts, len(microbatches), told]))
+    # Whether a rank was told to stop, or failed beside training, travels along: all ranks then know it in the same
+    # step, at no cost.
+    flags = [int(runtime.is_told_to_stop), int(runtime.has_failed_beside)]
+    sums = map(int, runtime.sum([*counts, len(microbatches), *flags]))
+    num_targets, num_tokens, num_microbatches, num_told, num_failed = sums
+    if num_failed:
+        runtime.agree_on_failure_beside()
     if num_targets == 0:
         raise DataError(
             f"no row of step {step} has a target token. See how the rows are encoded, or raise data.max_length."
@@ -86,24 +100,43 @@ def train_step(
         loss_sum += float(summed.detach())
     runtime.sync_gradients(parameters)
 
-    loss = runtime.sum([loss_sum])[0] / num_targets
+    # An infinite norm makes zeros or NaN of the gradients; it is seen before they reach a weight.
     grad_norm = runtime.clip_grad_norm(parameters, max_grad_norm)
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        raise RunFailedError(
-            f"step {step}: the loss is {loss}{_whose(runtime, loss_sum)} and the gradient norm {grad_norm}; the "
-            "weights were left as before the step. Lower optim.learning_rate, add optim.warmup_steps, or look at the "
-            "rows of this step."
-        )
-
-    set_learning_rate(optimizer, learning_rate)
-    optimizer.step()
+    # The norm could overflow on one kind of device and not on another: a sum decides, not each rank for itself.
+    total, num_bad_norms = runtime.sum([loss_sum, float(not math.isfinite(grad_norm))])
+    loss = total / num_targets
+    not_finite = ""
+    if math.isfinite(loss) and num_bad_norms == 0:
+        set_learning_rate(optimizer, learning_rate)
+        optimizer.step()
+    else:
+        whose = _whose(runtime, not math.isfinite(loss_sum))
+        not_finite = f"the loss is {loss}{whose} and the gradient norm {grad_norm}"
+        _refuse_broken_weights(runtime, model, f"step {step}: {not_finite}")
     optimizer.zero_grad()
-    return StepResult(loss, grad_norm, learning_rate, num_targets, num_tokens, num_told)
+    return StepResult(loss, grad_norm, learning_rate, num_targets, num_tokens, num_told, not_finite)
 
 
-def _whose(runtime: Runtime, loss_sum: float) -> str:
-    """Which ranks' part of the loss is not finite, in words. Collective."""
-    is_bad = not math.isfinite(loss_sum)
-    counts = runtime.sum([float(is_bad and rank == runtime.rank) for rank in range(runtime.world_size)])
+def _whose(runtime: Runtime, is_mine: bool) -> str:
+    """Which ranks it is true of, in words; nothing in a world of one. Collective."""
+    counts = runtime.sum([float(is_mine and rank == runtime.rank) for rank in range(runtime.world_size)])
     ranks = [str(rank) for rank, count in enumerate(counts) if count]
     return f" (that of rank {', '.join(ranks)})" if ranks and runtime.world_size > 1 else ""
+
+
+def _refuse_broken_weights(runtime: Runtime, model: torch.nn.Module, what: str) -> None:
+    """Skipping this step would help no other, if the weights themselves are not finite. Collective.
+
+    Raises:
+        RunFailedError: on all ranks, if those of any rank are not.
+    """
+    names = [name for name, weight in model.named_parameters() if weight.requires_grad and not weight.isfinite().all()]
+    num_broken, num_ranks = runtime.sum([float(len(names)), float(bool(names))])
+    if num_ranks:
+        ranks = f" on {num_ranks:.0f} of {runtime.world_size} ranks" if num_ranks < runtime.world_size else ""
+        raise RunFailedError(
+            f"{what}; {num_broken / num_ranks:.0f} of the trained weights hold values that are not finite{ranks}, by "
+            "the update of an earlier step, so that no step could help any more. They are not saved. Lower "
+            "optim.learning_rate, add optim.warmup_steps or set optim.max_grad_norm, and go on from the last "
+            "checkpoint: resume=auto resume.allow=optim"
+        )

@@ -12,13 +12,14 @@ from signal import Signals
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.checkpoint import (
+    disk_need,
     load_checkpoint,
     load_model,
     newest_valid,
     prune,
     publish_adapter,
     save_base,
-    save_checkpoint,
+    take_snapshot,
     verify,
     verify_published,
 )
@@ -26,7 +27,7 @@ from finetune.config.compose import resolved_yaml
 from finetune.data.batches import BatchPlan, EvaluationLoader, Microbatch, TrainLoader
 from finetune.data.encode import EncodedExamples, EncodedSplits
 from finetune.distributed.runtime import Runtime
-from finetune.errors import CheckpointError, ConfigError, DataError, PreemptedError
+from finetune.errors import CheckpointError, ConfigError, DataError, FinetuneError, PreemptedError
 from finetune.model.base import checkpoint_gradients, longrope_boundary, max_context
 from finetune.model.lora import without_adapter
 from finetune.progress import show_comparison
@@ -55,7 +56,7 @@ class TrainingResults(NamedTuple):
 
     state: TrainerState
     loss: float
-    """Of the last step, in nats per target token; nan where no step was left to do."""
+    """Of the last step that was not skipped, in nats per target token; nan where no step was left to do."""
 
 
 class Trainer:
@@ -182,7 +183,12 @@ class Trainer:
         self._log_batches(plan, cadence)
         optimizer = self.runtime.prepare_optimizer(build_optimizer(self.model, config.optim))
         state = at_its_place(self._resume(optimizer), plan.steps_per_epoch)
-        self._on_main(lambda journal: journal.start_training(state, cadence.num_steps), "starting the journal")
+
+        def start(journal: Journal) -> None:
+            self._say_what_disk_it_takes(journal, optimizer, cadence)
+            journal.start_training(state, cadence.num_steps)
+
+        self._on_main(start, "starting the journal")
 
         _log.info("Starting distributed training..." if self.runtime.context.distributed else "Starting training...")
         self.model.train()
@@ -199,10 +205,12 @@ class Trainer:
             ),
             patience=config.early_stopping.patience,
             min_delta=config.early_stopping.min_delta,
+            max_skipped_steps=config.training.max_skipped_steps if config.training.on_nonfinite == "skip" else 0,
         )
+        self.runtime.at("saving", state.step)
+        self._on_main(lambda journal: journal.finish_saves(), f"saving step {state.step}")
         if is_told_to_stop:
             raise self._preempted(state)
-        self.runtime.at("saving", state.step)
         self._on_main(lambda journal: self._publish(journal, state, cadence), "publishing the adapter")
         no_step_is_left()
         self.runtime.at("after training", state.step, timed=False)  # what comes now is the script's own affair
@@ -353,9 +361,15 @@ class Trainer:
         )
 
     def _report(self, state: TrainerState, result: StepResult) -> None:
-        self._last_loss = result.loss
-        if self.journal is not None:
-            self.journal.step(state, result)
+        if not result.is_skipped:
+            self._last_loss = result.loss
+        if self.journal is None:
+            return
+        self.journal.step(state, result)
+        try:
+            self.journal.settle_saves()
+        except FinetuneError as error:
+            self.runtime.fail_in_next_step(error, "saving in the background")
 
     def _validate(self, loader: EvaluationLoader, state: TrainerState) -> float | None:
         """The loss; None if a rank was told to stop meanwhile: what is not whole is not recorded. Collective."""
@@ -376,12 +390,25 @@ class Trainer:
 
         def save(journal: Journal) -> None:
             _log.info("Saving checkpoint %s at epoch %d", journal.folder.checkpoint(state.step).name, self.epoch)
-            journal.before_checkpoint()
-            path = save_checkpoint(journal.folder, state.step, model=self.model, optimizer=optimizer, state=state)
-            journal.checkpoint(state, path)
-            prune(journal.folder, self.config.checkpoint.keep, state.best_step)
+            snapshot = take_snapshot(journal.folder, state.step, model=self.model, optimizer=optimizer, state=state)
+            journal.save(snapshot, best=state.best_step)
 
         self._on_main(save, f"saving step {state.step}")
+
+    def _say_what_disk_it_takes(self, journal: Journal, optimizer: torch.optim.Optimizer, cadence: Cadence) -> None:
+        fresh = TrainerState(world_size=self.runtime.world_size, global_batch_size=self.global_batch_size)
+        snapshot = take_snapshot(journal.folder, 0, model=self.model, optimizer=optimizer, state=fresh)
+        num_saves = sum(map(cadence.saves_after, range(1, cadence.num_steps + 1)))
+        # Those kept, the best besides where one is chosen, and the one that is being written.
+        wanted = self.config.checkpoint.keep + (self.splits.validation is not None) + 1
+        need = disk_need(journal.folder, snapshot, optimizer, at_once=min(num_saves, wanted))
+        _log.info("disk: %s", need)
+        held = sum(path.lstat().st_size for path in journal.folder.checkpoints.rglob("*"))
+        if need.total > need.free + held:
+            _log.warning(
+                "the checkpoints of this run do not fit the disk of %s: make room, or lower checkpoint.keep",
+                journal.folder.path,
+            )
 
     def _preempted(self, state: TrainerState) -> PreemptedError:
         """The error to leave with. Collective."""

@@ -38,7 +38,7 @@ def test_the_first_loss_is_an_improvement_whatever_min_delta_is():
     assert after([3.0], min_delta=5.0)[0].best_step == 1
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_no_number_is_no_improvement(loss):
     state, stops = after([loss, loss])
     assert (state.best_loss, state.best_step, stops) == (None, None, [False, True])

@@ -2,6 +2,7 @@ import itertools
 
 import pytest
 
+from finetune.errors import RunFailedError
 from finetune.training.loop import Actions, Cadence, run_loop
 from finetune.training.state import TrainerState
 from finetune.training.step import StepResult
@@ -10,13 +11,12 @@ from finetune.training.step import StepResult
 class Recorder:
     """Actions that only write down what they are asked for, and the states that were saved."""
 
-    def __init__(self, *, steps_per_epoch, losses=None, answer=lambda stop: stop, told_at=(), cut_short_at=()):
+    def __init__(self, *, steps_per_epoch, losses=None, answer=lambda stop: stop, **happens_at):
         self.did = []
         self.saved = {}
         self._steps_per_epoch = steps_per_epoch
         self._losses = losses
-        self._told_at = told_at
-        self._cut_short_at = cut_short_at
+        self._happens_at = happens_at
         self.actions = Actions(
             batches=self._batches,
             train=self._train,
@@ -31,14 +31,18 @@ class Recorder:
 
     def _train(self, step, share):
         self.did.append(("train", step, share))
-        num_told = int(step in self._told_at)
-        return StepResult(1.0, 1.0, 1.0, num_targets=step, num_tokens=2 * step, num_told_to_stop=num_told)
+        num_told = int(self._is_now("told_at", step))
+        why = "the loss is nan" if self._is_now("skipped_at", step) else ""
+        return StepResult(1.0, 1.0, 1.0, step, 2 * step, num_told_to_stop=num_told, not_finite=why)
 
     def _validate(self, state):
-        if state.step in self._cut_short_at:
+        if self._is_now("cut_short_at", state.step):
             return None
         self.did.append(("validate", state.step))
         return self._losses[state.step]
+
+    def _is_now(self, what, step):
+        return step in self._happens_at.get(what, ())
 
     def _save(self, state):
         self.did.append(("save", state.step))
@@ -48,9 +52,11 @@ class Recorder:
         return [entry[1] for entry in self.did if entry[0] == what]
 
 
-def run(cadence, *, state=None, losses=None, patience=None, min_delta=0.0, **keys):
-    recorder = Recorder(steps_per_epoch=cadence.steps_per_epoch, losses=losses, **keys)
-    end = run_loop(state or TrainerState(), cadence, recorder.actions, patience=patience, min_delta=min_delta)
+def run(cadence, *, state=None, recorder=None, losses=None, patience=None, limit=0, **keys):
+    recorder = recorder or Recorder(steps_per_epoch=cadence.steps_per_epoch, losses=losses, **keys)
+    end = run_loop(
+        state or TrainerState(), cadence, recorder.actions, patience=patience, min_delta=0.0, max_skipped_steps=limit
+    )
     recorder.is_told_to_stop = end.is_told_to_stop
     return recorder, end.state
 
@@ -206,3 +212,46 @@ def test_cadence_answers_are_those_of_a_plain_count():
         assert [step for step in range(1, 11) if plan.saves_after(step)] == [
             step for step in range(1, 11) if step % every == 0 or step == 10
         ]
+
+
+def test_skipped_steps_are_counted_and_reported_and_trained_on_nothing():
+    recorder, end = run(cadence(), skipped_at=[2, 6], limit=2)
+    assert (end.step, end.num_skipped_steps) == (7, 2)
+    assert end.num_targets == 1 + 3 + 4 + 5 + 7
+    assert recorder.steps_of("report") == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_step_behind_the_limit_ends_the_run_before_it_is_saved():
+    plan = cadence(save_every=1)
+    recorder = Recorder(steps_per_epoch=3, losses=None, skipped_at=[2, 3, 6])
+    with pytest.raises(RunFailedError, match=r"step 6: the loss is nan; training\.max_skipped_steps is 2, and 2 were"):
+        run(plan, recorder=recorder, limit=2)
+    assert (recorder.steps_of("train")[-1], recorder.steps_of("report")[-1], max(recorder.saved)) == (6, 5, 5)
+    assert run(plan, state=recorder.saved[5], skipped_at=[6], limit=3)[1].num_skipped_steps == 3
+
+
+def test_without_skipping_the_first_ends_the_run_and_says_how_to_skip():
+    with pytest.raises(RunFailedError, match=r"step 2: .*on_nonfinite is stop.*left as before.*on_nonfinite=skip"):
+        run(cadence(), skipped_at=[2])
+
+
+@pytest.mark.parametrize("stopped_at", range(8))
+def test_a_resumed_run_goes_on_counting_what_was_skipped_before(stopped_at):
+    plan = cadence(save_every=1)
+    whole, end = run(plan, skipped_at=[2, 3, 6], limit=3)
+    state = {0: TrainerState(), **whole.saved}[stopped_at]
+    assert run(plan, state=state, skipped_at=[2, 3, 6], limit=3)[1] == end
+    if stopped_at < 6:
+        with pytest.raises(RunFailedError, match="step 6"):
+            run(plan, state=state, skipped_at=[2, 3, 6], limit=2)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("limit", [0, 9])
+def test_a_validation_that_is_not_finite_ends_the_run_before_it_is_saved(loss, limit):
+    plan = cadence(save_every=1, validate_every=2)
+    recorder = Recorder(steps_per_epoch=3, losses=falling() | {4: loss})
+    with pytest.raises(RunFailedError, match=f"validation loss after step 4 is {loss}: these weights are not saved"):
+        run(plan, recorder=recorder, limit=limit)
+    assert max(recorder.saved) == 3
+    assert recorder.saved[3].best_step == 2

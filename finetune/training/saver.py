@@ -1,0 +1,199 @@
+"""Checkpoints beside training: the state is copied, a thread writes it, and training waits for the copy alone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from finetune.checkpoint import Snapshot, commit_snapshot, prune
+from finetune.errors import RunFailedError
+from finetune.fallbacks import Fallback, Fallbacks
+from finetune.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from finetune.config.schema import CheckpointSection
+
+_LAST_WORDS_SECONDS = 0.5
+_SHARE_OF_FREE_MEMORY = 0.5
+"""A copy that takes more of what is free could bring down the run that it is to protect."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """One checkpoint that is on the disk, and what it cost."""
+
+    step: int
+    path: Path
+    num_bytes: int
+    """Of its tensors."""
+    blocked_seconds: float
+    """Training waited: for an earlier save, and for the copy."""
+    write_seconds: float
+
+
+class Saver:
+    """Writes checkpoints, one at a time. Main process only; every method is for the thread that trains.
+
+    Args:
+        folder: an open run folder.
+        keys: in the background or not, how many to keep, what a failing disk means.
+        fallbacks: takes each checkpoint that could not be written, where training goes on without it.
+        before: called right before each commit, in the thread that writes.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        keys: CheckpointSection,
+        fallbacks: Fallbacks,
+        *,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._folder = folder
+        self._keys = keys
+        self._fallbacks = fallbacks
+        self._before = before
+        self._in_background = keys.background
+        self._writer: _Writer | None = None
+
+    def save(self, snapshot: Snapshot, *, best: int | None) -> list[Saved]:
+        """Begin to write a checkpoint, after the one before has ended.
+
+        Args:
+            snapshot: not copied yet.
+            best: the step whose checkpoint is not pruned.
+
+        Returns:
+            What is on the disk since the last call of a method of this class.
+
+        Raises:
+            RunFailedError: the checkpoint before this one could not be written, or this one, if not in the background.
+        """
+        began = time.monotonic()
+        saved = self.finish()
+        if self._in_background and not self._has_room(snapshot):
+            self._in_background = False
+        if self._in_background:
+            snapshot = snapshot.copied()
+        self._writer = _Writer(snapshot, self._folder, keep=self._keys.keep, best=best, before=self._before)
+        if self._in_background:
+            self._writer.start()
+        else:
+            self._writer.run()
+        self._writer.blocked_seconds = time.monotonic() - began
+        return saved if self._in_background else [*saved, *self.finish()]
+
+    def settle(self) -> list[Saved]:
+        """What is on the disk by now; does not wait.
+
+        Raises:
+            RunFailedError: a checkpoint could not be written, and by configuration that ends the run.
+        """
+        return [] if self._writer is None or self._writer.is_alive() else self.finish()
+
+    def finish(self, *, is_last: bool = False) -> list[Saved]:
+        """Wait for the save in flight, if there is one.
+
+        Args:
+            is_last: nothing is saved after it, so that training cannot go on without it.
+
+        Raises:
+            RunFailedError: it could not be written.
+        """
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return []
+        if writer.ident is not None:
+            writer.join()
+        if writer.error is not None:
+            self._go_on_without(writer.error, writer.snapshot.step, is_last=is_last)
+        return [writer.saved] if writer.saved is not None else []
+
+    def close(self, error: BaseException | None) -> list[Saved]:
+        """Leave no thread behind. A save in flight comes to its end, unless the run was told to stop at once.
+
+        Returns:
+            What is on the disk since the last call of a method of this class.
+        """
+        writer, self._writer = self._writer, None
+        if writer is None:
+            return []
+        if error is not None and not isinstance(error, Exception):
+            writer.is_abandoned = True
+        is_leaving = threading.current_thread() is not threading.main_thread()  # a watchdog ends this process
+        if writer.ident is not None:
+            writer.join(_LAST_WORDS_SECONDS if is_leaving else None)
+        if writer.error is not None and error is not None:
+            _log.error("%s", writer.error)  # the run ends by another one
+        return [writer.saved] if writer.saved is not None else []
+
+    def _go_on_without(self, error: Exception, step: int, *, is_last: bool) -> None:
+        """Raise the error, unless it is the disk's and training goes on."""
+        if is_last or self._keys.on_disk_failure == "stop" or not isinstance(error.__cause__, OSError):
+            raise error
+        used = "training goes on (checkpoint.on_disk_failure=continue)"
+        self._fallbacks.take(Fallback(what=f"saving step {step}", wanted="a checkpoint", used=used, why=str(error)))
+
+    def _has_room(self, snapshot: Snapshot) -> bool:
+        free = psutil.virtual_memory().available
+        if snapshot.num_bytes <= free * _SHARE_OF_FREE_MEMORY:
+            return True
+        why = f"a copy takes {snapshot.num_bytes:,} bytes of memory, {free:,} are free"
+        wanted, used = "written in the background", "written while training waits"
+        self._fallbacks.take(Fallback(what="checkpoint.background", wanted=wanted, used=used, why=why))
+        return False
+
+
+class _Writer(threading.Thread):
+    """One save: `saved` or `error` is set when it is over."""
+
+    def __init__(
+        self, snapshot: Snapshot, folder: RunFolder, *, keep: int, best: int | None, before: Callable[[], None]
+    ) -> None:
+        super().__init__(name="finetune-saver", daemon=True)
+        self.snapshot = snapshot
+        self.folder = folder
+        self.keep = keep
+        self.best = best
+        self.before = before
+        self.blocked_seconds = 0.0
+        self.is_abandoned = False
+        self.error: Exception | None = None
+        self._path: Path | None = None
+        self._write_seconds = 0.0
+
+    @property
+    def saved(self) -> Saved | None:
+        """What was written; None where it was not."""
+        if self._path is None:
+            return None
+        return Saved(
+            step=self.snapshot.step,
+            path=self._path,
+            num_bytes=self.snapshot.num_bytes,
+            blocked_seconds=self.blocked_seconds,
+            write_seconds=self._write_seconds,
+        )
+
+    def run(self) -> None:
+        """Commit, then remove what is older than wanted; in a thread, or as a plain call."""
+        began = time.monotonic()
+        try:
+            self.before()
+            self._path = commit_snapshot(self.folder, self.snapshot, go_on=self._go_on)
+            prune(self.folder, self.keep, self.best)
+        except Exception as error:
+            self.error = error
+        self._write_seconds = time.monotonic() - began
+
+    def _go_on(self) -> None:
+        if self.is_abandoned:
+            raise RunFailedError(f"step {self.snapshot.step} is not saved: the run was told to stop at once")

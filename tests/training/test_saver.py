@@ -1,0 +1,237 @@
+"""Training goes on while a thread writes: what lands on the disk is the moment of the copy, one save at a time."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from finetune.checkpoint import disk_need, take_snapshot, verify
+from finetune.checkpoint.tensors import TensorFile
+from finetune.config.schema import CheckpointSection
+from finetune.durable import is_leftover
+from finetune.errors import ConfigError, RunFailedError
+from finetune.fallbacks import Fallbacks
+from finetune.run_folder import RunFolder
+from finetune.signals import Terminated
+from finetune.training.saver import Saver
+from finetune.training.state import TrainerState
+from tests.tiny_models import build_tiny, tiny_phi3_config
+
+
+class Gate:
+    """Holds a writer back until it is opened."""
+
+    def __init__(self):
+        self.is_reached = threading.Event()
+        self.is_open = threading.Event()
+
+    def __call__(self):
+        self.is_reached.set()
+        assert self.is_open.wait(30)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = RunFolder(tmp_path / "run").open("never")
+    yield folder
+    folder.close()
+
+
+@pytest.fixture
+def model():
+    return build_tiny(tiny_phi3_config())
+
+
+@pytest.fixture
+def optimizer(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    take_step(model, optimizer)
+    return optimizer
+
+
+def take_step(model, optimizer):
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+
+
+def snapshot(folder, model, optimizer, step):
+    return take_snapshot(folder, step, model=model, optimizer=optimizer, state=TrainerState(step=step))
+
+
+def saver(folder, *, fallbacks=None, before=lambda: None, **keys):
+    return Saver(folder, CheckpointSection(**keys), Fallbacks() if fallbacks is None else fallbacks, before=before)
+
+
+def weights_of(path):
+    return load_file(path / "model.safetensors") | load_file(path / "optimizer.safetensors")
+
+
+def test_what_is_written_is_what_was_there_when_the_save_began(folder, model, optimizer):
+    plain = saver(folder, background=False)
+    [as_it_was] = plain.save(snapshot(folder, model, optimizer, 1), best=None)
+    gate = Gate()
+    saves = saver(folder, before=gate)
+    assert saves.save(snapshot(folder, model, optimizer, 2), best=None) == []
+    assert gate.is_reached.wait(30)
+    assert saves.settle() == []
+    take_step(model, optimizer)
+    gate.is_open.set()
+    [saved] = saves.finish()
+    assert saved.path == folder.checkpoint(2)
+    assert verify(saved.path) == []
+    for name, tensor in weights_of(as_it_was.path).items():
+        assert torch.equal(tensor, weights_of(saved.path)[name]), name
+    name = "model.embed_tokens.weight"
+    assert not torch.equal(model.get_parameter(name), weights_of(saved.path)[name])
+
+
+def test_training_waits_for_the_copy_and_for_an_earlier_save_alone(folder, model, optimizer):
+    gate = Gate()
+    saves = saver(folder, before=gate)
+    saves.save(snapshot(folder, model, optimizer, 1), best=None)
+    assert gate.is_reached.wait(30)
+    opener = threading.Timer(0.5, gate.is_open.set)
+    opener.start()
+    [first] = saves.save(snapshot(folder, model, optimizer, 2), best=None)  # at most one in flight: it waits
+    [second] = saves.finish()
+    assert (first.step, second.step) == (1, 2)
+    assert first.blocked_seconds < 0.4 < second.blocked_seconds
+    assert first.write_seconds > 0.4
+    assert first.num_bytes == sum(tensor.numel() * 4 for tensor in weights_of(first.path).values())
+
+
+def test_a_save_that_is_over_is_told_once_without_waiting(folder, model, optimizer):
+    saves = saver(folder)
+    saves.save(snapshot(folder, model, optimizer, 1), best=None)
+    deadline, saved = time.monotonic() + 30, []
+    while not saved and time.monotonic() < deadline:
+        saved = saves.settle()
+    assert [one.step for one in saved] == [1]
+    assert (saves.settle(), saves.finish()) == ([], [])
+
+
+def test_older_checkpoints_go_once_the_new_one_is_on_the_disk(folder, model, optimizer):
+    saves = saver(folder, keep=1)
+    for step in (1, 2, 3):
+        saves.save(snapshot(folder, model, optimizer, step), best=1)
+    saves.finish()
+    assert folder.checkpoint_steps() == [1, 3]
+
+
+@pytest.fixture
+def broken(folder):
+    """The checkpoints' place is a file: each save fails with ENOTDIR, root's too."""
+    if folder.checkpoints.is_dir():
+        folder.checkpoints.rmdir()
+    folder.checkpoints.write_text("")
+    return folder
+
+
+@pytest.mark.parametrize("call", ["settle", "finish", "save"])
+def test_a_disk_that_refuses_is_told_by_the_next_call(broken, model, optimizer, call):
+    saves = saver(broken)
+    saves.save(snapshot(broken, model, optimizer, 1), best=None)
+    calls = {
+        "finish": saves.finish,
+        "save": lambda: saves.save(snapshot(broken, model, optimizer, 2), best=None),
+        "settle": lambda: [saves.settle() for _ in iter(lambda: time.sleep(0.01), 0)],
+    }
+    with pytest.raises(RunFailedError, match=r"Saving checkpoint .*step-000001 failed: .*bytes are free there"):
+        calls[call]()
+
+
+def test_by_configuration_training_goes_on_without_and_the_next_save_is_tried(broken, model, optimizer):
+    fallbacks = Fallbacks()
+    saves = saver(broken, fallbacks=fallbacks, on_disk_failure="continue")
+    saves.save(snapshot(broken, model, optimizer, 1), best=None)
+    assert saves.finish() == []
+    [record] = fallbacks.as_records()
+    assert record["what"] == "saving step 1"
+    assert "bytes are free there" in record["why"]
+    broken.checkpoints.unlink()
+    saves.save(snapshot(broken, model, optimizer, 2), best=None)
+    assert [one.step for one in saves.finish(is_last=True)] == [2]
+
+
+def test_the_last_save_may_not_fail_whatever_the_configuration_says(broken, model, optimizer):
+    saves = saver(broken, on_disk_failure="continue")
+    saves.save(snapshot(broken, model, optimizer, 1), best=None)
+    with pytest.raises(RunFailedError, match="step-000001 failed"):
+        saves.finish(is_last=True)
+
+
+def test_a_strict_run_does_not_go_on_without_a_checkpoint(broken, model, optimizer):
+    saves = saver(broken, fallbacks=Fallbacks(strict=True), on_disk_failure="continue")
+    saves.save(snapshot(broken, model, optimizer, 1), best=None)
+    with pytest.raises(ConfigError, match="strict"):
+        saves.finish()
+
+
+@pytest.mark.parametrize("where", ["weight", "optimizer"])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_never_saved_as_good(folder, model, optimizer, where, value):
+    weight = model.model.norm.weight
+    target = weight.data if where == "weight" else optimizer.state[weight]["exp_avg"]
+    target[3] = value
+    saves = saver(folder, on_disk_failure="continue")
+    saves.save(snapshot(folder, model, optimizer, 7), best=None)
+    with pytest.raises(RunFailedError, match=r"step 7 is not saved: 1 of its tensors .*model\.norm\.weight"):
+        saves.finish()
+    assert folder.checkpoint_steps() == []
+
+
+def test_a_run_that_is_told_to_stop_at_once_leaves_no_half_checkpoint(folder, model, optimizer):
+    gate = Gate()
+    saves = saver(folder, before=gate)
+    saves.save(snapshot(folder, model, optimizer, 1), best=None)
+    assert gate.is_reached.wait(30)
+    threading.Timer(0.2, gate.is_open.set).start()
+    saves.close(Terminated())
+    assert list(folder.checkpoints.iterdir()) == []
+    assert not [thread for thread in threading.enumerate() if thread.name == "finetune-saver"]
+
+
+def test_a_save_in_flight_outlives_an_error_of_training(folder, model, optimizer):
+    saves = saver(folder)
+    saves.save(snapshot(folder, model, optimizer, 1), best=None)
+    saves.close(RunFailedError("the loss is nan"))
+    assert verify(folder.checkpoint(1)) == []
+    assert not [path for path in folder.checkpoints.iterdir() if is_leftover(path.name)]
+
+
+def test_where_memory_does_not_hold_a_copy_training_waits_and_that_is_recorded(folder, model, optimizer):
+    huge = torch.zeros(1).expand(1 << 46)  # 256 TiB by its shape, four bytes in memory
+    fallbacks = Fallbacks()
+    saves = saver(folder, fallbacks=fallbacks)
+    small = snapshot(folder, model, optimizer, 1)
+    with pytest.raises(RuntimeError):  # nothing can write it either
+        saves.save(replace(small, files={"huge.safetensors": TensorFile({"x": huge}, ("format", "pt"))}), best=None)
+    [record] = fallbacks.as_records()
+    assert record["what"] == "checkpoint.background"
+    assert [one.step for one in saves.save(small, best=None)] == [1]  # written before the call returns
+
+
+@pytest.mark.parametrize(
+    ("name", "has_state"),
+    [("AdamW", False), ("AdamW", True), ("SGD", False), ("Adagrad", False), ("Adafactor", False), ("Adafactor", True)],
+)
+def test_the_disk_that_checkpoints_take_is_known_before_the_first_step(folder, model, name, has_state):
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
+    if has_state:
+        take_step(model, optimizer)
+    need = disk_need(folder, snapshot(folder, model, optimizer, 0), optimizer, at_once=3)
+    take_step(model, optimizer)
+    [saved] = saver(folder, background=False).save(snapshot(folder, model, optimizer, 1), best=None)
+    if need.optimizer is None:  # it reads values while it steps, and a tensor without memory has none
+        assert (name, has_state) == ("Adafactor", False)
+        assert "optimizer not known yet" in str(need)
+        return
+    assert need.checkpoint == saved.num_bytes
+    assert need.total == 3 * saved.num_bytes + need.model
+    on_disk = sum(file.stat().st_size for file in saved.path.iterdir())
+    assert saved.num_bytes < on_disk < saved.num_bytes + 60_000
+    assert "at most 3 at once" in str(need)
