@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from finetune.logs import PACKAGE
+from finetune.signals import give_up_dead_screens
 from finetune.training.state import Comparison, ModelScores
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class TrainingProgress:
 
     def step(self, *, step: int, epoch: int, loss: float, tokens_per_second: float) -> None:
         """Show one optimizer step; `step` counts from 1 and `epoch` from 0, as in metrics.jsonl."""
+        give_up_dead_screens()
         facts = f"epoch {epoch + 1} · loss {loss:.4f} · {tokens_per_second:,.0f} tokens/s"
         left = self._seconds_left(step)
         if step % self._log_every == 0 or step == self._total:
@@ -107,6 +109,7 @@ def show_comparison(comparison: Comparison, console: Console | None = None) -> N
     """
     from rich.console import Console
 
+    give_up_dead_screens()
     console = console or Console()
     title = f"Test split, {comparison.num_rows:,} rows"
     console.print(_score_table(title, comparison.base, comparison.tuned))
@@ -172,6 +175,7 @@ def show_what_next(folder: Path, prompt: str | None) -> None:
         folder: the run's folder.
         prompt: something to ask the tuned model, where a row of the data gives it.
     """
+    give_up_dead_screens()
     shown = shown_folder(folder)
     question = shlex.quote(prompt) if prompt else '"…"'
     sys.stdout.write(

@@ -1,7 +1,8 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C: a run that is told to stop ends after its step; told once more, it ends at once."""
+"""SIGTERM, SIGUSR1, SIGHUP and Ctrl-C: a run that is told to stop ends after its step; told twice, it ends at once."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -11,7 +12,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import ClassVar, NoReturn
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+"""SIGHUP: the terminal is gone. `nohup` lets a process ignore it, and then it is not ours to handle."""
 _ONE_REQUEST_SECONDS = 1.0
 """A signal comes twice where the terminal or the scheduler and the launcher both send it."""
 
@@ -41,7 +43,7 @@ class _Told:
 
 @contextmanager
 def stops_after_step() -> Iterator[None]:
-    """A block in which the first SIGTERM, SIGUSR1 or Ctrl-C is only noted, for `told_to_stop`.
+    """A block in which the first SIGTERM, SIGUSR1, SIGHUP or Ctrl-C is only noted, for `told_to_stop`.
 
     A second SIGTERM or Ctrl-C, more than a second later, raises `Terminated` or KeyboardInterrupt in the main thread. A
     signal that the program has other plans for is left alone.
@@ -100,7 +102,7 @@ def termination_raises() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """A block in which SIGTERM, SIGUSR1 and Ctrl-C are passed over: the process is on its way out already.
+    """A block in which `STOP_SIGNALS` are passed over: the process is on its way out already.
 
     Under a launcher they come twice: from the terminal, and from the launcher that heard it too.
     """
@@ -121,14 +123,28 @@ def _hear(number: int, frame: FrameType | None) -> None:
     if os.getpid() != _Told.pid:
         _in_child(number)
         return
+    if number == signal.SIGHUP:
+        give_up_dead_screens()
     now = time.monotonic()
     is_first = _Told.by is None
     if is_first:
         _Told.by, _Told.at = signal.Signals(number), now
     if _Told.waits_for_step and is_first:
         _say_that_it_was_heard(number)
-    elif is_first or (now - _Told.at > _ONE_REQUEST_SECONDS and number != signal.SIGUSR1):
+    elif is_first or (now - _Told.at > _ONE_REQUEST_SECONDS and number in (signal.SIGTERM, signal.SIGINT)):
         _raise(number, frame)
+
+
+def give_up_dead_screens() -> None:
+    """Let standard streams whose terminal is gone go nowhere: a line that nobody can see must not end a run."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")  # takes nothing, and fails where the terminal has hung up
+        except OSError as error:
+            if error.errno == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
 
 
 def _say_that_it_was_heard(number: int) -> None:

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from finetune.distributed.environment import is_first_process, read_environment, speaks_for_a_node
 from finetune.errors import ConfigError, FinetuneError, LaunchError, PeerFailedError, PreemptedError
-from finetune.signals import Terminated, undisturbed
+from finetune.signals import Terminated, give_up_dead_screens, undisturbed
 
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
@@ -45,6 +45,7 @@ def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | No
 
 def _end(error: BaseException) -> NoReturn:
     """Say once what went wrong, and leave with its exit code."""
+    give_up_dead_screens()
     if isinstance(error, FinetuneError):
         if logging.getLogger("finetune").isEnabledFor(logging.DEBUG):
             traceback.print_exc()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Union
@@ -24,6 +25,8 @@ from finetune.config.yaml_reader import DottedName, Setting
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
+_USER_IN_ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s@]+@")
+
 Tree = dict[str, Union[Setting, "Tree"]]
 """Nested by the parts of the keys; a leaf is the setting that counts."""
 
@@ -32,7 +35,7 @@ def put(tree: Tree, setting: Setting, problems: list[str]) -> None:
     """Set one key, over whatever stood there. What cannot be set is appended to ``problems``."""
     if setting.key in WRITTEN_AS:
         setting = replace(setting, key=WRITTEN_AS[setting.key], older_key=setting.dotted)
-    problem = _key_problem(setting) or _object_problem(setting)
+    problem = _key_problem(setting) or _object_problem(setting) or _password_problem(setting)
     if problem:
         problems.append(_line(setting, problem))
         return
@@ -47,6 +50,11 @@ def put(tree: Tree, setting: Setting, problems: list[str]) -> None:
             below = tree[part] = {}
         tree = below
     tree[last] = setting
+
+
+def without_passwords(text: str) -> str:
+    """A text in which no address names a user, a password or a token."""
+    return _USER_IN_ADDRESS.sub(r"\1…@", text)
 
 
 def build_config(tree: Tree, run_name: str, problems: list[str]) -> Config | None:
@@ -126,6 +134,20 @@ def _object_problem(setting: Setting) -> str:
     return f"{refused_object(refused[0])}. Nothing was imported." if refused else ""
 
 
+def _password_problem(setting: Setting) -> str:
+    """Nothing that is kept or shown may hold a secret, and config.yaml, run.json and log.txt hold every value."""
+    if setting.dotted == "model.chat_template":
+        return ""
+    found = _USER_IN_ADDRESS.search(str(setting.value))
+    return (
+        f"{without_passwords(setting.value) if isinstance(setting.value, str) else found[1] + '…@'} names a user, a "
+        "password or a token, which config.yaml, run.json and log.txt would repeat. Give the address without it; for "
+        "the hub, set HF_TOKEN in the environment."
+        if found
+        else ""
+    )
+
+
 def _dotted_names(value: object) -> Iterator[DottedName]:
     if isinstance(value, DottedName):
         yield value
@@ -168,6 +190,7 @@ def _got(setting: Setting) -> str:
         shown = setting.text
     else:
         shown = repr(setting.value)
+    shown = without_passwords(shown)
     return shown if len(shown) <= 60 else f"{shown[:56]} ..."
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from finetune.config.checks import Tree, build_config, missing_or_contradicting, put
+from finetune.config.checks import Tree, build_config, missing_or_contradicting, put, without_passwords
 from finetune.config.config_files import (
     GROUPS,
     RUN_FILES,
@@ -176,7 +176,7 @@ def _run_name(run: _Choice | None, task: _Choice | None) -> str:
 
 
 def as_message(problems: Sequence[str]) -> str:
-    unique = list(dict.fromkeys(problems))
+    unique = list(dict.fromkeys(map(without_passwords, problems)))
     if len(unique) == 1:
         return unique[0]
     return f"the configuration has {len(unique)} problems:\n" + "\n".join(f"  {problem}" for problem in unique)

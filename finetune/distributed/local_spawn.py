@@ -43,8 +43,8 @@ def run_as_processes(num_processes: int) -> int:
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.1,
-        # Of the others the workers decide what they mean; elastic would kill them 30 s later.
-        signals_to_handle="SIGHUP,SIGQUIT",
+        # Of the others the workers decide what they mean; elastic would kill them 30 s later. It would also undo nohup.
+        signals_to_handle="SIGQUIT",
     )
     _log.info("starting %d processes on this machine: %s", num_processes, " ".join(command))
     with _signals_go_to_workers() as sent:

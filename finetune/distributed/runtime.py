@@ -231,14 +231,19 @@ class Runtime:
                 raise error
             return
         code = error.exit_code if isinstance(error, FinetuneError) else 1
-        mine = None if error is None else (self.rank, code, f"{type(error).__name__}: {error}")
+        mine = (self.rank, code, f"{type(error).__name__}: {error}")
         with self._collective(f"agree on {during}"):
-            failed = [entry for entry in gather_object([mine]) if entry is not None]
-        if error is not None:
-            raise error
-        if failed:
-            rank, code, text = failed[0]
-            raise PeerFailedError(f"rank {rank} failed during {during}: {text}", exit_code=code)
+            failed = [entry for entry in gather_object([None if error is None else mine]) if entry is not None]
+        if not failed:
+            return
+        rank, code, text = failed[0]
+        if error is None:
+            peer = PeerFailedError(f"rank {rank} failed during {during}: {text}", exit_code=code)
+            peer.is_said_by_another = True  # `speaks_for_a_node` says it on another node's screen
+            raise peer
+        if isinstance(error, FinetuneError):
+            error.is_said_by_another = mine != failed[0] and mine[2] == text
+        raise error
 
     def fail_in_next_step(self, error: BaseException, during: str) -> None:
         """Let all ranks raise at the beginning of the next step, for what failed beside training. Not a collective."""
@@ -338,6 +343,8 @@ class Runtime:
         """Leave: end what was opened, and tell the other ranks of an error. Not a collective."""
         watchdog, self._watchdog = self._watchdog, None
         is_as_agreed = error is None or isinstance(error, PreemptedError)
+        # Settled in `agree`: the rank that says it tells the world of it too.
+        is_as_agreed = is_as_agreed or (isinstance(error, FinetuneError) and error.is_said_by_another)
         try:
             if watchdog is not None and error is not None and not is_as_agreed:
                 watchdog.fail(in_a_line(error))

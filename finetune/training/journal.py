@@ -19,7 +19,7 @@ from finetune.metrics import MetricsWriter, RunRecord
 from finetune.progress import TrainingProgress, show_what_next, shown_folder
 from finetune.run_folder import RunFolder
 from finetune.training.evaluate import LossSums
-from finetune.training.resume import accepted_changes, record_of_start
+from finetune.training.resume import accepted_changes, record_of_start, refuse_other_global_batch
 from finetune.training.saver import Saved, Saver
 from finetune.training.state import Comparison, TrainerState
 from finetune.training.step import StepResult
@@ -80,6 +80,12 @@ class Journal:
         self._record = RunRecord(self.folder.record_file)
         try:
             changes = accepted_changes(self.folder, config, fingerprints)
+            refuse_other_global_batch(
+                self.folder,
+                config,
+                global_batch_size=global_batch["global_batch_size"],
+                world_size=world["world_size"],
+            )
             settled = config.model_copy(update={"resume_allow": []})  # allowed once is not allowed for ever
             with disk_failures_end_the_run("Writing", self.folder.path):
                 self._log_file = log_to_file(self.folder.log_file, rank=0)

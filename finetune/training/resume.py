@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
-from finetune.checkpoint import newest_valid
+from finetune.checkpoint import newest_valid, read_state
 from finetune.config.compose import compose
 from finetune.config.schema import Config
 from finetune.errors import CheckpointError, ConfigError
@@ -213,6 +214,46 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
     for difference in matters:
         _log.warning("accepted by resume.allow: %s", difference)
     return [{"key": it.key, "before": it.before, "now": it.now} for it in matters]
+
+
+def refuse_other_global_batch(folder: RunFolder, config: Config, *, global_batch_size: int, world_size: int) -> None:
+    """A step of other rows is another curve: where the checkpoints know another number, nothing goes on.
+
+    Args:
+        folder: the run's, open.
+        config: what the run is to go on with.
+        global_batch_size: examples per optimizer step, as this start would have it.
+        world_size: processes of this start.
+
+    Raises:
+        CheckpointError: names both global batches, and the worlds that they are of.
+    """
+    last = _last_state(folder) if config.resume == "auto" else None
+    if last is None or last.global_batch_size == global_batch_size:
+        return
+    path = newest_valid(folder)
+    state = last if path is None else read_state(path)
+    if path is None or state.global_batch_size == global_batch_size:
+        return
+    given = "training.global_batch_size" if config.training.global_batch_size else "batch_size x world size"
+    raise CheckpointError(
+        f"output_dir={folder.path} holds a run that {_processes(state.world_size)} trained with a global batch of "
+        f"{state.global_batch_size} examples, this run asks for {global_batch_size} with {_processes(world_size)} "
+        f"({given}). Set training.global_batch_size={state.global_batch_size}, which any number of processes can keep, "
+        "or start another run with output_dir=. Nothing was changed."
+    )
+
+
+def _last_state(folder: RunFolder) -> TrainerState | None:
+    """Where the newest checkpoint stands whose state can be read; it is not verified."""
+    for step in reversed(folder.checkpoint_steps()):
+        with suppress(CheckpointError):
+            return read_state(folder.checkpoint(step))
+    return None
+
+
+def _processes(number: int) -> str:
+    return f"{number} process{'' if number == 1 else 'es'}"
 
 
 def at_its_place(state: TrainerState, steps_per_epoch: int) -> TrainerState:

@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +28,7 @@ from finetune.config.compose import resolved_yaml
 from finetune.data.batches import BatchPlan, EvaluationLoader, Microbatch, TrainLoader
 from finetune.data.encode import EncodedExamples, EncodedSplits
 from finetune.distributed.runtime import Runtime
-from finetune.errors import CheckpointError, ConfigError, DataError, FinetuneError, PreemptedError
+from finetune.errors import ConfigError, DataError, FinetuneError, PreemptedError
 from finetune.model.base import checkpoint_gradients, longrope_boundary, max_context
 from finetune.model.lora import without_adapter
 from finetune.progress import show_comparison
@@ -318,11 +319,7 @@ class Trainer:
         state = fresh
         try:
             state = load_checkpoint(Path(path), model=self.model, optimizer=optimizer)
-            if state.global_batch_size != self.global_batch_size:
-                raise CheckpointError(
-                    f"{path} was trained with a global batch of {state.global_batch_size} examples, this run asks for "
-                    f"{self.global_batch_size}. Set training.global_batch_size={state.global_batch_size} to go on."
-                )
+            state = replace(state, world_size=self.runtime.world_size)  # of those that go on with it
         except Exception as caught:
             error = caught
         self.runtime.agree(error, "resuming")

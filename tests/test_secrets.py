@@ -1,0 +1,235 @@
+"""Tokens and keys of the environment appear nowhere: not on the screen, not in a file, not in what a command prints."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+
+from finetune.cli import main as finetune
+from tests.launches import REPOSITORY, run_command
+from tests.tiny_runs import random_model_words, write_base, write_rows
+
+SECRETS = {
+    "HF_TOKEN": "hf_QmZ7tokenOfTheHub",
+    "HUGGING_FACE_HUB_TOKEN": "hf_Xw31olderTokenOfTheHub",
+    "WANDB_API_KEY": "9f3akeyOfWeightsAndBiases",
+    "AWS_SECRET_ACCESS_KEY": "wJalr/secretKeyOfAws+x",
+    "AWS_SESSION_TOKEN": "FwoGZsessionTokenOfAws==",
+    "OPENAI_API_KEY": "sk-proj-keyOfOpenAi",
+}
+PASSWORD = "passw0rdInAnAddress"
+ADDRESS = f"https://anna:{PASSWORD}@127.0.0.1:9/rows.jsonl"
+BUG, MISTAKE, FAILED = 1, 2, 3
+
+
+def spellings(secret: str) -> list[bytes]:
+    """As it is, and as a library might write it."""
+    texts = [secret, secret.lower(), quote(secret, safe=""), json.dumps(secret)[1:-1]]
+    encoded = base64.b64encode(secret.encode()).rstrip(b"=")
+    return [*(text.encode() for text in texts), encoded[:-1]]
+
+
+def leaks(data: bytes, *, of: dict[str, str] = SECRETS) -> list[str]:
+    """The variables whose value is in some bytes."""
+    return [name for name, secret in of.items() if any(spelling in data for spelling in spellings(secret))]
+
+
+def leaking_files(folder: Path) -> dict[str, list[str]]:
+    """Every file below a folder that holds a secret, or has one in its name."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        data = path.read_bytes() if path.is_file() and not path.is_symlink() else b""
+        if names := leaks(str(path).encode() + b"\n" + data):
+            found[str(path)] = names
+    return found
+
+
+class Place:
+    """All that a run may write to: its folder, its cache, a home and a folder for temporary files, all below one."""
+
+    def __init__(self, inputs: Path, folder: Path) -> None:
+        self.folder = folder
+        self.variables = SECRETS | {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
+        for name in ("home", "tmp"):
+            (folder / name).mkdir(parents=True)
+        self.words = [
+            *("task=finetune_lora", *random_model_words(inputs / "tokenizer"), f"output_dir={folder / 'run'}"),
+            *(f"data.path={inputs / 'rows'}", f"data.cache_dir={folder / 'cache'}", "training.device=cpu"),
+            *("training.batch_size=2", "training.global_batch_size=4", "training.max_steps=3", "training.debug=true"),
+            *("checkpoint.save_every=1", "checkpoint.keep=5", "validation.validate_every=1"),
+        ]
+
+    def run(self, *words: str, program: tuple[str, ...] = ("-m", "finetune", "train"), **variables: str) -> str:
+        """The screen of a run; its exit code is the last line."""
+        command = [sys.executable, *program, *self.words, *words]
+        done = run_command(command, variables={**self.variables, **variables}, limit_seconds=180)
+        return f"{done.stdout}\nexit code {done.returncode}"
+
+    def assert_nothing_leaked(self, screen: str) -> None:
+        assert leaks(screen.encode()) == [], screen
+        assert leaking_files(self.folder) == {}
+        names = {path.name for path in self.folder.rglob("*")}
+        assert {"config.yaml", "run.json", "log.txt", "metrics.jsonl"} <= names, "there was little to search"
+        assert any((self.folder / "cache").iterdir())
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_base(folder / "tokenizer")
+    write_rows(folder / "rows")
+    return folder
+
+
+@pytest.fixture
+def place(inputs: Path, tmp_path: Path) -> Place:
+    return Place(inputs, tmp_path / "place")
+
+
+@pytest.fixture(scope="module")
+def completed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Place, str]:
+    """A run of one process that has done all there is to do, and its screen."""
+    place = Place(inputs, tmp_path_factory.mktemp("completed"))
+    return place, place.run()
+
+
+def test_the_search_finds_what_is_there(tmp_path: Path) -> None:
+    for number, (name, secret) in enumerate(SECRETS.items()):
+        file = tmp_path / "deep" / f"{number}.bin"
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"\x00\xff" + spellings(secret)[number % 5] + b"\n")
+        assert leaking_files(tmp_path) == {str(file): [name]}
+        file.unlink()
+
+
+@pytest.mark.launch
+def test_a_run_that_completes(completed: tuple[Place, str]) -> None:
+    place, screen = completed
+    assert screen.endswith("exit code 0"), screen
+    assert "DEBUG" in screen
+    place.assert_nothing_leaked(screen)
+
+
+@pytest.mark.launch
+def test_two_processes_that_complete(place: Place) -> None:
+    screen = place.run("parallel.num_processes=2")
+    assert screen.endswith("exit code 0"), screen
+    place.assert_nothing_leaked(screen)
+
+
+@pytest.mark.launch
+def test_a_run_that_fails(place: Place) -> None:
+    screen = place.run("optim.learning_rate=1e30", "optim.max_grad_norm=null")
+    assert screen.endswith(f"exit code {FAILED}"), screen
+    assert "Traceback" in screen, "training.debug shows it"
+    place.assert_nothing_leaked(screen)
+
+
+@pytest.mark.launch
+def test_two_processes_of_which_one_has_a_bug(place: Place) -> None:
+    """Python's own traceback, the guardians' words and those of torch's launcher."""
+    program = (str(REPOSITORY / "tests" / "faulty_run.py"),)
+    fault_at = str(place.folder / "fault")
+    screen = place.run("parallel.num_processes=2", program=program, FAULT="forward:1:2", FAULT_AT=fault_at)
+    assert screen.endswith(f"exit code {BUG}"), screen
+    assert "ValueError: a row of three columns" in screen
+    place.assert_nothing_leaked(screen)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["doctor", "WORDS"],
+        ["doctor", "WORDS", "--json"],
+        ["checkpoints", "RUN"],
+        ["checkpoints", "RUN", "--json"],
+        ["config", "show", "WORDS"],
+        ["config", "schema"],
+        ["config", "list"],
+        ["recipes"],
+        ["evaluate", "RUN"],
+        ["generate", "RUN", "three crates of oranges"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.launch
+def test_what_commands_print(
+    completed: tuple[Place, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    command: list[str],
+) -> None:
+    place, _ = completed
+    for name, value in place.variables.items():
+        monkeypatch.setenv(name, value)
+    given = {"WORDS": [*place.words, f"output_dir={place.folder / 'other'}"], "RUN": [str(place.folder / "run")]}
+    code = exit_code(lambda: finetune([word for part in command for word in given.get(part, [part])]))
+    printed = "".join(capfd.readouterr())
+    assert code in (0, None), printed
+    assert printed.strip()
+    assert leaks(printed.encode()) == []
+    assert leaking_files(place.folder) == {}
+
+
+def exit_code(run: Callable[[], object]) -> object:
+    try:
+        run()
+    except SystemExit as ended:
+        return ended.code
+    return None
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        f"data.path={ADDRESS}",
+        f"data.train={ADDRESS}",
+        f"model.path={ADDRESS}",
+        f"model.tokenizer=https://{PASSWORD}@127.0.0.1:9/owner/model",
+        f"data.pathh={ADDRESS}",
+        f"training.batch_size={ADDRESS}",
+        f"optim.args={{proxies: [{{https: 'http://anna:{PASSWORD}@proxy:3128'}}]}}",
+        f"output_dir={ADDRESS}",
+        ADDRESS,
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "doctor", "config show"])
+def test_an_address_with_a_password_is_refused_and_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: str, word: str
+) -> None:
+    """It would stand in config.yaml, run.json and log.txt for whoever is shown the run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = ["model=phi_tiny", "data=orders", word]
+    code = exit_code(lambda: finetune([*command.split(), *words]))
+    printed = "".join(capfd.readouterr())
+    assert code == MISTAKE, printed
+    assert PASSWORD not in printed
+    assert word.partition("=")[0] in printed or word == ADDRESS, printed
+    assert not any(tmp_path.iterdir()), "nothing was begun"
+
+
+def test_an_address_with_a_password_in_a_file_is_refused_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab.yaml").write_text(f"model: phi_tiny\ndata:\n  path: {ADDRESS}\n")
+    assert exit_code(lambda: finetune(["train", "lab.yaml"])) == MISTAKE
+    printed = "".join(capfd.readouterr())
+    assert PASSWORD not in printed
+    assert "lab.yaml:3: data.path: " in printed
+    assert "127.0.0.1:9" in printed, "which of them it is"
+    assert [path.name for path in tmp_path.iterdir()] == ["lab.yaml"]
+
+
+@pytest.mark.parametrize("address", ["https://127.0.0.1:9/a@b/rows.jsonl", "rows@home/x.jsonl", "s3://bucket/x@y"])
+def test_other_addresses_are_not_meant(address: str) -> None:
+    from finetune.config.compose import load_config
+
+    assert load_config(["model=phi_tiny", f"data.path={address}"]).data.path == address
