@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +16,8 @@ from typing import ClassVar, NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """SIGHUP: the terminal is gone. `nohup` lets a process ignore it, and then it is not ours to handle."""
+_PR_SET_PDEATHSIG = 1
+"""linux/prctl.h: the signal that the kernel sends to this process when the thread that made it is gone."""
 _ONE_REQUEST_SECONDS = 1.0
 """A signal comes twice where the terminal or the scheduler and the launcher both send it."""
 
@@ -82,9 +86,14 @@ def no_step_is_left() -> None:
 
 
 def leave_signals_to_parent(*_: object) -> None:
-    """For a process that works for one which decides: they are sent to the whole group. Takes what torch hands over."""
+    """For a process that works for one which decides, and is of no use without it. Takes what torch hands over.
+
+    Signals are sent to the whole group. Torch's own look whether the parent is still there comes every 5 s.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager

@@ -13,6 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 
+pytest_plugins = ["tests.crash.tally"]
+"""Named here, so that the process which shows the summary of several pytest-xdist workers has it too."""
+
 _LAUNCH_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _LAUNCH_PREFIXES = (
     *("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_", "SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_"),

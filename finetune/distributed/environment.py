@@ -30,6 +30,18 @@ LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MAS
 """What torch.distributed and Accelerate read; `initialize_ddp` writes those that a launcher left out."""
 
 
+_parent_pid = os.getppid()
+"""As it was at the start of this process: a launcher may be gone before anybody asks for it."""
+
+
+def _note_parent() -> None:
+    global _parent_pid
+    _parent_pid = os.getppid()
+
+
+os.register_at_fork(after_in_child=_note_parent)
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:
     """What the launcher said about this process."""
@@ -190,7 +202,7 @@ def launcher_pid(environ: Mapping[str, str], environment: LaunchEnvironment) -> 
     if environment.launcher in ("mpi", "slurm", "none"):
         return None
     is_worker = "TORCHELASTIC_RUN_ID" in environ or multiprocessing.parent_process() is not None
-    return os.getppid() if is_worker else None
+    return _parent_pid if is_worker else None
 
 
 def is_address_missing(environ: Mapping[str, str], environment: LaunchEnvironment) -> bool:

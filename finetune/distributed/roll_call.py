@@ -24,9 +24,9 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
-from finetune.distributed.environment import LaunchEnvironment, has_agent_store
+from finetune.distributed.environment import LaunchEnvironment, has_agent_store, launcher_pid
 from finetune.distributed.network import is_own_address
-from finetune.errors import LaunchError
+from finetune.errors import LaunchError, RunFailedError
 
 _log = logging.getLogger(__name__)
 
@@ -241,13 +241,21 @@ class RollCall:
         """Connect once a store answers: torch's own client waits without a word, and can wait forever."""
         environment = self.environment
         place = (environment.master_addr, environment.master_port)
-        for _ in self._polls(self.seconds_left + _MARGIN_SECONDS, lambda: f"rank 0: {what_answers(*place)}"):
+        # torchrun's agent opens its store before it starts a worker: one that does not answer went with its agent.
+        seconds = (0.0 if has_agent_store(os.environ) else self.seconds_left) + _MARGIN_SECONDS
+        for _ in self._polls(seconds, lambda: f"rank 0: {what_answers(*place)}"):
             if what_answers(*place) is not None:
                 continue
             with suppress(dist.DistError):  # it may close between the two
                 return TCPStore(
                     *place, environment.world_size, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False
                 )
+        if has_agent_store(os.environ):
+            raise RunFailedError(
+                f"rank {environment.rank} did not find the store of its launcher ({environment.launcher}) at "
+                f"{self.address} within {seconds:g} s: {what_answers(*place) or 'too late'}. The launcher of rank 0 is "
+                "gone, or its machine cannot be reached any more. Start the launch again."
+            )
         raise LaunchError(
             f"rank {environment.rank} did not find rank 0 of {environment.world_size} at {self.address} within "
             f"{self._timeout:g} s ({environment.launcher}): {what_answers(*place) or 'too late'}. Check that rank 0 "
@@ -281,8 +289,14 @@ class RollCall:
     def _polls(self, seconds: float, waits_for: Callable[[], str]) -> Iterator[None]:
         """Come by at least once, then until the time is over, and say from time to time what is waited for."""
         deadline = time.monotonic() + seconds
+        launcher = launcher_pid(os.environ, self.environment)
         while True:
             yield
+            if launcher is not None and os.getppid() != launcher:
+                raise RunFailedError(
+                    f"rank {self.environment.rank} lost its launcher, process {launcher}, before all ranks had met at "
+                    f"{self.address}. Start the launch again."
+                )
             now = time.monotonic()
             if now >= deadline:
                 return

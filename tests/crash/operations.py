@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -16,25 +17,29 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "fcntl.flock"}
 
 
-def watch(folder: Path, at: int, strike: Callable[[], None]) -> list[str]:
-    """From here on note each operation below `folder`, and call `strike` right before the `at`-th; 0: never.
+def watch(folder: Path, at: int, strike: Callable[[str], None]) -> list[str]:
+    """From here on note each operation below `folder`, and call `strike` with it right before the `at`-th; 0: never.
 
-    Nothing is replaced by a stand-in: the operations themselves happen, reported by Python's own audit events, and by
-    thin wrappers where it has none (fsync, and writes, which are done in two halves with a place between them). What
-    lies on the disk right after an operation is what lies there right before the next; the last place is the end.
+    Those of all threads count: the interpreter tells of each, and numbers them one by one. Nothing is replaced by a
+    stand-in: the operations themselves happen, reported by Python's own audit events, and by thin wrappers where it has
+    none (fsync, and writes, which are done in two halves with a place between them). What lies on the disk right after
+    an operation is what lies there right before the next; the last place is the end.
 
     Returns:
         The operations so far, one line each, growing.
     """
     seen: list[str] = []
+    numbers = itertools.count(1)
     prefix = f"{folder}{os.sep}"
 
     def note(what: str, path: str) -> None:
         if not f"{path}{os.sep}".startswith(prefix):
             return
-        seen.append(f"{what} {path.removeprefix(prefix)}")
-        if len(seen) == at:
-            strike()
+        operation = f"{what} {path.removeprefix(prefix)}"
+        number = next(numbers)
+        seen.append(operation)
+        if number == at:
+            strike(operation)
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
         if event == "open":

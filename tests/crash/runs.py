@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,15 +17,28 @@ from tests.launches import REPOSITORY
 from tests.tiny import tiny_tokenizer
 from tests.tiny_runs import random_model_words, write_rows
 
-IS_FULL = bool(os.environ.get("FINETUNE_FULL_SWEEP"))
-"""Whether every point is tried, or a share of them."""
+DATA_WORKERS = ["training.num_workers=1", "validation.num_workers=1"]
+
+
+class Started(NamedTuple):
+    """The processes of a run by rank, and the file that their screen goes to."""
+
+    pids: list[int]
+    screen: Path
 
 
 class Ended(NamedTuple):
-    """How a run ended: exit code or minus the signal, and what it said on the screen."""
+    """How the processes of a run ended, by rank: exit code or minus the signal; and what they said on the screen."""
 
-    status: int | str
+    statuses: list[int | str]
     screen: str
+    seconds: float
+    """From the first process that failed to the end of the last."""
+
+    @property
+    def status(self) -> int | str:
+        """That of the first rank that did not end well; else 0."""
+        return next((status for status in self.statuses if status != 0), 0)
 
     @property
     def committed(self) -> int:
@@ -51,6 +64,7 @@ class Nursery:
         self.folder = folder
         self.run = folder / "run"
         self._screens = 0
+        self._wholes: dict[tuple[int, *tuple[str, ...]], Path] = {}
         tiny_tokenizer().save_pretrained(folder / "tokenizer")
         write_rows(folder / "rows", train=8, validation=3, test=0)
         self.words = [
@@ -77,32 +91,53 @@ class Nursery:
     def start(
         self,
         *words: str,
+        ranks: int = 1,
         kill_at: int | None = None,
         operations: Path | None = None,
         command: list[str] | None = None,
-    ) -> tuple[int, Path]:
-        """Begin a run, or another command; its process id and the file that its screen goes to."""
+    ) -> Started:
+        """Begin a run, or another command.
+
+        Args:
+            words: besides those of every run.
+            ranks: processes that train together.
+            kill_at: rank 0 kills itself right before its operation on files of this number, from 1 on.
+            operations: a file that rank 0 writes its operations into at its end.
+            command: instead of a run's.
+        """
         self._screens += 1
         screen = self.folder / f"screen-{self._screens}.txt"
         request = {
+            "ranks": ranks,
             "words": command or ["train", *self.words, *words],
             "log": str(screen),
             "folder": str(self.run),
             "kill_at": kill_at,
             "operations": str(operations) if operations else None,
         }
-        return self._ask({"start": request})["pid"], screen
+        return Started(self._ask({"start": request})["pids"], screen)
 
-    def end(self, pid: int, screen: Path) -> Ended:
+    def end(self, started: Started) -> Ended:
         """Wait for a run that `start` began."""
-        status = self._ask({"wait": pid})["status"]
-        text = screen.read_text() if screen.exists() else ""
-        screen.unlink(missing_ok=True)
-        return Ended(status, text)
+        answer = self._ask({"wait": started.pids})
+        text = started.screen.read_text() if started.screen.exists() else ""
+        started.screen.unlink(missing_ok=True)
+        return Ended(answer["statuses"], text, answer["seconds"])
 
-    def train(self, *words: str, kill_at: int | None = None, operations: Path | None = None) -> Ended:
+    def train(self, *words: str, ranks: int = 1, kill_at: int | None = None, operations: Path | None = None) -> Ended:
         """A run from its start to its end."""
-        return self.end(*self.start(*words, kill_at=kill_at, operations=operations))
+        return self.end(self.start(*words, ranks=ranks, kill_at=kill_at, operations=operations))
+
+    def whole(self, *words: str, ranks: int = 1) -> Path:
+        """The folder of the uninterrupted run, made once; the run's own folder is empty then."""
+        key = (ranks, *words)
+        if key not in self._wholes:
+            self.put(None)
+            ended = self.train(*words, ranks=ranks)
+            assert ended.status == 0, ended.screen
+            self._wholes[key] = self.keep(f"whole-{len(self._wholes)}")
+            self.put(None)
+        return self._wholes[key]
 
     def put(self, kept: Path | None) -> None:
         """Let the run's folder be a copy of another; None: let it not be there."""
@@ -168,8 +203,6 @@ def assert_same_end(ended: Ended, run: Path, whole: Path, *, apart_from: tuple[s
     assert not left, left
     for name in sorted({"checkpoints", "adapter", "base"} - set(apart_from)):
         ours, theirs = contents(run / name), contents(whole / name)
-        if name == "checkpoints":  # a kill between the last commit and its pruning may leave one more
-            ours = {file: data for file, data in ours.items() if file.split("/")[0] in _first_parts(theirs)}
         assert ours.keys() == theirs.keys(), f"{name}: {sorted(ours.keys() ^ theirs.keys())}"
         different = [file for file in ours if ours[file] != theirs[file]]
         assert not different, f"{name}: {different}"
@@ -177,7 +210,3 @@ def assert_same_end(ended: Ended, run: Path, whole: Path, *, apart_from: tuple[s
         e for e in events(whole) if e["event"] != "checkpoint"
     ]
     assert json.loads((run / "run.json").read_text())["status"] == "completed"
-
-
-def _first_parts(names: Iterable[str]) -> set[str]:
-    return {name.split("/")[0] for name in names}

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from finetune.checkpoint import verify
-from tests.crash.runs import IS_FULL, Nursery, assert_same_end, contents, explained
+from tests.crash import IS_FULL
+from tests.crash.runs import Nursery, assert_same_end, contents, explained
 
 PLACES = 20 if IS_FULL else 5
 KEEP_ALL = ["checkpoint.keep=9"]
@@ -41,10 +42,11 @@ def damages(data: bytes, seed: str) -> Iterator[tuple[str, bytes]]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_damage_to_a_checkpoint_is_found_and_undone(
-    nursery: Nursery, kept: Path, tried: Callable[[str], None], name: str
+    nursery: Nursery, kept: Path, tried: Callable[..., None], name: str
 ) -> None:
     file = nursery.run / "checkpoints" / NEWEST / name
     nursery.put(kept)
+    assert set(FILES) == {each.name for each in file.parent.iterdir()}
     data = file.read_bytes()
     flips = restarts = 0
     for number, (what, damaged) in enumerate(damages(data, name)):
@@ -58,7 +60,11 @@ def test_every_damage_to_a_checkpoint_is_found_and_undone(
                 assert f"{file.parent} is damaged and not used" in again.screen
                 assert again.resumed_from == 4
                 assert_same_end(again, nursery.run, kept)
-    tried(f"{name}: {flips} flips and 4 lengths, all found; {restarts} restarts went back to step 4 to the same bytes")
+    tried(
+        f"{flips} flips and 4 lengths, all found; {restarts} restarts went back to step 4 to the same bytes",
+        flips=flips,
+        resumes=restarts,
+    )
 
 
 @pytest.mark.parametrize("steps", [[6, 4], [6, 4, 2]])
@@ -96,7 +102,7 @@ TEARS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("progress", ["complete", "in the middle"])
 def test_any_file_of_the_folder_may_be_missing_or_torn(
-    nursery: Nursery, kept: Path, tried: Callable[[str], None], progress: str
+    nursery: Nursery, kept: Path, tried: Callable[..., None], progress: str
 ) -> None:
     nursery.put(kept)
     if progress == "in the middle":
@@ -119,7 +125,7 @@ def test_any_file_of_the_folder_may_be_missing_or_torn(
                 (nursery.run / file).write_bytes((kept / file).read_bytes())
             assert again.resumed_from == (6 if progress == "complete" else 4)
             assert_same_end(again, nursery.run, kept)
-    tried(f"{progress}: {len(cases)} of {total} torn files, every restart ended whole")
+    tried(f"{len(cases)} of {total} torn files, every restart ended whole", resumes=len(cases))
 
 
 @pytest.mark.parametrize("name", ["adapter", "base", "checkpoints"])
@@ -131,7 +137,7 @@ def test_a_folder_may_be_missing(nursery: Nursery, kept: Path, name: str) -> Non
     assert_same_end(again, nursery.run, kept)
 
 
-def test_a_complete_run_mends_its_adapter(nursery: Nursery, kept: Path, tried: Callable[[str], None]) -> None:
+def test_a_complete_run_mends_its_adapter(nursery: Nursery, kept: Path, tried: Callable[..., None]) -> None:
     names = sorted(file.name for file in (kept / "adapter").iterdir())
     count = 0
     for name in names:
@@ -143,7 +149,7 @@ def test_a_complete_run_mends_its_adapter(nursery: Nursery, kept: Path, tried: C
             with explained(f"adapter/{name}, {what}"):
                 assert_same_end(again, nursery.run, kept)
             count += 1
-    tried(f"adapter/ of a complete run damaged in {count} ways, mended each time")
+    tried(f"adapter/ of a complete run damaged in {count} ways, mended each time", resumes=count)
 
 
 @pytest.mark.parametrize("progress", ["complete", "in the middle"])

@@ -12,9 +12,11 @@ import pytest
 
 from finetune.checkpoint import newest_valid
 from finetune.run_folder import RunFolder
-from tests.crash.runs import IS_FULL, Ended, Nursery, assert_same_end, explained
+from tests.crash import IS_FULL
+from tests.crash.runs import Ended, Nursery, assert_same_end, explained
 
 PAGE_KILOBYTES = 4
+EVERY = 1 if IS_FULL else 11
 WORDS = ["training.max_steps=12", "checkpoint.keep=9", "training.log_every=1"]
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount the small disks that are to be filled")
@@ -58,7 +60,7 @@ def assert_ended_by_the_disk(ended: Ended, folder: RunFolder, symbol: str) -> No
         assert newest_valid(folder) == folder.checkpoint(ended.committed)
 
 
-def test_a_disk_that_fills_up(nursery: Nursery, disk: Path, tried: Callable[[str], None]) -> None:
+def test_a_disk_that_fills_up(nursery: Nursery, disk: Path, tried: Callable[..., None]) -> None:
     folder = RunFolder(disk / "run")
     words = [*WORDS, f"output_dir={folder.path}"]
     mount(disk, 8 << 10)
@@ -72,7 +74,8 @@ def test_a_disk_that_fills_up(nursery: Nursery, disk: Path, tried: Callable[[str
 
     full = 0
     steps = set()
-    for size in range(PAGE_KILOBYTES, used + 64, PAGE_KILOBYTES * (1 if IS_FULL else 11)):
+    sizes = range(PAGE_KILOBYTES, used + 64, PAGE_KILOBYTES * EVERY)
+    for size in sizes:
         mount(disk, size)
         ended = nursery.train(*words)
         with explained(f"{size} KiB"):
@@ -87,7 +90,8 @@ def test_a_disk_that_fills_up(nursery: Nursery, disk: Path, tried: Callable[[str
         unmount(disk)
     assert len(steps) >= (5 if IS_FULL else 3), "the disk filled up in few places"
     tried(
-        f"{full} sizes of a disk at which it filled up, behind steps {sorted(steps)}; all went on once there was room"
+        f"{full} sizes of a disk at which it filled up, behind steps {sorted(steps)}; all went on once there was room",
+        resumes=len(sizes),
     )
 
 
@@ -97,13 +101,14 @@ def test_a_disk_that_became_read_only(nursery: Nursery, disk: Path) -> None:
     folder.checkpoints.mkdir(parents=True)
     mount(folder.checkpoints, 8 << 10)
     words = ["training.max_steps=100", f"output_dir={folder.path}"]
-    pid, screen = nursery.start(*words)
+    started = nursery.start(*words)
+    screen = started.screen
     deadline = time.monotonic() + 30
     while not (screen.exists() and "committed step=4" in screen.read_text()) and time.monotonic() < deadline:
         time.sleep(0.005)
     while remount(folder.checkpoints, "ro").returncode and time.monotonic() < deadline:
         time.sleep(0.005)  # busy: a checkpoint is just being written
-    ended = nursery.end(pid, screen)
+    ended = nursery.end(started)
     try:
         assert ended.committed >= 4
         assert_ended_by_the_disk(ended, folder, "EROFS")

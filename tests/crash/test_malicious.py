@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.crash.runs import IS_FULL, Nursery, contents
+from tests.crash import IS_FULL
+from tests.crash.runs import Nursery, contents
 
 STEP = "checkpoints/step-000006"
 OTHER_NAMES = [
@@ -73,7 +74,7 @@ def assert_harmless(nursery: Nursery, outside: Path, what: str, *, commands: tup
     codes = []
     for command in commands:
         words = {"generate": ["generate", str(nursery.run), "hello"], "evaluate": ["evaluate", str(nursery.run)]}
-        ended = nursery.end(*nursery.start(command=words.get(command)))
+        ended = nursery.end(nursery.start(command=words.get(command)))
         assert ended.status in (0, 2), f"{what}: {command}\n{ended.screen}"
         assert "Traceback" not in ended.screen, f"{what}: {command}\n{ended.screen}"
         assert ended.status == 0 or "finetune: " in ended.screen
@@ -83,7 +84,7 @@ def assert_harmless(nursery: Nursery, outside: Path, what: str, *, commands: tup
     return codes
 
 
-def test_pickles_under_every_name(nursery: Nursery, whole: Path, outside: Path, tried: Callable[[str], None]) -> None:
+def test_pickles_under_every_name(nursery: Nursery, whole: Path, outside: Path, tried: Callable[..., None]) -> None:
     payload = pickle.dumps(Touch(nursery.folder / "canary"))
     names = [name for name in contents(whole) if "/" in name and not name.endswith("manifest.json")]
     names += [f"{folder}/{name}" for folder in (STEP, "adapter", "base") for name in OTHER_NAMES]
@@ -121,7 +122,7 @@ LINKS = [
 
 @pytest.mark.parametrize("target", ["folder", "a.txt", "not there"])
 def test_links_lead_nowhere(
-    nursery: Nursery, whole: Path, outside: Path, tried: Callable[[str], None], target: str
+    nursery: Nursery, whole: Path, outside: Path, tried: Callable[..., None], target: str
 ) -> None:
     codes = []
     names = shared(LINKS)
@@ -162,7 +163,7 @@ STATES: dict[str, Any] = {
 }
 
 
-def test_fields_of_the_state(nursery: Nursery, whole: Path, outside: Path, tried: Callable[[str], None]) -> None:
+def test_fields_of_the_state(nursery: Nursery, whole: Path, outside: Path, tried: Callable[..., None]) -> None:
     file = nursery.run / STEP / "state.json"
     cases = shared([(field, value) for field, values in STATES.items() for value in values])
     for field, value in cases:
@@ -174,7 +175,7 @@ def test_fields_of_the_state(nursery: Nursery, whole: Path, outside: Path, tried
 
 
 def test_fields_of_manifest_and_adapter_config(
-    nursery: Nursery, whole: Path, outside: Path, tried: Callable[[str], None]
+    nursery: Nursery, whole: Path, outside: Path, tried: Callable[..., None]
 ) -> None:
     names = ("../../../outside/a.txt", str(outside / "a.txt"), "..", ".", "", "a/b", ".hidden", "a\0b", "x" * 300)
     cases = shared([(folder, name) for folder in (STEP, "adapter", "base") for name in names])
@@ -197,7 +198,7 @@ def test_fields_of_manifest_and_adapter_config(
     tried(f"{len(cases) + len(changes)} names and values in manifests and adapter configs, none led out of the folder")
 
 
-def test_json_that_is_deep_or_huge(nursery: Nursery, whole: Path, outside: Path, tried: Callable[[str], None]) -> None:
+def test_json_that_is_deep_or_huge(nursery: Nursery, whole: Path, outside: Path, tried: Callable[..., None]) -> None:
     texts = {"deep": DEEP, "deep and closed": DEEP + "]" * len(DEEP), "a huge number": "9" * 10_000}
     texts["huge"] = " " * 20_000_000
     files = [f"{STEP}/state.json", f"{STEP}/manifest.json", "adapter/manifest.json", "base/manifest.json"]

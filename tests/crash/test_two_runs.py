@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.runs import IS_FULL, Nursery, assert_same_end
+from tests.crash import IS_FULL
+from tests.crash.runs import Nursery, assert_same_end
 
 LONG = ["training.max_steps=2000"]
 
@@ -26,7 +27,7 @@ def wait_for(text: str, screen: Path) -> None:
 def test_runs_that_start_at_once_take_turns(nursery: Nursery, whole: Path) -> None:
     nursery.put(None)
     started = [nursery.start() for _ in range(4)]
-    ended = [nursery.end(*each) for each in started]
+    ended = [nursery.end(each) for each in started]
     for each in ended:
         assert_same_end(each, nursery.run, whole)
     # The first trains, the others find a complete run.
@@ -35,34 +36,36 @@ def test_runs_that_start_at_once_take_turns(nursery: Nursery, whole: Path) -> No
 
 def test_a_restart_waits_for_a_dying_run_and_goes_on(nursery: Nursery, whole: Path) -> None:
     nursery.put(None)
-    dying, dying_screen = nursery.start(*LONG)
-    wait_for("committed step=4", dying_screen)
+    started = nursery.start(*LONG)
+    [dying] = started.pids
+    wait_for("committed step=4", started.screen)
     os.kill(dying, signal.SIGSTOP)
-    waiting, screen = nursery.start(*LONG)
+    waiting = nursery.start(*LONG)
     # A lock tells who holds it.
-    wait_for(f"process {dying} on {socket.gethostname()} since 20", screen)
+    wait_for(f"process {dying} on {socket.gethostname()} since 20", waiting.screen)
     before = (nursery.run / "metrics.jsonl").read_bytes()
     time.sleep(0.5)
     assert (nursery.run / "metrics.jsonl").read_bytes() == before
     os.kill(dying, signal.SIGKILL)
-    ended = nursery.end(dying, dying_screen)
+    ended = nursery.end(started)
     assert ended.status == -signal.SIGKILL
-    wait_for("resumed from step=", screen)
-    os.kill(waiting, signal.SIGKILL)
-    assert nursery.end(waiting, screen).resumed_from >= ended.committed
+    wait_for("resumed from step=", waiting.screen)
+    os.kill(waiting.pids[0], signal.SIGKILL)
+    assert nursery.end(waiting).resumed_from >= ended.committed
 
 
 @pytest.mark.skipif(not IS_FULL, reason="waits for 30 seconds; FINETUNE_FULL_SWEEP=1 runs it")
 def test_a_restart_names_who_does_not_die(nursery: Nursery) -> None:
     nursery.put(None)
-    pid, screen = nursery.start(*LONG)
-    wait_for("committed step=4", screen)
+    started = nursery.start(*LONG)
+    [pid] = started.pids
+    wait_for("committed step=4", started.screen)
     os.kill(pid, signal.SIGSTOP)
     begun = time.monotonic()
     ended = nursery.train(*LONG)
     assert 29 < time.monotonic() - begun < 50
     os.kill(pid, signal.SIGKILL)
-    nursery.end(pid, screen)
+    nursery.end(started)
     assert ended.status == 2
     assert "Traceback" not in ended.screen
     assert f"process {pid} on {socket.gethostname()} since 20" in ended.screen
