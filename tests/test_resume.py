@@ -31,7 +31,9 @@ REFUSED = {
     "validation": "drop_last",
 }
 """Without dropout, and with rows that are the same."""
-WITH_DROPOUT = {f"training.{key}" for key in ("batch_size", "max_tokens_per_microbatch", "packing")}
+WITH_DROPOUT = {
+    f"training.{key}" for key in ("batch_size", "max_tokens_per_microbatch", "packing", "share_prefixes", "kernels")
+}
 WITH_OTHER_ROWS = {
     f"data.{key}"
     for key in "path name revision train validation test format max_length max_rows".split()  # noqa: SIM905

@@ -184,9 +184,13 @@ class TrainingSection(LoaderKeys):
     global_batch_size: PositiveInt | None = None
     """Examples per optimizer step over all processes. Default: batch_size x the world size asked for."""
     max_tokens_per_microbatch: PositiveInt | None = None
-    """A second limit on a micro-batch: its rows, padded to the longest, hold at most this many tokens."""
-    packing: bool = False
-    """Put several rows into one sequence without padding. Not in this version."""
+    """A second limit on a micro-batch: the tokens it computes, padding or shared beginnings as they are."""
+    packing: bool = True
+    """Lay the rows of a micro-batch end to end without padding, each seeing itself alone; fill micro-batches evenly."""
+    share_prefixes: bool = True
+    """With `packing`: what rows of a micro-batch begin with alike is computed once, and such rows are put together."""
+    kernels: Literal["auto", "reference"] = "auto"
+    """auto: the engine's own forward and backward where it knows the model; reference: transformers' on padded rows."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """auto: bf16 where the accelerator has it, fp32 elsewhere. fp16 is refused: its range is too small."""
     gradient_checkpointing: bool = False
@@ -222,13 +226,6 @@ class TrainingSection(LoaderKeys):
                 "fp16 is not supported: gradients underflow and activations of Phi models overflow its range of "
                 "65504 without notice. Use bf16 (same memory, range of fp32) or fp32"
             )
-        return value
-
-    @field_validator("packing")
-    @classmethod
-    def _packing_is_to_come(cls, value: bool) -> bool:
-        if value:
-            raise ValueError("packing is not in this version; leave it false")
         return value
 
 

@@ -25,6 +25,7 @@ from finetune.data.templates import (
     render_examples,
     tokenize,
 )
+from finetune.engine.prefixes import Tokens
 from finetune.errors import DataError
 from finetune.fallbacks import Fallbacks
 
@@ -88,6 +89,12 @@ class EncodedExamples(Dataset[EncodedExample]):
             raise IndexError(f"row {index} of {len(self)}")
         start, end = self.rows.offsets[index % len(self) :][:2].tolist()
         return EncodedExample(self.rows.token_ids[start:end].long(), self.rows.is_target[start:end])
+
+    def tokens(self, index: int) -> Tokens:
+        """The token ids of a row, shape (time,), without a copy."""
+        start, end = self.rows.offsets[index], self.rows.offsets[index + 1]
+        ids: Tokens = self.rows.token_ids[start:end].numpy()
+        return ids
 
     @cached_property
     def lengths(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Cross-entropy summed over target tokens, with logits only where a target is."""
+"""The losses of padded rows through a model's own forward: what the engine must equal, and what stands in for it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from finetune.data.batches import Microbatch
+    from finetune.data.batches import PaddedMicrobatch
 
 PLAIN_HEADS = ("phi", "phi3", "llama", "mistral", "qwen2", "qwen3")
 """Model types whose logits are exactly `head(decoder(ids))`; others scale or cap them in their own forward."""
 
 
-def summed_cross_entropy(model: torch.nn.Module, microbatch: Microbatch) -> torch.Tensor:
-    """Nats summed over the micro-batch's target tokens, as a float64 scalar that can be differentiated.
+def cross_entropy_of_padded(model: torch.nn.Module, microbatch: PaddedMicrobatch) -> torch.Tensor:
+    """Nats of each target token, row after row: shape (num_targets,), fp32. Logits are computed where a target is.
 
     Rows are padded on the right and a causal model never looks to the right, so no mask is needed: what stands behind a
     row's end cannot reach its targets.
@@ -25,11 +25,6 @@ def summed_cross_entropy(model: torch.nn.Module, microbatch: Microbatch) -> torc
         model: a transformers causal language model, or a PEFT model around one.
         microbatch: on the model's device.
     """
-    return in_float64(cross_entropy_per_target(model, microbatch)).sum()
-
-
-def cross_entropy_per_target(model: torch.nn.Module, microbatch: Microbatch) -> torch.Tensor:
-    """Nats of each target token, row after row: shape (num_targets,), fp32."""
     predicts = microbatch.is_target[:, 1:]  # the position before a target predicts it
     labels = microbatch.input_ids[:, 1:][predicts]
     logits = _logits_at(model, microbatch.input_ids, predicts)

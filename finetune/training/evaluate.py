@@ -10,7 +10,8 @@ import torch
 
 from finetune.data.batches import EvaluationLoader
 from finetune.distributed.runtime import Runtime
-from finetune.engine.loss import cross_entropy_per_target, in_float64
+from finetune.engine.loss import cross_entropy_per_target
+from finetune.engine.reference import in_float64
 from finetune.model.base import evaluation_mode
 
 
@@ -66,8 +67,7 @@ def sum_losses(
             there = microbatch.to(runtime.device)
             with runtime.autocast():
                 nats = in_float64(cross_entropy_per_target(model, there))
-            owner = there.is_target[:, 1:].nonzero()[:, 0].to(nats.device)  # the row each target belongs to
-            rows = len(there.input_ids)
+            owner, rows = there.target_row.to(nats.device), there.num_rows
             per_row = torch.zeros(rows, dtype=torch.float64, device=nats.device).index_add_(0, owner, nats)
             counts = torch.bincount(owner, minlength=rows)
             means = per_row[counts > 0] / counts[counts > 0]

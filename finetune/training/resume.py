@@ -126,7 +126,7 @@ EFFECTS: dict[str, Effect] = dict(
         "training: num_epochs", "the number of steps, over which the learning rate falls", _is_rate_scaled_by_epochs
     ),
     **_each(
-        "training: batch_size max_tokens_per_microbatch packing",
+        "training: batch_size max_tokens_per_microbatch packing share_prefixes kernels",
         "how a global batch is cut, and with it the dropout masks",
         _has_dropout,
     ),

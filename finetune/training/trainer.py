@@ -25,10 +25,12 @@ from finetune.checkpoint import (
     verify_published,
 )
 from finetune.config.compose import resolved_yaml
-from finetune.data.batches import BatchPlan, EvaluationLoader, Microbatch, TrainLoader
+from finetune.data.batches import BatchPlan, EvaluationLoader, Microbatch, TrainLoader, packer, pad
 from finetune.data.encode import EncodedExamples, EncodedSplits
 from finetune.distributed.runtime import Runtime
+from finetune.engine.supported import unsupported_reason
 from finetune.errors import ConfigError, DataError, FinetuneError, PreemptedError
+from finetune.fallbacks import Fallback
 from finetune.model.base import checkpoint_gradients, longrope_boundary, max_context
 from finetune.model.lora import without_adapter
 from finetune.progress import show_comparison
@@ -106,8 +108,9 @@ class Trainer:
         if self._has_base_of_its_own and config.resume == "auto":
             self._read_base()
         runtime.place(model)
+        self._uses_engine = _can_use_engine(runtime, config, model)
         if config.training.gradient_checkpointing:
-            checkpoint_gradients(model)
+            checkpoint_gradients(model, own_forward=not self._uses_engine)
 
     @property
     def global_batch_size(self) -> int:
@@ -124,6 +127,8 @@ class Trainer:
         _log.info("Preparing data loaders...")
         config, runtime, splits = self.config, self.runtime, self.splits
         boundary = longrope_boundary(self.model)
+        shares = config.training.packing and config.training.share_prefixes
+        collate = packer(share_prefixes=shares) if self._uses_engine else pad
         plan = BatchPlan(
             lengths=splits.train.lengths.tolist(),
             global_batch_size=self.global_batch_size,
@@ -132,6 +137,8 @@ class Trainer:
             boundary=boundary,
             drop_last=config.training.drop_last,
             seed=config.seed,
+            tokens=splits.train.tokens if self._uses_engine and config.training.packing else None,
+            share_prefixes=shares,
         )
         if plan.steps_per_epoch == 0:
             raise DataError(
@@ -143,10 +150,12 @@ class Trainer:
         def evaluation(split: EncodedExamples | None, keys: LoaderKeys, rank: int, of: int) -> EvaluationLoader | None:
             if split is None:
                 return None
-            return EvaluationLoader(split, keys, boundary=boundary, rank=rank, world_size=of)
+            return EvaluationLoader(split, keys, boundary=boundary, rank=rank, world_size=of, collate=collate)
 
         rank, world_size = runtime.rank, runtime.world_size
-        train_loader = TrainLoader(splits.train, plan, config.training, rank=rank, world_size=world_size)
+        train_loader = TrainLoader(
+            splits.train, plan, config.training, rank=rank, world_size=world_size, collate=collate
+        )
         val_loader = evaluation(splits.validation, config.validation, rank, world_size)
         test_loader = evaluation(splits.test, config.testing, 0, 1)
         for loader in (train_loader, val_loader, test_loader):
@@ -468,12 +477,14 @@ class Trainer:
 
     def _log_share(self, step: int, share: list[tuple[int, Microbatch]]) -> None:
         for index, microbatch in share:
-            start = self.tokenizer.decode(microbatch.input_ids[0, :40])
+            start = self.tokenizer.decode(microbatch.input_ids.flatten()[:40])
             _log.debug(
-                "step %d micro-batch %d: input_ids %s, %d targets, computed on %s; first row: %r",
+                "step %d micro-batch %d: %d rows, %d tokens of which %d are computed, %d targets, on %s; it begins: %r",
                 step,
                 index,
-                tuple(microbatch.input_ids.shape),
+                microbatch.num_rows,
+                microbatch.num_tokens,
+                microbatch.num_computed,
                 microbatch.num_targets,
                 self.runtime.device,
                 start,
@@ -497,6 +508,23 @@ def _by_whom(runtime: Runtime, *, alone: bool = False) -> str:
 
 def _named(splits: EncodedSplits) -> list[tuple[str, EncodedExamples | None]]:
     return [("train", splits.train), ("validation", splits.validation), ("test", splits.test)]
+
+
+def _can_use_engine(runtime: Runtime, config: Config, model: Any) -> bool:
+    """Whether forward and backward go through the engine, on rows without padding. What it does not know is told.
+
+    Raises:
+        ConfigError: it does not know the model, and the run is strict.
+    """
+    if config.training.kernels == "reference":
+        return False
+    reason = unsupported_reason(model)
+    if reason is None and runtime.precision != "fp32" and config.training.method == "full":
+        reason = "it trains the base's weights in fp32 and computes in bf16"
+    if reason is not None:
+        wanted, used = "the engine's own forward", "transformers' own on padded rows"
+        runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=reason))
+    return reason is None
 
 
 def _check_fit(config: Config, model: Any, splits: EncodedSplits) -> None:

@@ -28,6 +28,7 @@ KEYS = {
     "lora": "r alpha dropout targets",
     "optim": "optimizer learning_rate weight_decay args schedule warmup_steps max_grad_norm",
     "training": f"{LOADER_KEYS} method max_steps num_epochs global_batch_size max_tokens_per_microbatch packing "
+    "share_prefixes kernels "
     "precision gradient_checkpointing device deterministic debug log_every on_nonfinite max_skipped_steps",
     "validation": f"{LOADER_KEYS} validate_every",
     "testing": f"{LOADER_KEYS} metrics compare_base max_new_tokens num_samples",

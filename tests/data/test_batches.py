@@ -6,7 +6,7 @@ import torch
 
 from finetune.config.schema import TestingSection as LoaderSection  # a name that pytest does not collect
 from finetune.config.schema import TrainingSection
-from finetune.data.batches import BatchPlan, EvaluationLoader, TrainLoader, collate, derived_seed
+from finetune.data.batches import BatchPlan, EvaluationLoader, TrainLoader, derived_seed, pad
 from finetune.data.encode import EncodedExamples
 from tests.tiny_models import tiny_examples
 
@@ -22,7 +22,7 @@ def plan_of(num_rows=37, **keys):
 
 def shares(plan, world_size, epoch=0, first_step=0):
     """For each step, the (index, rows) pairs of all ranks together, in the order of the index."""
-    by_rank = [plan.epoch_share(epoch, first_step, rank, world_size) for rank in range(world_size)]
+    by_rank = [list(plan.epoch_share(epoch, first_step, rank, world_size)) for rank in range(world_size)]
     return [sorted(itertools.chain(*step)) for step in zip(*by_rank, strict=True)]
 
 
@@ -57,7 +57,8 @@ def test_every_epoch_has_its_own_order_and_every_seed_too():
 def test_resuming_within_an_epoch_gives_the_same_shares(first_step):
     plan = plan_of()
     for rank in range(2):
-        assert plan.epoch_share(3, first_step, rank, 2) == plan.epoch_share(3, 0, rank, 2)[first_step:]
+        whole = list(plan.epoch_share(3, 0, rank, 2))
+        assert list(plan.epoch_share(3, first_step, rank, 2)) == whole[first_step:]
 
 
 def test_drop_last_leaves_out_only_a_batch_that_is_not_full():
@@ -80,7 +81,7 @@ def test_a_micro_batch_holds_at_most_max_tokens_with_its_padding():
 
 def test_a_row_longer_than_max_tokens_is_alone_and_not_lost():
     plan = BatchPlan(lengths=[50, 4, 4], global_batch_size=3, batch_size=3, max_tokens=10)
-    assert plan.cut([0, 1, 2]) == [[0], [1, 2]]
+    assert [cut.rows for cut in plan.cut([0, 1, 2])] == [[0], [1, 2]]
 
 
 def test_rows_on_both_sides_of_the_boundary_never_meet():
@@ -93,17 +94,17 @@ def test_rows_on_both_sides_of_the_boundary_never_meet():
 
 def test_a_row_as_long_as_the_boundary_belongs_to_the_short_ones():
     plan = BatchPlan(lengths=[30, 31, 29], global_batch_size=3, batch_size=3, boundary=30)
-    assert plan.cut([0, 1, 2]) == [[1], [0, 2]]
+    assert [cut.rows for cut in plan.cut([0, 1, 2])] == [[1], [0, 2]]
 
 
 def test_rows_of_like_length_share_a_micro_batch():
     plan = BatchPlan(lengths=[9, 2, 8, 1], global_batch_size=4, batch_size=2)
-    assert plan.cut([0, 1, 2, 3]) == [[0, 2], [1, 3]]
+    assert [cut.rows for cut in plan.cut([0, 1, 2, 3])] == [[0, 2], [1, 3]]
 
 
-def test_collate_pads_on_the_right_and_counts():
+def test_pad_pads_on_the_right_and_counts():
     examples = EncodedExamples.from_rows([([5, 6, 7], [False, True, True]), ([8, 9], [False, True])], end_id=9)
-    batch = collate(list(examples))
+    batch = pad(list(examples))
     assert batch.input_ids.tolist() == [[5, 6, 7], [8, 9, 0]]
     assert batch.is_target.tolist() == [[False, True, True], [False, True, False]]
     assert (batch.num_tokens, batch.num_targets) == (5, 3)
@@ -130,7 +131,7 @@ def test_the_train_loader_gives_the_planned_rows_with_their_place_in_the_global_
         for step, expected in zip(loaded(loader, epoch=1), planned, strict=True):
             assert [index for index, _, _ in step] == [share.microbatch for share in expected]
             for (_, ids, _), share in zip(step, expected, strict=True):
-                assert ids == collate([examples[row] for row in share.rows]).input_ids.tolist()
+                assert ids == pad([examples[row] for row in share.rows]).input_ids.tolist()
 
 
 def test_a_rank_may_have_nothing_to_do_in_a_step():
@@ -163,7 +164,7 @@ def test_evaluation_sees_each_row_once_over_all_ranks(world_size):
     assert rows == list(range(13))
     for loader in loaders:
         for rows, batch in zip(loader.row_batches, loader, strict=True):
-            assert batch.input_ids.tolist() == collate([examples[row] for row in rows]).input_ids.tolist()
+            assert batch.input_ids.tolist() == pad([examples[row] for row in rows]).input_ids.tolist()
 
 
 def test_evaluation_respects_the_boundary_and_drop_last():

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from finetune.config.schema import Config, LoraSection
-from finetune.data.batches import EMPTY_MICROBATCH, Microbatch, collate
+from finetune.data.batches import EMPTY_MICROBATCH, Microbatch, pad
 from finetune.distributed.gradients import Reducer, sum_flat
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
@@ -61,7 +61,7 @@ def shares_of(rank: int, shares: tuple[int, int]) -> list[Microbatch]:
     """This rank's micro-batches, of 2 rows of their own each."""
     rows = list(tiny_examples(2 * sum(shares), seed=5))
     begin = 2 * sum(shares[:rank])
-    return [collate(rows[begin + 2 * n : begin + 2 * n + 2]) for n in range(shares[rank])]
+    return [pad(rows[begin + 2 * n : begin + 2 * n + 2]) for n in range(shares[rank])]
 
 
 def gradients_flat(model: torch.nn.Module, microbatches: list[Microbatch]) -> list[torch.Tensor]:

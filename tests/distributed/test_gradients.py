@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 from finetune.config.schema import Config
 from finetune.data.batches import EMPTY_MICROBATCH
 from finetune.distributed.launch import launch
-from finetune.engine.loss import PLAIN_HEADS, summed_cross_entropy
+from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.reference import PLAIN_HEADS
 from finetune.errors import ConfigError
 from finetune.training.optim import trainable_parameters
 from tests.distributed.reducing import CONFIGS, METHODS, SHARES, tiny

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from finetune.data.batches import Microbatch, collate
+from finetune.data.batches import PaddedMicrobatch, pad
 from finetune.data.encode import EncodedExamples
 from finetune.engine.loss import cross_entropy_per_target, summed_cross_entropy
 from tests.tiny_models import build_tiny, tiny_examples, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
@@ -21,7 +21,7 @@ def model(request):
 
 @pytest.fixture
 def batch():
-    return collate(list(tiny_examples(5)))
+    return pad(list(tiny_examples(5)))
 
 
 def plain_loss(model, batch):
@@ -60,10 +60,10 @@ def test_loss_and_gradients_equal_the_models_own_forward(model, batch):
 
 def test_a_row_has_the_same_loss_and_gradient_alone_and_padded(model):
     examples = list(tiny_examples(4, shortest=3, longest=24))
-    together = cross_entropy_per_target(model, collate(examples)).sum()
+    together = cross_entropy_per_target(model, pad(examples)).sum()
     together.backward()
     padded = gradients(model)
-    single = sum(cross_entropy_per_target(model, collate([example])).sum() for example in examples)
+    single = sum(cross_entropy_per_target(model, pad([example])).sum() for example in examples)
     single.backward()
 
     assert together.item() == pytest.approx(single.item(), rel=1e-6)
@@ -74,7 +74,7 @@ def test_a_row_has_the_same_loss_and_gradient_alone_and_padded(model):
 def test_what_stands_behind_a_rows_end_does_not_matter(model, batch):
     other = batch.input_ids.clone()
     other[batch.input_ids == 0] = 33
-    changed = Microbatch(
+    changed = PaddedMicrobatch(
         input_ids=other, is_target=batch.is_target, num_tokens=batch.num_tokens, num_targets=batch.num_targets
     )
     assert torch.equal(cross_entropy_per_target(model, batch), cross_entropy_per_target(model, changed))
@@ -82,15 +82,15 @@ def test_what_stands_behind_a_rows_end_does_not_matter(model, batch):
 
 def test_targets_come_row_after_row(model):
     examples = list(tiny_examples(3))
-    rows = [cross_entropy_per_target(model, collate([example])) for example in examples]
-    together = cross_entropy_per_target(model, collate(examples))
+    rows = [cross_entropy_per_target(model, pad([example])) for example in examples]
+    together = cross_entropy_per_target(model, pad(examples))
     assert [len(row) for row in rows] == [int(example.is_target.sum()) for example in examples]
     torch.testing.assert_close(together, torch.cat(rows), rtol=1e-5, atol=1e-5)
 
 
 def test_a_micro_batch_without_targets_weighs_nothing(model):
     empty = EncodedExamples.from_rows([([5, 6, 7], [False] * 3), ([8, 9], [False] * 2)], end_id=2)
-    loss = summed_cross_entropy(model, collate(list(empty)))
+    loss = summed_cross_entropy(model, pad(list(empty)))
     loss.backward()
     assert loss.item() == 0
     assert all(float(p.grad.abs().max()) == 0 for p in model.parameters() if p.grad is not None)

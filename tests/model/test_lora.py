@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from finetune.config.schema import LoraSection
-from finetune.data.batches import collate
+from finetune.data.batches import pad
 from finetune.engine.loss import summed_cross_entropy
 from finetune.errors import ModelError
 from finetune.model.base import checkpoint_gradients
@@ -93,7 +93,7 @@ def train_one_step(model, batch):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_adapter_trains_in_every_layer_with_gradient_checkpointing_too_and_alike(kind):
-    batch = collate(list(tiny_examples(4)))
+    batch = pad(list(tiny_examples(4)))
     losses, weights = [], []
     for checkpointing in (False, True):
         model = add_lora(build_tiny(CONFIGS[kind]), section())

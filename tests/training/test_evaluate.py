@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from finetune.config.schema import Config, LoraSection, ValidationSection
-from finetune.data.batches import EvaluationLoader, collate
+from finetune.data.batches import EvaluationLoader, pad
 from finetune.data.encode import EncodedExamples
 from finetune.distributed.launch import launch
 from finetune.engine.loss import cross_entropy_per_target
@@ -31,7 +31,7 @@ def sums(runtime, model, examples, *, rank=0, world_size=1, **keys):
 
 def row_losses(model, examples):
     with torch.no_grad():
-        return [cross_entropy_per_target(model.eval(), collate([example])).double() for example in examples]
+        return [cross_entropy_per_target(model.eval(), pad([example])).double() for example in examples]
 
 
 def test_all_figures_are_those_of_the_single_rows(runtime, model):

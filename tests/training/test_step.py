@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from finetune.config.schema import Config, LoraSection
-from finetune.data.batches import collate
+from finetune.data.batches import pad
 from finetune.data.encode import EncodedExamples
 from finetune.distributed.launch import launch
 from finetune.errors import DataError, RunFailedError
@@ -38,7 +38,7 @@ def tiny_lora(kind="phi3", dropout=0.0):
 def split(sizes, examples=None):
     """The rows in order, cut into micro-batches of these sizes."""
     rows = iter(list(examples or tiny_examples(8)))
-    return [(index, collate([next(rows) for _ in range(size)])) for index, size in enumerate(sizes)]
+    return [(index, pad([next(rows) for _ in range(size)])) for index, size in enumerate(sizes)]
 
 
 def step(runtime, model, microbatches, *, optimizer=None, number=1, seed=0, max_grad_norm=None, rate=LEARNING_RATE):
@@ -62,7 +62,7 @@ def weights(model):
 def reference(model, examples):
     """Loss and gradients over all rows in one batch, by the plain forward in float64."""
     model = model.double()
-    batch = collate(list(examples))
+    batch = pad(list(examples))
     logits = model(input_ids=batch.input_ids).logits[:, :-1]
     labels = batch.input_ids.masked_fill(~batch.is_target, -100)[:, 1:]
     loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
@@ -219,7 +219,7 @@ def test_a_global_batch_without_a_target_is_refused_before_anything_is_computed(
 def test_a_micro_batch_without_targets_changes_nothing(runtime):
     empty = EncodedExamples.from_rows([([5, 6], [False, False])], end_id=2)
     model, other = tiny_lora(), tiny_lora()
-    result = step(runtime, model, [*split([8]), (1, collate(list(empty)))])
+    result = step(runtime, model, [*split([8]), (1, pad(list(empty)))])
     assert result.loss == step(runtime, other, split([8])).loss
     assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(other), strict=True))
 

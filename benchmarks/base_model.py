@@ -1,0 +1,79 @@
+"""The base model that all engines read from one folder, and its loss on single rows, computed the plain way.
+
+A LoRA adapter begins as nothing, so the loss of an engine's first step is the base model's loss on the rows of that
+step: whatever an engine does to be fast, it must give this number.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.job import FIRST_TEXT_ID, Job
+
+TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_SPECIAL_TOKENS = ["<|endoftext|>", "<|start|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def write_base(job: Job, folder: Path) -> None:
+    """Write the base model with seeded random weights, and a tokenizer that nobody uses but every trainer wants."""
+    from transformers import AutoModelForCausalLM, Phi3Config
+
+    torch.manual_seed(job.seed)
+    config = Phi3Config(**job.shape.model_config())
+    device = "cuda" if job.device == "cuda" else "cpu"
+    auto: Any = AutoModelForCausalLM
+    with torch.device(device):
+        model = auto.from_config(config, dtype=TORCH_TYPES[job.shape.stored_as])
+    model.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+
+
+def row_losses(job: Job, folder: Path, numbers: Sequence[int]) -> dict[int, tuple[float, int]]:
+    """Nats summed over the targets of single rows, and how many targets they have: one row at a time, fp32."""
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").to(job.device).eval()
+    rows = job.rows()
+    losses = {}
+    with torch.no_grad():
+        for number in numbers:
+            ids = torch.tensor([rows[number].ids], device=job.device)
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double()
+            is_target = torch.tensor(rows[number].is_target, device=job.device)[1:]
+            labels = ids[0, 1:][is_target]
+            nats = torch.nn.functional.cross_entropy(logits[is_target], labels, reduction="sum")
+            losses[number] = (float(nats), len(labels))
+    return losses
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = _SPECIAL_TOKENS + [f"<{number}>" for number in range(len(_SPECIAL_TOKENS), FIRST_TEXT_ID)]
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[-1]))
+    backend.add_special_tokens(_SPECIAL_TOKENS)
+    tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend, eos_token="<|end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = _TEMPLATE
+    return tokenizer
+
+
+if __name__ == "__main__":
+    asked = Job(**json.loads(sys.argv[1]))
+    if len(sys.argv) > 3:
+        sys.stdout.write(json.dumps(row_losses(asked, Path(sys.argv[2]), json.loads(sys.argv[3]))))
+    else:
+        write_base(asked, Path(sys.argv[2]))

@@ -1,0 +1,119 @@
+"""What a run costs, measured alike in every engine: at the end of each call of an optimizer's `step`."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from benchmarks.job import Job, RowShape
+
+
+class Mark(NamedTuple):
+    """The end of an optimizer step."""
+
+    wall: float
+    """Seconds since the benchmark started the command."""
+    cpu: float
+    """CPU seconds of this process and, after the warm-up and at the end, of those it started."""
+
+
+@dataclass
+class RankReport:
+    """What one rank of one run says of itself."""
+
+    rank: int = 0
+    marks: list[Mark] = field(default_factory=list)
+    rows: list[list[RowShape]] = field(default_factory=list)
+    """For each step, the rows that this rank answers for."""
+    first_rows: list[int] = field(default_factory=list)
+    """Which rows of the job were in the first step."""
+    losses: dict[int, float] = field(default_factory=dict)
+    """Nats per target, by step. The engines that log seldom give the mean since the line before."""
+    finished: float = 0.0
+    """Seconds from the start of the command until the adapter was on disk."""
+    peak_memory: int = 0
+    """Bytes; of the device where it has memory of its own."""
+
+    def save(self, folder: Path) -> None:
+        """Write the report where the benchmark looks for it."""
+        (folder / f"rank-{self.rank}.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> RankReport:
+        """Read a report back."""
+        fields = json.loads(path.read_text())
+        fields["marks"] = [Mark(*mark) for mark in fields["marks"]]
+        fields["rows"] = [[RowShape(*row) for row in step] for step in fields["rows"]]
+        fields["losses"] = {int(step): loss for step, loss in fields["losses"].items()}
+        return cls(**fields)
+
+
+class StepClock:
+    """Marks the end of every optimizer step, whatever engine calls it.
+
+    Args:
+        job: how many steps there are.
+        started: `time.monotonic()` of the benchmark when it started the command; the clock is the machine's.
+    """
+
+    def __init__(self, job: Job, started: float) -> None:
+        self.marks: list[Mark] = []
+        self._job = job
+        self._started = started
+
+    def watch(self) -> None:
+        """From now on mark the end of every step."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        register_optimizer_step_post_hook(self._after_step)
+
+    def seconds(self) -> float:
+        """Since the benchmark started the command."""
+        return time.monotonic() - self._started
+
+    def _after_step(self, optimizer: Any, args: Sequence[Any], keywords: dict[str, Any]) -> None:
+        if optimizer.param_groups[0]["params"][0].is_meta:
+            return  # no training: someone asks what an optimizer's state will take
+        if self._job.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+        cpu = time.process_time()
+        if len(self.marks) + 1 in (self._job.warmup_steps, self._job.steps):
+            cpu += _cpu_of_children()  # not at every step: it is a walk over all processes
+        self.marks.append(Mark(self.seconds(), cpu))
+
+
+def peak_memory(device: str) -> int:
+    """The most bytes this process has held so far: of the GPU's memory on `cuda`, else resident."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated())
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss begins with what the parent held when it started this process
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    in_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * in_bytes
+
+
+def _cpu_of_children() -> float:
+    """Of children that are gone and of those that work now."""
+    gone = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = gone.ru_utime + gone.ru_stime
+    for child in psutil.Process().children(recursive=True):
+        try:
+            times = child.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system
+    return float(total)

@@ -1,0 +1,80 @@
+"""finetune, through what a recipe calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.clock import RankReport, StepClock
+from benchmarks.job import LEARNING_RATE, LORA_ALPHA, LORA_RANK, LORA_TARGETS, MAX_GRAD_NORM, Job, row_shape
+from benchmarks.worker import Order
+
+_END_ID = 2
+
+
+def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankReport:
+    """Train the job. The order's words come last, so that each of these can be set otherwise."""
+    job = order.job
+    from finetune import Trainer, add_lora, build_base_model, build_tokenizer, launch, load_config
+    from finetune.data.encode import EncodedExamples, EncodedSplits
+
+    config = load_config([*_words(order), *order.words], task="finetune_lora")
+    with launch(config) as runtime:
+        clock.watch()
+        rows = _so_that_they_come_in_order(job, config.seed)
+        splits = EncodedSplits(EncodedExamples.from_rows(rows, end_id=_END_ID))
+        tokenizer = build_tokenizer(config.model)
+        model = add_lora(build_base_model(config.model), config.lora)
+        trainer = Trainer(runtime, config, model, tokenizer, splits)
+        train_loader, _, _ = trainer.prepare_dataloaders()
+        trainer.run_training(train_loader)
+    return _report(order) if order.rank == 0 else RankReport()
+
+
+def _words(order: Order) -> list[str]:
+    job = order.job
+    return [
+        f"model.path={order.base}",
+        f"data.path={order.base}",  # a run wants one; the rows are handed over as they are
+        f"output_dir={Path(order.folder) / 'run'}",
+        f"seed={job.seed}",
+        f"lora.r={LORA_RANK}",
+        f"lora.alpha={LORA_ALPHA}",
+        f"lora.targets={json.dumps(LORA_TARGETS)}",
+        f"optim.learning_rate={LEARNING_RATE}",
+        f"optim.max_grad_norm={MAX_GRAD_NORM}",
+        f"training.max_steps={job.steps}",
+        f"training.global_batch_size={job.global_batch}",
+        f"training.batch_size={1 if job.shape.row_tokens else 4}",
+        f"training.precision={job.precision}",
+        f"training.device={job.device}",
+    ]
+
+
+def _so_that_they_come_in_order(job: Job, seed: int) -> list[tuple[list[int], list[bool]]]:
+    """The rows, put so that the shuffling of the run's first epoch brings them into the job's own order."""
+    from finetune.data.batches import BatchPlan
+
+    rows = job.rows()
+    lengths = [len(row.ids) for row in rows]
+    plan = BatchPlan(lengths=lengths, global_batch_size=job.global_batch, batch_size=1, seed=seed)
+    placed = dict(zip(plan.order(0), rows, strict=True))
+    return [placed[place] for place in range(len(rows))]
+
+
+def _report(order: Order) -> RankReport:
+    """Rank 0 answers for the rows of all ranks; what the run wrote of its steps must agree."""
+    job = order.job
+    batch = job.global_batch
+    rows = [row_shape(row) for row in job.rows()]
+    steps = [rows[step * batch : (step + 1) * batch] for step in range(job.steps)]
+    lines = (Path(order.folder) / "run" / "metrics.jsonl").read_text().splitlines()
+    events = [event for event in map(json.loads, lines) if event["event"] == "step"]
+    expected = [(sum(r.num_tokens for r in step), sum(r.num_targets for r in step)) for step in steps]
+    written = [(event["num_tokens"], event["num_targets"]) for event in events]
+    if written != expected:
+        raise RuntimeError(f"the steps had other rows than the job's: (tokens, targets) {written}, not {expected}")
+    losses = {event["step"]: event["loss"] for event in events}
+    return RankReport(rows=steps, first_rows=list(range(batch)), losses=losses)

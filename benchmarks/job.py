@@ -1,0 +1,242 @@
+"""The job that every engine is given: a model's shape, seeded rows, and what a step is. No torch is imported here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+Precision = Literal["fp32", "bf16"]
+LORA_TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+LORA_RANK = 16
+LORA_ALPHA = 32
+LEARNING_RATE = 2e-4
+MAX_GRAD_NORM = 1.0
+FIRST_TEXT_ID = 16
+"""Ids below it belong to the tokenizer's special tokens."""
+SHARED_PROMPT_TOKENS = 150
+_SHORTEST, _LONGEST = 24, 512
+_LOG_MEAN, _LOG_DEVIATION = 5.02, 0.6
+_TARGET_SHARE = 0.4
+
+
+class Row(NamedTuple):
+    """One conversation as token ids."""
+
+    ids: list[int]
+    is_target: list[bool]
+    """True for tokens that carry loss; never the first."""
+
+
+class RowShape(NamedTuple):
+    """All that the cost of a row depends on."""
+
+    num_tokens: int
+    num_targets: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """A phi3-class model, and the rows it is given.
+
+    Attributes:
+        hidden: width of the residual stream.
+        intermediate: width of the MLP.
+        layers: decoder layers.
+        heads: query heads.
+        kv_heads: key and value heads.
+        vocabulary: rows of the embedding and of the head.
+        tied: whether the head is the embedding.
+        partial_rotary: the part of each head that is rotated.
+        stored_as: the type of the base model's weights on disk.
+        num_rows: conversations in the job.
+        row_tokens: None for chat rows; else every row has so many tokens, all of them carry loss.
+    """
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    tied: bool = False
+    partial_rotary: float = 1.0
+    stored_as: Precision = "fp32"
+    num_rows: int = 600
+    row_tokens: int | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.hidden // self.heads
+
+    @property
+    def linear_shapes(self) -> list[tuple[int, int]]:
+        """(in, out) of the four linear layers of one decoder layer, all of which carry LoRA."""
+        attention = self.heads * self.head_dim
+        return [
+            (self.hidden, attention + 2 * self.kv_heads * self.head_dim),
+            (attention, self.hidden),
+            (self.hidden, 2 * self.intermediate),
+            (self.intermediate, self.hidden),
+        ]
+
+    def model_config(self) -> dict[str, Any]:
+        """The model's configuration, as transformers takes it."""
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "tie_word_embeddings": self.tied,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": self.partial_rotary,
+            },
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "attention_dropout": 0.0,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+        }
+
+
+SIZES: dict[str, Size] = {
+    # Phi-4-mini in small: its 8/3 of MLP, its tied head, its partial rotary, and with 8 layers its share of the head
+    # among the matrix products (16.0 %). Eight heads of 64 cannot be grouped three to one: four to one, as in phi-4.
+    "real": Size(
+        hidden=512,
+        intermediate=1368,
+        layers=8,
+        heads=8,
+        kv_heads=2,
+        vocabulary=8192,
+        tied=True,
+        partial_rotary=0.75,
+    ),
+    # The vocabulary of Phi-3-mini, and that of phi-4, on a small body: what a head costs that is run everywhere.
+    "s32k": Size(hidden=256, intermediate=688, layers=8, heads=4, kv_heads=1, vocabulary=32064),
+    "s100k": Size(hidden=256, intermediate=688, layers=8, heads=4, kv_heads=1, vocabulary=100352),
+    # For an accelerator: the real shapes, long rows, every token carries loss.
+    "phi4-mini": Size(
+        hidden=3072,
+        intermediate=8192,
+        layers=32,
+        heads=24,
+        kv_heads=8,
+        vocabulary=200064,
+        tied=True,
+        partial_rotary=0.75,
+        stored_as="bf16",
+        num_rows=160,
+        row_tokens=4096,
+    ),
+    "phi4": Size(
+        hidden=5120,
+        intermediate=17920,
+        layers=40,
+        heads=40,
+        kv_heads=10,
+        vocabulary=100352,
+        stored_as="bf16",
+        num_rows=160,
+        row_tokens=4096,
+    ),
+    # For the tests of this folder.
+    "tiny": Size(hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, vocabulary=320),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One setting in which engines are compared.
+
+    Attributes:
+        size: a key of `SIZES`.
+        precision: of the frozen weights and of the matrix products.
+        has_shared_prompt: whether every row begins with the same system prompt.
+        processes: ranks that train together.
+        device: `cpu` or `cuda`.
+        steps: optimizer steps.
+        warmup_steps: the first steps, of which the rates take no account.
+        global_batch: rows of an optimizer step over all ranks.
+        seed: of weights and rows.
+    """
+
+    size: str
+    precision: Precision = "fp32"
+    has_shared_prompt: bool = False
+    processes: int = 1
+    device: str = "cpu"
+    steps: int = 30
+    warmup_steps: int = 3
+    global_batch: int = 16
+    seed: int = 0
+
+    @property
+    def shape(self) -> Size:
+        """The model and its rows."""
+        return SIZES[self.size]
+
+    @property
+    def longest(self) -> int:
+        """No row has more tokens."""
+        return (self.shape.row_tokens or _LONGEST) + SHARED_PROMPT_TOKENS * self.has_shared_prompt
+
+    @property
+    def name(self) -> str:
+        """What a table calls this setting."""
+        extras = [
+            "shared prompt" if self.has_shared_prompt else "",
+            f"{self.processes} processes" if self.processes > 1 else "",
+            self.device if self.device != "cpu" else "",
+        ]
+        return ", ".join(filter(None, [self.size, self.precision, *extras]))
+
+    def rows(self) -> list[Row]:
+        """The rows in the order of training: step s of an engine that keeps it has rows 16 s to 16 s + 15."""
+        rng = random.Random(self.seed)
+        text_ids = range(FIRST_TEXT_ID, self.shape.vocabulary)
+        prompt = rng.choices(text_ids, k=SHARED_PROMPT_TOKENS)
+        fixed = self.shape.row_tokens
+        rows = [
+            _chat_row(rng, text_ids) if fixed is None else Row(rng.choices(text_ids, k=fixed), _all_but_first(fixed))
+            for _ in range(self.shape.num_rows)
+        ]
+        if not self.has_shared_prompt:
+            return rows
+        return [Row(prompt + row.ids, [False] * len(prompt) + row.is_target) for row in rows]
+
+    def fingerprint(self) -> str:
+        """A digest of the job and of its model's shape: two equal ones mean the same work."""
+        text = json.dumps([asdict(self), asdict(self.shape), LORA_TARGETS, LORA_RANK], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def row_shape(row: Row) -> RowShape:
+    """What the cost of a row depends on."""
+    return RowShape(len(row.ids), sum(row.is_target))
+
+
+def _chat_row(rng: random.Random, text_ids: range) -> Row:
+    """One to three turns of a user and an assistant; the assistant's tokens carry loss, and the row ends with one."""
+    length = min(_LONGEST, max(_SHORTEST, round(rng.lognormvariate(_LOG_MEAN, _LOG_DEVIATION))))
+    turns = rng.randint(1, min(3, length // _SHORTEST))
+    is_target: list[bool] = []
+    for turn in range(turns):
+        tokens = length * (turn + 1) // turns - length * turn // turns
+        answer = min(tokens - 4, max(1, round(tokens * rng.betavariate(4, 4 * (1 / _TARGET_SHARE - 1)))))
+        is_target += [False] * (tokens - answer) + [True] * answer
+    return Row(rng.choices(text_ids, k=length), is_target)
+
+
+def _all_but_first(length: int) -> list[bool]:
+    return [False] + [True] * (length - 1)

@@ -1,0 +1,271 @@
+"""Exact causal attention over a layout: each query sees its own row and nothing else, however rows are packed.
+
+One entry, `attention`, and one way of computing it per kind of device: blocks of queries through torch's CPU kernel; on
+CUDA variable-length flash attention where its types allow, FlexAttention otherwise (`attention_cuda`); and a dense mask
+where a device has neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from finetune.engine.attention_cuda import flex_attention, has_varlen, plan_flex, plan_varlen, varlen_attention
+from finetune.engine.layout import Layout, dense_mask
+
+Kernel = Literal["blocks", "varlen", "flex", "dense"]
+Range = tuple[int, int]
+
+BLOCK_QUERIES = 64
+"""A causal row of n tokens costs n * (n + 64) / 2 pairs of query and key in blocks of so many, and n * n at once."""
+BLOCK_OVERHEAD = 600
+"""What one more kernel call costs, in pairs of query and key."""
+KEY_OVERHEAD = 16
+"""What gathering a key and adding up its gradient cost, in pairs of query and key."""
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    *,
+    queries: torch.Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attend along each row.
+
+    Args:
+        q: (queries, heads, head_dim).
+        k: (tokens, kv_heads, head_dim); kv_heads divides heads.
+        v: like k.
+        layout: of the tokens.
+        queries: the flat tokens that the rows of q belong to, ascending, int64, (queries,); None: all.
+        window: how many tokens of its row, itself included, a token sees; None: all before it.
+        scale: of the scores; None: head_dim ** -0.5.
+
+    Returns:
+        (queries, heads, head_dim), in q's type.
+    """
+    if not len(q):
+        return q + (k[:0].sum() + v[:0].sum())  # keys and values have gradients, of zero
+    window = None if window is None or window >= layout.longest_row else window
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    kernel = choose_kernel(q.device.type, q.dtype, has_varlen=q.is_cuda and has_varlen())
+    if kernel == "blocks":
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        blocks = layout.planned(plan_blocks, queries, window)
+        out: torch.Tensor = _BlockAttention.apply(q, k, v, blocks, scale)  # type: ignore[no-untyped-call]
+        return out
+    if kernel == "varlen":
+        return varlen_attention(q, k, v, layout.planned(plan_varlen, queries, window), scale)
+    if kernel == "flex":
+        return flex_attention(q, k, v, layout.planned(plan_flex, queries, window), scale)
+    return dense_attention(q, k, v, layout.planned(dense_mask, queries, window), scale)
+
+
+def choose_kernel(device_type: str, dtype: torch.dtype, *, has_varlen: bool) -> Kernel:
+    """How attention is computed for tensors of this kind."""
+    if device_type == "cpu":
+        return "blocks"
+    if device_type != "cuda":
+        return "dense"
+    if dtype in (torch.float16, torch.bfloat16) and has_varlen:
+        return "varlen"
+    return "flex"
+
+
+def dense_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Attend with a mask of (queries, tokens): simple, and wasteful beyond a few rows."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+class Block(NamedTuple):
+    """Queries that are computed in one kernel call."""
+
+    first: int
+    last: int
+    """Behind the last query."""
+    keys: tuple[Range, ...]
+    """Flat tokens that any of them sees, ascending."""
+    bias: torch.Tensor | None
+    """0 where a query sees a key and -inf elsewhere, fp32, shape (queries, keys); None: nowhere."""
+    is_causal: bool
+    """The i-th query sees the first i + 1 keys, and there is no bias."""
+
+
+def plan_blocks(layout: Layout, queries: torch.Tensor, window: int | None = None) -> list[Block]:
+    """Cut queries into blocks, each with the keys that it sees."""
+    plans: list[_Plan] = []
+    for plan in _pieces(layout, queries, window):
+        merged = _merge(plans[-1], plan) if plans else plan
+        if plans and merged.cost <= plans[-1].cost + plan.cost:
+            plans[-1] = merged
+        else:
+            plans.append(plan)
+    return [_block(layout, queries[plan.first : plan.last], plan, window) for plan in plans]
+
+
+class _Plan(NamedTuple):
+    first: int
+    last: int
+    keys: tuple[Range, ...]
+
+    @property
+    def num_keys(self) -> int:
+        return sum(end - start for start, end in self.keys)
+
+    @property
+    def cost(self) -> int:
+        return (self.last - self.first + KEY_OVERHEAD) * self.num_keys + BLOCK_OVERHEAD
+
+
+def _pieces(layout: Layout, queries: torch.Tensor, window: int | None) -> Iterator[_Plan]:
+    """About `BLOCK_QUERIES` queries of one stretch, and the keys that these see."""
+    edges = torch.tensor([0, *(stretch.end for stretch in layout.stretches)])
+    bounds = torch.searchsorted(queries, edges).tolist()
+    for index, (low, high) in enumerate(pairwise(bounds)):
+        if low == high:
+            continue
+        path = [layout.stretches[i] for i in layout.path(index)]
+        number = max(1, round((high - low) / BLOCK_QUERIES))
+        for first, last in pairwise(low + (high - low) * i // number for i in range(number + 1)):
+            position = path[-1].position + int(queries[first]) - path[-1].start
+            oldest = 0 if window is None else position - window + 1
+            ends = [stretch.end for stretch in path[:-1]] + [int(queries[last - 1]) + 1]
+            ranges = [(s.start + max(0, oldest - s.position), end) for s, end in zip(path, ends, strict=True)]
+            yield _Plan(first, last, tuple((a, b) for a, b in ranges if a < b))
+
+
+def _merge(one: _Plan, two: _Plan) -> _Plan:
+    keys: list[Range] = []
+    for start, end in sorted(one.keys + two.keys):
+        if keys and start <= keys[-1][1]:
+            keys[-1] = (keys[-1][0], max(end, keys[-1][1]))
+        else:
+            keys.append((start, end))
+    return _Plan(one.first, two.last, tuple(keys))
+
+
+def _block(layout: Layout, queries: torch.Tensor, plan: _Plan, window: int | None) -> Block:
+    keys = torch.cat([torch.arange(start, end) for start, end in plan.keys])
+    seen = layout.sees(queries[:, None], keys, window)
+    if seen.all():
+        return Block(*plan, bias=None, is_causal=False)
+    rows, columns = seen.shape
+    if torch.equal(seen, torch.ones_like(seen).tril(columns - rows)):
+        is_causal = rows == columns  # the kernel aligns to the upper left
+        return Block(*plan, bias=None if is_causal else _lower_right_bias(rows, columns), is_causal=is_causal)
+    return Block(*plan, bias=torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf), is_causal=False)
+
+
+def _lower_right_bias(rows: int, columns: int) -> torch.Tensor:
+    """A view of one strip that all such blocks share: rows of thousands of tokens would need much memory otherwise."""
+    offset = columns - rows
+    height, room = _power_of_two(rows), _power_of_two(offset)
+    return _strip(height, room)[:rows, room - offset : room - offset + columns]
+
+
+@lru_cache(maxsize=8)
+def _strip(height: int, room: int) -> torch.Tensor:
+    return torch.full((height, height + room), -torch.inf).triu(room + 1)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+class _BlockAttention(torch.autograd.Function):
+    """The CPU kernel on one block after the other; each block's logsumexp is kept, its scores are not.
+
+    Query heads that share a key head lie along a batch dimension in which keys have stride 0. Low precision is widened
+    to fp32: the CPU kernel is slower in bf16.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: list[Block], scale: float
+    ) -> torch.Tensor:
+        ctx.blocks, ctx.scale = blocks, scale
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        queries, outs = (_group(x, k.shape[1]) for x in (q, out))
+        sums = []
+        for block in blocks:
+            rows = slice(block.first, block.last)
+            outs[..., rows, :], logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                _wide(queries[..., rows, :]),
+                _taken(k, block.keys, len(queries)),
+                _taken(v, block.keys, len(queries)),
+                is_causal=block.is_causal,
+                attn_mask=_bias(block, q),
+                scale=scale,
+            )
+            sums.append(logsumexp)
+        ctx.save_for_backward(q, k, v, out, *sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        q, k, v, out, *sums = ctx.saved_tensors
+        d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        d_k, d_v = (torch.zeros(k.shape, dtype=_wide_type(k), device=k.device) for _ in "kv")
+        queries, outs, grads, d_queries = (_group(x, k.shape[1]) for x in (q, out, grad.contiguous(), d_q))
+        for block, logsumexp in zip(ctx.blocks, sums, strict=True):
+            rows = slice(block.first, block.last)
+            d_queries[..., rows, :], *d_keys = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                _wide(grads[..., rows, :]),
+                _wide(queries[..., rows, :]),
+                _taken(k, block.keys, len(queries)),
+                _taken(v, block.keys, len(queries)),
+                _wide(outs[..., rows, :]),
+                logsumexp,
+                0.0,
+                block.is_causal,
+                attn_mask=_bias(block, q),
+                scale=ctx.scale,
+            )
+            for total, part in zip((d_k, d_v), d_keys, strict=True):
+                _add(total, part, block.keys)
+        return d_q, d_k.to(k.dtype), d_v.to(v.dtype), None, None
+
+
+def _group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """(queries, heads, head_dim) as (heads per key head, kv_heads, queries, head_dim)."""
+    return x.view(len(x), kv_heads, x.shape[1] // kv_heads, x.shape[-1]).permute(2, 1, 0, 3)
+
+
+def _taken(x: torch.Tensor, keys: tuple[Range, ...], groups: int) -> torch.Tensor:
+    """Some of (tokens, kv_heads, head_dim) as (groups, kv_heads, keys, head_dim)."""
+    parts = [x[start:end] for start, end in keys]
+    taken = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return _wide(taken).transpose(0, 1).expand(groups, -1, -1, -1)
+
+
+def _add(total: torch.Tensor, part: torch.Tensor, keys: tuple[Range, ...]) -> None:
+    """The way back of `_taken`."""
+    summed = (part[0] if len(part) == 1 else part.sum(0)).transpose(0, 1)
+    sizes = [end - start for start, end in keys]
+    for (start, end), piece in zip(keys, torch.split(summed, sizes), strict=True):
+        total[start:end] += piece
+
+
+def _bias(block: Block, q: torch.Tensor) -> torch.Tensor | None:
+    return None if block.bias is None else block.bias.to(_wide_type(q))
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(_wide_type(x))
+
+
+def _wide_type(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

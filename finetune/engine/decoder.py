@@ -1,0 +1,221 @@
+"""The forward pass of a decoder stack over packed tokens, through the engine's own functions.
+
+The weights stay in the modules that transformers and PEFT made; only the way through them is ours: no batch dimension,
+no padding, and hidden states where they are asked for. The last layer computes keys and values everywhere, all else
+there only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from finetune.engine.linear import Linear, draw_keep, linear, normed_linear
+from finetune.engine.mlp import gated_mlp
+from finetune.engine.norm import rms_norm
+from finetune.engine.rotary import split_heads
+
+
+class Attention(Protocol):
+    """What lets tokens look at each other."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: Any,
+        *,
+        queries: torch.Tensor | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Attend, with scores scaled by head_dim ** -0.5.
+
+        Args:
+            q: (queries, heads, head_dim).
+            k: (tokens, kv_heads, head_dim); each serves heads / kv_heads heads in a row.
+            v: like k.
+            layout: which token sees which, as it was handed to `Decoder`.
+            queries: (queries,), the tokens that the rows of q belong to, or None for all tokens in order.
+            window: how many tokens of its document, itself included, a token sees; None for all before it.
+
+        Returns:
+            (queries, heads, head_dim)
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where the parts of a decoder of one model type are.
+
+    Attributes:
+        projections: queries, keys and values: one module with all three side by side, or three.
+        output: the attention's output projection.
+        widen: into the feed-forward part: gate and up in one module, or in two, or without a gate.
+        narrow: out of it.
+        final_norm: behind the last layer.
+        is_parallel: attention and feed-forward part read the same norm; a LayerNorm, and no gate.
+    """
+
+    projections: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output: str = "self_attn.o_proj"
+    widen: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    narrow: str = "mlp.down_proj"
+    final_norm: str = "norm"
+    is_parallel: bool = False
+
+
+FAMILIES = {
+    "phi3": Family(projections=("self_attn.qkv_proj",), widen=("mlp.gate_up_proj",)),
+    "phi": Family(
+        output="self_attn.dense",
+        widen=("mlp.fc1",),
+        narrow="mlp.fc2",
+        final_norm="final_layernorm",
+        is_parallel=True,
+    ),
+    "llama": Family(),
+}
+"""By transformers' `model_type`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tokens:
+    """What the layers know of the tokens, beside their hidden states."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    layout: Any
+    at: torch.Tensor | None
+
+    def chosen(self, x: torch.Tensor) -> torch.Tensor:
+        """(tokens, features) to (n, features), at the asked tokens."""
+        return x if self.at is None else x.index_select(0, self.at)
+
+
+class Decoder:
+    """The decoder of a causal language model that `unsupported_reason` has nothing against.
+
+    Args:
+        model: a transformers causal language model, or a PEFT model around one.
+        attention: see `Attention`.
+        checkpoint_layers: compute each layer again in the backward pass in place of keeping what is inside it.
+    """
+
+    def __init__(self, model: torch.nn.Module, attention: Attention, *, checkpoint_layers: bool = False) -> None:
+        bare = bare_model(model)
+        self._modules = bare.get_decoder()
+        self._config = bare.config
+        self._family = FAMILIES[bare.config.model_type]
+        self._attention = attention
+        self._window = getattr(bare.config, "sliding_window", None)
+        self._checkpoint_layers = checkpoint_layers
+
+    def hidden_states(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: Any, at: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What the head is given at some tokens, computed in the embedding's type, or in that of the autocast around.
+
+        Args:
+            input_ids: (tokens,), documents one after the other.
+            position_ids: (tokens,), each token's position in its own document.
+            layout: handed on to the attention.
+            at: (n,), indices of tokens, or None for all.
+
+        Returns:
+            (n, hidden)
+        """
+        device = input_ids.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        with torch.autocast(device, enabled=False):
+            h = self._modules.embed_tokens(input_ids)
+            h = h if dtype is None else h.to(dtype)
+            if self._family.is_parallel:
+                h = self._modules.embed_dropout(h)
+            cos, sin = (angle.squeeze(0) for angle in self._modules.rotary_emb(h, position_ids.unsqueeze(0)))
+            everywhere, there = (_Tokens(cos=cos, sin=sin, layout=layout, at=where) for where in (None, at))
+            last = self._modules.layers[-1]
+            for modules in self._modules.layers:
+                layer = partial(self._layer, modules, tokens=there if modules is last else everywhere)
+                h = checkpoint(layer, h, use_reentrant=False) if self._checkpoint_layers else layer(h)
+            return _normalize(self._modules.get_submodule(self._family.final_norm), h)
+
+    def _layer(self, modules: Any, h: torch.Tensor, tokens: _Tokens) -> torch.Tensor:
+        """(tokens, hidden) to the same, or to (n, hidden) at n of them."""
+        norm = modules.input_layernorm
+        if self._family.is_parallel:
+            x, project = _normalize(norm, h), linear
+        else:
+            x, project = h, partial(normed_linear, weight=norm.weight, eps=norm.variance_epsilon)
+        q, k, v = self._project(project, x, self._linears(modules, self._family.projections, x), tokens)
+        attended = self._attention(q, k, v, tokens.layout, queries=tokens.at, window=self._window).flatten(1)
+
+        h = tokens.chosen(h)
+        behind = (self._family.output, *self._family.widen, self._family.narrow)
+        output, *widen, narrow = self._linears(modules, behind, h)
+        if not self._family.is_parallel:
+            h, norm = linear(attended, output, residual=h), modules.post_attention_layernorm
+            return gated_mlp(h, norm.weight, norm.variance_epsilon, widen, narrow)
+        fed_forward = linear(modules.mlp.activation_fn(linear(tokens.chosen(x), *widen)), narrow)
+        result: torch.Tensor = h + modules.resid_dropout(linear(attended, output)) + modules.resid_dropout(fed_forward)
+        return result
+
+    def _project(
+        self, project: Callable[..., torch.Tensor], x: torch.Tensor, projections: list[Linear], tokens: _Tokens
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries where they are asked for, keys and values everywhere."""
+        heads, kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
+        cos, sin, at = tokens.cos, tokens.sin, tokens.at
+        if at is None:
+            return split_heads(project(x, *projections), cos, sin, [heads, kv_heads, kv_heads], num_rotated=2)
+        queries, *keys_values = projections
+        if not keys_values:
+            width = queries.width * heads // (heads + 2 * kv_heads)
+            queries, keys_values = queries.columns(0, width), [queries.columns(width, queries.width)]
+        (q,) = split_heads(project(tokens.chosen(x), queries.at_rows(at)), cos[at], sin[at], [heads], num_rotated=1)
+        return q, *split_heads(project(x, *keys_values), cos, sin, [kv_heads, kv_heads], num_rotated=1)
+
+    @staticmethod
+    def _linears(modules: Any, names: Sequence[str], like: torch.Tensor) -> list[Linear]:
+        return [read_linear(modules.get_submodule(name), like) for name in names]
+
+
+def read_linear(module: Any, like: torch.Tensor) -> Linear:
+    """The tensors of a linear module, and a new dropout mask where its adapter drops.
+
+    Args:
+        module: a `torch.nn.Linear`, or PEFT's LoRA layer around one.
+        like: a tensor with the rows, the type and the device of the module's input.
+    """
+    base = getattr(module, "base_layer", module)
+    if base is module or module.disable_adapters or module.merged:
+        return Linear(base.weight, base.bias)
+    (adapter,) = module.active_adapters
+    p = getattr(module.lora_dropout[adapter], "p", 0.0) if module.training else 0.0
+    return Linear(
+        base.weight,
+        base.bias,
+        module.lora_A[adapter].weight,
+        module.lora_B[adapter].weight,
+        draw_keep(like, base.in_features, p) if p else None,
+        module.scaling[adapter] / (1 - p),
+    )
+
+
+def bare_model(model: Any) -> Any:
+    """The transformers model, without PEFT's around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _normalize(norm: Any, h: torch.Tensor) -> torch.Tensor:
+    if isinstance(norm, torch.nn.LayerNorm):
+        weight, bias = norm.weight.to(h.dtype), norm.bias.to(h.dtype)
+        return functional.layer_norm(h, norm.normalized_shape, weight, bias, norm.eps)
+    return rms_norm(h, norm.weight, norm.variance_epsilon)

@@ -1,0 +1,240 @@
+"""How the rows of a micro-batch lie in one flat run of tokens: no padding, and a shared beginning only once.
+
+The flat tokens are a prefix tree, depth first. Token j is seen by the tokens i with j <= i < visible_until[j]: those
+behind it in its own stretch and in the subtree below. Without shared beginnings a row is one stretch, seen by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
+
+import numpy
+import torch
+
+from finetune.engine.prefixes import PrefixTree, Tokens, build_prefix_tree, separate_rows
+
+Made = TypeVar("Made")
+
+
+class Stretch(NamedTuple):
+    """Flat tokens `start` to `end` that follow each other in every row that has them."""
+
+    start: int
+    end: int
+    parent: int
+    """Index of the stretch that goes before, or -1."""
+    position: int
+    """Of its first token in the row."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """Which flat tokens attend to which; what attention needs to know of a micro-batch.
+
+    Attributes:
+        position_ids: each token's position in its rows, int64, shape (tokens,).
+        visible_until: behind the last token that sees it, int64, shape (tokens,).
+        stretches: the tree, depth first, from flat token 0 on without a gap.
+    """
+
+    position_ids: torch.Tensor
+    visible_until: torch.Tensor
+    stretches: tuple[Stretch, ...]
+    _planned: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """All flat tokens: 0, 1, ..., shape (tokens,)."""
+        return torch.arange(len(self.position_ids), device=self.position_ids.device)
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row."""
+        return max(stretch.position + stretch.end - stretch.start for stretch in self.stretches)
+
+    def path(self, stretch: int) -> list[int]:
+        """The stretches from the root down to this one."""
+        path = [stretch]
+        while self.stretches[path[-1]].parent >= 0:
+            path.append(self.stretches[path[-1]].parent)
+        return path[::-1]
+
+    def sees(self, query: torch.Tensor, key: torch.Tensor, window: int | None = None) -> torch.Tensor:
+        """Whether flat token `query` attends to flat token `key`; the two are broadcast.
+
+        Args:
+            query: flat indices.
+            key: flat indices.
+            window: how many tokens of its row, itself included, a token sees; None: all before it.
+        """
+        return is_seen(query, key, self.visible_until, self.position_ids, window)
+
+    def planned(
+        self,
+        plan: Callable[[Layout, torch.Tensor, int | None], Made],
+        queries: torch.Tensor | None,
+        window: int | None,
+    ) -> Made:
+        """`plan(layout, queries, window)`, worked out once for all layers; None: queries at all tokens."""
+        key = (plan, id(queries), window)
+        if key not in self._planned:  # the queries are kept with the plan: no other tensor can then have their id
+            self._planned[key] = queries, plan(self, self.tokens if queries is None else queries, window)
+        made: Made = self._planned[key][1]
+        return made
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Layout:
+        """Change every tensor, for instance move it."""
+        return replace(self, position_ids=change(self.position_ids), visible_until=change(self.visible_until))
+
+
+def is_seen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    visible_until: torch.Tensor,
+    position_ids: torch.Tensor,
+    window: int | None,
+) -> torch.Tensor:
+    """`Layout.sees` of tensors alone."""
+    seen = (key <= query) & (query < visible_until[key])
+    return seen if window is None else seen & (position_ids[query] - position_ids[key] < window)
+
+
+def dense_mask(layout: Layout, queries: torch.Tensor, window: int | None = None) -> torch.Tensor:
+    """Which tokens each query sees, bool, shape (queries, tokens)."""
+    return layout.sees(queries[:, None], layout.tokens, window)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedMicrobatch:
+    """One forward over the rows of a micro-batch, and what its loss is made of.
+
+    A term of the loss is a (position, label) pair. Rows that share a position and the token after it share the term; a
+    position after which rows part has a term for each label.
+
+    Attributes:
+        input_ids: flat tokens, int64, shape (tokens,).
+        layout: how they lie.
+        positions: the flat token that each term is predicted at, ascending, int64, shape (terms,): where the last layer
+            computes hidden states. A token with several terms is there several times.
+        labels: the token that each term must predict, int64, shape (terms,).
+        counts: how many rows have each term, int64, shape (terms,).
+        target_term: the term of each target, row after row, int64, shape (targets,).
+        target_row: the row of each target, int64, shape (targets,).
+        num_rows: rows.
+        num_tokens: their tokens, a shared one counted once for each row.
+    """
+
+    input_ids: torch.Tensor
+    layout: Layout
+    positions: torch.Tensor
+    labels: torch.Tensor
+    counts: torch.Tensor
+    target_term: torch.Tensor
+    target_row: torch.Tensor
+    num_rows: int
+    num_tokens: int
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that carry loss, a shared one counted once for each row."""
+        return len(self.target_term)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that go through the model."""
+        return len(self.input_ids)
+
+    def to(self, device: torch.device) -> PackedMicrobatch:
+        """A copy on another device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> PackedMicrobatch:
+        """What a loader with `pin_memory` calls."""
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedMicrobatch:
+        return replace(
+            self,
+            input_ids=change(self.input_ids),
+            layout=self.layout.map(change),
+            positions=change(self.positions),
+            labels=change(self.labels),
+            counts=change(self.counts),
+            target_term=change(self.target_term),
+            target_row=change(self.target_row),
+        )
+
+
+def pack(rows: Sequence[tuple[torch.Tensor, torch.Tensor]], *, share_prefixes: bool = True) -> PackedMicrobatch:
+    """Lay rows out without padding.
+
+    Args:
+        rows: (token ids, is target) of each row, int64 and bool, both of shape (time,). Nothing predicts a row's first
+            token: its target mark is ignored.
+        share_prefixes: compute what rows begin with alike only once.
+
+    Raises:
+        ValueError: there is no row, or one without a token.
+    """
+    tokens = [ids.numpy() for ids, _ in rows]
+    if not tokens or not all(map(len, tokens)):
+        raise ValueError(
+            f"got rows of {[len(ids) for ids in tokens]} tokens; expected rows of at least one token each."
+        )
+    tree = build_prefix_tree(tokens) if share_prefixes else separate_rows(tokens)
+    layout, input_ids = _lay_out(tree, tokens)
+    flat = flat_tokens_of_rows(layout, tree.last_stretch, [len(ids) for ids in tokens])
+
+    marks = [is_target.numpy()[1:] for _, is_target in rows]
+    predictor = numpy.concatenate([row[:-1][mark] for row, mark in zip(flat, marks, strict=True)])
+    label = numpy.concatenate([ids[1:][mark] for ids, mark in zip(tokens, marks, strict=True)])
+    terms, target_term, counts = numpy.unique(predictor << _ID_BITS | label, return_inverse=True, return_counts=True)
+    target_row = numpy.repeat(numpy.arange(len(rows)), [int(mark.sum()) for mark in marks])
+    return PackedMicrobatch(
+        input_ids=input_ids,
+        layout=layout,
+        positions=torch.from_numpy(terms >> _ID_BITS),
+        labels=torch.from_numpy(terms & ((1 << _ID_BITS) - 1)),
+        counts=torch.from_numpy(counts),
+        target_term=torch.from_numpy(target_term),
+        target_row=torch.from_numpy(target_row),
+        num_rows=len(rows),
+        num_tokens=sum(map(len, tokens)),
+    )
+
+
+_ID_BITS = 32
+
+
+def flat_tokens_of_rows(
+    layout: Layout, last_stretch: Sequence[int], lengths: Sequence[int]
+) -> list[numpy.typing.NDArray[numpy.int64]]:
+    """The flat tokens of each row, in its order."""
+    return [
+        numpy.concatenate([numpy.arange(*layout.stretches[index][:2]) for index in layout.path(last)])[:length]
+        for last, length in zip(last_stretch, lengths, strict=True)
+    ]
+
+
+def _lay_out(tree: PrefixTree, rows: Sequence[Tokens]) -> tuple[Layout, torch.Tensor]:
+    stretches: list[Stretch] = []
+    start = 0
+    for _, begin, end, parent in tree.stretches:
+        stretches.append(Stretch(start, start + end - begin, parent, begin))
+        start = stretches[-1].end
+    subtree_ends = [stretch.end for stretch in stretches]
+    for index in reversed(range(len(stretches))):
+        if (parent := stretches[index].parent) >= 0:
+            subtree_ends[parent] = max(subtree_ends[parent], subtree_ends[index])
+    lengths = [stretch.end - stretch.start for stretch in stretches]
+    layout = Layout(
+        position_ids=torch.from_numpy(
+            numpy.concatenate([numpy.arange(begin, end) for _, begin, end, _ in tree.stretches])
+        ),
+        visible_until=torch.from_numpy(numpy.repeat(subtree_ends, lengths)),
+        stretches=tuple(stretches),
+    )
+    input_ids = numpy.concatenate([rows[row][begin:end] for row, begin, end, _ in tree.stretches])
+    return layout, torch.from_numpy(input_ids)

@@ -1,0 +1,53 @@
+"""The loss of a micro-batch: packed rows go through the engine, padded ones through the model's own forward."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.engine.attention import attention
+from finetune.engine.decoder import Decoder, bare_model
+from finetune.engine.layout import PackedMicrobatch
+from finetune.engine.loss_head import head_loss_per_target, summed_head_loss
+from finetune.engine.reference import cross_entropy_of_padded, in_float64
+
+if TYPE_CHECKING:
+    from finetune.data.batches import Microbatch
+
+
+def summed_cross_entropy(model: torch.nn.Module, microbatch: Microbatch) -> torch.Tensor:
+    """Nats summed over the micro-batch's target tokens, as a float64 scalar that can be differentiated.
+
+    Args:
+        model: a transformers causal language model, or a PEFT model around one; for packed rows one that
+            `unsupported_reason` has nothing against.
+        microbatch: on the model's device.
+    """
+    if not isinstance(microbatch, PackedMicrobatch):
+        return in_float64(cross_entropy_of_padded(model, microbatch)).sum()
+    hidden, head = _before_head(model, microbatch)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return summed_head_loss(hidden, head.weight, microbatch.labels, bias=head.bias, counts=microbatch.counts)
+
+
+def cross_entropy_per_target(model: torch.nn.Module, microbatch: Microbatch) -> torch.Tensor:
+    """Nats of each target token, row after row: shape (num_targets,), fp32. For evaluation: without a gradient."""
+    if not isinstance(microbatch, PackedMicrobatch):
+        return cross_entropy_of_padded(model, microbatch)
+    hidden, head = _before_head(model, microbatch)
+    with torch.autocast(hidden.device.type, enabled=False):
+        return head_loss_per_target(hidden, head.weight, microbatch.labels, bias=head.bias)[microbatch.target_term]
+
+
+def _before_head(model: Any, microbatch: PackedMicrobatch) -> tuple[torch.Tensor, Any]:
+    """Hidden states where a target is predicted, (terms, hidden), and the head."""
+    bare = bare_model(model)
+    attend = partial(attention, window=getattr(bare.config, "sliding_window", None))
+    # transformers' own switch: its layers and ours compute again in the backward pass, or neither does.
+    again = bare.training and getattr(bare.get_decoder(), "gradient_checkpointing", False)
+    decoder = Decoder(bare, attend, checkpoint_layers=again)
+    layout = microbatch.layout
+    hidden = decoder.hidden_states(microbatch.input_ids, layout.position_ids, layout, at=microbatch.positions)
+    return hidden, bare.get_output_embeddings()

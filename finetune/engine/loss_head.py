@@ -1,0 +1,120 @@
+"""Cross-entropy of target positions through the head, a chunk of logits at a time.
+
+The gradient is made in the forward pass, while a chunk's logits are there: they are computed once and never kept. It is
+exact: whatever is made of the sum later on reaches the gradient as one factor, which the backward pass multiplies in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from finetune.engine.products import add_product, product
+from finetune.engine.reference import in_float64
+
+CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+"""Of logits in fp32, by the kind of device."""
+MIN_CHUNK_ROWS = 256
+"""With fewer rows a product spends its time on reading the head's weight, so a large vocabulary gets larger chunks."""
+
+
+def summed_head_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Nats summed over targets, as a float64 scalar that can be differentiated.
+
+    Args:
+        hidden: (targets, features), what the head is given where a target is predicted.
+        weight: (vocabulary, features), frozen or trained, tied or not.
+        labels: (targets,), the tokens to predict.
+        bias: (vocabulary,), or None.
+        counts: (targets,), how often each loss counts, whole or not, or None for once. No gradient goes there.
+    """
+    loss: torch.Tensor = _SummedHeadLoss.apply(hidden, weight, bias, labels, counts)  # type: ignore[no-untyped-call]
+    return loss
+
+
+@torch.no_grad()
+def head_loss_per_target(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Nats of each target, (targets,), in fp32 or better and without a gradient; arguments as in `summed_head_loss`."""
+    losses = hidden.new_empty(len(hidden), dtype=_wide(hidden))
+    for rows in _chunks(hidden, weight):
+        _, losses[rows] = _softmax_and_loss(hidden[rows], weight, bias, labels[rows])
+    return losses
+
+
+class _SummedHeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        counts: torch.Tensor | None,
+    ) -> torch.Tensor:
+        wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        d_hidden = torch.empty_like(hidden) if wants_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=_wide(weight)) if wants_weight else None
+        d_bias = torch.zeros_like(bias, dtype=_wide(bias)) if wants_bias and bias is not None else None
+        counts = hidden.new_ones(len(hidden)) if counts is None else counts.to(hidden.dtype)
+        losses = hidden.new_empty(len(hidden), dtype=_wide(hidden))
+        for rows in _chunks(hidden, weight):
+            x, count = hidden[rows], counts[rows].unsqueeze(1)
+            softmax, losses[rows] = _softmax_and_loss(x, weight, bias, labels[rows])
+            # The gradient of the logits, but for the counts: these go into the narrower factor of each product.
+            d_logits = _minus_one_at(softmax, labels[rows]).to(x.dtype)
+            if d_hidden is not None:
+                torch.mul(product(d_logits, weight.to(x.dtype).t()), count, out=d_hidden[rows])
+            if d_weight is not None:
+                add_product(d_weight, d_logits.t(), x * count)
+            if d_bias is not None:
+                add_product(d_bias.unsqueeze(1), d_logits.t(), count)
+        made = zip((d_hidden, d_weight, d_bias), (hidden, weight, bias), strict=True)
+        ctx.save_for_backward(
+            *(None if gradient is None or part is None else gradient.to(part.dtype) for gradient, part in made)
+        )
+        return in_float64(losses * counts).sum()
+
+    @staticmethod
+    def backward(ctx: Any, factor: torch.Tensor) -> Any:
+        gradients = (None if made is None else made * factor.to(made) for made in ctx.saved_tensors)
+        return *gradients, None, None
+
+
+def _softmax_and_loss(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities (rows, vocabulary) and nats (rows,), both in fp32 or better."""
+    bias = None if bias is None else bias.to(x.dtype)
+    logits = product(x, weight.to(x.dtype), bias).to(_wide(x))
+    of_label = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
+    largest = logits.amax(1)
+    softmax = torch.softmax(logits, dim=1, out=logits)
+    # The largest probability is exp(largest - log_sum_exp), never small: half the work of a logsumexp beside a softmax.
+    log_sum_exp = largest - softmax.amax(1).log()
+    return softmax, log_sum_exp - of_label
+
+
+def _minus_one_at(softmax: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    softmax[torch.arange(len(labels), device=labels.device), labels] -= 1
+    return softmax
+
+
+def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
+    budget = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"])
+    num_rows = max(MIN_CHUNK_ROWS, budget // (4 * len(weight)))
+    return (slice(start, start + num_rows) for start in range(0, len(hidden), num_rows))
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,62 @@
+"""Root-mean-square norm, with statistics in fp32 and a backward pass that keeps one number a row besides its input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`weight * (x / rms(x))` over the last dimension, rounded where the Llama family rounds.
+
+    Args:
+        x: (rows, features).
+        weight: (features,), frozen or trained.
+        eps: added to the mean square.
+    """
+    result: torch.Tensor = _RmsNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        inverse_rms = inverse_root_mean_square(x, eps)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return normalized(x, weight, inverse_rms)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, weight, inverse_rms = ctx.saved_tensors
+        dx = input_gradient(dy, x, weight, inverse_rms) if ctx.needs_input_grad[0] else None
+        dweight = weight_gradient(dy, x, inverse_rms).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return dx, dweight, None
+
+
+def inverse_root_mean_square(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """(rows, 1), in fp32 or better."""
+    inverse_rms: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x))
+    return inverse_rms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def normalized(x: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor) -> torch.Tensor:
+    """The forward pass, given the statistics."""
+    return (x * inverse_rms).to(x.dtype).mul_(weight)
+
+
+def input_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor) -> torch.Tensor:
+    """`r * g - x * r³ * mean(g * x)` with `g = weight * dy` and r the inverse root mean square."""
+    g = dy.to(_wide(x)) * weight
+    mean = (g * x).mean(-1, keepdim=True)
+    return g.mul_(inverse_rms).addcmul_(x, mean.mul_(inverse_rms**3), value=-1).to(x.dtype)
+
+
+def weight_gradient(dy: torch.Tensor, x: torch.Tensor, inverse_rms: torch.Tensor) -> torch.Tensor:
+    """(features,), in fp32 or better."""
+    made: torch.Tensor = (x * inverse_rms).mul_(dy).sum(0)
+    return made
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,203 @@
+"""Which beginnings rows have in common, and how to cut a global batch so that these are computed once.
+
+In a causal model the hidden states of a shared beginning are the same for every row that has it. Rows are laid out as a
+prefix tree whose stretches are computed once each; what is cut and dealt here looks at the rows alone and never at the
+world size, so that every launch cuts alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy
+import numpy.typing
+
+Tokens = numpy.typing.NDArray[numpy.integer]
+"""Token ids of one row, shape (time,)."""
+
+MIN_SHARED = 16
+"""A branching is made where at least so many more tokens are shared: below that, its bookkeeping costs more."""
+
+_NEVER = 1 << 62
+
+
+class Stretch(NamedTuple):
+    """Tokens `begin` to `end` of `row`, which every row of the subtree has that is as long."""
+
+    row: int
+    begin: int
+    end: int
+    parent: int
+    """The stretch that goes before, or -1."""
+
+
+class PrefixTree(NamedTuple):
+    """Rows as paths from a root."""
+
+    stretches: tuple[Stretch, ...]
+    """Depth first: a stretch's subtree follows it."""
+    last_stretch: tuple[int, ...]
+    """For each row the stretch of its last token, which it may leave before that stretch's end."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are computed."""
+        return sum(stretch.end - stretch.begin for stretch in self.stretches)
+
+
+class Cut(NamedTuple):
+    """The rows of one micro-batch."""
+
+    rows: list[int]
+    num_tokens: int
+    """Tokens to compute, as the tree of the whole global batch counts them."""
+
+
+def separate_rows(rows: Sequence[Tokens]) -> PrefixTree:
+    """The tree in which nothing is shared."""
+    stretches = tuple(Stretch(row, 0, len(tokens), -1) for row, tokens in enumerate(rows))
+    return PrefixTree(stretches, tuple(range(len(rows))))
+
+
+def build_prefix_tree(rows: Sequence[Tokens], min_shared: int = MIN_SHARED) -> PrefixTree:
+    """Find what rows share. A row that is the beginning of another, or equal to it, adds nothing to the tree.
+
+    Args:
+        rows: none of them empty; ids from 0.
+        min_shared: tokens that a branching must save per row.
+    """
+    order = sorted(range(len(rows)), key=lambda row: (rows[row].astype(">u4").tobytes(), row))
+    forks = [_fork(rows[a], rows[b]) for a, b in pairwise(order)]
+
+    def split(first: int, last: int, shared: int, parent: int) -> list[tuple[int, int, int, int]]:
+        """The families among rows that all share `shared` tokens, last family first."""
+        ends = [i + 1 for i in range(first, last - 1) if forks[i] < shared + min_shared]
+        edges = [first, *ends, last] if first < last else []
+        return [(a, b, shared, parent) for a, b in pairwise(edges)][::-1]
+
+    stretches: list[Stretch] = []
+    last_stretch = [-1] * len(rows)
+    families = split(0, len(order), 0, -1)
+    while families:
+        first, last, begin, parent = families.pop()
+        row, here = order[last - 1], len(stretches)
+        end = min([len(rows[row]), *forks[first : last - 1]])
+        stretches.append(Stretch(row, begin, end, parent))
+        while first < last and len(rows[order[first]]) <= end:  # these sort before all that go on
+            last_stretch[order[first]] = here
+            first += 1
+        families += split(first, last, end, here)
+    return PrefixTree(tuple(stretches), tuple(last_stretch))
+
+
+def cut_global_batch(
+    rows: Sequence[Tokens],
+    *,
+    max_rows: int,
+    max_tokens: int | None = None,
+    boundary: int | None = None,
+    share: bool = True,
+) -> list[Cut]:
+    """Cut a global batch into micro-batches of even token counts, rows that share much of their beginning together.
+
+    Whole subtrees of the prefix tree stay together where they fit. Where one does not fit, its parts are put into as
+    few micro-batches as will do, the heaviest part first and each into the lightest micro-batch with room.
+
+    Args:
+        rows: the token ids of each row.
+        max_rows: the most rows of a micro-batch.
+        max_tokens: the most tokens that a micro-batch computes, counted in the tree of the whole global batch: the
+            micro-batch's own tree may need a few more. A longer row is a micro-batch of its own.
+        boundary: rows up to this length never share a micro-batch with longer ones.
+        share: False: as if no two rows had anything in common.
+
+    Returns:
+        The cuts, heaviest first, rows ascending.
+    """
+    is_long = [boundary is not None and len(tokens) > boundary for tokens in rows]
+    cuts: list[Cut] = []
+    for side in (False, True):
+        members = [row for row, long in enumerate(is_long) if long is side]
+        tokens = [rows[row] for row in members]
+        tree = build_prefix_tree(tokens) if share else separate_rows(tokens)
+        cuts += [
+            Cut([members[i] for i in cut.rows], cut.num_tokens)
+            for cut in _cut_tree(tree, [len(row) for row in tokens], max_rows, max_tokens)
+        ]
+    return sorted((Cut(sorted(cut.rows), cut.num_tokens) for cut in cuts), key=_heaviest_first)
+
+
+def deal(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Deal micro-batches to ranks: the heaviest first, each to the rank with the least so far.
+
+    Args:
+        weights: tokens of each micro-batch.
+        num_ranks: the world size.
+
+    Returns:
+        For each rank the indices of its micro-batches, ascending; none gets more than the even share, rounded up.
+    """
+    hands: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    most = -(-len(weights) // num_ranks)
+    for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
+        rank = min((rank for rank in range(num_ranks) if len(hands[rank]) < most), key=lambda rank: (loads[rank], rank))
+        hands[rank].append(index)
+        loads[rank] += weights[index]
+    return [sorted(hand) for hand in hands]
+
+
+def _fork(first: Tokens, second: Tokens) -> int:
+    """How many tokens two rows share before they part; no row is so long if the second goes on where the first ends."""
+    length = min(len(first), len(second))
+    differs = first[:length] != second[:length]
+    fork = int(differs.argmax())
+    return fork if differs[fork] else _NEVER
+
+
+def _cut_tree(tree: PrefixTree, lengths: Sequence[int], max_rows: int, max_tokens: int | None) -> list[Cut]:
+    limits = (max_rows, max_tokens if max_tokens is not None else _NEVER)
+    parts: list[list[Cut]] = [[] for _ in tree.stretches]
+    roots: list[Cut] = []
+    for row, stretch in enumerate(tree.last_stretch):
+        parts[stretch].append(Cut([row], 0))
+    for index, (_, begin, end, parent) in reversed(list(enumerate(tree.stretches))):
+        above = parts[parent] if parent >= 0 else roots
+        for cut in _fill(parts[index], end, *limits):
+            longest = max(lengths[row] for row in cut.rows)
+            above.append(Cut(cut.rows, cut.num_tokens + min(end, longest) - begin))
+    return _fill(roots, 0, *limits)
+
+
+def _fill(parts: list[Cut], before: int, max_rows: int, max_tokens: int) -> list[Cut]:
+    """Put parts that follow the same `before` tokens into as few cuts as will do."""
+    num_rows = sum(len(part.rows) for part in parts)
+    tokens = sum(part.num_tokens for part in parts)
+    room = max(1, max_tokens - before)
+    fewest = max(-(-num_rows // max_rows), -(-tokens // room))
+    for number in range(min(fewest, len(parts)), len(parts)):
+        cuts = _fill_exactly(number, parts, max_rows, room)
+        if cuts:
+            return cuts
+    return parts
+
+
+def _fill_exactly(number: int, parts: list[Cut], max_rows: int, room: int) -> list[Cut] | None:
+    cuts = [Cut([], 0)] * number
+    for part in sorted(parts, key=_heaviest_first):
+        fits = [
+            index
+            for index, cut in enumerate(cuts)
+            if not cut.rows or (len(cut.rows) + len(part.rows) <= max_rows and cut.num_tokens + part.num_tokens <= room)
+        ]
+        if not fits:
+            return None
+        lightest = min(fits, key=lambda index: cuts[index].num_tokens)
+        cuts[lightest] = Cut(cuts[lightest].rows + part.rows, cuts[lightest].num_tokens + part.num_tokens)
+    return cuts
+
+
+def _heaviest_first(cut: Cut) -> tuple[int, list[int]]:
+    return -cut.num_tokens, cut.rows

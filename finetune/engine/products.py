@@ -1,0 +1,49 @@
+"""Matrix products by the fastest way that is there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+_ONEDNN: Any = (
+    torch.ops.mkldnn._linear_pointwise
+    if torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    else None
+)
+"""In fp32 `torch.mm` calls MKL, and oneDNN beats it by a tenth on a Zen 4 core, by half where one side is narrow."""
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x @ weight.T + bias + residual`, outside of autograd.
+
+    Args:
+        x: (rows, in_features).
+        weight: (out_features, in_features); a transposed view costs nothing.
+        bias: (out_features,), or None.
+        residual: (rows, out_features), or None.
+
+    Returns:
+        (rows, out_features), a new tensor.
+    """
+    if _ONEDNN is not None and x.dtype == torch.float32 and x.device.type == "cpu" and x.numel():
+        if residual is None:
+            made: torch.Tensor = _ONEDNN(x, weight, bias, "none", [], "")
+        else:
+            made = _ONEDNN.binary(x, residual, weight, bias, "add")
+        return made
+    y = functional.linear(x, weight, bias)
+    return y if residual is None else y.add_(residual)
+
+
+def add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """`sums += left @ right`, where the sums may be held in a wider type."""
+    if sums.dtype == left.dtype:
+        sums.addmm_(left, right)
+    else:
+        sums.add_(left @ right)

@@ -1,0 +1,221 @@
+"""Attention over packed rows against plain attention on each row alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.nn.attention.flex_attention import create_mask
+
+from finetune.engine.attention import attention, choose_kernel, dense_attention, plan_blocks
+from finetune.engine.attention_cuda import mask_of, plan_varlen
+from finetune.engine.layout import PackedMicrobatch, dense_mask, pack
+from tests.engine.prefix_rows import Row, random_rows, rows_of
+
+HEAD_DIM = 8
+
+
+def tensors(tokens: int, heads: int, kv_heads: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(tokens, count, HEAD_DIM, dtype=dtype, generator=generator).requires_grad_()
+        for count in (heads, kv_heads, kv_heads)
+    ]
+
+
+def paths(packed: PackedMicrobatch) -> list[list[int]]:
+    """For each flat token its row up to itself, found through the parents and not through the mask."""
+    layout = packed.layout
+    found = []
+    for index, stretch in enumerate(layout.stretches):
+        before = [token for i in layout.path(index)[:-1] for token in range(*layout.stretches[i][:2])]
+        found += [before + list(range(stretch.start, token + 1)) for token in range(stretch.start, stretch.end)]
+    return found
+
+
+def by_row(packed: PackedMicrobatch, q, k, v, index: list[int], window: int | None = None) -> torch.Tensor:
+    """Softmax over each query's own row and nothing else."""
+    rows = paths(packed)
+    hidden = torch.ones(len(index), len(k), dtype=torch.bool)
+    for query, token in enumerate(index):
+        hidden[query, rows[token][-window:] if window else rows[token]] = False
+    keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * HEAD_DIM**-0.5
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+
+
+def assert_same(actual, expected, inputs, tolerance: float) -> None:
+    assert torch.allclose(actual, expected, atol=tolerance, rtol=tolerance)
+    weights = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(9))
+    ours = torch.autograd.grad((actual * weights).sum(), inputs, allow_unused=True)
+    theirs = torch.autograd.grad((expected * weights).sum(), inputs, allow_unused=True)
+    for one, two in zip(ours, theirs, strict=True):
+        two = torch.zeros_like(one) if two is None else two
+        assert (one - two).norm() <= 10 * tolerance * max(1.0, float(two.norm()))
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)])
+@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize("seed", range(8))
+def test_packed_rows_attend_as_if_alone(seed: int, window: int | None, heads: tuple[int, int]) -> None:
+    packed = pack(random_rows(seed, longest=50))
+    inputs = tensors(packed.num_computed, *heads, torch.float64)
+    out = attention(*inputs, packed.layout, window=window)
+    assert_same(out, by_row(packed, *inputs, list(range(packed.num_computed)), window), inputs, 1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("seed", range(8))
+def test_queries_at_predicting_positions_alone(seed: int, window: int | None) -> None:
+    packed = pack(random_rows(seed, longest=50))
+    index = packed.positions
+    q, k, v = tensors(packed.num_computed, 4, 2, torch.float64)
+    some = q.detach()[index].requires_grad_()
+    expected = by_row(packed, some, k, v, index.tolist(), window)
+    assert_same(attention(some, k, v, packed.layout, queries=index, window=window), expected, [some, k, v], 1e-12)
+
+
+def plain_rows(rows: list[Row], heads: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """A tiny embedding to q, k, v of each row, so that shared tokens have shared gradients; one causal SDPA a row."""
+    generator = torch.Generator().manual_seed(1)
+    tables = [torch.randn(64, heads, HEAD_DIM, generator=generator).requires_grad_() for _ in "qkv"]
+    outs = [
+        functional.scaled_dot_product_attention(*(table[ids].transpose(0, 1)[None] for table in tables), is_causal=True)
+        for ids, _ in rows
+    ]
+    return tables, torch.cat([out[0].transpose(0, 1) for out in outs])
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_in_fp32_output_and_gradients_are_those_of_sdpa_on_each_row(seed: int, share: bool) -> None:
+    rows = random_rows(seed, longest=200)
+    packed = pack(rows, share_prefixes=share)
+    tables, expected = plain_rows(rows, heads=4)
+    out = attention(*(table[packed.input_ids] for table in tables), packed.layout)
+    last_tokens = {tuple(packed.input_ids[path].tolist()): out[path] for path in paths(packed)}
+    actual = torch.cat([last_tokens[tuple(ids.tolist())] for ids, _ in rows])
+    assert_same(actual, expected, tables, 1e-6)
+
+
+def test_one_token_and_many_short_rows() -> None:
+    for rows in (rows_of([3]), rows_of(*[[i] for i in range(30)]), rows_of(*[[i, i] for i in range(90)])):
+        packed = pack(rows)
+        inputs = tensors(packed.num_computed, 2, 1, torch.float64)
+        out = attention(*inputs, packed.layout)
+        assert_same(out, by_row(packed, *inputs, list(range(packed.num_computed))), inputs, 1e-12)
+        assert len(plan_blocks(packed.layout, packed.layout.tokens)) < max(
+            2, len(rows) // 4
+        )  # not a kernel call for each
+
+
+def test_no_query_at_all() -> None:
+    packed = pack(rows_of([1, 2, 3], targets=0.0))
+    q, k, v = tensors(3, 2, 1, torch.float32)
+    out = attention(q[:0], k, v, packed.layout, queries=packed.positions)
+    assert out.shape == (0, 2, HEAD_DIM)
+    (grad,) = torch.autograd.grad(out.sum(), k)
+    assert not grad.any()
+
+
+def test_views_of_a_fused_projection_and_any_strides() -> None:
+    packed = pack(random_rows(2))
+    tokens = packed.num_computed
+    fused = torch.randn(tokens, 8 * HEAD_DIM).unflatten(1, (8, HEAD_DIM))
+    views = [fused[:, :4], fused[:, 4:6], fused[:, 6:]]
+    expected = attention(*(x.contiguous() for x in views), packed.layout)
+    assert torch.equal(attention(*views, packed.layout), expected)
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in views]
+    assert torch.equal(attention(*turned, packed.layout), expected)
+
+
+def test_bf16_is_computed_in_fp32_and_rounded_once() -> None:
+    packed = pack(random_rows(5, longest=120))
+    inputs = [x.detach().bfloat16() for x in tensors(packed.num_computed, 4, 2, torch.float32)]
+    out = attention(*inputs, packed.layout)
+    assert torch.equal(out, attention(*(x.float() for x in inputs), packed.layout).bfloat16())
+    inputs = [x.requires_grad_() for x in inputs]
+    grads = torch.autograd.grad(attention(*inputs, packed.layout).sum(), inputs)
+    assert [grad.dtype for grad in grads] == [torch.bfloat16] * 3
+
+
+def test_gradcheck() -> None:
+    packed = pack(rows_of([*range(18), 1, 2], [*range(18), 3], [5, 6]))
+    inputs = tensors(packed.num_computed, 2, 1, torch.float64)
+    assert torch.autograd.gradcheck(lambda q, k, v: attention(q, k, v, packed.layout), inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_hold_every_query_once_and_only_keys_that_are_seen(seed: int, window: int | None) -> None:
+    packed = pack(random_rows(seed))
+    layout = packed.layout
+    for queries in (layout.tokens, packed.positions):
+        mask = dense_mask(layout, queries, window)
+        blocks = plan_blocks(layout, queries, window)
+        assert [row for block in blocks for row in range(block.first, block.last)] == list(range(len(mask)))
+        for block in blocks:
+            keys = [key for start, end in block.keys for key in range(start, end)]
+            seen = mask[block.first : block.last]
+            assert seen[:, keys].sum() == seen.sum()
+
+
+def test_a_causal_row_costs_little_more_than_half_of_its_square() -> None:
+    packed = pack(rows_of(list(range(512))))
+    pairs = sum(
+        (b.last - b.first) * sum(end - start for start, end in b.keys)
+        for b in plan_blocks(packed.layout, packed.layout.tokens)
+    )
+    assert pairs < 0.6 * 512**2
+
+
+def test_which_kernel() -> None:
+    assert choose_kernel("cpu", torch.bfloat16, has_varlen=True) == "blocks"
+    assert choose_kernel("cuda", torch.bfloat16, has_varlen=True) == "varlen"
+    assert choose_kernel("cuda", torch.bfloat16, has_varlen=False) == "flex"
+    assert choose_kernel("cuda", torch.float32, has_varlen=True) == "flex"
+    assert choose_kernel("mps", torch.float32, has_varlen=False) == "dense"
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("seed", range(4))
+def test_what_cuda_kernels_are_told_is_the_mask(seed: int, window: int | None) -> None:
+    packed = pack(random_rows(seed))
+    layout = packed.layout
+    for queries in (layout.tokens, packed.positions):
+        mask = dense_mask(layout, queries, window)
+        if len(mask):
+            flex = create_mask(mask_of(layout, queries, window), None, None, *mask.shape, device="cpu")
+            assert torch.equal(flex[0, 0], mask)
+            assert torch.equal(varlen_mask(layout, queries, window), mask)
+
+
+def varlen_mask(layout, queries: torch.Tensor, window: int | None) -> torch.Tensor:
+    """What flash attention computes for a plan: each run causal and windowed, aligned to the lower right."""
+    plan = plan_varlen(layout, queries, window)
+    mask = torch.zeros(len(queries), len(layout.tokens), dtype=torch.bool)
+    index = layout.tokens if plan.key_index is None else plan.key_index
+    for run in range(len(plan.query_edges) - 1):
+        (first, last), (start, end) = plan.query_edges[run : run + 2].tolist(), plan.key_edges[run : run + 2].tolist()
+        assert last - first <= plan.most_queries
+        assert end - start <= plan.most_keys
+        band = torch.ones(last - first, end - start, dtype=torch.bool).tril(end - start - last + first)
+        if window is not None:
+            band = band.triu(end - start - last + first - window + 1)
+        mask[first:last, index[start:end]] = band
+    return mask
+
+
+def test_varlen_gathers_nothing_where_nothing_is_shared() -> None:
+    rows = random_rows(4)
+    apart, packed = pack(rows, share_prefixes=False), pack(rows)
+    assert plan_varlen(apart.layout, apart.layout.tokens, None).key_index is None
+    assert len(plan_varlen(packed.layout, packed.layout.tokens, None).key_index) <= packed.num_tokens
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_the_dense_form_says_the_same(window: int | None) -> None:
+    packed = pack(random_rows(6))
+    inputs = tensors(packed.num_computed, 4, 2, torch.float64)
+    dense = dense_attention(*inputs, dense_mask(packed.layout, packed.layout.tokens, window), HEAD_DIM**-0.5)
+    assert_same(attention(*inputs, packed.layout, window=window), dense, inputs, 1e-12)

@@ -1,0 +1,315 @@
+"""The engine's forward and backward pass against the model's own, one row at a time."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig
+
+from finetune.engine.attention import attention
+from finetune.engine.decoder import Decoder
+from finetune.engine.layout import pack
+from finetune.engine.loss_head import summed_head_loss
+from finetune.engine.supported import unsupported_reason
+from tests.tiny_models import SIZES, VOCABULARY, build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
+
+LORA_TARGETS = {
+    "phi": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"],
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "llama": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+LONGROPE = {
+    **PARTIAL,
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 64,
+}
+FOUR_MINI = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True}
+CONFIGS = {
+    "phi": tiny_phi_config(),
+    "phi3": tiny_phi3_config(
+        num_key_value_heads=4, tie_word_embeddings=False, rope_parameters={**PARTIAL, "partial_rotary_factor": 1.0}
+    ),
+    "phi-4-mini": tiny_phi3_config(**FOUR_MINI, rope_parameters=PARTIAL, num_hidden_layers=3),
+    "longrope": tiny_phi3_config(**FOUR_MINI, rope_parameters=LONGROPE, sliding_window=None),
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=2, attention_bias=True),
+}
+LENGTHS = (7, 1, 12, 3)
+
+
+def plain_attention(q, k, v, layout, *, queries, window):
+    """Causal attention inside each document; the layout is their lengths."""
+    starts = torch.tensor([0, *layout]).cumsum(0)
+    tokens = torch.arange(len(k))
+    rows = tokens if queries is None else queries
+    document = torch.bucketize(tokens, starts, right=True)
+    distance = rows[:, None] - tokens
+    seen = (distance >= 0) & (document[rows][:, None] == document)
+    if window is not None:
+        seen &= distance < window
+    q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))
+    return functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)[0].transpose(0, 1)
+
+
+def with_lora(model, *, dropout=0.0, **settings):
+    """An adapter that does something: its B is not zero."""
+    targets = LORA_TARGETS[model.config.model_type]
+    config = LoraConfig(r=4, lora_alpha=6, lora_dropout=dropout, target_modules=targets, **settings)
+    torch.manual_seed(1)
+    model = get_peft_model(model, config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model.train()
+
+
+def some_rows(lengths=LENGTHS):
+    torch.manual_seed(2)
+    return [torch.randint(3, VOCABULARY, (length,)) for length in lengths]
+
+
+def some_targets(rows):
+    """For each row the positions that predict a target; the one-token row has none."""
+    torch.manual_seed(3)
+    return [(torch.rand(len(row) - 1) < 0.5).nonzero().squeeze(1) for row in rows]
+
+
+def own_loss(model, rows, targets):
+    """What transformers and PEFT make of it."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row, at in zip(rows, targets, strict=True):
+        logits = model(input_ids=row[None], use_cache=False).logits[0, at]
+        total = total + functional.cross_entropy(logits.double(), row[at + 1], reduction="sum")
+    return total
+
+
+def engine_loss(model, rows, targets, **options):
+    lengths = [len(row) for row in rows]
+    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+    at = torch.cat([start + own for start, own in zip(starts, targets, strict=True)])
+    ids = torch.cat(rows)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    decoder = Decoder(model, plain_attention, **options)
+    hidden = decoder.hidden_states(ids, positions, lengths, at)
+    head = bare.get_output_embeddings()
+    return summed_head_loss(hidden, head.weight, ids[at + 1], bias=head.bias)
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_step(model, **options):
+    assert unsupported_reason(model) is None
+    rows = some_rows()
+    targets = some_targets(rows)
+    assert_same(model, engine_loss(model, rows, targets, **options), own_loss(model, rows, targets))
+
+
+def assert_same(model, got, expected):
+    """Loss to 1e-6 and gradients to 1e-5, relative."""
+    assert got.dtype == torch.float64
+    assert got.item() == pytest.approx(expected.item(), rel=1e-6)
+    ours, theirs = gradients(model, got), gradients(model, expected)
+    assert ours
+    assert ours.keys() == theirs.keys()
+    whole = torch.cat([gradient.flatten() for gradient in theirs.values()])
+    difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in theirs])
+    assert difference.norm() <= 1e-5 * whole.norm()
+    for name, gradient in theirs.items():
+        assert (ours[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("checkpoint_layers", [False, True])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_an_adapters_step_equals_the_models_own(kind, checkpoint_layers):
+    assert_same_step(with_lora(build_tiny(CONFIGS[kind])), checkpoint_layers=checkpoint_layers)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_step_of_all_weights_equals_the_models_own(kind):
+    assert_same_step(build_tiny(CONFIGS[kind]).train())
+
+
+def test_rslora_is_only_another_scale():
+    assert_same_step(with_lora(build_tiny(CONFIGS["phi-4-mini"]), use_rslora=True))
+
+
+def test_a_few_adapted_layers_are_enough():
+    assert_same_step(with_lora(build_tiny(CONFIGS["phi-4-mini"]), layers_to_transform=[1]))
+
+
+@pytest.mark.parametrize("state", ["disabled", "merged"])
+def test_a_silent_adapter_is_silent(state):
+    model = with_lora(build_tiny(CONFIGS["phi3"]))
+    rows = some_rows()
+    targets = some_targets(rows)
+    if state == "merged":
+        model.merge_adapter()
+        assert engine_loss(model, rows, targets).item() == pytest.approx(
+            own_loss(model, rows, targets).item(), rel=1e-6
+        )
+        return
+    with model.disable_adapter():
+        silent = engine_loss(model, rows, targets).item()
+        assert silent == pytest.approx(own_loss(model, rows, targets).item(), rel=1e-6)
+    assert engine_loss(model, rows, targets).item() != pytest.approx(silent, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_all_hidden_states_equal_the_models_own(kind):
+    model = build_tiny(CONFIGS[kind]).eval()
+    ids = some_rows((9,))[0]
+    decoder = Decoder(model, plain_attention)
+    with torch.no_grad():
+        ours = decoder.hidden_states(ids, torch.arange(9), [9])
+        theirs = model.get_decoder()(ids[None], use_cache=False).last_hidden_state[0]
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_dropout_draws_the_masks_that_peft_draws():
+    model = with_lora(build_tiny(tiny_phi3_config(num_hidden_layers=1)), dropout=0.3)
+    (row,) = some_rows((12,))
+    head = model.get_base_model().lm_head
+    torch.manual_seed(4)
+    expected = model(input_ids=row[None], use_cache=False).logits[0]
+    torch.manual_seed(4)
+    decoder = Decoder(model, plain_attention)
+    hidden = decoder.hidden_states(row, torch.arange(12), [12])
+    torch.testing.assert_close(head(hidden), expected)
+    assert not torch.equal(decoder.hidden_states(row, torch.arange(12), [12]), hidden)
+
+
+def test_layers_computed_again_drop_the_same():
+    model = with_lora(build_tiny(CONFIGS["phi-4-mini"]), dropout=0.3)
+    rows = some_rows()
+    found = []
+    for checkpoint_layers in (False, True):
+        torch.manual_seed(4)
+        loss = engine_loss(model, rows, some_targets(rows), checkpoint_layers=checkpoint_layers)
+        found.append(gradients(model, loss))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, msg=name)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_bf16_base_comes_close_to_fp32(kind):
+    exact, rounded = (with_lora(build_tiny(CONFIGS[kind], dtype=dtype)) for dtype in (torch.float32, torch.bfloat16))
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
+    assert_close_steps(exact, rounded)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_autocast_computes_in_its_type_with_weights_in_fp32(kind):
+    model = build_tiny(CONFIGS[kind])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = Decoder(model, plain_attention).hidden_states(some_rows()[0], torch.arange(7), [7])
+    assert hidden.dtype == torch.bfloat16
+    assert_close_steps(model, model, autocast=True)
+
+
+def assert_close_steps(exact, rounded, *, autocast=False):
+    rows = some_rows()
+    expected = engine_loss(exact, rows, some_targets(rows))
+    theirs = gradients(exact, expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        got = engine_loss(rounded, rows, some_targets(rows))
+    ours = gradients(rounded, got)
+    assert got.item() == pytest.approx(expected.item(), rel=0.02)
+    whole, difference = (
+        torch.cat([gradient.flatten() for gradient in values])
+        for values in (theirs.values(), [ours[name] - theirs[name] for name in theirs])
+    )
+    assert all(gradient.dtype == torch.float32 for gradient in ours.values())
+    assert 0 < difference.norm() < 0.1 * whole.norm()
+
+
+@pytest.mark.parametrize("share_prefixes", [False, True])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_packed_rows_that_begin_alike_give_the_step_of_the_rows_alone(kind, share_prefixes):
+    model = with_lora(build_tiny(CONFIGS[kind]))
+    rows = some_rows((22, 23, 19, 5))
+    for row in rows[1:3]:
+        row[:17] = rows[0][:17]
+    targets = [torch.arange(3, len(row) - 1) for row in rows]
+    marks = [torch.arange(len(row)) > 3 for row in rows]
+    packed = pack(list(zip(rows, marks, strict=True)), share_prefixes=share_prefixes)
+    assert packed.num_computed == (35 if share_prefixes else 69)
+    hidden = Decoder(model, attention).hidden_states(
+        packed.input_ids, packed.layout.position_ids, packed.layout, packed.positions
+    )
+    head = model.get_base_model().get_output_embeddings()
+    got = summed_head_loss(hidden, head.weight, packed.labels, bias=head.bias, counts=packed.counts)
+    assert_same(model, got, own_loss(model, rows, targets))
+
+
+def hooked(model):
+    model.get_base_model().model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    return model
+
+
+def patched(model):
+    layer = model.get_base_model().model.layers[1]
+    layer.forward = layer.forward
+    return model
+
+
+def replaced(model):
+    class Quantized(nn.Linear):
+        pass
+
+    model.get_base_model().model.layers[1].mlp.down_proj = Quantized(2, 2)
+    return model
+
+
+def second_adapter(model):
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["o_proj"]))
+    return model
+
+
+def tiny(**changes):
+    return build_tiny(tiny_phi3_config(**changes))
+
+
+UNSUPPORTED = {
+    "its model type is gemma2; the engine knows llama, phi, phi3": lambda: build_tiny(tiny_gemma2_config()),
+    "it drops attention weights (attention_dropout 0.1)": lambda: tiny(attention_dropout=0.1),
+    "it drops residuals (resid_pdrop 0.1)": lambda: tiny(resid_pdrop=0.1),
+    "its feed-forward part is gated by gelu, not by silu": lambda: tiny(hidden_act="gelu"),
+    "it normalizes queries and keys (qk_layernorm)": lambda: build_tiny(tiny_phi_config(qk_layernorm=True)),
+    "layers.0.mlp has hooks": lambda: hooked(with_lora(tiny())),
+    "layers.1 has its forward replaced": lambda: patched(with_lora(tiny())),
+    "layers.1.mlp.down_proj is a Quantized": lambda: replaced(with_lora(tiny())),
+    "layers.0.self_attn.o_proj is not a plain LoRA layer but DoraLinearVariant": lambda: with_lora(
+        tiny(), use_dora=True
+    ),
+    "layers.0.self_attn.o_proj has the adapters default, second, and the active ones are default": lambda: (
+        second_adapter(with_lora(tiny()))
+    ),
+    "its head is a ModulesToSaveWrapper": lambda: with_lora(
+        tiny(tie_word_embeddings=False), modules_to_save=["lm_head"]
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", UNSUPPORTED)
+def test_what_the_engine_leaves_to_the_models_own_forward_is_named(reason):
+    assert unsupported_reason(UNSUPPORTED[reason]()) == reason
+
+
+def test_residual_dropout_of_phi_is_the_models_own():
+    model = build_tiny(tiny_phi_config(resid_pdrop=0.5, num_hidden_layers=1)).train()
+    assert unsupported_reason(model) is None
+    (row,) = some_rows((9,))
+    torch.manual_seed(4)
+    expected = model.get_decoder()(row[None], use_cache=False).last_hidden_state[0]
+    torch.manual_seed(4)
+    ours = Decoder(model, plain_attention).hidden_states(row, torch.arange(9), [9])
+    torch.testing.assert_close(ours, expected)

@@ -1,0 +1,124 @@
+"""The chunked head against plain cross-entropy."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from finetune.engine import loss_head
+from finetune.engine.loss_head import head_loss_per_target, summed_head_loss
+from tests.tiny_models import VOCABULARY, build_tiny, tiny_phi3_config, tiny_phi_config
+
+
+@pytest.fixture(params=[1, 2, 100], autouse=True)
+def _chunks_of(request, monkeypatch):
+    """All in one chunk, in full chunks with a rest, one by one."""
+    monkeypatch.setattr(loss_head, "MIN_CHUNK_ROWS", request.param)
+    monkeypatch.setitem(loss_head.CHUNK_BYTES, "cpu", 0)
+
+
+def some_head(*, targets=5, features=4, vocabulary=7, bias=True, dtype=torch.float64, trained=True):
+    torch.manual_seed(0)
+    hidden = torch.randn(targets, features, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, features, dtype=dtype, requires_grad=trained)
+    bias = torch.randn(vocabulary, dtype=dtype, requires_grad=trained) if bias else None
+    return hidden, weight, bias, torch.randint(vocabulary, (targets,))
+
+
+def plain_loss(hidden, weight, bias, labels, counts=None):
+    losses = functional.cross_entropy(functional.linear(hidden, weight, bias).double(), labels, reduction="none")
+    return (losses if counts is None else losses * counts).sum()
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_loss_and_gradients_equal_the_plain_form(bias, trained, counted):
+    hidden, weight, bias, labels = some_head(bias=bias, trained=trained)
+    counts = torch.tensor([1, 3, 2, 1, 0]) if counted else None
+    inputs = [part for part in (hidden, weight, bias) if part is not None and part.requires_grad]
+
+    def ours(*_):
+        return summed_head_loss(hidden, weight, labels, bias=bias, counts=counts)
+
+    expected, got = plain_loss(hidden, weight, bias, labels, counts), ours()
+    torch.testing.assert_close(got, expected)
+    for mine, theirs in zip(
+        torch.autograd.grad(got / 3, inputs), torch.autograd.grad(expected / 3, inputs), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+    assert torch.autograd.gradcheck(ours, inputs)
+
+
+def test_without_a_gradient_the_losses_are_the_same():
+    hidden, weight, bias, labels = some_head()
+    single = head_loss_per_target(hidden, weight, labels, bias=bias)
+    assert not single.requires_grad
+    expected = functional.cross_entropy(functional.linear(hidden, weight, bias), labels, reduction="none")
+    torch.testing.assert_close(single, expected.detach())
+
+
+def test_very_unlikely_targets_keep_their_loss():
+    hidden, weight, _, labels = some_head(bias=False, dtype=torch.float32)
+    hidden = hidden.detach() * 500
+    expected = plain_loss(hidden, weight, None, labels)
+    assert expected > 1000  # a probability of e^-1000 is zero in fp32
+    torch.testing.assert_close(summed_head_loss(hidden, weight, labels), expected, rtol=1e-6, atol=0)
+
+
+def test_a_tied_weight_gets_both_gradients():
+    _, weight, _, labels = some_head(bias=False)
+    ids = torch.randint(7, (5,))
+
+    def gradient(head):
+        (made,) = torch.autograd.grad(head(functional.embedding(ids, weight) ** 2), weight)
+        return made
+
+    torch.testing.assert_close(
+        gradient(lambda hidden: summed_head_loss(hidden, weight, labels)),
+        gradient(lambda hidden: plain_loss(hidden, weight, None, labels)),
+    )
+
+
+def test_no_targets_weigh_nothing():
+    hidden, weight, bias, labels = some_head(targets=0)
+    loss = summed_head_loss(hidden, weight, labels, bias=bias)
+    loss.backward()
+    assert loss.item() == 0
+    assert loss.dtype == torch.float64
+    assert not weight.grad.any()
+    assert head_loss_per_target(hidden, weight, labels, bias=bias).shape == (0,)
+
+
+def test_bf16_comes_close_and_keeps_its_types():
+    hidden, weight, bias, labels = (
+        part.detach().bfloat16().requires_grad_() if part.is_floating_point() else part
+        for part in some_head(targets=50, features=16, vocabulary=40, dtype=torch.float32)
+    )
+    loss = summed_head_loss(hidden, weight, labels, bias=bias)
+    loss.backward()
+    wide = [part.detach().double().requires_grad_() for part in (hidden, weight, bias)]
+    expected = plain_loss(*wide, labels)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=5e-3)
+    for mine, exact in zip((hidden, weight, bias), wide, strict=True):
+        assert mine.grad.dtype == torch.bfloat16
+        assert (mine.grad.double() - exact.grad).norm() < 0.02 * exact.grad.norm()
+
+
+@pytest.mark.parametrize("config", [tiny_phi_config(), tiny_phi3_config()], ids=["biased", "tied"])
+def test_it_gives_what_the_models_own_head_gives(config):
+    model = build_tiny(config)
+    ids = torch.randint(VOCABULARY, (12,))
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+    expected = functional.cross_entropy(logits.double(), ids[1:], reduction="sum")
+    expected.backward()
+    theirs = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    hidden = model.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+    head = model.get_output_embeddings()
+    loss = summed_head_loss(hidden, head.weight, ids[1:], bias=head.bias)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - theirs[name]).norm() <= 1e-5 * theirs[name].norm() + 1e-7, name

@@ -1,0 +1,157 @@
+"""Prefix trees of rows, and cutting and dealing by them."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import numpy
+import pytest
+
+from finetune.engine.prefixes import Cut, build_prefix_tree, cut_global_batch, deal, separate_rows
+from tests.engine.prefix_rows import random_rows
+
+SEEDS = range(40)
+
+
+def ids(*lists: list[int]) -> list[numpy.ndarray]:
+    return [numpy.array(tokens) for tokens in lists]
+
+
+def tokens_of(rows) -> list[numpy.ndarray]:
+    return [tokens.numpy() for tokens, _ in rows]
+
+
+def seeded(*, rows: int, mean: int, shared: int = 0, seed: int = 0) -> list[numpy.ndarray]:
+    generator = numpy.random.default_rng(seed)
+    beginning = generator.integers(0, 1000, shared)
+    lengths = generator.lognormal(numpy.log(mean), 0.5, rows).astype(int).clip(8, 512)
+    return [numpy.concatenate([beginning, generator.integers(0, 1000, length)]) for length in lengths]
+
+
+def test_a_shared_beginning_is_one_stretch_and_what_follows_one_stretch_each() -> None:
+    tree = build_prefix_tree(ids([1, 2, 3, 4], [1, 2, 5], [9]), min_shared=2)
+    assert [(stretch.begin, stretch.end, stretch.parent) for stretch in tree.stretches] == [
+        (0, 2, -1),
+        (2, 4, 0),
+        (2, 3, 0),
+        (0, 1, -1),
+    ]
+    assert tree.last_stretch == (1, 2, 3)
+
+
+def test_no_branching_for_fewer_tokens_than_it_is_worth() -> None:
+    rows = ids([1, 2, 3, 4], [1, 2, 5], [1, 2, 3, 6])
+    assert build_prefix_tree(rows, min_shared=4).num_tokens == 4 + 3 + 4
+    assert build_prefix_tree(rows, min_shared=3).num_tokens == 3 + 1 + 1 + 3
+    assert build_prefix_tree(rows, min_shared=2).num_tokens == 2 + 2 + 1 + 2  # one more token is not worth a branching
+    assert build_prefix_tree(rows, min_shared=1).num_tokens == 2 + 1 + 1 + 1 + 1
+
+
+def test_equal_rows_and_beginnings_of_others_add_nothing() -> None:
+    tree = build_prefix_tree(ids([1, 2, 3], [1], [1, 2, 3], [1, 2, 3, 4]))
+    assert len(tree.stretches) == 1
+    assert tree.num_tokens == 4
+    assert tree.last_stretch == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_row_is_a_path(seed: int) -> None:
+    rows = tokens_of(random_rows(seed))
+    for tree in (build_prefix_tree(rows, min_shared=1), build_prefix_tree(rows), separate_rows(rows)):
+        for row, last in zip(rows, tree.last_stretch, strict=True):
+            path = []
+            while last >= 0:
+                stretch = tree.stretches[last]
+                path[:0] = rows[stretch.row][stretch.begin : stretch.end].tolist()
+                last = stretch.parent
+            assert path[: len(row)] == row.tolist()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_with_every_token_worth_it_no_beginning_is_computed_twice(seed: int) -> None:
+    rows = tokens_of(random_rows(seed))
+    beginnings = {row[: end + 1].tobytes() for row in rows for end in range(len(row))}
+    assert build_prefix_tree(rows, min_shared=1).num_tokens == len(beginnings)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_cut_holds_each_row_once_and_keeps_the_limits(seed: int) -> None:
+    rows = tokens_of(random_rows(seed))
+    cuts = cut_global_batch(rows, max_rows=3, max_tokens=70, boundary=30)
+    assert sorted(row for cut in cuts for row in cut.rows) == list(range(len(rows)))
+    for cut in cuts:
+        assert len(cut.rows) <= 3
+        assert cut.num_tokens <= max(70, *(len(rows[row]) for row in cut.rows))
+        assert len({len(rows[row]) > 30 for row in cut.rows}) == 1
+        assert abs(build_prefix_tree([rows[row] for row in cut.rows]).num_tokens - cut.num_tokens) < 16 * 3
+    assert [cut.num_tokens for cut in cuts] == sorted((cut.num_tokens for cut in cuts), reverse=True)
+
+
+def test_families_stay_together() -> None:
+    generator = numpy.random.default_rng(0)
+    families = [generator.integers(0, 1000, 150) for _ in range(4)]
+    rows = [numpy.append(families[row % 4], generator.integers(0, 1000, 20 + row)) for row in range(16)]
+    cuts = cut_global_batch(rows, max_rows=4)
+    assert sorted(sorted(cut.rows) for cut in cuts) == [
+        [family, family + 4, family + 8, family + 12] for family in range(4)
+    ]
+    assert all(cut.num_tokens == 150 + sum(20 + row for row in cut.rows) for cut in cuts)
+
+
+def test_a_family_too_large_is_cut_evenly_and_shares_in_every_part() -> None:
+    rows = seeded(rows=16, mean=100, shared=150)
+    cuts = cut_global_batch(rows, max_rows=4)
+    assert [len(cut.rows) for cut in cuts] == [4] * 4
+    assert sum(cut.num_tokens for cut in cuts) == sum(map(len, rows)) - 12 * 150
+    assert max(cut.num_tokens for cut in cuts) < 1.15 * min(cut.num_tokens for cut in cuts)
+
+
+def test_a_token_limit_counts_what_is_shared_once() -> None:
+    rows = seeded(rows=16, mean=100, shared=150)
+    shared = cut_global_batch(rows, max_rows=16, max_tokens=1000)
+    apart = cut_global_batch(rows, max_rows=16, max_tokens=1000, share=False)
+    assert len(shared) < len(apart)
+    assert max(cut.num_tokens for cut in shared + apart) <= 1000
+    assert sum(cut.num_tokens for cut in apart) == sum(map(len, rows))
+
+
+def test_rows_that_share_nothing_are_cut_into_even_parts() -> None:
+    rows = seeded(rows=16, mean=180)
+    cuts = cut_global_batch(rows, max_rows=4)
+    assert [len(cut.rows) for cut in cuts] == [4] * 4
+    assert max(cut.num_tokens for cut in cuts) < 1.1 * min(cut.num_tokens for cut in cuts)
+
+
+def test_the_order_in_which_rows_come_changes_no_cut() -> None:
+    rows = seeded(rows=12, mean=60, shared=40)
+    forwards = cut_global_batch(rows, max_rows=3)
+    backwards = cut_global_batch(rows[::-1], max_rows=3)
+    assert [cut.num_tokens for cut in forwards] == [cut.num_tokens for cut in backwards]
+    assert forwards == cut_global_batch(rows, max_rows=3)
+
+
+def test_rows_go_to_the_rank_with_the_least() -> None:
+    assert deal([5, 9, 4, 4, 2], 2) == [[1, 3], [0, 2, 4]]
+    assert deal([3, 3, 3], 2) == [[0, 2], [1]]
+    assert deal([9, 1, 1, 1], 2) == [[0, 3], [1, 2]]  # two each at most
+    assert deal([7], 3) == [[0], [], []]
+    assert deal([], 2) == [[], []]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_a_deal_gives_each_microbatch_once_and_none_a_rank_too_many(ranks: int) -> None:
+    weights = [cut.num_tokens for cut in cut_global_batch(seeded(rows=30, mean=120, seed=ranks), max_rows=4)]
+    hands = deal(weights, ranks)
+    assert sorted(index for hand in hands for index in hand) == list(range(len(weights)))
+    assert max(map(len, hands)) == -(-len(weights) // ranks)
+    assert all(a < b for hand in hands for a, b in pairwise(hand))
+
+
+def test_cutting_a_global_batch_takes_no_time_beside_a_step() -> None:
+    rows = seeded(rows=16, mean=180, shared=150)
+    started = time.process_time()
+    for _ in range(20):
+        cuts = cut_global_batch(rows, max_rows=4)
+    assert (time.process_time() - started) / 20 < 0.02
+    assert isinstance(cuts[0], Cut)

@@ -1,0 +1,222 @@
+"""The benchmark measures what it says: its rows, its count of operations, its engines' work, its arithmetic."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.base_model import row_losses, write_base
+from benchmarks.bench import Bench
+from benchmarks.clock import Mark, RankReport
+from benchmarks.engines import ENGINES
+from benchmarks.flops import necessary_flops
+from benchmarks.job import LORA_RANK, SHARED_PROMPT_TOKENS, SIZES, Job, RowShape, row_shape
+from benchmarks.limit import matmul_rate
+from benchmarks.machine import machine_and_versions
+from benchmarks.results_page import BEGIN, END, put_into, render
+from benchmarks.run import main
+from benchmarks.summary import figures_of, limit_shares, loss_difference, paired_ratios, spread
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+JOB = Job(size="tiny", steps=2, warmup_steps=1)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory) -> Bench:
+    """A benchmark whose base model and row losses were made in this process, which has paid for torch already."""
+    made = Bench(tmp_path_factory.mktemp("benchmark"))
+    base = made.folder / f"base-{JOB.size}-{JOB.seed}"
+    write_base(JOB, base)
+    losses = row_losses(JOB, base, range(len(JOB.rows())))
+    (made.folder / f"row-losses-{JOB.size}-{JOB.seed}.json").write_text(json.dumps(losses))
+    return made
+
+
+def test_the_rows_are_chats_of_the_promised_lengths():
+    rows = Job(size="real").rows()
+    lengths = [len(row.ids) for row in rows]
+    logs = [math.log(length) for length in lengths if length < 512]
+
+    assert len(rows) == 600
+    assert statistics.mean(lengths) == pytest.approx(180, abs=9)
+    assert max(lengths) == 512
+    assert statistics.mean(logs) - statistics.median(logs) == pytest.approx(0, abs=0.1)  # log-normal: no skew in logs
+    assert sum(sum(row.is_target) for row in rows) / sum(lengths) == pytest.approx(0.4, abs=0.02)
+    assert all(row.is_target[-1] and not row.is_target[0] and len(row.ids) == len(row.is_target) for row in rows)
+    assert max(max(row.ids) for row in rows) < SIZES["real"].vocabulary
+
+
+def test_equal_seeds_give_equal_rows_and_others_give_others():
+    assert Job(size="tiny").rows() == Job(size="tiny").rows()
+    assert Job(size="tiny").rows() != Job(size="tiny", seed=1).rows()
+    assert Job(size="tiny").fingerprint() != Job(size="tiny", seed=1).fingerprint()
+
+
+def test_a_shared_prompt_stands_before_every_row_and_carries_no_loss():
+    plain, shared = Job(size="tiny").rows(), Job(size="tiny", has_shared_prompt=True).rows()
+    prompt = shared[0].ids[:SHARED_PROMPT_TOKENS]
+
+    assert [row.ids[SHARED_PROMPT_TOKENS:] for row in shared] == [row.ids for row in plain]
+    assert all(row.ids[:SHARED_PROMPT_TOKENS] == prompt for row in shared)
+    assert not any(any(row.is_target[:SHARED_PROMPT_TOKENS]) for row in shared)
+
+
+def test_the_head_has_the_share_that_it_has_in_phi_4_mini():
+    def head_share(size):
+        head = size.hidden * size.vocabulary
+        return head / (head + size.layers * sum(a * b for a, b in size.linear_shapes))
+
+    assert head_share(SIZES["real"]) == pytest.approx(head_share(SIZES["phi4-mini"]), abs=0.002)
+
+
+@pytest.mark.parametrize(("name", "giga_per_token"), [("phi4", 62.8), ("phi4-mini", 18.3)])
+def test_the_count_of_operations_gives_the_known_figures_of_the_real_models(name, giga_per_token):
+    size = SIZES[name]
+    count = necessary_flops(size, [RowShape(4096, 4096)])
+    assert count / 4096 / 1e9 == pytest.approx(giga_per_token, rel=0.003)
+
+
+def test_the_count_of_operations_is_that_of_torch(bench):
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from benchmarks.engines.transformers_trainer import lora_config
+
+    base = AutoModelForCausalLM.from_pretrained(bench.base(JOB), attn_implementation="eager")
+    model = get_peft_model(base, lora_config())
+    row = JOB.rows()[0]
+    with FlopCounterMode(display=False) as counter:
+        hidden = base.model(input_ids=torch.tensor([row.ids]), use_cache=False).last_hidden_state
+        logits = base.lm_head(hidden[:, :-1][torch.tensor([row.is_target[1:]])])
+        logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+
+    ours = necessary_flops(SIZES["tiny"], [row_shape(row)], rank=LORA_RANK, recomputes_scores=False, is_causal=False)
+    assert counter.get_total_flops() == ours
+
+
+def test_our_engine_reports_every_column(bench):
+    bench.note(JOB, "limit", 1, figures={"flops_per_second": matmul_rate(JOB, seconds_each=0.002)}, seconds=1.0)
+    figures = bench.train(JOB, "ours training.batch_size=2", 1)
+    bench.note(JOB, "ours training.batch_size=2", 1, figures=figures, seconds=1.0)
+
+    assert figures["first_loss_difference"] < 1e-6
+    assert figures["num_tokens"] == sum(len(row.ids) for row in JOB.rows()[16:32])
+    assert figures["first_step_cpu_seconds"] > 0
+    assert 0 < figures["first_step_seconds"] < figures["total_seconds"]
+    assert 100 < figures["peak_memory_mib"] < 4000
+    assert 0 < limit_shares(bench.runs(), JOB.name, "ours training.batch_size=2")[1] < 1
+    page = render(bench.runs(), machine_and_versions(REPOSITORY, 1, 0.0))
+    line = next(line for line in page.splitlines() if line.startswith("| `ours training.batch_size=2` |"))
+    *cells, ours_to_this, num_runs = line.strip("| ").split(" | ")
+    assert "–" not in cells
+    assert (ours_to_this, num_runs) == ("–", "1")  # there is no run of `ours` as it is to compare with
+
+
+def test_a_run_that_is_done_is_not_done_again(bench, capsys):
+    engine = "ours training.batch_size=3"
+    bench.note(None, "help", 1, figures={"seconds": 0.2}, seconds=1.0)
+    for name in ("limit", engine):
+        bench.note(JOB, name, 1, figures={"flops_per_second": 1.0}, seconds=1.0)
+    before = bench.log.read_text()
+
+    words = ["--sizes", "tiny", "--steps", "2", "--rounds", "1", "--engines", engine, "--folder", str(bench.folder)]
+    assert main(words) == 0
+    assert bench.log.read_text() == before
+    assert capsys.readouterr().out.count("done before") == 3
+
+
+@pytest.mark.parametrize("engine", ["trl-grouped", "trl-1x16-targets", "trl-packed-targets"])
+def test_trl_trains_the_same_thing(bench, engine):
+    pytest.importorskip("trl", reason="trl is not installed: pip install -e '.[bench]'")
+    figures = bench.train(JOB, engine, 1)
+    assert figures["first_loss_difference"] < 1e-6
+    assert figures["num_tokens"] > 0
+
+
+def test_rates_leave_the_warm_up_out():
+    job = Job(size="tiny", steps=3, warmup_steps=1)
+    row = RowShape(100, 40)
+    report = RankReport(
+        marks=[Mark(10.0, 8.0), Mark(12.0, 9.0), Mark(14.0, 10.0)],
+        rows=[[row] * 5, [row], [row, row]],
+        first_rows=[0, 1],
+        losses={1: 2.2},
+        finished=15.0,
+        peak_memory=2**30,
+    )
+    figures = figures_of(job, [report])
+
+    assert figures["tokens_per_cpu_second"] == 300 / 2
+    assert figures["tokens_per_second"] == 300 / 4
+    assert (figures["first_step_seconds"], figures["total_seconds"]) == (10.0, 15.0)
+    assert figures["peak_memory_mib"] == 1024
+    assert figures["flops_per_second"] == necessary_flops(SIZES["tiny"], [row] * 3) / 2
+    assert loss_difference([report], {0: (30.0, 10), 1: (10.0, 10)}) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="rank 0 did 3 optimizer steps of 4"):
+        figures_of(Job(size="tiny", steps=4, warmup_steps=1), [report])
+
+
+def test_ratios_are_taken_within_a_round():
+    def run(engine, number, value):
+        return {"job": "real, fp32", "engine": engine, "round": number, "figures": {"tokens_per_cpu_second": value}}
+
+    pairs = [(1, 100.0, 50.0), (2, 30.0, 10.0), (3, 80.0, 20.0)]
+    runs = [run("ours", number, ours) for number, ours, _ in pairs]
+    runs += [run("trl-grouped", number, theirs) for number, _, theirs in pairs]
+    runs.append({"job": "real, fp32", "engine": "ours", "round": 4, "error": "out of memory"})
+
+    ratios = paired_ratios(runs, "real, fp32", "tokens_per_cpu_second", "ours", "trl-grouped")
+    assert ratios == {1: 2.0, 2: 3.0, 3: 4.0}
+    assert spread(ratios.values()) == (3.0, 1.0)
+    page = render(runs, {})
+    assert "| `ours` | 80 ± 20 |" in page
+    assert "| 3.00 ± 1.00 | 3 |" in page
+    assert "3, 1 failed" in page
+    assert "not measured yet" in page
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_results_go_between_the_markers_of_their_device(tmp_path, device):
+    page = tmp_path / "README.md"
+    places = {name: f"{BEGIN.format(name)}\n\nold\n\n{END.format(name)}\n" for name in ("cpu", "cuda")}
+    page.write_text(f"before\n{places['cpu']}between\n{places['cuda']}after\n")
+    put_into(page, "new\n", device)
+    places[device] = places[device].replace("old", "new")
+    assert page.read_text() == f"before\n{places['cpu']}between\n{places['cuda']}after\n"
+    page.write_text("no place")
+    with pytest.raises(ValueError, match=r"README\.md has no place for results"):
+        put_into(page, "new\n", device)
+
+
+def test_the_readme_says_what_each_engine_and_column_is():
+    text = (REPOSITORY / "benchmarks" / "README.md").read_text()
+    for device in ("cpu", "cuda"):
+        assert text.count(BEGIN.format(device)) == text.count(END.format(device)) == 1
+    said = text.partition("## Last results")[0]
+    (heads,) = [line for line in render([_empty_run()], {}).splitlines() if line.startswith("| engine |")]
+    columns = [f"| {head.strip()} |" for head in heads.strip("| ").split("|")]
+    assert [column for column in columns if column not in said] == []
+    assert [name for name in ENGINES if f"`{name}`" not in said] == []
+
+
+def _empty_run():
+    return {"job": "x", "engine": "ours", "round": 1, "figures": {}}
+
+
+def test_a_wrong_word_is_refused(capsys):
+    for words, said in (
+        (["--engines", "trll"], "'trll' names none of: ours"),
+        (["--rounds", "0"], "expected a whole number from 1 on, got '0'"),
+        (["--steps", "1"], "leaves no step behind the warm-up"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            main(words)
+        assert left.value.code == 2
+        assert said in capsys.readouterr().err
