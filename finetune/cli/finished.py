@@ -31,6 +31,7 @@ def evaluate_run(path: Path, words: Sequence[str]) -> None:
     from finetune.model.base import build_tokenizer, longrope_boundary
     from finetune.progress import show_comparison
     from finetune.training.compare import compare_models
+    from finetune.training.forward import choose_collation
 
     with launch(config, trains=False) as runtime:
         tokenizer = build_tokenizer(config.model)
@@ -41,7 +42,8 @@ def evaluate_run(path: Path, words: Sequence[str]) -> None:
         runtime.place(model)
         runtime.agree_set_up()
         if runtime.is_main_process:
-            loader = EvaluationLoader(splits.test, config.testing, boundary=longrope_boundary(model))
+            collate = choose_collation(runtime, config.training, model)
+            loader = EvaluationLoader(splits.test, config.testing, boundary=longrope_boundary(model), collate=collate)
             show_comparison(compare_models(runtime, model, tokenizer, loader, config.testing))
 
 

@@ -2,7 +2,7 @@
 
 The weights stay in the modules that transformers and PEFT made; only the way through them is ours: no batch dimension,
 no padding, and hidden states where they are asked for. The last layer computes keys and values everywhere, all else
-there only.
+there only; so it draws its dropout there only.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ class Decoder:
         device = input_ids.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         with torch.autocast(device, enabled=False):
-            h = self._modules.embed_tokens(input_ids)
+            embedding = self._modules.embed_tokens
+            h = functional.embedding(input_ids, embedding.weight, embedding.padding_idx)
             h = h if dtype is None else h.to(dtype)
             if self._family.is_parallel:
                 h = self._modules.embed_dropout(h)

@@ -107,7 +107,11 @@ class _Linears(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         layers, (x,) = saved(ctx)
         gradients = LinearGradients(layers, ctx.needs_input_grad[2:], dy)
-        dx = gradients.add(dy, x, wants_input=ctx.needs_input_grad[0])
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = gradients.propagate(dy, x)
+        else:
+            gradients.add(dy, x)
         return dx, dy if ctx.needs_input_grad[1] else None, *gradients.flatten()
 
 
@@ -125,7 +129,10 @@ class _NormedLinears(torch.autograd.Function):
         wants_h, wants_weight, _, *wanted = ctx.needs_input_grad
         gradients = LinearGradients(layers, wanted, dy)
         x = norm.normalized(h, weight, inverse_rms)
-        dx = gradients.add(dy, x, wants_input=wants_h or wants_weight)
+        if not (wants_h or wants_weight):
+            gradients.add(dy, x)
+            return None, None, None, *gradients.flatten()
+        dx = gradients.propagate(dy, x)
         dh = norm.input_gradient(dx, h, weight, inverse_rms) if wants_h else None
         dweight = norm.weight_gradient(dx, h, inverse_rms).to(weight.dtype) if wants_weight else None
         return dh, dweight, None, *gradients.flatten()
@@ -167,20 +174,23 @@ class LinearGradients:
             for index, layer in enumerate(layers)
         ]
 
-    def add(
-        self, dy: torch.Tensor, x: torch.Tensor | None, rows: slice = ALL_ROWS, *, wants_input: bool = True
-    ) -> torch.Tensor | None:
-        """Add what some rows give.
+    def propagate(self, dy: torch.Tensor, x: torch.Tensor | None, rows: slice = ALL_ROWS) -> torch.Tensor:
+        """Add what some rows give, and return the gradient of their input, (rows, in_features).
 
         Args:
             dy: (rows, sum of out_features).
             x: (rows, in_features), or None if no gradient is wanted but the input's.
             rows: which rows of the whole input these are.
-            wants_input: whether to compute the input's gradient.
-
-        Returns:
-            The input's gradient, (rows, in_features), or None.
         """
+        dx = self._add(dy, x, rows, wants_input=True)
+        assert dx is not None
+        return dx
+
+    def add(self, dy: torch.Tensor, x: torch.Tensor | None, rows: slice = ALL_ROWS) -> None:
+        """`propagate` without the input's gradient, which is half of the work or more."""
+        self._add(dy, x, rows, wants_input=False)
+
+    def _add(self, dy: torch.Tensor, x: torch.Tensor | None, rows: slice, *, wants_input: bool) -> torch.Tensor | None:
         dx, start = None, 0
         for gradients in self._layers:
             own = dy[:, start : start + gradients.layer.width]

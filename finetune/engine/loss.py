@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,10 +43,9 @@ def cross_entropy_per_target(model: torch.nn.Module, microbatch: Microbatch) -> 
 def _before_head(model: Any, microbatch: PackedMicrobatch) -> tuple[torch.Tensor, Any]:
     """Hidden states where a target is predicted, (terms, hidden), and the head."""
     bare = bare_model(model)
-    attend = partial(attention, window=getattr(bare.config, "sliding_window", None))
     # transformers' own switch: its layers and ours compute again in the backward pass, or neither does.
     again = bare.training and getattr(bare.get_decoder(), "gradient_checkpointing", False)
-    decoder = Decoder(bare, attend, checkpoint_layers=again)
+    decoder = Decoder(bare, attention, checkpoint_layers=again)
     layout = microbatch.layout
     hidden = decoder.hidden_states(microbatch.input_ids, layout.position_ids, layout, at=microbatch.positions)
     return hidden, bare.get_output_embeddings()

@@ -66,19 +66,20 @@ class _SummedHeadLoss(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
         d_weight = torch.zeros_like(weight, dtype=_wide(weight)) if wants_weight else None
         d_bias = torch.zeros_like(bias, dtype=_wide(bias)) if wants_bias and bias is not None else None
-        counts = hidden.new_ones(len(hidden)) if counts is None else counts.to(hidden.dtype)
         losses = hidden.new_empty(len(hidden), dtype=_wide(hidden))
+        counts = torch.ones_like(losses) if counts is None else counts.to(losses.dtype)
         for rows in _chunks(hidden, weight):
             x, count = hidden[rows], counts[rows].unsqueeze(1)
             softmax, losses[rows] = _softmax_and_loss(x, weight, bias, labels[rows])
             # The gradient of the logits, but for the counts: these go into the narrower factor of each product.
-            d_logits = _minus_one_at(softmax, labels[rows]).to(x.dtype)
+            d_logits = _minus_one_at(softmax, labels[rows])
+            if d_bias is not None:
+                d_bias.addmv_(d_logits.t(), counts[rows])
+            d_logits = d_logits.to(x.dtype)
             if d_hidden is not None:
                 torch.mul(product(d_logits, weight.to(x.dtype).t()), count, out=d_hidden[rows])
             if d_weight is not None:
-                add_product(d_weight, d_logits.t(), x * count)
-            if d_bias is not None:
-                add_product(d_bias.unsqueeze(1), d_logits.t(), count)
+                add_product(d_weight, d_logits.t(), (x * count).to(x.dtype))
         made = zip((d_hidden, d_weight, d_bias), (hidden, weight, bias), strict=True)
         ctx.save_for_backward(
             *(None if gradient is None or part is None else gradient.to(part.dtype) for gradient, part in made)

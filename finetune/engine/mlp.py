@@ -70,12 +70,10 @@ class _GatedMlp(torch.autograd.Function):
         for rows, gate_up_rows in zip(_chunks(h), hidden, strict=True):
             gate, up = gate_up_rows.chunk(2, dim=-1)
             silu = functional.silu(gate)
-            d_gated = down_gradients.add(dy[rows], silu * up, rows)
-            assert d_gated is not None
+            d_gated = down_gradients.propagate(dy[rows], silu * up, rows)
             d_hidden = swiglu.gradient(gate_up_rows, silu, d_gated)
             x = norm.normalized(h[rows], weight, inverse_rms[rows])
-            dx = gate_up_gradients.add(d_hidden, x, rows)
-            assert dx is not None
+            dx = gate_up_gradients.propagate(d_hidden, x, rows)
             if wants_weight:
                 dweight += norm.weight_gradient(dx, h[rows], inverse_rms[rows])
             torch.add(dy[rows], norm.input_gradient(dx, h[rows], weight, inverse_rms[rows]), out=dh[rows])
@@ -89,5 +87,6 @@ class _GatedMlp(torch.autograd.Function):
 
 
 def _chunks(h: torch.Tensor) -> Iterator[slice]:
+    """At least one, be it empty."""
     num_rows = CHUNK_ROWS.get(h.device.type, CHUNK_ROWS["cuda"])
-    return (slice(start, start + num_rows) for start in range(0, len(h), num_rows))
+    return (slice(start, start + num_rows) for start in range(0, max(1, len(h)), num_rows))

@@ -38,7 +38,7 @@ class _SplitHeads(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.heads, ctx.num_rotated = heads, num_rotated
-        x = projected.view(len(projected), sum(heads), -1)
+        x = projected.view(len(projected), sum(heads), projected.shape[1] // sum(heads))
         groups = tuple(x.new_empty(len(x), count, x.shape[-1]) for count in heads)
         for index, (source, group) in enumerate(zip(torch.split(x, heads, dim=1), groups, strict=True)):
             if index < num_rotated:

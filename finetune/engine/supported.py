@@ -10,6 +10,8 @@ from torch import nn
 from finetune.engine.decoder import FAMILIES, bare_model
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GRADIENT_HOOK = "make_inputs_require_grads"
+"""Of transformers' `enable_input_require_grads`, which its gradient checkpointing needs and ours does not."""
 _PLAIN_TYPES = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList)
 
 
@@ -91,7 +93,8 @@ def _adapter_reasons(name: str, module: Any) -> Iterator[str]:
 
 
 def _hook_reasons(name: str, module: nn.Module) -> Iterator[str]:
-    if any(getattr(module, hooks, None) for hooks in _HOOKS):
+    hooks = [hook for kind in _HOOKS for hook in getattr(module, kind, {}).values()]
+    if any(_GRADIENT_HOOK not in getattr(hook, "__qualname__", "") for hook in hooks):
         yield f"{name} has hooks"
     if "forward" in vars(module):
         yield f"{name} has its forward replaced"

@@ -172,20 +172,16 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def checkpoint_gradients(model: Any, *, own_forward: bool = True) -> None:
+def checkpoint_gradients(model: Any) -> None:
     """Recompute activations in the backward pass.
 
     The reentrant form leaves layers behind a frozen embedding untrained (peft#1142), so it is never used.
-
-    Args:
-        model: a transformers model, or a PEFT model around one.
-        own_forward: it is trained through its own forward; the engine's reads the switch alone, and wants no hooks.
     """
     with warnings.catch_warnings():
         # transformers 5.23 has a new name for it, which the older versions that we allow do not know.
         warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable", category=FutureWarning)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if own_forward and hasattr(model, "peft_config"):
+    if hasattr(model, "peft_config"):
         model.enable_input_require_grads()
 
 

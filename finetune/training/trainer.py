@@ -25,12 +25,10 @@ from finetune.checkpoint import (
     verify_published,
 )
 from finetune.config.compose import resolved_yaml
-from finetune.data.batches import BatchPlan, EvaluationLoader, Microbatch, TrainLoader, packer, pad
+from finetune.data.batches import BatchPlan, EvaluationLoader, Microbatch, TrainLoader, pad
 from finetune.data.encode import EncodedExamples, EncodedSplits
 from finetune.distributed.runtime import Runtime
-from finetune.engine.supported import unsupported_reason
 from finetune.errors import ConfigError, DataError, FinetuneError, PreemptedError
-from finetune.fallbacks import Fallback
 from finetune.model.base import checkpoint_gradients, longrope_boundary, max_context
 from finetune.model.lora import without_adapter
 from finetune.progress import show_comparison
@@ -38,6 +36,7 @@ from finetune.run_folder import RunFolder
 from finetune.signals import Terminated, leave_signals_to_parent, no_step_is_left, told_to_stop
 from finetune.training.compare import compare_models
 from finetune.training.evaluate import LossSums, sum_losses
+from finetune.training.forward import choose_collation
 from finetune.training.journal import Journal
 from finetune.training.loop import Actions, Cadence, run_loop
 from finetune.training.optim import build_optimizer, learning_rate_at
@@ -108,9 +107,9 @@ class Trainer:
         if self._has_base_of_its_own and config.resume == "auto":
             self._read_base()
         runtime.place(model)
-        self._uses_engine = _can_use_engine(runtime, config, model)
+        self._collate = choose_collation(runtime, config.training, model)
         if config.training.gradient_checkpointing:
-            checkpoint_gradients(model, own_forward=not self._uses_engine)
+            checkpoint_gradients(model)
 
     @property
     def global_batch_size(self) -> int:
@@ -127,8 +126,7 @@ class Trainer:
         _log.info("Preparing data loaders...")
         config, runtime, splits = self.config, self.runtime, self.splits
         boundary = longrope_boundary(self.model)
-        shares = config.training.packing and config.training.share_prefixes
-        collate = packer(share_prefixes=shares) if self._uses_engine else pad
+        collate = self._collate
         plan = BatchPlan(
             lengths=splits.train.lengths.tolist(),
             global_batch_size=self.global_batch_size,
@@ -137,8 +135,8 @@ class Trainer:
             boundary=boundary,
             drop_last=config.training.drop_last,
             seed=config.seed,
-            tokens=splits.train.tokens if self._uses_engine and config.training.packing else None,
-            share_prefixes=shares,
+            tokens=splits.train.tokens if collate is not pad and config.training.packing else None,
+            share_prefixes=config.training.share_prefixes,
         )
         if plan.steps_per_epoch == 0:
             raise DataError(
@@ -508,23 +506,6 @@ def _by_whom(runtime: Runtime, *, alone: bool = False) -> str:
 
 def _named(splits: EncodedSplits) -> list[tuple[str, EncodedExamples | None]]:
     return [("train", splits.train), ("validation", splits.validation), ("test", splits.test)]
-
-
-def _can_use_engine(runtime: Runtime, config: Config, model: Any) -> bool:
-    """Whether forward and backward go through the engine, on rows without padding. What it does not know is told.
-
-    Raises:
-        ConfigError: it does not know the model, and the run is strict.
-    """
-    if config.training.kernels == "reference":
-        return False
-    reason = unsupported_reason(model)
-    if reason is None and runtime.precision != "fp32" and config.training.method == "full":
-        reason = "it trains the base's weights in fp32 and computes in bf16"
-    if reason is not None:
-        wanted, used = "the engine's own forward", "transformers' own on padded rows"
-        runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=reason))
-    return reason is None
 
 
 def _check_fit(config: Config, model: Any, splits: EncodedSplits) -> None:

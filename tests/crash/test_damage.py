@@ -77,13 +77,24 @@ def test_it_goes_back_as_far_as_it_must(nursery: Nursery, kept: Path, steps: lis
     assert_same_end(again, nursery.run, kept)
 
 
-def test_a_damaged_best_checkpoint_is_trained_again(nursery: Nursery) -> None:
+@pytest.fixture(scope="module")
+def best_between(nursery: Nursery) -> tuple[list[str], int]:
+    """The words of a run whose best step is neither its first nor its last, and that step."""
+    for rate in ("1", "0.6", "2", "0.3", "4", "0.1"):
+        words = [f"optim.learning_rate={rate}", "training.max_steps=10"]
+        nursery.put(None)
+        assert nursery.train(*KEEP_ALL, *words).status == 0
+        best = json.loads((nursery.run / "checkpoints" / "step-000010" / "state.json").read_text())["best_step"]
+        if 2 < best < 10:
+            return words, best
+    raise AssertionError("none of these learning rates makes such a run any more")
+
+
+def test_a_damaged_best_checkpoint_is_trained_again(nursery: Nursery, best_between: tuple[list[str], int]) -> None:
     """The newest is whole, but what it calls the best is not: the run goes back behind that one."""
-    words = [*KEEP_ALL, "optim.learning_rate=1", "training.max_steps=10"]
+    words, best = [*KEEP_ALL, *best_between[0]], best_between[1]
     nursery.put(None)
     assert nursery.train(*words).status == 0
-    best = json.loads((nursery.run / "checkpoints" / "step-000010" / "state.json").read_text())["best_step"]
-    assert 2 < best < 10, "the words no longer make a run whose best step is neither its first nor its last"
     whole = nursery.keep("best")
     (nursery.run / "checkpoints" / f"step-{best:06d}" / "adapter_model.safetensors").write_bytes(b"torn")
     again = nursery.train(*words)
@@ -153,20 +164,22 @@ def test_a_complete_run_mends_its_adapter(nursery: Nursery, kept: Path, tried: C
 
 
 @pytest.mark.parametrize("progress", ["complete", "in the middle"])
-def test_a_best_checkpoint_that_cannot_be_trained_again(nursery: Nursery, progress: str) -> None:
+def test_a_best_checkpoint_that_cannot_be_trained_again(
+    nursery: Nursery, best_between: tuple[list[str], int], progress: str
+) -> None:
     """Nothing older is left: a complete run keeps its whole adapter, another publishes its last step and says so."""
-    words = ["checkpoint.keep=1", "optim.learning_rate=1"]
+    words, best = ["checkpoint.keep=1", *best_between[0]], best_between[1]
     nursery.put(None)
-    assert nursery.train(*words, "training.max_steps=10").status == 0
-    assert {path.name for path in (nursery.run / "checkpoints").iterdir()} == {"step-000008", "step-000010"}
+    assert nursery.train(*words).status == 0
+    assert {path.name for path in (nursery.run / "checkpoints").iterdir()} == {f"step-{best:06d}", "step-000010"}
     before = contents(nursery.run / "adapter")
-    (nursery.run / "checkpoints" / "step-000008" / "adapter_model.safetensors").write_bytes(b"torn")
+    (nursery.run / "checkpoints" / f"step-{best:06d}" / "adapter_model.safetensors").write_bytes(b"torn")
     if progress == "in the middle":
         shutil.rmtree(nursery.run / "adapter")
-    again = nursery.train(*words, "training.max_steps=10")
+    again = nursery.train(*words)
     assert again.status == 0, again.screen
     assert again.resumed_from == 10
-    assert "the best step, 8, is damaged" in again.screen
+    assert f"the best step, {best}, is damaged" in again.screen
     last = (nursery.run / "checkpoints" / "step-000010" / "adapter_model.safetensors").read_bytes()
     after = contents(nursery.run / "adapter")
     assert after == before if progress == "complete" else after["adapter_model.safetensors"] == last

@@ -137,6 +137,12 @@ def test_a_step_of_all_weights_equals_the_models_own(kind):
     assert_same_step(build_tiny(CONFIGS[kind]).train())
 
 
+def test_what_transformers_own_checkpointing_hooks_in_is_no_obstacle():
+    model = with_lora(build_tiny(CONFIGS["phi3"]))
+    model.enable_input_require_grads()
+    assert_same_step(model, checkpoint_layers=True)
+
+
 def test_rslora_is_only_another_scale():
     assert_same_step(with_lora(build_tiny(CONFIGS["phi-4-mini"]), use_rslora=True))
 
@@ -248,6 +254,19 @@ def test_packed_rows_that_begin_alike_give_the_step_of_the_rows_alone(kind, shar
     head = model.get_base_model().get_output_embeddings()
     got = summed_head_loss(hidden, head.weight, packed.labels, bias=head.bias, counts=packed.counts)
     assert_same(model, got, own_loss(model, rows, targets))
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_rows_without_a_target_weigh_nothing(kind):
+    model = with_lora(build_tiny(CONFIGS[kind]))
+    packed = pack([(row, torch.zeros(len(row), dtype=torch.bool)) for row in some_rows()])
+    hidden = Decoder(model, attention).hidden_states(
+        packed.input_ids, packed.layout.position_ids, packed.layout, packed.positions
+    )
+    head = model.get_base_model().get_output_embeddings()
+    loss = summed_head_loss(hidden, head.weight, packed.labels, bias=head.bias, counts=packed.counts)
+    assert loss.item() == 0
+    assert all(not gradient.any() for gradient in gradients(model, loss).values())
 
 
 def hooked(model):

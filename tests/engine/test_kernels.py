@@ -7,6 +7,7 @@ from torch.nn import functional
 from finetune.engine.linear import Linear, draw_keep, linear, normed_linear
 from finetune.engine.mlp import CHUNK_ROWS, gated_mlp
 from finetune.engine.norm import rms_norm
+from finetune.engine.products import product
 from finetune.engine.rotary import split_heads
 
 DOUBLE = torch.float64
@@ -127,10 +128,17 @@ def test_a_frozen_layer_keeps_not_even_its_input():
 
 
 def test_no_rows_give_zero_gradients():
-    x, layer = tensor(0, 4), some_layer(0, 4, 3, **LAYERS["everything"])
-    linear(x, layer).sum().backward()
+    x, weight = tensor(0, 4), tensor(4)
+    layers = [some_layer(0, *sizes, **LAYERS["everything"]) for sizes in ((4, 3), (4, 6), (4, 6), (3, 4))]
+    results = [
+        linear(x, layers[0]),
+        normed_linear(x, layers[1], weight=weight, eps=1e-5),
+        gated_mlp(x, weight, 1e-5, [layers[2]], layers[3]),
+    ]
+    assert [tuple(result.shape) for result in results] == [(0, 3), (0, 6), (0, 4)]
+    sum(result.sum() for result in results).backward()
     assert x.grad.shape == (0, 4)
-    assert all(not part.grad.any() for part in tensors_of([layer]))
+    assert all(not part.grad.any() for part in [weight, *tensors_of(layers)])
 
 
 def test_the_dropout_mask_is_torchs_own():
@@ -210,6 +218,36 @@ def test_the_gated_mlp_equals_the_plain_form(kind, fused, chunk_rows, monkeypatc
     assert_equals_plain(
         lambda: gated_mlp(h, weight, 1e-5, gate_up, down), plain, [h, weight, *tensors_of([down, *gate_up])]
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (7, 5, 3), (64, 48, 80), (0, 4, 3)])
+def test_a_product_is_one_whatever_its_strides(sizes, dtype):
+    rows, inputs, outputs = sizes
+    dense = {
+        "x": torch.randn(rows, inputs),
+        "weight": torch.randn(outputs, inputs),
+        "bias": torch.randn(outputs),
+        "residual": torch.randn(rows, outputs),
+    }
+    given = {name: part.to(dtype) for name, part in dense.items()}
+    ways = {
+        "dense": given,
+        "transposed": given | {"x": given["x"].t().contiguous().t(), "weight": given["weight"].t().contiguous().t()},
+        "columns of more": given
+        | {name: torch.cat([given[name]] * 2, dim=-1)[:, : len(given[name][0])] for name in ("x", "residual") if rows},
+        "one row for all": given | {name: given[name][:1].expand(rows, -1) for name in ("x", "residual")},
+    }
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for way, parts in ways.items():
+        plain = parts["x"].double() @ parts["weight"].double().t()
+        for optional in ((), ("bias",), ("residual",), ("bias", "residual")):
+            expected = sum((parts[name].double() for name in optional), start=plain)
+            got = product(parts["x"], parts["weight"], **{name: parts[name] for name in optional})
+            assert got.dtype == dtype
+            torch.testing.assert_close(
+                got.double(), expected, rtol=tolerance, atol=tolerance * 10, msg=f"{way} {optional}"
+            )
 
 
 @pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,38 @@
+"""Which forward a run goes through: the engine's on packed rows, or the model's own on padded ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from finetune.data.batches import Collate, packer, pad
+from finetune.distributed.runtime import Runtime
+from finetune.engine.supported import unsupported_reason
+from finetune.fallbacks import Fallback
+
+if TYPE_CHECKING:
+    from finetune.config.schema import TrainingSection
+
+
+def choose_collation(runtime: Runtime, section: TrainingSection, model: torch.nn.Module) -> Collate:
+    """How rows become micro-batches; the loss takes either kind. That the engine does not know a model is told.
+
+    Args:
+        runtime: takes the fallback.
+        section: `kernels`, `packing`, `share_prefixes` and `method`.
+        model: placed.
+
+    Raises:
+        ConfigError: the engine does not know the model, and the run is strict.
+    """
+    if section.kernels == "reference":
+        return pad
+    reason = unsupported_reason(model)
+    if reason is None and runtime.precision != "fp32" and section.method == "full":
+        reason = "it trains the base's weights in fp32 and computes in bf16"
+    if reason is not None:
+        wanted, used = "the engine's own forward", "transformers' own on padded rows"
+        runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=reason))
+        return pad
+    return packer(share_prefixes=section.packing and section.share_prefixes)
