@@ -56,6 +56,7 @@ class MetricsWriter:
         grad_norm: float,
         num_targets: int,
         num_tokens: int,
+        num_computed: int,
         tokens_per_second: float,
         is_skipped: bool = False,
     ) -> None:
@@ -69,6 +70,7 @@ class MetricsWriter:
             grad_norm=grad_norm,
             num_targets=num_targets,
             num_tokens=num_tokens,
+            num_computed=num_computed,
             tokens_per_second=tokens_per_second,
             **({"skipped": True} if is_skipped else {}),
         )

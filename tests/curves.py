@@ -78,6 +78,9 @@ PLAIN_CASES = (Case(2), Case(2, 0.1))
 ALONE = (
     *(Case(REFERENCE_BATCH_SIZE), *SPLITS),
     Case(2, words=("training.gradient_checkpointing=true",), note="gradient_checkpointing"),
+    Case(REFERENCE_BATCH_SIZE, words=("training.kernels=reference",), note="kernels=reference"),
+    Case(8, words=("training.packing=false",), note="packing=false"),
+    Case(8, words=("training.max_tokens_per_microbatch=40",), note="max_tokens_per_microbatch=40"),
 )
 """What one process does in several ways."""
 _REFERENCES = (*DROPOUT_SPLITS, Case(REFERENCE_BATCH_SIZE, recipe=FULL))

@@ -76,6 +76,7 @@ class Journal:
         )
         # What was said about the steps so far must outlive a crash if their checkpoint does.
         self.saver = Saver(self.folder, config.checkpoint, fallbacks, before=self._metrics.sync)
+        self._num_tokens = self._num_computed = 0
         self._saving = {"checkpoints": 0, "blocked_seconds": 0.0, "write_seconds": 0.0}
         self._record = RunRecord(self.folder.record_file)
         try:
@@ -117,6 +118,8 @@ class Journal:
         now = time.monotonic()
         tokens_per_second = result.num_tokens / max(now - self._last_step_at, 1e-9)
         self._last_step_at = now
+        self._num_tokens += result.num_tokens
+        self._num_computed += result.num_computed
         epoch = _epoch_of_last_step(state)
         figures = result._asdict()
         del figures["num_told_to_stop"]  # an affair of the processes: a resumed run's file is that of a whole one
@@ -166,6 +169,9 @@ class Journal:
         if self._saving["checkpoints"] and "saving" not in self.result:
             self.result["saving"] = self._saving
             _log.info("%(checkpoints)d checkpoints written; training waited %(blocked_seconds).2f s", self._saving)
+        if self._num_computed < self._num_tokens and "shared_tokens" not in self.result:
+            shared = self.result["shared_tokens"] = 1 - self._num_computed / self._num_tokens
+            _log.info("%.0f%% of all tokens were shared beginnings, computed once", 100 * shared)
         if self._progress is not None:
             self._progress.__exit__(None, None, None)
             self._progress = None

@@ -25,6 +25,9 @@ class StepResult(NamedTuple):
     learning_rate: float
     num_targets: int
     num_tokens: int
+    """Without padding; what rows share counts once for each of them."""
+    num_computed: int = 0
+    """The same, but what rows share counts once."""
     num_told_to_stop: int = 0
     """Ranks that a signal had told to stop before this step: the same number on all."""
     not_finite: str = ""
@@ -73,12 +76,12 @@ def train_step(
     """
     parameters = trainable_parameters(model)
 
-    counts = [sum(m.num_targets for _, m in microbatches), sum(m.num_tokens for _, m in microbatches)]
+    counts = [sum(counts) for counts in zip(*(_counts(m) for _, m in microbatches), strict=True)] or [0, 0, 0]
     # Whether a rank was told to stop, or failed beside training, travels along: all ranks then know it in the same
     # step, at no cost.
     flags = [int(runtime.is_told_to_stop), int(runtime.has_failed_beside)]
     sums = map(int, runtime.sum([*counts, len(microbatches), *flags]))
-    num_targets, num_tokens, num_microbatches, num_told, num_failed = sums
+    num_targets, num_tokens, num_computed, num_microbatches, num_told, num_failed = sums
     if num_failed:
         runtime.agree_on_failure_beside()
     if num_targets == 0:
@@ -114,7 +117,11 @@ def train_step(
         not_finite = f"the loss is {loss}{whose} and the gradient norm {grad_norm}"
         _refuse_broken_weights(runtime, model, f"step {step}: {not_finite}")
     optimizer.zero_grad()
-    return StepResult(loss, grad_norm, learning_rate, num_targets, num_tokens, num_told, not_finite)
+    return StepResult(loss, grad_norm, learning_rate, num_targets, num_tokens, num_computed, num_told, not_finite)
+
+
+def _counts(microbatch: Microbatch) -> tuple[int, int, int]:
+    return microbatch.num_targets, microbatch.num_tokens, microbatch.num_computed
 
 
 def _whose(runtime: Runtime, is_mine: bool) -> str:

@@ -1,0 +1,192 @@
+"""Whole runs through the engine, against the same runs through the models' own forward: one curve, less work."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from finetune import (
+    Trainer,
+    add_lora,
+    build_base_model,
+    build_tokenizer,
+    encode_examples,
+    launch,
+    load_config,
+    load_examples,
+)
+from finetune.errors import ConfigError
+from tests.tiny import tiny_tokenizer
+from tests.tiny_models import PHI3_SIZES, build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
+from tests.tiny_runs import MODEL_VOCABULARY
+
+SYSTEM = "you take orders for oranges and answer with one short line of plain words and nothing else at all"
+SIZES = {"vocab_size": MODEL_VOCABULARY, "initializer_range": 0.05}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0],
+    "long_factor": [3.0],
+    "original_max_position_embeddings": 48,
+}
+BASES = {
+    "phi3": lambda: tiny_phi3_config(**SIZES, max_position_embeddings=256),
+    "longrope": lambda: tiny_phi3_config(
+        **SIZES,
+        rope_parameters=LONGROPE,
+        original_max_position_embeddings=48,
+        max_position_embeddings=256,
+        sliding_window=None,
+    ),
+    "phi": lambda: tiny_phi_config(**SIZES, max_position_embeddings=256),
+    "gemma2": lambda: tiny_gemma2_config(**SIZES, max_position_embeddings=256),
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Rows that all begin with one system turn, some of them with one question and two answers."""
+    folder = tmp_path_factory.mktemp("engine")
+    for name, config in BASES.items():
+        build_tiny(config()).save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+    text = "please send three crates of sour green apples and oranges to Marta Ruiz in Porto by Friday"
+    words = text.split()
+    rows = [
+        {
+            "messages": [
+                {"role": "system", "content": SYSTEM},
+                {"role": "user", "content": " ".join(words[: 3 + number // 2 % 9])},
+                {"role": "assistant", "content": " ".join(words[number % 7 : number % 7 + 2 + number % 4])},
+            ]
+        }
+        for number in range(22)
+    ]
+    for name, part in (("train", rows), ("validation", rows[3:8])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    return folder
+
+
+def train(inputs: Path, run: Path, base: str, *words: str):
+    config = load_config(
+        [
+            *(f"model.path={inputs / base}", f"data.path={inputs}", f"data.cache_dir={inputs / 'cache'}"),
+            *(
+                f"output_dir={run}",
+                "lora.r=2",
+                "training.precision=fp32",
+                "training.device=cpu",
+                "training.batch_size=3",
+            ),
+            *("training.global_batch_size=8", "training.max_steps=5", "optim.learning_rate=2e-2", *words),
+        ],
+        task="finetune_lora",
+    )
+    with launch(config) as runtime:
+        tokenizer = build_tokenizer(config.model)
+        splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
+        model = build_base_model(config.model)
+        if config.training.method == "lora":
+            model = add_lora(model, config.lora)
+        trainer = Trainer(runtime, config, model, tokenizer, splits)
+        train_loader, val_loader, _ = trainer.prepare_dataloaders()
+        trainer.run_training(train_loader, val_loader)
+
+
+def curve(run: Path):
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [event["loss"] for event in events if event["event"] in ("step", "validation")]
+
+
+def weights(run: Path):
+    [file] = (run / "adapter").glob("*model.safetensors")
+    return load_file(file)
+
+
+def assert_one_curve(run: Path, reference: Path):
+    pairs = list(zip(curve(run), curve(reference), strict=True))
+    assert len(pairs) == 7
+    assert pairs[4][0] < pairs[0][0], "nothing was learnt"
+    assert max(abs(a - b) / max(1, abs(a)) for a, b in pairs) <= 1e-6
+    ours, theirs = weights(run), weights(reference)
+    difference = math.sqrt(sum(float((ours[name] - theirs[name]).square().sum()) for name in theirs))
+    assert difference <= 1e-5 * math.sqrt(sum(float(tensor.square().sum()) for tensor in theirs.values()))
+
+
+def record(run: Path):
+    return json.loads((run / "run.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def reference(inputs, tmp_path_factory):
+    """The folder of a run through the model's own forward, once for each base and method."""
+    folders = {}
+
+    def trained(base, *words):
+        if (base, words) not in folders:
+            folders[base, words] = tmp_path_factory.mktemp("reference") / "run"
+            train(inputs, folders[base, words], base, "training.kernels=reference", *words)
+        return folders[base, words]
+
+    return trained
+
+
+@pytest.mark.parametrize("base", ["phi3", "longrope", "phi"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "training.packing=true",
+        "training.packing=false",
+        "training.share_prefixes=false",
+        "training.max_tokens_per_microbatch=90",
+        "training.gradient_checkpointing=true",
+        "training.num_workers=1",
+    ],
+)
+def test_the_engine_gives_the_curve_of_the_models_own_forward(inputs, reference, tmp_path, base, word):
+    train(inputs, tmp_path / "run", base, word)
+    assert_one_curve(tmp_path / "run", reference(base))
+    assert record(tmp_path / "run")["fallbacks"] == []
+
+
+@pytest.mark.parametrize("base", ["phi3", "phi"])
+def test_full_fine_tuning_goes_through_the_engine_too(inputs, reference, tmp_path, base):
+    words = ("training.method=full", "optim.learning_rate=1e-3")
+    train(inputs, tmp_path / "run", base, *words)
+    assert_one_curve(tmp_path / "run", reference(base, *words))
+
+
+def computed(run: Path):
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [event for event in steps if event["event"] == "step"]
+    return sum(event["num_computed"] for event in steps) / sum(event["num_tokens"] for event in steps)
+
+
+def test_shared_beginnings_are_computed_once_and_the_run_says_how_much_that_was(inputs, tmp_path):
+    train(inputs, tmp_path / "shared", "phi3", "training.batch_size=8")
+    train(inputs, tmp_path / "apart", "phi3", "training.batch_size=8", "training.share_prefixes=false")
+    assert computed(tmp_path / "apart") == 1
+    assert computed(tmp_path / "shared") < 0.6
+    assert record(tmp_path / "shared")["result"]["shared_tokens"] == pytest.approx(1 - computed(tmp_path / "shared"))
+    log = (tmp_path / "shared" / "log.txt").read_text()
+    assert f"{1 - computed(tmp_path / 'shared'):.0%} of all tokens were shared beginnings, computed once" in log
+
+
+def test_a_model_that_the_engine_does_not_know_goes_its_own_way_and_the_run_says_so(inputs, reference, tmp_path):
+    train(inputs, tmp_path / "run", "gemma2")
+    [taken] = record(tmp_path / "run")["fallbacks"]
+    assert taken["what"] == "training.kernels"
+    assert "model type is gemma2" in taken["why"]
+    assert curve(tmp_path / "run") == curve(reference("gemma2"))
+    with pytest.raises(ConfigError, match="model type is gemma2"):
+        train(inputs, tmp_path / "strict", "gemma2", "strict=true")
+
+
+def test_dropout_belongs_to_the_stretch_and_repeats(inputs, tmp_path):
+    for name in ("one", "two"):
+        train(inputs, tmp_path / name, "phi3", "lora.dropout=0.3")
+    assert curve(tmp_path / "one") == curve(tmp_path / "two")
+    assert PHI3_SIZES["sliding_window"] < len(SYSTEM.split())
