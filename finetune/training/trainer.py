@@ -13,16 +13,11 @@ from signal import Signals
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.checkpoint import (
-    disk_need,
     load_checkpoint,
     load_model,
     newest_valid,
-    prune,
-    publish_adapter,
     save_base,
     take_snapshot,
-    verify,
-    verify_published,
 )
 from finetune.config.compose import resolved_yaml
 from finetune.data.batches import BatchPlan, EvaluationLoader, Microbatch, TrainLoader, pad
@@ -38,6 +33,7 @@ from finetune.training.compare import compare_models
 from finetune.training.evaluate import LossSums, sum_losses
 from finetune.training.forward import choose_collation
 from finetune.training.journal import Journal
+from finetune.training.keeping import publish_best, say_what_disk_it_takes
 from finetune.training.loop import Actions, Cadence, run_loop
 from finetune.training.optim import build_optimizer, learning_rate_at
 from finetune.training.resume import at_its_place
@@ -193,7 +189,10 @@ class Trainer:
         state = at_its_place(self._resume(optimizer), plan.steps_per_epoch)
 
         def start(journal: Journal) -> None:
-            self._say_what_disk_it_takes(journal, optimizer, cadence)
+            fresh = TrainerState(world_size=self.runtime.world_size, global_batch_size=self.global_batch_size)
+            snapshot = take_snapshot(journal.folder, 0, model=self.model, optimizer=optimizer, state=fresh)
+            keep, has_best = config.checkpoint.keep, self.splits.validation is not None
+            say_what_disk_it_takes(journal.folder, snapshot, optimizer, cadence, keep=keep, has_best=has_best)
             journal.start_training(state, cadence.num_steps)
 
         self._on_main(start, "starting the journal")
@@ -399,21 +398,6 @@ class Trainer:
 
         self._on_main(save, f"saving step {state.step}")
 
-    def _say_what_disk_it_takes(self, journal: Journal, optimizer: torch.optim.Optimizer, cadence: Cadence) -> None:
-        fresh = TrainerState(world_size=self.runtime.world_size, global_batch_size=self.global_batch_size)
-        snapshot = take_snapshot(journal.folder, 0, model=self.model, optimizer=optimizer, state=fresh)
-        num_saves = sum(map(cadence.saves_after, range(1, cadence.num_steps + 1)))
-        # Those kept, the best besides where one is chosen, and the one that is being written.
-        wanted = self.config.checkpoint.keep + (self.splits.validation is not None) + 1
-        need = disk_need(journal.folder, snapshot, optimizer, at_once=min(num_saves, wanted))
-        _log.info("disk: %s", need)
-        held = sum(path.lstat().st_size for path in journal.folder.checkpoints.rglob("*"))
-        if need.total > need.free + held:
-            _log.warning(
-                "the checkpoints of this run do not fit the disk of %s: make room, or lower checkpoint.keep",
-                journal.folder.path,
-            )
-
     def _preempted(self, state: TrainerState) -> PreemptedError:
         """The error to leave with. Collective."""
         by = _by_whom(self.runtime)
@@ -424,32 +408,17 @@ class Trainer:
         return error
 
     def _publish(self, journal: Journal, state: TrainerState, cadence: Cadence) -> None:
-        """Put the best checkpoint into `adapter/`: the last where nothing was validated or the best was not saved.
-
-        A checkpoint that is there only since the run was told to stop does not count: the result would depend on it.
-        """
         journal.end_training()
-        steps = [step for step in journal.folder.checkpoint_steps() if cadence.saves_after(step)]
-        best = state.best_step if state.best_step in steps else None
-        if state.best_step is not None and best is None:
-            _log.warning(
-                "the best validation loss was at step %d, which has no checkpoint (checkpoint.save_every): "
-                "adapter/ holds the last step, %d",
-                state.best_step,
-                state.step,
-            )
-        if best is not None and (problems := verify(journal.folder.checkpoint(best))):
-            is_complete = math.isnan(self._last_loss) and not verify_published(journal.folder.adapter)
-            what = "stays, and is whole" if is_complete else f"holds the last step, {state.step}"
-            _log.warning("the best step, %d, is damaged (%s): adapter/ %s", best, "; ".join(problems), what)
-            if is_complete:
-                return
-            best = None
-        source = journal.folder.checkpoint(best or state.step)
-        publish_adapter(journal.folder, source, self.tokenizer)
-        prune(journal.folder, self.config.checkpoint.keep, state.best_step)  # a kill may have come before it
-        journal.result |= {"step": state.step, "best_step": best or state.step, "best_loss": state.best_loss}
-        _log.info("adapter/ holds step %d", best or state.step)
+        published = publish_best(
+            journal.folder,
+            state,
+            cadence,
+            self.tokenizer,
+            keep=self.config.checkpoint.keep,
+            has_trained=not math.isnan(self._last_loss),
+        )
+        if published is not None:
+            journal.result |= {"step": state.step, "best_step": published, "best_loss": state.best_loss}
 
     def _log_batches(self, plan: BatchPlan, cadence: Cadence) -> None:
         shared = self.runtime.world_size

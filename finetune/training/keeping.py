@@ -1,0 +1,98 @@
+"""What of a run's weights stays on the disk: how much room that takes, and which step becomes `adapter/`.
+
+Main process only.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from finetune.checkpoint import Snapshot, disk_need, prune, publish_adapter, verify, verify_published
+from finetune.run_folder import RunFolder
+from finetune.training.loop import Cadence
+from finetune.training.state import TrainerState
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
+
+
+def say_what_disk_it_takes(
+    folder: RunFolder,
+    snapshot: Snapshot,
+    optimizer: torch.optim.Optimizer,
+    cadence: Cadence,
+    *,
+    keep: int,
+    has_best: bool,
+) -> None:
+    """Log the size of a run's checkpoints before its first step, and warn where they do not fit.
+
+    Args:
+        folder: an open run folder.
+        snapshot: of the model and the optimizer as they are now.
+        optimizer: the same.
+        cadence: how many checkpoints there will be.
+        keep: how many of them stay.
+        has_best: whether the best one stays besides.
+    """
+    num_saves = sum(map(cadence.saves_after, range(1, cadence.num_steps + 1)))
+    need = disk_need(folder, snapshot, optimizer, at_once=min(num_saves, keep + has_best + 1))  # one is being written
+    _log.info("disk: %s", need)
+    held = sum(path.lstat().st_size for path in folder.checkpoints.rglob("*"))
+    if need.total > need.free + held:
+        _log.warning("the checkpoints do not fit the disk of %s: make room, or lower checkpoint.keep", folder.path)
+
+
+def publish_best(
+    folder: RunFolder,
+    state: TrainerState,
+    cadence: Cadence,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    keep: int,
+    has_trained: bool,
+) -> int | None:
+    """Put the best checkpoint into `adapter/`: the last where nothing was validated or the best was not saved.
+
+    A checkpoint that is there only since the run was told to stop does not count: the result would depend on it.
+
+    Args:
+        folder: an open run folder.
+        state: where training ended.
+        cadence: which steps save.
+        tokenizer: goes with the weights.
+        keep: how many checkpoints stay.
+        has_trained: False where the run was complete when it was started, so that `adapter/` may be there already.
+
+    Returns:
+        The step that `adapter/` holds; None where it stays as it was, since it is whole and what it came from is not.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        RunFailedError: the disk is full or failing.
+    """
+    steps = [step for step in folder.checkpoint_steps() if cadence.saves_after(step)]
+    best = state.best_step if state.best_step in steps else None
+    if state.best_step is not None and best is None:
+        _log.warning(
+            "the best validation loss was at step %d, which has no checkpoint (checkpoint.save_every): "
+            "adapter/ holds the last step, %d",
+            state.best_step,
+            state.step,
+        )
+    if best is not None and (problems := verify(folder.checkpoint(best))):
+        stays = not has_trained and not verify_published(folder.adapter)
+        what = "stays, and is whole" if stays else f"holds the last step, {state.step}"
+        _log.warning("the best step, %d, is damaged (%s): adapter/ %s", best, "; ".join(problems), what)
+        if stays:
+            return None
+        best = None
+    published = best or state.step
+    publish_adapter(folder, folder.checkpoint(published), tokenizer)
+    prune(folder, keep, state.best_step)  # a kill may have come before it
+    _log.info("adapter/ holds step %d", published)
+    return published
