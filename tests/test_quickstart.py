@@ -31,7 +31,7 @@ with torch.no_grad():
 
 
 def finetune(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "COLUMNS": "120"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     return subprocess.run(
         [sys.executable, "-m", "finetune", *map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True
     )

@@ -219,8 +219,8 @@ def test_some_ranks_go_without_a_micro_batch(worlds: Worlds) -> None:
         size: [[note["microbatches"] for note in notes] for _, notes in sorted(rows_by_step(path, size).items())]
         for size, path in ((2, worlds.whole(2)), (4, worlds.whole(4)))
     }
-    assert shares[2] == [[2, 1], [2, 1], [1, 0]] * 2
-    assert shares[4] == [[1, 1, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0]] * 2
+    assert [sorted(share, reverse=True) for share in shares[2]] == [[2, 1], [2, 1], [1, 0]] * 2
+    assert [sorted(share, reverse=True) for share in shares[4]] == [[1, 1, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0]] * 2
 
 
 @pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1)])

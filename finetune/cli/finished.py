@@ -41,8 +41,8 @@ def evaluate_run(path: Path, words: Sequence[str]) -> None:
         model = _load_tuned(folder, config)
         runtime.place(model)
         runtime.agree_set_up()
+        collate = choose_collation(runtime, config.training, model)
         if runtime.is_main_process:
-            collate = choose_collation(runtime, config.training, model)
             loader = EvaluationLoader(splits.test, config.testing, boundary=longrope_boundary(model), collate=collate)
             show_comparison(compare_models(runtime, model, tokenizer, loader, config.testing))
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 def choose_collation(runtime: Runtime, section: TrainingSection, model: torch.nn.Module) -> Collate:
     """How rows become micro-batches; the loss takes either kind. That the engine does not know a model is told.
 
+    Collective: every rank. All go one way, since the rows of a micro-batch depend on it.
+
     Args:
         runtime: takes the fallback.
         section: `kernels`, `packing`, `share_prefixes` and `method`.
@@ -31,6 +33,9 @@ def choose_collation(runtime: Runtime, section: TrainingSection, model: torch.nn
     reason = unsupported_reason(model)
     if reason is None and runtime.precision != "fp32" and section.method == "full":
         reason = "it trains the base's weights in fp32 and computes in bf16"
+    num_others = int(runtime.sum([float(reason is not None)])[0]) - (reason is not None)
+    if reason is None and num_others:
+        reason = f"{num_others} of {runtime.world_size} ranks cannot use it; their own logs say why"
     if reason is not None:
         wanted, used = "the engine's own forward", "transformers' own on padded rows"
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=reason))
