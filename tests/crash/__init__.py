@@ -2,5 +2,6 @@
 
 import os
 
-IS_FULL = bool(os.environ.get("FINETUNE_FULL_SWEEP"))
-"""Whether every point is tried, or a share of them."""
+STRIDE = int(os.environ.get("FINETUNE_FULL_SWEEP") or 0)
+"""1: every point is tried; N: every N-th operation on files, and every point of all else; 0: a share of all."""
+IS_FULL = STRIDE > 0

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.crash import IS_FULL
+from tests.crash import IS_FULL, STRIDE
 
 _KINDS = {
     "kill_points": "kill points",
@@ -38,7 +38,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     told = [value for report in passed for name, value in report.user_properties if name == _PROPERTY]
     if not told:
         return
-    share = "every point" if IS_FULL else "a share of the points; FINETUNE_FULL_SWEEP=1 pytest tests/crash: all"
+    share = "a share of the points; FINETUNE_FULL_SWEEP=1 pytest tests/crash: all"
+    if IS_FULL:
+        share = "every point" if STRIDE == 1 else f"every point, but of operations on files each {STRIDE}th"
     terminalreporter.section(f"crash sweeps ({share})")
     for each in told:
         terminalreporter.write_line(each["what"])
