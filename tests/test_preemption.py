@@ -249,7 +249,8 @@ def ctrl_c_twice_stops_at_once(play):
     time.sleep(1.2)
     assert play.process.poll() is None
     play.process.send_signal(signal.SIGINT)
-    assert play.end() == BY_HAND, play.text()
+    # Where the second comes while Python itself unwinds, it ends the process by the signal: a shell says 130 to both.
+    assert play.end() in (BY_HAND, -signal.SIGINT), play.text()
     assert "finetune: stopped" in play.text()
     assert "Traceback" not in play.text()
 
