@@ -10,6 +10,7 @@ import torch
 from finetune.checkpoint.checkpoints import Snapshot
 from finetune.checkpoint.tensors import TensorFile
 from finetune.checkpoint.verification import OPTIMIZER_FILE
+from finetune.durable import in_units
 from finetune.run_folder import RunFolder
 
 
@@ -56,16 +57,6 @@ def disk_need(folder: RunFolder, snapshot: Snapshot, optimizer: torch.optim.Opti
     held = saved.num_bytes if isinstance(saved, TensorFile) else 0
     model = snapshot.num_bytes - held
     return DiskNeed(model, held or _state_after_a_step(optimizer), at_once, shutil.disk_usage(folder.path).free)
-
-
-def in_units(num_bytes: int) -> str:
-    """``12.3 MB``: powers of ten, as disks are sold."""
-    size = float(num_bytes)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 def _state_after_a_step(optimizer: torch.optim.Optimizer) -> int | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.checkpoint import newest_valid, read_state, verify, verify_published
-from finetune.durable import MANIFEST
+from finetune.durable import MANIFEST, in_units
 from finetune.errors import CheckpointError
 from finetune.inspect.findings import EXIT_PROBLEM
 from finetune.logs import configure_logs
@@ -166,7 +166,9 @@ def _table(run: SavedRun) -> Table:
         written = datetime.fromisoformat(saved.saved).astimezone().strftime("%Y-%m-%d %H:%M")
         what = "; ".join([*(saved.problems or ["whole"]), *_marks(saved, run)])
         # A file's name could be taken for markup.
-        table.add_row(saved.name, loss, _size(saved.num_bytes), written, Text(what, style="red" * bool(saved.problems)))
+        table.add_row(
+            saved.name, loss, in_units(saved.num_bytes), written, Text(what, style="red" * bool(saved.problems))
+        )
     return table
 
 
@@ -196,12 +198,3 @@ def _in_words(run: SavedRun) -> str:
             f"The lowest validation loss, {run.best_loss:.4f}, was at step {run.best_step}, which was not kept."
         )
     return "\n".join(lines)
-
-
-def _size(num_bytes: int) -> str:
-    """Three digits and a unit: `512 B`, `83.1 kB`, `1.20 GB`."""
-    size, units = float(num_bytes), iter(("B", "kB", "MB", "GB"))
-    unit = next(units)
-    while size >= 1000 and unit != "GB":
-        size, unit = size / 1000, next(units)
-    return f"{num_bytes} B" if unit == "B" else f"{size:.3g} {unit}"

@@ -38,7 +38,6 @@ class Journal:
     Attributes:
         folder: the run's.
         result: what run.json will say of the outcome.
-        saver: writes its checkpoints.
         is_closed: nothing more is written.
 
     Args:
@@ -75,7 +74,7 @@ class Journal:
             self.folder.metrics_file, outlasts_disk=config.checkpoint.on_disk_failure == "continue"
         )
         # What was said about the steps so far must outlive a crash if their checkpoint does.
-        self.saver = Saver(self.folder, config.checkpoint, fallbacks, before=self._metrics.sync)
+        self._saver = Saver(self.folder, config.checkpoint, fallbacks, before=self._metrics.sync)
         self._num_tokens = self._num_computed = 0
         self._saving = {"checkpoints": 0, "blocked_seconds": 0.0, "write_seconds": 0.0}
         self._record = RunRecord(self.folder.record_file)
@@ -153,16 +152,16 @@ class Journal:
 
     def save(self, snapshot: Snapshot, *, best: int | None) -> None:
         """Begin to write a checkpoint, see `Saver.save`."""
-        self._note_saved(self.saver.save(snapshot, best=best))
+        self._note_saved(self._saver.save(snapshot, best=best))
         self._last_step_at = time.monotonic()
 
     def settle_saves(self) -> None:
         """Take note of a checkpoint that was written meanwhile, see `Saver.settle`."""
-        self._note_saved(self.saver.settle())
+        self._note_saved(self._saver.settle())
 
     def finish_saves(self) -> None:
         """Wait until the last checkpoint is on the disk, see `Saver.finish`."""
-        self._note_saved(self.saver.finish(is_last=True))
+        self._note_saved(self._saver.finish(is_last=True))
 
     def end_training(self) -> None:
         """Take the moving line off the screen, and say what saving has cost."""
@@ -190,7 +189,7 @@ class Journal:
             return
         self.is_closed = True
         try:
-            self._note_saved(self.saver.close(error))
+            self._note_saved(self._saver.close(error))
             self.end_training()
             status = _status(error)
             self._record.update(fallbacks=self._fallbacks.as_records())

@@ -189,7 +189,7 @@ class Trainer:
         state = at_its_place(self._resume(optimizer), plan.steps_per_epoch)
 
         def start(journal: Journal) -> None:
-            fresh = TrainerState(world_size=self.runtime.world_size, global_batch_size=self.global_batch_size)
+            fresh = self._fresh_state()
             snapshot = take_snapshot(journal.folder, 0, model=self.model, optimizer=optimizer, state=fresh)
             keep, has_best = config.checkpoint.keep, self.splits.validation is not None
             say_what_disk_it_takes(journal.folder, snapshot, optimizer, cadence, keep=keep, has_best=has_best)
@@ -308,6 +308,9 @@ class Trainer:
                 error = caught
         self.runtime.agree(error, during)
 
+    def _fresh_state(self) -> TrainerState:
+        return TrainerState(world_size=self.runtime.world_size, global_batch_size=self.global_batch_size)
+
     def _resume(self, optimizer: torch.optim.Optimizer) -> TrainerState:
         """The state to start from: that of the newest valid checkpoint, loaded on every rank, or a new one."""
         found: list[str | None] = [None]
@@ -318,7 +321,7 @@ class Trainer:
 
         self._on_main(find, "looking for a checkpoint")
         path = self.runtime.broadcast_from_main(found[0])
-        fresh = TrainerState(world_size=self.runtime.world_size, global_batch_size=self.global_batch_size)
+        fresh = self._fresh_state()
         if path is None:
             return fresh
         error: Exception | None = None
