@@ -10,16 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from finetune.engine.linear import Linear, draw_keep, linear, normed_linear
+from finetune.engine.adapted import read_linear
+from finetune.engine.linear import Linear, linear, normed_linear
 from finetune.engine.mlp import gated_mlp
 from finetune.engine.norm import rms_norm
 from finetune.engine.rotary import split_heads
+
+AnyLinear: TypeAlias = Linear | torch.nn.Module
+"""Its tensors, or a module that must be called."""
 
 
 class Attention(Protocol):
@@ -70,6 +74,11 @@ class Family:
     narrow: str = "mlp.down_proj"
     final_norm: str = "norm"
     is_parallel: bool = False
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """All linear layers of a decoder layer."""
+        return (*self.projections, self.output, *self.widen, self.narrow)
 
 
 FAMILIES = {
@@ -150,64 +159,72 @@ class Decoder:
 
     def _layer(self, modules: Any, h: torch.Tensor, tokens: _Tokens) -> torch.Tensor:
         """(tokens, hidden) to the same, or to (n, hidden) at n of them."""
-        norm = modules.input_layernorm
-        if self._family.is_parallel:
-            x, project = _normalize(norm, h), linear
+        family, norm = self._family, modules.input_layernorm
+        projections = self._linears(modules, family.projections, h)
+        if family.is_parallel:
+            x, project = _normalize(norm, h), _side_by_side
         else:
-            x, project = h, partial(normed_linear, weight=norm.weight, eps=norm.variance_epsilon)
-        q, k, v = self._project(project, x, self._linears(modules, self._family.projections, x), tokens)
+            x, project = h, partial(_normed_side_by_side, norm=norm)
+        q, k, v = self._project(project, x, projections, tokens)
         attended = self._attention(q, k, v, tokens.layout, queries=tokens.at, window=self._window).flatten(1)
 
         h = tokens.chosen(h)
-        behind = (self._family.output, *self._family.widen, self._family.narrow)
-        output, *widen, narrow = self._linears(modules, behind, h)
-        if not self._family.is_parallel:
-            h, norm = linear(attended, output, residual=h), modules.post_attention_layernorm
-            return gated_mlp(h, norm.weight, norm.variance_epsilon, widen, narrow)
-        fed_forward = linear(modules.mlp.activation_fn(linear(tokens.chosen(x), *widen)), narrow)
-        result: torch.Tensor = h + modules.resid_dropout(linear(attended, output)) + modules.resid_dropout(fed_forward)
+        output, *widen, narrow = self._linears(modules, (family.output, *family.widen, family.narrow), h)
+        if not family.is_parallel:
+            h = _side_by_side(attended, output, residual=h)
+            return _gated_mlp(h, modules.post_attention_layernorm, widen, narrow)
+        fed_forward = _side_by_side(modules.mlp.activation_fn(_side_by_side(tokens.chosen(x), *widen)), narrow)
+        attended = modules.resid_dropout(_side_by_side(attended, output))
+        result: torch.Tensor = h + attended + modules.resid_dropout(fed_forward)
         return result
 
     def _project(
-        self, project: Callable[..., torch.Tensor], x: torch.Tensor, projections: list[Linear], tokens: _Tokens
+        self, project: Callable[..., torch.Tensor], x: torch.Tensor, projections: list[AnyLinear], tokens: _Tokens
     ) -> tuple[torch.Tensor, ...]:
         """Queries where they are asked for, keys and values everywhere."""
         heads, kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
         cos, sin, at = tokens.cos, tokens.sin, tokens.at
-        if at is None:
-            return split_heads(project(x, *projections), cos, sin, [heads, kv_heads, kv_heads], num_rotated=2)
         queries, *keys_values = projections
-        if not keys_values:
-            width = queries.width * heads // (heads + 2 * kv_heads)
-            queries, keys_values = queries.columns(0, width), [queries.columns(width, queries.width)]
-        (q,) = split_heads(project(tokens.chosen(x), queries.at_rows(at)), cos[at], sin[at], [heads], num_rotated=1)
+        if at is None or (not isinstance(queries, Linear) and not keys_values):
+            q, k, v = split_heads(project(x, *projections), cos, sin, [heads, kv_heads, kv_heads], num_rotated=2)
+            return tokens.chosen(q), k, v
+        if isinstance(queries, Linear):
+            if not keys_values:
+                width = queries.width * heads // (heads + 2 * kv_heads)
+                queries, keys_values = queries.columns(0, width), [queries.columns(width, queries.width)]
+            queries = queries.at_rows(at)
+        (q,) = split_heads(project(tokens.chosen(x), queries), cos[at], sin[at], [heads], num_rotated=1)
         return q, *split_heads(project(x, *keys_values), cos, sin, [kv_heads, kv_heads], num_rotated=1)
 
     @staticmethod
-    def _linears(modules: Any, names: Sequence[str], like: torch.Tensor) -> list[Linear]:
+    def _linears(modules: Any, names: Sequence[str], like: torch.Tensor) -> list[AnyLinear]:
         return [read_linear(modules.get_submodule(name), like) for name in names]
 
 
-def read_linear(module: Any, like: torch.Tensor) -> Linear:
-    """The tensors of a linear module, and a new dropout mask where its adapter drops.
+def _side_by_side(x: torch.Tensor, *layers: AnyLinear, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """`linear`, also for layers that must be called."""
+    if _are_read(layers):
+        return linear(x, *layers, residual=residual)
+    outputs = [linear(x, layer) if isinstance(layer, Linear) else layer(x) for layer in layers]
+    y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    return y if residual is None else residual + y
 
-    Args:
-        module: a `torch.nn.Linear`, or PEFT's LoRA layer around one.
-        like: a tensor with the rows, the type and the device of the module's input.
-    """
-    base = getattr(module, "base_layer", module)
-    if base is module or module.disable_adapters or module.merged:
-        return Linear(base.weight, base.bias)
-    (adapter,) = module.active_adapters
-    p = getattr(module.lora_dropout[adapter], "p", 0.0) if module.training else 0.0
-    return Linear(
-        base.weight,
-        base.bias,
-        module.lora_A[adapter].weight,
-        module.lora_B[adapter].weight,
-        draw_keep(like, base.in_features, p) if p else None,
-        module.scaling[adapter] / (1 - p),
-    )
+
+def _normed_side_by_side(h: torch.Tensor, *layers: AnyLinear, norm: Any) -> torch.Tensor:
+    if _are_read(layers):
+        return normed_linear(h, *layers, weight=norm.weight, eps=norm.variance_epsilon)
+    return _side_by_side(_normalize(norm, h), *layers)
+
+
+def _gated_mlp(h: torch.Tensor, norm: Any, widen: Sequence[AnyLinear], narrow: AnyLinear) -> torch.Tensor:
+    if _are_read(widen) and isinstance(narrow, Linear):
+        return gated_mlp(h, norm.weight, norm.variance_epsilon, widen, narrow)
+    gate, up = _side_by_side(_normalize(norm, h), *widen).chunk(2, dim=-1)
+    return _side_by_side(functional.silu(gate) * up, narrow, residual=h)
+
+
+def _are_read(layers: Sequence[AnyLinear]) -> TypeGuard[Sequence[Linear]]:
+    return all(isinstance(layer, Linear) for layer in layers)
 
 
 def bare_model(model: Any) -> Any:

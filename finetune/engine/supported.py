@@ -7,18 +7,17 @@ from typing import Any
 
 from torch import nn
 
+from finetune.engine.adapted import hook_reason, own_way_reason, unknown_linear
 from finetune.engine.decoder import FAMILIES, bare_model
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GRADIENT_HOOK = "make_inputs_require_grads"
-"""Of transformers' `enable_input_require_grads`, which its gradient checkpointing needs and ours does not."""
 _PLAIN_TYPES = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList)
 
 
 def unsupported_reason(model: nn.Module) -> str | None:
     """Why `Decoder` cannot stand in for the model's own forward, in words, or None where it can.
 
-    Every module on the way must be of a known type: what was replaced, wrapped, quantized or hooked is found by that.
+    Every module on the way must be of a known type: what was replaced, wrapped or hooked is found by that. Of
+    linear layers more kinds will do: those of `own_layers` are called as they are.
 
     Args:
         model: a transformers causal language model, or a PEFT model around one.
@@ -35,11 +34,13 @@ def _reasons(model: Any) -> Iterator[str]:
         yield f"its model type is {kind}; the engine knows {', '.join(sorted(FAMILIES))}"
         return
     yield from _config_reasons(bare.config)
-    yield from _module_reasons("", bare.get_decoder(), of_model=f"transformers.models.{kind}.")
+    names = frozenset(name for name, _ in _linears(bare))
+    yield from _module_reasons("", bare.get_decoder(), f"transformers.models.{kind}.", names)
     head = bare.get_output_embeddings()
     if type(head) is not nn.Linear:
-        yield f"its head is a {_type_name(head)}"
-    yield from _hook_reasons("its head", head)
+        yield f"its head is a {type(head).__name__}"
+    elif hook_reason(head):
+        yield f"its head has {hook_reason(head)}"
 
 
 def _config_reasons(config: Any) -> Iterator[str]:
@@ -55,50 +56,36 @@ def _config_reasons(config: Any) -> Iterator[str]:
         yield f"its feed-forward part is gated by {config.hidden_act}, not by silu"
 
 
-def _module_reasons(name: str, module: nn.Module, of_model: str) -> Iterator[str]:
+def own_layers(model: nn.Module) -> dict[str, list[str]]:
+    """Linear layers that the engine calls as they are, for want of a way of its own: why, and their names."""
+    found: dict[str, list[str]] = {}
+    for name, module in _linears(bare_model(model)):
+        reason = own_way_reason(module)
+        if reason is not None:
+            found.setdefault(reason, []).append(name)
+    return found
+
+
+def _linears(bare: Any) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a decoder that the engine reads, with their names."""
+    names = FAMILIES[bare.config.model_type].linears
+    for index, layer in enumerate(bare.get_decoder().layers):
+        for name in names:
+            yield f"layers.{index}.{name}", layer.get_submodule(name)
+
+
+def _module_reasons(name: str, module: nn.Module, of_model: str, linears: frozenset[str]) -> Iterator[str]:
     """What is unknown about a module or those inside it."""
-    yield from _hook_reasons(name or "its decoder", module)
-    if hasattr(module, "lora_A"):
-        yield from _adapter_reasons(name, module)
-    elif type(module) in _PLAIN_TYPES or type(module).__module__.startswith((of_model, "transformers.activations")):
-        for child_name, child in module.named_children():
-            yield from _module_reasons(f"{name}.{child_name}".lstrip("."), child, of_model)
-    else:
-        yield f"{name} is a {_type_name(module)}"
-
-
-def _adapter_reasons(name: str, module: Any) -> Iterator[str]:
-    from peft.tuners.lora import Linear  # imported already, where a layer has an adapter
-
-    if type(module) is not Linear:
-        yield f"{name} is a {_type_name(module)}"
+    if name in linears:
+        unknown = unknown_linear(module)
+        if unknown:
+            yield f"{name} is {unknown}"
         return
-    if type(module.base_layer) is not nn.Linear:
-        yield f"{name} adapts a {_type_name(module.base_layer)}"
-    if module.lora_variant:
-        yield f"{name} is not a plain LoRA layer but {', '.join(map(_type_name, module.lora_variant.values()))}"
-    if list(module.active_adapters) != list(module.lora_A):
-        there, active = (", ".join(names) for names in (module.lora_A, module.active_adapters))
-        yield f"{name} has the adapters {there}, and the active ones are {active}"
-    if len(module.lora_A) > 1:
-        yield f"{name} has {len(module.lora_A)} adapters"
-    if any(module.lora_bias.values()):
-        yield f"{name} has an adapter with a bias (lora_bias)"
-    if module.fan_in_fan_out:
-        yield f"{name} keeps its weight transposed (fan_in_fan_out)"
-    if module.merged and module.disable_adapters:
-        yield f"{name} has its adapter merged and disabled at once"
-    for child_name, child in module.named_modules():
-        yield from _hook_reasons(f"{name}.{child_name}", child)
-
-
-def _hook_reasons(name: str, module: nn.Module) -> Iterator[str]:
-    hooks = [hook for kind in _HOOKS for hook in getattr(module, kind, {}).values()]
-    if any(_GRADIENT_HOOK not in getattr(hook, "__qualname__", "") for hook in hooks):
-        yield f"{name} has hooks"
-    if "forward" in vars(module):
-        yield f"{name} has its forward replaced"
-
-
-def _type_name(module: object) -> str:
-    return type(module).__name__
+    hung_in = hook_reason(module)
+    if hung_in:
+        yield f"{name or 'its decoder'} has {hung_in}"
+    if type(module) in _PLAIN_TYPES or type(module).__module__.startswith((of_model, "transformers.activations")):
+        for child_name, child in module.named_children():
+            yield from _module_reasons(f"{name}.{child_name}".lstrip("."), child, of_model, linears)
+    else:
+        yield f"{name} is a {type(module).__name__}"

@@ -8,7 +8,7 @@ import torch
 
 from finetune.data.batches import Collate, packer, pad
 from finetune.distributed.runtime import Runtime
-from finetune.engine.supported import unsupported_reason
+from finetune.engine.supported import own_layers, unsupported_reason
 from finetune.fallbacks import Fallback
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def choose_collation(runtime: Runtime, section: TrainingSection, model: torch.nn
 
     Args:
         runtime: takes the fallback.
-        section: `kernels`, `packing`, `share_prefixes` and `method`.
+        section: `kernels`, `packing` and `share_prefixes`.
         model: placed.
 
     Raises:
@@ -31,8 +31,6 @@ def choose_collation(runtime: Runtime, section: TrainingSection, model: torch.nn
     if section.kernels == "reference":
         return pad
     reason = unsupported_reason(model)
-    if reason is None and runtime.precision != "fp32" and section.method == "full":
-        reason = "it trains the base's weights in fp32 and computes in bf16"
     num_others = int(runtime.sum([float(reason is not None)])[0]) - (reason is not None)
     if reason is None and num_others:
         reason = f"{num_others} of {runtime.world_size} ranks cannot use it; their own logs say why"
@@ -40,4 +38,9 @@ def choose_collation(runtime: Runtime, section: TrainingSection, model: torch.nn
         wanted, used = "the engine's own forward", "transformers' own on padded rows"
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=reason))
         return pad
+    own = own_layers(model)
+    if own:
+        wanted, used = "the engine's own layers", "layers as PEFT made them for some"
+        why = "; ".join(f"{len(names)} linear layers are {what}" for what, names in own.items())
+        runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=why))
     return packer(share_prefixes=section.packing and section.share_prefixes)

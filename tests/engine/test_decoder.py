@@ -11,7 +11,7 @@ from finetune.engine.attention import attention
 from finetune.engine.decoder import Decoder
 from finetune.engine.layout import pack
 from finetune.engine.loss_head import summed_head_loss
-from finetune.engine.supported import unsupported_reason
+from finetune.engine.supported import own_layers, unsupported_reason
 from tests.tiny_models import SIZES, VOCABULARY, build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
 
 LORA_TARGETS = {
@@ -289,7 +289,7 @@ def replaced(model):
 
 
 def second_adapter(model):
-    model.add_adapter("second", LoraConfig(r=2, target_modules=["o_proj"]))
+    model.add_adapter("second", LoraConfig(r=2, target_modules=LORA_TARGETS[model.config.model_type][1:2]))
     return model
 
 
@@ -304,13 +304,10 @@ UNSUPPORTED = {
     "its feed-forward part is gated by gelu, not by silu": lambda: tiny(hidden_act="gelu"),
     "it normalizes queries and keys (qk_layernorm)": lambda: build_tiny(tiny_phi_config(qk_layernorm=True)),
     "layers.0.mlp has hooks": lambda: hooked(with_lora(tiny())),
-    "layers.1 has its forward replaced": lambda: patched(with_lora(tiny())),
+    "layers.1 has a forward that was replaced": lambda: patched(with_lora(tiny())),
     "layers.1.mlp.down_proj is a Quantized": lambda: replaced(with_lora(tiny())),
-    "layers.0.self_attn.o_proj is not a plain LoRA layer but DoraLinearVariant": lambda: with_lora(
-        tiny(), use_dora=True
-    ),
-    "layers.0.self_attn.o_proj has the adapters default, second, and the active ones are default": lambda: (
-        second_adapter(with_lora(tiny()))
+    "layers.0.self_attn.o_proj is a LoRA layer with ALoraLinearVariant": lambda: with_lora(
+        tiny(), alora_invocation_tokens=[1], task_type="CAUSAL_LM"
     ),
     "its head is a ModulesToSaveWrapper": lambda: with_lora(
         tiny(tie_word_embeddings=False), modules_to_save=["lm_head"]
@@ -321,6 +318,41 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("reason", UNSUPPORTED)
 def test_what_the_engine_leaves_to_the_models_own_forward_is_named(reason):
     assert unsupported_reason(UNSUPPORTED[reason]()) == reason
+
+
+def hooked_layers(model):
+    for name, module in model.named_modules():
+        if name.endswith(("o_proj", "dense", "down_proj", "fc2")):
+            module.register_forward_hook(lambda module, inputs, output: output * 1.5)
+    return model
+
+
+OWN = {
+    "DoRA": lambda model: with_lora(model, use_dora=True),
+    "several adapters, or one that is not active": lambda model: second_adapter(with_lora(model)),
+    "hooks": lambda model: hooked_layers(with_lora(model)),
+    "an adapter with a bias (lora_bias)": lambda model: with_lora(model, lora_bias=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed")
+@pytest.mark.parametrize("checkpoint_layers", [False, True])
+@pytest.mark.parametrize("what", OWN)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_layers_with_a_way_of_their_own_are_called_and_named(kind, what, checkpoint_layers):
+    model = OWN[what](build_tiny(CONFIGS[kind]))
+    names = own_layers(model)[what]
+    assert 0 < len(names) <= 3 * len(LORA_TARGETS[model.config.model_type])
+    assert_same_step(model, checkpoint_layers=checkpoint_layers)
+
+
+def test_layers_with_a_way_of_their_own_compute_in_bf16_too():
+    exact, rounded = (
+        with_lora(build_tiny(CONFIGS["phi3"], dtype=dtype), use_dora=True) for dtype in (torch.float32, torch.bfloat16)
+    )
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
+    assert_close_steps(exact, rounded)
 
 
 def test_residual_dropout_of_phi_is_the_models_own():

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from finetune import (
@@ -157,6 +158,21 @@ def test_full_fine_tuning_goes_through_the_engine_too(inputs, reference, tmp_pat
     words = ("training.method=full", "optim.learning_rate=1e-3")
     train(inputs, tmp_path / "run", base, *words)
     assert_one_curve(tmp_path / "run", reference(base, *words))
+
+
+@pytest.mark.parametrize("base", ["phi3", "phi"])
+def test_full_fine_tuning_in_bf16_comes_as_close_as_the_models_own_forward_does(inputs, reference, tmp_path, base):
+    words = ("training.method=full", "optim.learning_rate=1e-3")
+    train(inputs, tmp_path / "run", base, *words, "training.precision=bf16")
+    assert record(tmp_path / "run")["fallbacks"] == []
+    exact, theirs = curve(reference(base, *words)), curve(reference(base, *words, "training.precision=bf16"))
+
+    def off_by(losses):
+        return max(abs(a - b) for a, b in zip(losses, exact, strict=True))
+
+    assert 0 < off_by(curve(tmp_path / "run")) <= 4 * off_by(theirs) < 4e-3
+    [file] = (tmp_path / "run" / "adapter").glob("*model.safetensors")
+    assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float32}
 
 
 def computed(run: Path):

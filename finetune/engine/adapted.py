@@ -1,0 +1,80 @@
+"""Linear layers as transformers, PEFT and quantisation leave them: their tensors, or why they must be called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from finetune.engine.linear import Linear, draw_keep
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GRADIENT_HOOK = "make_inputs_require_grads"
+"""Of transformers' `enable_input_require_grads`, which its gradient checkpointing needs and ours does not."""
+_VARIANTS_THAT_NEED_NO_MORE_THAN_THEIR_INPUT = ("DoraLinearVariant",)
+
+
+def read_linear(module: Any, like: Any) -> Linear | nn.Module:
+    """The tensors of a linear layer and a new dropout mask where its adapter drops, or the module if it must be called.
+
+    Args:
+        module: one that `unknown_linear` has nothing against.
+        like: a tensor with the rows, the type and the device of the module's input.
+    """
+    if own_way_reason(module) is not None:
+        called: nn.Module = module
+        return called
+    base = getattr(module, "base_layer", module)
+    if base is module or module.disable_adapters or module.merged:
+        return Linear(base.weight, base.bias)
+    (adapter,) = module.active_adapters
+    p = getattr(module.lora_dropout[adapter], "p", 0.0) if module.training else 0.0
+    return Linear(
+        base.weight,
+        base.bias,
+        module.lora_A[adapter].weight,
+        module.lora_B[adapter].weight,
+        draw_keep(like, base.in_features, p) if p else None,
+        module.scaling[adapter] / (1 - p),
+    )
+
+
+def own_way_reason(module: Any) -> str | None:
+    """Why a linear layer's own forward must be called, or None where its tensors say all."""
+    if type(module) is nn.Linear:
+        return hook_reason(module)
+    if not hasattr(module, "lora_A"):
+        return f"a {type(module).__name__}"
+    variants = sorted({type(variant).__name__ for variant in module.lora_variant.values()})
+    inner = next(filter(None, map(hook_reason, module.modules())), None)
+    if type(module).__name__ != "Linear" or type(module.base_layer) is not nn.Linear:
+        return f"LoRA on a {type(module.base_layer).__name__}"
+    if variants:
+        return "DoRA" if variants == ["DoraLinearVariant"] else ", ".join(variants)
+    if len(module.lora_A) > 1 or list(module.active_adapters) != list(module.lora_A):
+        return "several adapters, or one that is not active"
+    if any(module.lora_bias.values()):
+        return "an adapter with a bias (lora_bias)"
+    if module.fan_in_fan_out:
+        return "a weight that is kept transposed (fan_in_fan_out)"
+    if module.merged and module.disable_adapters:
+        return "an adapter merged and disabled at once"
+    return inner
+
+
+def unknown_linear(module: Any) -> str | None:
+    """Why not even calling a module gives what it gives inside the model's own forward, or None where it does."""
+    if hasattr(module, "lora_A"):
+        unknown = {type(variant).__name__ for variant in module.lora_variant.values()}
+        unknown -= set(_VARIANTS_THAT_NEED_NO_MORE_THAN_THEIR_INPUT)
+        return f"a LoRA layer with {', '.join(sorted(unknown))}" if unknown else None
+    is_known = type(module) is nn.Linear or type(module).__module__.startswith("bitsandbytes.nn")
+    return None if is_known else f"a {type(module).__name__}"
+
+
+def hook_reason(module: nn.Module) -> str | None:
+    """Whether something was hung into a module that only calling it would run, in words."""
+    hooks = [hook for kind in _HOOKS for hook in getattr(module, kind, {}).values()]
+    if any(_GRADIENT_HOOK not in getattr(hook, "__qualname__", "") for hook in hooks):
+        return "hooks"
+    return "a forward that was replaced" if "forward" in vars(module) else None
