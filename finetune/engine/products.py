@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from torch.nn import functional
+
+# oneDNN, and ideep on top of it, each keep what they compiled for the last 1024 shapes: 0.6 MB a shape, and every
+# micro-batch has shapes of its own. Enough for one micro-batch is enough. They read this when they are first used.
+for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_name, "32")
 
 _ONEDNN: Any = (
     torch.ops.mkldnn._linear_pointwise
