@@ -45,7 +45,7 @@ def recorded_settings(steps: int) -> list[Setting]:
     return [
         Setting(job, (*both, *others)),
         Setting(replace(job, size="s32k"), both),
-        Setting(replace(job, size="s100k"), both),
+        Setting(replace(job, size="s100k"), grouped),
         Setting(replace(job, precision="bf16"), ("ours", "trl-1x16-targets", "trl-1x16")),
         Setting(replace(job, has_shared_prompt=True), grouped),
         Setting(replace(job, processes=2), grouped),

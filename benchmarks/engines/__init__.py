@@ -29,7 +29,7 @@ _PACKED = {"batch_size": 1, "packing": True, "sampling": "random"}
 _TARGETS = {"only_targets": True}
 
 ENGINES: dict[str, Engine] = {
-    "ours": Engine(_OURS, "finetune, at most 640 tokens in a micro-batch"),
+    "ours": Engine(_OURS, "finetune, micro-batches cut by tokens"),
     "trl-1x16": Engine(_TRL, "TRL SFTTrainer, one row in a micro-batch", _SINGLE, "trl"),
     "trl-1x16-targets": Engine(_TRL, "TRL, one row in a micro-batch, loss positions only", _SINGLE | _TARGETS, "trl"),
     "trl-grouped": Engine(_TRL, "TRL SFTTrainer, rows grouped by length, four in a micro-batch", _GROUPED, "trl"),
