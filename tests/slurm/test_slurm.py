@@ -220,7 +220,9 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on_as_if_nothing_ha
         r"stopped at step (\d+) as asked by SIGUSR1 on ranks .*; checkpoint committed: go on with", output()
     )
     assert stopped, output()
-    # Slurm itself would let it wait for two minutes, and refuses to hurry while its nodes are still cleaning up.
+    # Slurm itself would let it wait for two minutes, and refuses to hurry while its nodes are still cleaning up. A node
+    # takes a start within the second of the requeue for one of the job that was ended ("Job credential revoked").
+    time.sleep(2)
     wait_until(lambda: hurries(cluster, job) and f"resumed from step={stopped[1]}" in output(), 150, told)
     wait_until(lambda: "JobState=COMPLETED" in show(cluster, job), 90, told)
     assert read_run(tmp_path / "run").losses == pytest.approx(curve_alone().losses, rel=1e-6)
