@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,20 @@ def test_a_run_that_is_done_is_not_done_again(bench, capsys):
     assert main(words) == 0
     assert bench.log.read_text() == before
     assert capsys.readouterr().out.count("done before") == 3
+
+
+def test_the_profile_accounts_for_all_of_the_time(bench):
+    words = ["--sizes", JOB.size, "--steps", "2", "--folder", str(bench.folder)]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.profile_ours", *words]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    table = [line.strip("| ").split(" | ") for line in ended.stdout.splitlines() if line.startswith("|")]
+    shares = dict(zip(table[0][1:], (int(cell.rstrip("%")) for cell in table[2][1:]), strict=True))
+    of_the_limit = shares.pop("of the limit, as a whole")
+    assert 0 < of_the_limit < 100
+    assert sum(shares.values()) == pytest.approx(100, abs=len(shares))
+    assert shares["matrix products"] > 0
+    assert shares["elementwise and along rows"] > 0
 
 
 @pytest.mark.parametrize("engine", ["trl-grouped", "trl-1x16-targets", "trl-packed-targets"])
