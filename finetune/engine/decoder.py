@@ -116,9 +116,17 @@ class Decoder:
         model: a transformers causal language model, or a PEFT model around one.
         attention: see `Attention`.
         checkpoint_layers: compute each layer again in the backward pass in place of keeping what is inside it.
+        mlp_chunk_rows: see `gated_mlp`.
     """
 
-    def __init__(self, model: torch.nn.Module, attention: Attention, *, checkpoint_layers: bool = False) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        attention: Attention,
+        *,
+        checkpoint_layers: bool = False,
+        mlp_chunk_rows: int | None = None,
+    ) -> None:
         bare = bare_model(model)
         self._modules = bare.get_decoder()
         self._config = bare.config
@@ -126,6 +134,7 @@ class Decoder:
         self._attention = attention
         self._window = getattr(bare.config, "sliding_window", None)
         self._checkpoint_layers = checkpoint_layers
+        self._mlp_chunk_rows = mlp_chunk_rows
 
     def hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: Any, at: torch.Tensor | None = None
@@ -172,7 +181,7 @@ class Decoder:
         output, *widen, narrow = self._linears(modules, (family.output, *family.widen, family.narrow), h)
         if not family.is_parallel:
             h = _side_by_side(attended, output, residual=h)
-            return _gated_mlp(h, modules.post_attention_layernorm, widen, narrow)
+            return _gated_mlp(h, modules.post_attention_layernorm, widen, narrow, self._mlp_chunk_rows)
         fed_forward = _side_by_side(modules.mlp.activation_fn(_side_by_side(tokens.chosen(x), *widen)), narrow)
         attended = modules.resid_dropout(_side_by_side(attended, output))
         result: torch.Tensor = h + attended + modules.resid_dropout(fed_forward)
@@ -216,9 +225,11 @@ def _normed_side_by_side(h: torch.Tensor, *layers: AnyLinear, norm: Any) -> torc
     return _side_by_side(_normalize(norm, h), *layers)
 
 
-def _gated_mlp(h: torch.Tensor, norm: Any, widen: Sequence[AnyLinear], narrow: AnyLinear) -> torch.Tensor:
+def _gated_mlp(
+    h: torch.Tensor, norm: Any, widen: Sequence[AnyLinear], narrow: AnyLinear, chunk_rows: int | None
+) -> torch.Tensor:
     if _are_read(widen) and isinstance(narrow, Linear):
-        return gated_mlp(h, norm.weight, norm.variance_epsilon, widen, narrow)
+        return gated_mlp(h, norm.weight, norm.variance_epsilon, widen, narrow, chunk_rows)
     gate, up = _side_by_side(_normalize(norm, h), *widen).chunk(2, dim=-1)
     return _side_by_side(functional.silu(gate) * up, narrow, residual=h)
 

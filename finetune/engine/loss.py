@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.engine.attention import attention
-from finetune.engine.decoder import Decoder, bare_model
+from finetune.engine.decoder import Attention, Decoder, bare_model
 from finetune.engine.layout import PackedMicrobatch
 from finetune.engine.loss_head import head_loss_per_target, summed_head_loss
 from finetune.engine.reference import cross_entropy_of_padded, in_float64
@@ -16,36 +17,61 @@ if TYPE_CHECKING:
     from finetune.data.batches import Microbatch
 
 
-def summed_cross_entropy(model: torch.nn.Module, microbatch: Microbatch) -> torch.Tensor:
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What is otherwise chosen by the kind of device that the tensors are on; the loss is the same.
+
+    `finetune plan` runs the engine on one kind of device as it would run on another.
+    """
+
+    attention: Attention = attention
+    mlp_chunk_rows: int | None = None
+    """See `finetune.engine.mlp.gated_mlp`."""
+    logits_chunk_bytes: int | None = None
+    """See `finetune.engine.loss_head.summed_head_loss`."""
+
+
+BY_DEVICE = Choices()
+
+
+def summed_cross_entropy(model: torch.nn.Module, microbatch: Microbatch, choices: Choices = BY_DEVICE) -> torch.Tensor:
     """Nats summed over the micro-batch's target tokens, as a float64 scalar that can be differentiated.
 
     Args:
         model: a transformers causal language model, or a PEFT model around one; for packed rows one that
             `unsupported_reason` has nothing against.
         microbatch: on the model's device.
+        choices: how packed rows are computed.
     """
     if not isinstance(microbatch, PackedMicrobatch):
         return in_float64(cross_entropy_of_padded(model, microbatch)).sum()
-    hidden, head = _before_head(model, microbatch)
+    hidden, head = before_head(model, microbatch, choices)
     with torch.autocast(hidden.device.type, enabled=False):
-        return summed_head_loss(hidden, head.weight, microbatch.labels, bias=head.bias, counts=microbatch.counts)
+        return summed_head_loss(
+            hidden,
+            head.weight,
+            microbatch.labels,
+            bias=head.bias,
+            counts=microbatch.counts,
+            chunk_bytes=choices.logits_chunk_bytes,
+        )
 
 
 def cross_entropy_per_target(model: torch.nn.Module, microbatch: Microbatch) -> torch.Tensor:
     """Nats of each target token, row after row: shape (num_targets,), fp32. For evaluation: without a gradient."""
     if not isinstance(microbatch, PackedMicrobatch):
         return cross_entropy_of_padded(model, microbatch)
-    hidden, head = _before_head(model, microbatch)
+    hidden, head = before_head(model, microbatch)
     with torch.autocast(hidden.device.type, enabled=False):
         return head_loss_per_target(hidden, head.weight, microbatch.labels, bias=head.bias)[microbatch.target_term]
 
 
-def _before_head(model: Any, microbatch: PackedMicrobatch) -> tuple[torch.Tensor, Any]:
+def before_head(model: Any, microbatch: PackedMicrobatch, choices: Choices = BY_DEVICE) -> tuple[torch.Tensor, Any]:
     """Hidden states where a target is predicted, (terms, hidden), and the head."""
     bare = bare_model(model)
     # transformers' own switch: its layers and ours compute again in the backward pass, or neither does.
     again = bare.training and getattr(bare.get_decoder(), "gradient_checkpointing", False)
-    decoder = Decoder(bare, attention, checkpoint_layers=again)
+    decoder = Decoder(bare, choices.attention, checkpoint_layers=again, mlp_chunk_rows=choices.mlp_chunk_rows)
     layout = microbatch.layout
     hidden = decoder.hidden_states(microbatch.input_ids, layout.position_ids, layout, at=microbatch.positions)
     return hidden, bare.get_output_embeddings()

@@ -27,6 +27,7 @@ def summed_head_loss(
     *,
     bias: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
+    chunk_bytes: int | None = None,
 ) -> torch.Tensor:
     """Nats summed over targets, as a float64 scalar that can be differentiated.
 
@@ -36,8 +37,10 @@ def summed_head_loss(
         labels: (targets,), the tokens to predict.
         bias: (vocabulary,), or None.
         counts: (targets,), how often each loss counts, whole or not, or None for once. No gradient goes there.
+        chunk_bytes: of a chunk's logits in fp32; None: what suits the device, `CHUNK_BYTES`.
     """
-    loss: torch.Tensor = _SummedHeadLoss.apply(hidden, weight, bias, labels, counts)  # type: ignore[no-untyped-call]
+    chunk_bytes = _chunk_bytes(hidden) if chunk_bytes is None else chunk_bytes
+    loss: torch.Tensor = _SummedHeadLoss.apply(hidden, weight, bias, labels, counts, chunk_bytes)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -47,7 +50,7 @@ def head_loss_per_target(
 ) -> torch.Tensor:
     """Nats of each target, (targets,), in fp32 or better and without a gradient; arguments as in `summed_head_loss`."""
     losses = hidden.new_empty(len(hidden), dtype=_wide(hidden))
-    for rows in _chunks(hidden, weight):
+    for rows in _chunks(hidden, weight, _chunk_bytes(hidden)):
         _, losses[rows] = _softmax_and_loss(hidden[rows], weight, bias, labels[rows])
     return losses
 
@@ -61,6 +64,7 @@ class _SummedHeadLoss(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         counts: torch.Tensor | None,
+        chunk_bytes: int,
     ) -> torch.Tensor:
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
@@ -68,7 +72,7 @@ class _SummedHeadLoss(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=_wide(bias)) if wants_bias and bias is not None else None
         losses = hidden.new_empty(len(hidden), dtype=_wide(hidden))
         counts = torch.ones_like(losses) if counts is None else counts.to(losses.dtype)
-        for rows in _chunks(hidden, weight):
+        for rows in _chunks(hidden, weight, chunk_bytes):
             x, count = hidden[rows], counts[rows].unsqueeze(1)
             softmax, losses[rows] = _softmax_and_loss(x, weight, bias, labels[rows])
             # The gradient of the logits, but for the counts: these go into the narrower factor of each product.
@@ -89,7 +93,7 @@ class _SummedHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, factor: torch.Tensor) -> Any:
         gradients = (None if made is None else made * factor.to(made) for made in ctx.saved_tensors)
-        return *gradients, None, None
+        return *gradients, None, None, None
 
 
 def _softmax_and_loss(
@@ -111,9 +115,12 @@ def _minus_one_at(softmax: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return softmax
 
 
-def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> Iterator[slice]:
-    budget = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"])
-    num_rows = max(MIN_CHUNK_ROWS, budget // (4 * len(weight)))
+def _chunk_bytes(hidden: torch.Tensor) -> int:
+    return CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"])
+
+
+def _chunks(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) -> Iterator[slice]:
+    num_rows = max(MIN_CHUNK_ROWS, chunk_bytes // (4 * len(weight)))
     return (slice(start, start + num_rows) for start in range(0, len(hidden), num_rows))
 
 

@@ -29,7 +29,12 @@ CHUNK_ROWS = {"cpu": 512, "cuda": 8192}
 
 
 def gated_mlp(
-    h: torch.Tensor, weight: torch.Tensor, eps: float, gate_up: Sequence[Linear], down: Linear
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    gate_up: Sequence[Linear],
+    down: Linear,
+    chunk_rows: int | None = None,
 ) -> torch.Tensor:
     """Add the feed-forward part to the residual stream.
 
@@ -39,19 +44,24 @@ def gated_mlp(
         eps: of the norm before.
         gate_up: one layer with the gate's columns left and the others right, or the two layers.
         down: back to (tokens, hidden).
+        chunk_rows: rows of a chunk; None: what suits the device, `CHUNK_ROWS`.
     """
-    result: torch.Tensor = _GatedMlp.apply(h, weight, eps, *flatten([down, *gate_up]))  # type: ignore[no-untyped-call]
+    chunk_rows = chunk_rows or CHUNK_ROWS.get(h.device.type, CHUNK_ROWS["cuda"])
+    result: torch.Tensor = _GatedMlp.apply(h, weight, eps, chunk_rows, *flatten([down, *gate_up]))  # type: ignore[no-untyped-call]
     return result
 
 
 class _GatedMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: torch.Tensor, weight: torch.Tensor, eps: float, *parts: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, h: torch.Tensor, weight: torch.Tensor, eps: float, chunk_rows: int, *parts: Any
+    ) -> torch.Tensor:
         layers = unflatten(parts)
+        ctx.chunk_rows = chunk_rows
         down, *gate_up = (layer.folded(h) for layer in layers)
         inverse_rms = norm.inverse_root_mean_square(h, eps)
         outputs, hidden = [], []
-        for rows in _chunks(h):
+        for rows in _chunks(h, chunk_rows):
             x = norm.normalized(h[rows], weight, inverse_rms[rows])
             hidden.append(apply_linears(x, gate_up, rows))
             outputs.append(apply_linears(swiglu.gated(hidden[-1]), [down], rows, residual=h[rows]))
@@ -62,12 +72,12 @@ class _GatedMlp(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         layers, (h, weight, inverse_rms, *hidden) = saved(ctx)
         down, *gate_up = layers
-        wants_h, wants_weight, _, *wanted = ctx.needs_input_grad
+        wants_h, wants_weight, _, _, *wanted = ctx.needs_input_grad
         down_gradients = LinearGradients([down], wanted[:PARTS], h)
         gate_up_gradients = LinearGradients(gate_up, wanted[PARTS:], h)
         dh = torch.empty_like(h)
         dweight = torch.zeros_like(weight, dtype=inverse_rms.dtype)
-        for rows, gate_up_rows in zip(_chunks(h), hidden, strict=True):
+        for rows, gate_up_rows in zip(_chunks(h, ctx.chunk_rows), hidden, strict=True):
             gate, up = gate_up_rows.chunk(2, dim=-1)
             silu = functional.silu(gate)
             d_gated = down_gradients.propagate(dy[rows], silu * up, rows)
@@ -81,12 +91,12 @@ class _GatedMlp(torch.autograd.Function):
             dh if wants_h else None,
             dweight.to(weight.dtype) if wants_weight else None,
             None,
+            None,
             *down_gradients.flatten(),
             *gate_up_gradients.flatten(),
         )
 
 
-def _chunks(h: torch.Tensor) -> Iterator[slice]:
+def _chunks(h: torch.Tensor, num_rows: int) -> Iterator[slice]:
     """At least one, be it empty."""
-    num_rows = CHUNK_ROWS.get(h.device.type, CHUNK_ROWS["cuda"])
     return (slice(start, start + num_rows) for start in range(0, max(1, len(h)), num_rows))
