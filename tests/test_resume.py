@@ -25,9 +25,9 @@ ROWS = {"data.train": "aaaa", "data.validation": "bbbb", "data.test": "cccc"}
 REFUSED = {
     "": "seed",
     "model": "path revision init config tokenizer chat_template attention trust_remote_code",
-    "lora": "r alpha dropout targets",
-    "optim": "optimizer learning_rate weight_decay args schedule warmup_steps max_grad_norm",
-    "training": "method max_steps num_epochs drop_last precision",
+    "lora": "r alpha dropout targets rslora dora init start_from quantize new_tokens",
+    "optim": "optimizer learning_rate weight_decay args schedule warmup_steps max_grad_norm lora_plus_ratio",
+    "training": "method max_steps num_epochs drop_last precision neftune_alpha dpo_beta",
     "validation": "drop_last",
 }
 """Without dropout, and with rows that are the same."""
@@ -36,7 +36,11 @@ WITH_DROPOUT = {
 }
 WITH_OTHER_ROWS = {
     f"data.{key}"
-    for key in "path name revision train validation test format max_length max_rows".split()  # noqa: SIM905
+    for key in (
+        *("path", "mixture", "name", "revision", "train", "validation", "test", "split_seed", "format", "columns"),
+        *("train_on", "max_length", "max_rows", "stream", "on_long_row", "on_no_target", "on_truncated_answer"),
+        *("on_doubled_bos", "on_untrained_end", "on_overlap"),
+    )
 }
 
 

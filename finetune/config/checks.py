@@ -88,7 +88,10 @@ def missing_or_contradicting(tree: Tree) -> list[str]:
         problems.append(f"{where}: model.config: has no pretrained weights. Add model.init=random.")
     if has_config and not has_model and not _value(tree, "model.tokenizer"):
         problems.append("model.tokenizer: not set, and there is no model.path to take it from. Give one of them.")
-    if not _value(tree, "data.path") and not _value(tree, "data.train"):
+    has_path, has_mixture = _value(tree, "data.path"), _value(tree, "data.mixture")
+    if has_path and has_mixture:
+        problems.append(f"{_origin(tree, 'data.mixture')}: data.mixture: data.path is set too. Keep one of them.")
+    if not has_path and not has_mixture and not _value(tree, "data.train"):
         problems.append("data.path: not set. Choose data=orders, or give data.path=FILE_FOLDER_OR_HUB_ID.")
     return problems
 

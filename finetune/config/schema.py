@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, field_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -108,11 +108,26 @@ class LoaderKeys(Section):
         return value
 
 
+OnRow = Literal["refuse", "drop", "warn"]
+"""What a gate does with rows it finds: end the run before step 1, leave them out, or name them and go on."""
+
+ROW_COLUMNS = (
+    *("messages", "conversations", "prompt", "completion", "instruction", "input", "output"),
+    *("system", "history", "tools", "text"),
+)
+"""The columns that rows are read from, and so the keys of `data.columns`."""
+
+SOURCE_KEYS = ("path", "name", "revision", "train", "validation", "test", "format", "columns", "max_rows", "stream")
+"""The keys of a data section that each source of `data.mixture` may have for itself, besides its `weight`."""
+
+
 class DataSection(Section):
     """Where the rows come from and how they are cut."""
 
     path: str | None = None
     """A JSONL, JSON, CSV or Parquet file, a folder of such, a `datasets` directory, a hub id, `shipped:orders`."""
+    mixture: list[dict[str, Any]] = Field(default_factory=list)
+    """In place of `path`: `[{path: a.jsonl, weight: 2}, {path: b.jsonl}]`; each row `weight` times an epoch."""
     name: str | None = None
     """The configuration of a hub data set that has several."""
     revision: str | None = None
@@ -120,17 +135,84 @@ class DataSection(Section):
     train: str | None = None
     """A file, or the name of a split at `path`. Default: `train`, or all of a single file."""
     validation: str | None = None
-    """A file, or the name of a split at `path`. Default: `validation`, `valid`, `dev` or none."""
+    """A file, a split at `path`, or a share of the training rows (`0.05`, `5%`, `200`). Default: as it is named."""
     test: str | None = None
-    """A file, or the name of a split at `path`. Default: `test` or none."""
-    format: Literal["auto", "messages", "prompt_completion", "text"] = "auto"
+    """A file, a split at `path`, or a share of the training rows. Default: the split named `test`, or none."""
+    split_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Chooses the rows of a share, apart from the run's own `seed`: runs with other seeds are tested on the same."""
+    format: Literal["auto", "messages", "conversations", "prompt_completion", "instruction", "text"] = "auto"
     """What a row is; auto looks at the columns."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """What columns are called here: `{prompt: question, completion: answer}`."""
+    train_on: Literal["all", "last"] = "all"
+    """Which answers of a conversation carry loss: all of the assistant's turns, or the last alone."""
     max_length: PositiveInt = 2048
-    """The most tokens a row may have; longer rows are truncated and counted."""
+    """The most tokens a row may have; what is longer is cut on the right."""
     max_rows: PositiveInt | None = None
     """Use only the first rows of each split."""
+    stream: bool = False
+    """Read the first `max_rows` rows as a stream, without a download of the whole, and keep them in `cache_dir`."""
+    on_long_row: OnRow = "warn"
+    """Rows over `max_length`: warn cuts them, drop leaves them out."""
+    on_no_target: OnRow = "refuse"
+    """Rows without a token that carries loss, as where all of the answer is cut off."""
+    on_truncated_answer: OnRow = "refuse"
+    """Rows cut within an answer: its end of turn is never seen."""
+    on_doubled_bos: OnRow = "refuse"
+    """Rows that begin with the beginning-of-sequence token twice."""
+    on_untrained_end: Literal["refuse", "warn"] = "refuse"
+    """Training rows of which none teaches the end of turn: the model would not learn to stop."""
+    on_overlap: OnRow = "refuse"
+    """Rows to validate or test on that are training rows too; drop takes them out of training."""
+    num_processes: PositiveInt | None = None
+    """Processes that encode. Default: one, or all cores where the rows are so many that it pays."""
     cache_dir: str = "~/.cache/finetune"
     """Where encoded data is kept, once per node."""
+
+    @field_validator("train", "validation", "test", mode="before")
+    @classmethod
+    def _number_is_text(cls, value: object) -> object:
+        return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+    @field_validator("columns")
+    @classmethod
+    def _known_columns(cls, value: dict[str, str]) -> dict[str, str]:
+        unknown = ", ".join(sorted(set(value) - set(ROW_COLUMNS)))
+        if unknown:
+            raise ValueError(f"there is no column {unknown} to rename; expected {', '.join(ROW_COLUMNS)}")
+        return value
+
+    @field_validator("mixture")
+    @classmethod
+    def _usable_sources(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for number, source in enumerate(value):
+            _check_source(source, f"[{number}]")
+        return value
+
+    @field_validator("stream")
+    @classmethod
+    def _stream_has_an_end(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and info.data.get("max_rows") is None:
+            raise ValueError("true needs data.max_rows: how many rows of the stream to read and keep")
+        return value
+
+
+def _check_source(source: dict[str, Any], place: str) -> None:
+    """Refuse a source of a mixture that has keys or values which a data section would refuse."""
+    unknown = ", ".join(str(key) for key in source if key not in (*SOURCE_KEYS, "weight"))
+    if unknown:
+        raise ValueError(f"{place} has the key {unknown}; expected {', '.join(SOURCE_KEYS)} or weight")
+    if not source.get("path"):
+        raise ValueError(f"{place} has no path; expected a file, a folder or a hub id")
+    weight = source.get("weight", 1)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight <= 0:
+        raise ValueError(f"{place}.weight is {weight!r}; expected a number above 0")
+    try:
+        DataSection(**{key: value for key, value in source.items() if key != "weight"})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join([place, *(str(part) for part in first["loc"])])
+        raise ValueError(f"{where}: {first['msg'].removeprefix('Value error, ')}, got {first['input']!r}") from None
 
 
 class LoraSection(Section):
@@ -144,6 +226,56 @@ class LoraSection(Section):
     """Dropout on each adapter's input."""
     targets: Literal["auto"] | list[str] = "auto"
     """Names or regular expressions of the layers to adapt; auto: all linear layers but the head."""
+    rslora: bool = False
+    """Scale the update by alpha / sqrt(r) in place of alpha / r (Kalajdzievski, 2023, arXiv:2312.03732)."""
+    dora: bool = False
+    """Train a magnitude for each output beside the low-rank direction (DoRA: Liu et al., 2024, arXiv:2402.09353)."""
+    init: Literal["default", "pissa", "pissa_fast"] = "default"
+    """default: no update; pissa: each layer's largest singular values (arXiv:2404.02948); pissa_fast: about these."""
+    start_from: str | None = None
+    """The folder of an adapter, or of a run, to go on from: its weights are read into the adapter given here."""
+    start_from_any_base: bool = False
+    """Accept a `start_from` that was trained on a base of another name: the same model at another place."""
+    quantize: Literal["none", "nf4"] = "none"
+    """nf4: keep the base in 4 bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314); CUDA and bitsandbytes only."""
+    new_tokens: list[str] = Field(default_factory=list)
+    """Tokens to add to the tokenizer; their rows of the embedding train beside the adapter."""
+
+    @field_validator("init")
+    @classmethod
+    def _init_fits(cls, init: str, info: ValidationInfo) -> str:
+        if init != "default" and info.data.get("dora"):
+            raise ValueError(f"{init} cannot be combined with lora.dora=true: each decides what the update starts as")
+        if init != "default" and info.data.get("dropout"):
+            raise ValueError(
+                f"{init} needs lora.dropout=0, which is {info.data['dropout']}: it would drop what was moved out of "
+                "the base"
+            )
+        return init
+
+    @field_validator("start_from")
+    @classmethod
+    def _start_fits(cls, path: str | None, info: ValidationInfo) -> str | None:
+        if path is not None and info.data.get("init", "default") != "default":
+            raise ValueError(f"an adapter that starts from {path} is not initialised by lora.init; remove one of them")
+        return path
+
+    @field_validator("quantize")
+    @classmethod
+    def _quantize_fits(cls, kind: str, info: ValidationInfo) -> str:
+        if kind != "none" and info.data.get("init", "default") != "default":
+            raise ValueError(
+                f"{kind} cannot be combined with lora.init={info.data.get('init')}, which needs the base's own weights"
+            )
+        return kind
+
+    @field_validator("new_tokens")
+    @classmethod
+    def _tokens_are_different_texts(cls, tokens: list[str]) -> list[str]:
+        bad = [token for token in tokens if not token.strip() or tokens.count(token) > 1]
+        if bad:
+            raise ValueError(f"expected different tokens that are not empty, got {bad[0]!r} among them")
+        return tokens
 
 
 class OptimSection(Section):
@@ -161,6 +293,8 @@ class OptimSection(Section):
     """How the learning rate falls after the warm-up: in a line to zero, along a cosine to zero, or not."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps in which the learning rate rises in a line from zero."""
+    lora_plus_ratio: Annotated[float, Field(ge=1)] = 1.0
+    """The adapter's second matrices (B) learn this many times as fast (LoRA+: Hayou et al., 2024, arXiv:2402.12354)."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Gradients are scaled down to this norm when theirs is larger; null: never."""
 
@@ -193,6 +327,10 @@ class TrainingSection(LoaderKeys):
     """auto: the engine's own forward and backward where it knows the model; reference: transformers' on padded rows."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """auto: bf16 where the accelerator has it, fp32 elsewhere. fp16 is refused: its range is too small."""
+    dpo_beta: PositiveFloat = 0.1
+    """How dear it is to leave the reference, with pairs of answers (Rafailov et al., 2023, arXiv:2305.18290)."""
+    neftune_alpha: NonNegativeFloat = 0.0
+    """Size of the noise on embedded tokens while training (NEFTune: Jain et al., 2023, arXiv:2310.05914); 0: none."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     device: str = "auto"
@@ -203,6 +341,8 @@ class TrainingSection(LoaderKeys):
     """Log shapes and devices of the first batches and show full tracebacks."""
     log_every: PositiveInt = 10
     """Optimizer steps between two lines of the log without a terminal. metrics.jsonl has every step."""
+    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(default_factory=list)
+    """Where the figures of metrics.jsonl go besides, each by its own package: `[tensorboard]`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A step whose loss or gradient is NaN or infinite ends the run, or is left out; weights stay as before it."""
     max_skipped_steps: PositiveInt = 5

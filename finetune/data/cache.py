@@ -18,19 +18,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from finetune.data.rows import kind_in_words
+from finetune.data.tokenise import digest_json
+from finetune.data.tokenise import digest_tokenizer as digest_tokenizer
 from finetune.durable import describe_os_error, replace_file
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.file_lock import file_lock
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from finetune.config.schema import DataSection
     from finetune.data.rows import Examples
 
 _log = logging.getLogger(__name__)
 
-ENCODING_VERSION = 1
+ENCODING_VERSION = 3
 """Raise it when the same rows and tokenizer give other tensors than before."""
 
 _METADATA_KEY = "finetune"  # one key only: safetensors writes several in random order
@@ -47,36 +48,30 @@ class EncodedRows(NamedTuple):
     """int64, shape (rows + 1,)."""
     numbers: torch.Tensor
     """int64, shape (rows,): line or row in the source."""
-    is_truncated: torch.Tensor
-    """bool, shape (rows,): the row was cut at data.max_length."""
+    full_lengths: torch.Tensor
+    """int64, shape (rows,): tokens of the row before it was cut at data.max_length."""
     kind: str = "text"
-    """What a row was: messages, prompt_completion or text."""
+    """What a row was: messages, prompt_completion, text, or several."""
+    read_as: str = ""
+    """How the rows were read, in words: format and columns."""
 
 
-_TENSORS = EncodedRows._fields[:-1]
+_TENSORS = tuple(name for name in EncodedRows._fields if name not in ("kind", "read_as"))
 
 
 def encoding_key(examples: Examples, tokenizer_digest: str, section: DataSection) -> str:
-    """A SHA-256 over all that the encoded rows of a split depend on."""
+    """A SHA-256 over all that the encoded rows of a source depend on."""
     parts = {
         "version": ENCODING_VERSION,
         "libraries": [version("transformers"), version("tokenizers")],
         "rows": examples.source.digest(),
-        "format": section.format,
-        "max_rows": section.max_rows,
+        "format": [examples.wanted.name, sorted(examples.wanted.columns.items())],
+        "train_on": section.train_on,
+        "max_rows": examples.max_rows,
         "max_length": section.max_length,
         "tokenizer": tokenizer_digest,
     }
-    return _digest_json(parts)
-
-
-def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A SHA-256 over the vocabulary, the merges, the special tokens and the chat template."""
-    backend: str = tokenizer.backend_tokenizer.to_str()
-    # Truncation and padding come first in it. Any call may have changed them, and none of ours uses them.
-    backend = backend[max(0, backend.find('"added_tokens"')) :]
-    special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-    return _digest_json([backend, special_tokens, tokenizer.chat_template])
+    return digest_json(parts)
 
 
 def load_or_encode(
@@ -126,15 +121,11 @@ def digest_tensors(tensors: Iterable[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _digest_json(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
 def _write(path: Path, rows: EncodedRows) -> None:
     from safetensors.torch import save
 
     tensors = {name: getattr(rows, name) for name in _TENSORS}
-    about = {"sha256": digest_tensors(tensors.values()), "kind": rows.kind}
+    about = {"sha256": digest_tensors(tensors.values()), "kind": rows.kind, "read_as": rows.read_as}
     replace_file(path, save(tensors, {_METADATA_KEY: json.dumps(about)}))
 
 
@@ -149,7 +140,7 @@ def _read(path: Path, what: str) -> EncodedRows | None:
     except (SafetensorError, ValueError, KeyError, TypeError, OSError) as error:
         _log.warning("%s is damaged (%s); %s is encoded again", path, error, what)
         return None
-    _log.info("%s: encoded before, read from %s", what, path)
+    _log.info("%s: %s; encoded before, read from %s", what, rows.read_as or kind_in_words(rows.kind), path)
     return rows
 
 
@@ -161,7 +152,7 @@ def _parse(path: Path) -> EncodedRows:
         tensors = {name: file.get_tensor(name) for name in _TENSORS}
     if digest_tensors(tensors.values()) != about["sha256"]:
         raise ValueError("its content has changed since it was written")
-    return EncodedRows(**tensors, kind=about["kind"])
+    return EncodedRows(**tensors, kind=about["kind"], read_as=about["read_as"])
 
 
 def _without_cache(folder: Path, error: OSError) -> Fallback:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,16 +13,12 @@ import torch
 from torch.utils.data import Dataset
 
 from finetune.data.cache import EncodedRows, digest_tensors, digest_tokenizer, encoding_key, load_or_encode
+from finetune.data.collect import Collected, encode_rows
 from finetune.data.examples import ExampleSplits
-from finetune.data.rows import BadRowError, Example, Examples, RowProblems, kind_in_words
-from finetune.data.templates import (
-    AnswerTokens,
-    RenderedRow,
-    TokenisedRow,
-    mark_targets,
-    render_examples,
-    tokenize,
-)
+from finetune.data.gates import pass_gates
+from finetune.data.mixing import JoinedPlaces, Part, Places, join_rows, select_rows
+from finetune.data.rows import Examples, kind_in_words
+from finetune.data.templates import AnswerTokens, TokenisedRow
 from finetune.engine.prefixes import Tokens
 from finetune.errors import DataError
 from finetune.fallbacks import Fallbacks
@@ -33,11 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import DataSection
-    from finetune.data.readers import RowSource
 
 _log = logging.getLogger(__name__)
 
-_ROWS_AT_ONCE = 512
 _MAX_NAMED = 3
 
 
@@ -68,7 +60,7 @@ class EncodedExamples(Dataset[EncodedExample]):
         rows_from: where the rows were read, for messages.
     """
 
-    def __init__(self, rows: EncodedRows, end_id: int, rows_from: RowSource | None = None) -> None:
+    def __init__(self, rows: EncodedRows, end_id: int, rows_from: Places | None = None) -> None:
         self.rows = rows
         self.end_id = end_id
         self._rows_from = rows_from
@@ -76,10 +68,24 @@ class EncodedExamples(Dataset[EncodedExample]):
     @classmethod
     def from_rows(cls, rows: Sequence[tuple[Sequence[int], Sequence[bool]]], *, end_id: int) -> EncodedExamples:
         """From (token ids, is target) pairs, for tests and benchmarks."""
-        collected = _Collected(max_length=max((len(ids) for ids, _ in rows), default=0))
+        collected = Collected(max_length=max((len(ids) for ids, _ in rows), default=0))
         for number, (ids, is_target) in enumerate(rows, start=1):
             collected.add(number, TokenisedRow(list(ids), bytearray(is_target)))
         return cls(collected.as_tensors("text"), end_id)
+
+    @classmethod
+    def joined(cls, parts: Sequence[EncodedExamples]) -> EncodedExamples:
+        """The rows of several sources, one source after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        rows, starts = join_rows([part.rows for part in parts])
+        talking = [part for part in parts if part.kind != "text"] or parts
+        return cls(rows, talking[0].end_id, JoinedPlaces([part._rows_from for part in parts], starts))
+
+    def select(self, indices: Sequence[int]) -> EncodedExamples:
+        """Some of the rows, or rows more than once, in the order asked for."""
+        rows = select_rows(self.rows, indices)
+        return self if rows is self.rows else EncodedExamples(rows, self.end_id, self._rows_from)
 
     def __len__(self) -> int:
         return len(self.rows.offsets) - 1
@@ -107,19 +113,19 @@ class EncodedExamples(Dataset[EncodedExample]):
         before = torch.cat([torch.zeros(1, dtype=torch.int64), self.rows.is_target.cumsum(0)])
         return before[self.rows.offsets].diff()
 
-    @property
+    @cached_property
     def is_truncated(self) -> torch.Tensor:
         """Which rows were cut at data.max_length, bool, shape (rows,)."""
-        return self.rows.is_truncated
+        return self.rows.full_lengths > self.lengths
 
     @property
     def num_truncated(self) -> int:
         """How many rows were cut at data.max_length."""
-        return int(self.rows.is_truncated.sum())
+        return int(self.is_truncated.sum())
 
     @property
     def kind(self) -> str:
-        """What a row was: messages, prompt_completion or text."""
+        """What a row was: messages, prompt_completion, text, or several."""
         return self.rows.kind
 
     @cached_property
@@ -164,6 +170,7 @@ def encode_examples(
     section: DataSection,
     *,
     fallbacks: Fallbacks | None = None,
+    is_gated: bool = True,
 ) -> EncodedSplits:
     """Render, tokenise and mark the targets of every split, or read all that from the cache. Logs what there is.
 
@@ -172,32 +179,73 @@ def encode_examples(
     Args:
         splits: what `load_examples` found.
         tokenizer: a fast tokenizer; its own chat template is used.
-        section: `max_length`, `cache_dir` and how the rows were chosen.
+        section: `max_length`, `cache_dir`, what the gates do, and how the rows were chosen.
         fallbacks: told when the cache cannot be written.
+        is_gated: off: all rows as they are, also those that a run would refuse or leave out.
 
     Raises:
-        DataError: a row cannot be used, a split has no row or no target token, or the tokenizer does not serve.
+        DataError: a row cannot be used, a split has no row or no target token, a gate refuses the rows, or the
+            tokenizer does not serve.
     """
     taken = fallbacks if fallbacks is not None else Fallbacks()
+    encoder = _Encoder(tokenizer, section, taken)
     found = {"train": splits.train, "validation": splits.validation, "test": splits.test}
-    tokens = AnswerTokens(tokenizer)
-    tokenizer_digest = digest_tokenizer(tokenizer)
-    encoded = {}
-    for name, examples in found.items():
-        if examples is None:
-            continue
-        rows = load_or_encode(
-            Path(section.cache_dir).expanduser(),
-            encoding_key(examples, tokenizer_digest, section),
-            partial(_encode_rows, examples, tokens, section.max_length),
-            taken,
-            examples.label,
-        )
-        encoded[name] = EncodedExamples(rows, tokens.end_id, examples.source)
-    result = EncodedSplits(**encoded)
+    parts = {
+        split: [encoder.encode(part) for part in examples.parts]
+        for split, examples in found.items()
+        if examples is not None
+    }
+    if is_gated:
+        parts = pass_gates(parts, section, tokenizer.bos_token_id)
+    result = EncodedSplits(**{split: _mix(split, of_split, section.split_seed) for split, of_split in parts.items()})
     for line in describe(result):
         _log.info("%s", line)
     return result
+
+
+class _Encoder:
+    """One tokenizer and one cache for all sources; what splits have in common is read once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, section: DataSection, fallbacks: Fallbacks) -> None:
+        self._tokens = AnswerTokens(tokenizer)
+        self._digest = digest_tokenizer(tokenizer)
+        self._section = section
+        self._fallbacks = fallbacks
+        self._done: dict[int, EncodedRows] = {}
+
+    def encode(self, examples: Examples) -> Part:
+        """The rows that a split has from one source."""
+        whole = examples.whole
+        rows = self._done.get(id(whole))
+        if rows is None:
+            rows = self._done[id(whole)] = self._load_or_encode(whole)
+        if examples.choice is not None:
+            rows = select_rows(rows, examples.choice.indices(len(rows.numbers)))
+        end_id = self._tokens.end_id_of(rows.kind)
+        return Part(EncodedExamples(rows, end_id, examples.source), examples.label, examples.weight)
+
+    def _load_or_encode(self, whole: Examples) -> EncodedRows:
+        return load_or_encode(
+            Path(self._section.cache_dir).expanduser(),
+            encoding_key(whole, self._digest, self._section),
+            partial(encode_rows, whole, self._tokens, self._section, self._fallbacks),
+            self._fallbacks,
+            whole.label,
+        )
+
+
+def _mix(split: str, parts: Sequence[Part], seed: int) -> EncodedExamples:
+    """A split's rows, those of a source as often as its weight says."""
+    chosen = []
+    for part in parts:
+        rows = part.epoch(seed)
+        chosen.append(part.examples.select(rows))
+        if split == "train" and (len(parts) > 1 or part.weight != 1):
+            _log.info(
+                "%s: %s rows an epoch from the %s of %s (weight %g)",
+                *(split, f"{len(rows):,}", f"{len(part.examples):,}", part.label, part.weight),
+            )
+    return EncodedExamples.joined(chosen)
 
 
 def describe(splits: EncodedSplits) -> list[str]:
@@ -220,76 +268,3 @@ def _describe_split(name: str, examples: EncodedExamples) -> list[str]:
         more = " and others" if len(empty) > _MAX_NAMED else ""
         lines.append(f"{name}: {len(empty):,} rows have no target token after truncation: {named}{more}")
     return lines
-
-
-def _encode_rows(examples: Examples, tokens: AnswerTokens, max_length: int) -> EncodedRows:
-    problems = RowProblems()
-    collected = _Collected(max_length)
-    for batch in _batches(examples):
-        for example, row in zip(batch, _encode_batch(batch, tokens), strict=True):
-            if isinstance(row, BadRowError):
-                problems.add(example.source, str(row))
-            else:
-                collected.add(example.number, row)
-    problems.raise_if_any(examples.label, len(examples))
-    rows = collected.as_tensors(examples[0].kind)
-    if not rows.is_target.any():
-        raise DataError(
-            f"{examples.label}: none of its {len(examples):,} rows has a target token within "
-            f"data.max_length={max_length}; the longest row has {collected.longest} tokens. Raise data.max_length, "
-            "or shorten the rows."
-        )
-    return rows
-
-
-def _batches(examples: Examples) -> Iterator[list[Example]]:
-    rows = iter(examples)
-    while batch := list(islice(rows, _ROWS_AT_ONCE)):
-        yield batch
-
-
-def _encode_batch(batch: list[Example], tokens: AnswerTokens) -> list[TokenisedRow | BadRowError]:
-    """All rows of a batch through the template and the tokenizer in one call each."""
-    rendered = render_examples(tokens.tokenizer, batch)
-    if batch[0].kind != "text":  # plain text may hold special tokens: it is what a model reads, as it stands
-        rendered = [tokens.special_text_in(example) or row for example, row in zip(batch, rendered, strict=True)]
-    good = [row for row in rendered if isinstance(row, RenderedRow)]
-    encodings = iter(tokenize(tokens.tokenizer, [row.text for row in good]) if good else [])
-    return [mark_targets(row, next(encodings), tokens) if isinstance(row, RenderedRow) else row for row in rendered]
-
-
-class _Collected:
-    """Rows put end to end."""
-
-    def __init__(self, max_length: int) -> None:
-        self.longest = 0
-        self._max_length = max_length
-        self._token_ids = array("i")
-        self._is_target = bytearray()
-        self._offsets = array("q", [0])
-        self._numbers = array("q")
-        self._is_truncated = bytearray()
-
-    def add(self, number: int, row: TokenisedRow) -> None:
-        """Take a row, cut on the right at the limit."""
-        self.longest = max(self.longest, len(row.token_ids))
-        self._token_ids.extend(row.token_ids[: self._max_length])
-        self._is_target += row.is_target[: self._max_length]
-        self._offsets.append(len(self._token_ids))
-        self._numbers.append(number)
-        self._is_truncated.append(len(row.token_ids) > self._max_length)
-
-    def as_tensors(self, kind: str) -> EncodedRows:
-        """The rows taken so far."""
-        return EncodedRows(
-            token_ids=_tensor(self._token_ids, torch.int32),
-            is_target=_tensor(self._is_target, torch.bool),
-            offsets=_tensor(self._offsets, torch.int64),
-            numbers=_tensor(self._numbers, torch.int64),
-            is_truncated=_tensor(self._is_truncated, torch.bool),
-            kind=kind,
-        )
-
-
-def _tensor(values: array[int] | bytearray, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)

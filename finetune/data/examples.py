@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from finetune.config.schema import DataSection
-from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RowSource, quiet_datasets
+from finetune.data.hub import hub_splits, open_stream, open_whole
+from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RowSource
 from finetune.data.rows import Example as Example
-from finetune.data.rows import Examples
+from finetune.data.rows import Examples, JoinedExamples, RowFormat
+from finetune.data.shares import Share, ShareChoice, read_share
 from finetune.durable import describe_os_error
 from finetune.errors import ConfigError, DataError
 from finetune.shipped_files import resolve_shipped
@@ -22,8 +24,6 @@ _log = logging.getLogger(__name__)
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
 """The splits of a run, and what they may be called where `data.train` and the like do not say."""
 
-_Answer = TypeVar("_Answer")
-
 _ONE_FILE = "one file"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -32,9 +32,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 class ExampleSplits:
     """The rows of a run, before they are encoded."""
 
-    train: Examples
-    validation: Examples | None = None
-    test: Examples | None = None
+    train: Examples | JoinedExamples
+    validation: Examples | JoinedExamples | None = None
+    test: Examples | JoinedExamples | None = None
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,39 @@ def load_examples(section: DataSection) -> ExampleSplits:
     """Find the splits of a run. Local files are read later, on first use: cached data needs no parsing.
 
     Raises:
-        ConfigError: neither `data.path` nor `data.train` is set, or both name a file to train on.
+        ConfigError: neither `data.path`, `data.mixture` nor `data.train` is set, or two of them name what to train on.
         DataError: there is nothing readable at `data.path`, no training split, no split of a name that was asked
             for, or the hub does not answer.
     """
+    if section.mixture:
+        return _load_mixture(section)
+    found = _load_source(section)
+    return ExampleSplits(found["train"], found.get("validation"), found.get("test"))
+
+
+def _load_mixture(section: DataSection) -> ExampleSplits:
+    """Each source by itself; a file to validate or test on is named for all of them and is read once."""
+    if section.path is not None:
+        raise ConfigError(f"data.path is {section.path} and data.mixture is set: both name the data. Keep one of them.")
+    parts: dict[str, list[Examples]] = {split: [] for split in SPLIT_NAMES}
+    for split in ("validation", "test"):
+        wanted = getattr(section, split)
+        if wanted is not None and Path(wanted).suffix in SUFFIXES:
+            source = _find_split(split, wanted, None)
+            parts[split] = [] if source is None else [_as_examples(source, section)]
+    named_for_all = {split for split, examples in parts.items() if examples}
+    for source_keys in section.mixture:
+        keys = {key: str(value) if key in SPLIT_NAMES else value for key, value in source_keys.items()}
+        weight = float(keys.pop("weight", 1.0))
+        of_source = _load_source(section.model_copy(update={**keys, "mixture": []}), without=named_for_all)
+        of_source["train"].weight = weight
+        for split, examples in of_source.items():
+            parts[split].append(examples)
+    return ExampleSplits(*(JoinedExamples(of_split) if of_split else None for of_split in parts.values()))  # type: ignore[arg-type]
+
+
+def _load_source(section: DataSection, without: Collection[str] = ()) -> dict[str, Examples]:
+    """The splits of one source, those `without` left out."""
     try:
         place = _resolve_place(section)
     except OSError as error:
@@ -68,21 +97,37 @@ def load_examples(section: DataSection) -> ExampleSplits:
             f"data.path is the file {section.path} and data.train is {section.train}: both name the training "
             "data. Remove one of the two."
         )
-    sources = {split: _find_split(split, getattr(section, split), place) for split in SPLIT_NAMES}
-    for split in ("validation", "test"):
-        if sources[split] is None:
+    wanted = {split: getattr(section, split) for split in SPLIT_NAMES if split not in without}
+    shares = {split: share for split, text in wanted.items() if (share := _share_of(split, text, place)) is not None}
+    sources = {split: _find_split(split, text, place) for split, text in wanted.items() if split not in shares}
+    for split, source in sources.items():
+        if source is None:
             _log.info("%s is off: %s", split, _why_off(split, place))
-    examples = {
-        split: Examples(source, section.format, section.max_rows)
-        for split, source in sources.items()
-        if source is not None
-    }
-    return ExampleSplits(**examples)
+    found = {split: _as_examples(source, section) for split, source in sources.items() if source is not None}
+    return _put_aside(found, shares, section.split_seed) if shares else found
+
+
+def _as_examples(source: RowSource, section: DataSection) -> Examples:
+    return Examples(source, RowFormat(section.format, section.columns), section.max_rows)
+
+
+def _share_of(split: str, text: str | None, place: _Place | None) -> Share | None:
+    """The share of the training rows that is asked for, if it is one and not the name of a split or a file."""
+    if split == "train" or text is None or (place is not None and place.has(text)) or Path(text).is_file():
+        return None
+    return read_share(text, split)
+
+
+def _put_aside(found: dict[str, Examples], shares: dict[str, Share], seed: int) -> dict[str, Examples]:
+    whole = found["train"]
+    for split in ("train", *shares):
+        found[split] = whole.taking(ShareChoice(split, shares, seed, whole.label))
+    return found
 
 
 def _why_off(split: str, place: _Place | None) -> str:
     if place is None or place.what == _ONE_FILE:
-        return f"one file was given and all of it is training data; data.{split} can name another file"
+        return f"one file was given and all of it is training data; data.{split} can name another, or a share (0.05)"
     return f"{place.label} has no split named {' or '.join(SPLIT_NAMES[split])}; data.{split} can name one"
 
 
@@ -120,16 +165,23 @@ def _resolve_place(section: DataSection) -> _Place | None:
     if section.path is None:
         return None
     path = Path(resolve_shipped(section.path)).expanduser()
+    is_saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+    if section.stream and path.is_dir() and not is_saved:
+        label = section.path.rstrip("/")
+        names = tuple(hub_splits(section, str(path)))
+        return _Place("a folder", label, names, lambda split: open_stream(section, str(path), split))
+    if section.stream and path.exists():
+        _log.info("data.stream changes nothing for %s, which is read from its place", section.path)
     if path.is_file():
         source = _file_rows(path, section.path)
         return _Place(_ONE_FILE, section.path, ("train",), lambda _: source)
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+    if is_saved:
         return _saved_datasets(path, section.path)
     if path.is_dir():
         return _split_folder(path, section.path)
     if path.suffix in SUFFIXES or not _HUB_ID.fullmatch(section.path):
         raise DataError(f"data.path is {section.path}, but there is no such file or folder. Correct the path.")
-    return _hub_dataset(section.path, section.name, section.revision)
+    return _hub_dataset(section, section.path)
 
 
 def _file_rows(path: Path, label: str) -> FileRows:
@@ -173,47 +225,9 @@ def _saved_datasets(folder: Path, label: str) -> _Place:
     )
 
 
-def _hub_dataset(hub_id: str, name: str | None, revision: str | None) -> _Place:
-    import datasets
-
+def _hub_dataset(section: DataSection, hub_id: str) -> _Place:
     _log.info("data.path %s is no file or folder here; asking the hub for it", hub_id)
-
-    def open_split(split: str) -> RowSource:
-        with quiet_datasets():
-            rows = _ask_hub(hub_id, lambda: datasets.load_dataset(hub_id, name, revision=revision, split=split))
-        return DatasetRows(rows, f"{hub_id} {split}")
-
-    names: list[str] = _ask_hub(hub_id, lambda: datasets.get_dataset_split_names(hub_id, name, revision=revision))
-    return _Place("a hub data set", hub_id, tuple(names), open_split, has_slices=True)
-
-
-def _ask_hub(hub_id: str, question: Callable[[], _Answer]) -> _Answer:
-    """Call the hub's client and say in one sentence what went wrong.
-
-    Raises:
-        DataError: the hub does not answer, does not have it, or has it in a form that cannot be read.
-    """
-    from datasets.exceptions import DatasetNotFoundError
-
-    try:
-        return question()
-    except DatasetNotFoundError as error:
-        what = f"the hub has none of that name that you may read ({error})"
-        advice = "Correct the path; for a private or gated data set run `hf auth login`."
-        cause: Exception = error
-    except Exception as error:  # the client's own errors differ from version to version
-        unreachable = _is_connection_error(error)
-        what = "the hub cannot be reached" if unreachable else "the hub's data set cannot be read"
-        what += f" ({type(error).__name__}: {error})"
-        advice = "Give a local path, or see to the network." if unreachable else "See the data set's page."
-        cause = error
-    raise DataError(f"data.path is {hub_id}: there is no such file or folder here, and {what}. {advice}") from cause
-
-
-def _is_connection_error(error: BaseException | None) -> bool:
-    while error is not None:
-        words = f"{type(error).__module__}.{type(error).__name__}"
-        if isinstance(error, (ConnectionError, TimeoutError)) or re.search("connect|offline|LocalEntry", words, re.I):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    names = tuple(hub_splits(section, hub_id))
+    if section.stream:
+        return _Place("a hub data set", hub_id, names, lambda split: open_stream(section, hub_id, split))
+    return _Place("a hub data set", hub_id, names, lambda split: open_whole(section, hub_id, split), has_slices=True)

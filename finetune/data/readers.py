@@ -209,7 +209,7 @@ def _read_table(path: Path, label: str) -> Iterator[RawRow]:
     with tempfile.TemporaryDirectory(prefix="finetune-table-") as folder, quiet_datasets():
         dataset = _load_table(path, label, folder)
         for number, row in enumerate(dataset, start=1):
-            yield RawRow(number, _with_parsed_messages(row) if path.suffix == ".csv" else row)
+            yield RawRow(number, row)
 
 
 def _load_table(path: Path, label: str, cache_dir: str) -> Iterable[dict[str, Any]]:
@@ -235,14 +235,6 @@ def _load_table(path: Path, label: str, cache_dir: str) -> Iterable[dict[str, An
 def _csv_header(path: Path) -> list[str]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         return next(csv.reader(file), [])
-
-
-def _with_parsed_messages(row: dict[str, Any]) -> dict[str, Any]:
-    """In CSV a conversation is JSON in a cell. A cell that is not JSON stays text and is refused as such later."""
-    if isinstance(row.get("messages"), str):
-        with contextlib.suppress(ValueError, RecursionError):
-            return {**row, "messages": _parse_json(row["messages"])}
-    return row
 
 
 @contextlib.contextmanager

@@ -1,31 +1,30 @@
-"""What a row is once it is understood, and all that can be wrong with one before a tokenizer sees it."""
+"""What a row is once it is understood, and all rows of a split, with the one error that names those that are not."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, islice
-from typing import Any, Literal, get_args, overload
+from typing import Protocol, overload
 
+from finetune.data.formats import FORMATS, Format, Kind, detect_format, parse_row
+from finetune.data.formats import BadRowError as BadRowError
+from finetune.data.formats import quote as quote
 from finetune.data.readers import RawRow, RowSource
 from finetune.errors import DataError
 
 _log = logging.getLogger(__name__)
 
-Kind = Literal["messages", "prompt_completion", "text"]
-ROLES = ("system", "user", "assistant", "tool")
-
-_COLUMNS: dict[str, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "prompt_completion": ("prompt", "completion"),
-    "text": ("text",),
+_IN_WORDS = {
+    "messages": "chat messages",
+    "prompt_completion": "prompt and completion",
+    "text": "plain text",
+    "several": "several kinds",
 }
-_IN_WORDS = {"messages": "chat messages", "prompt_completion": "prompt and completion", "text": "plain text"}
-_MESSAGE_KEYS = ("role", "content", "tools")
 _MAX_SHOWN = 5
-_LONGEST_QUOTE = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +37,8 @@ class Example:
     number: int
     """The line or row in `source`."""
     messages: tuple[dict[str, str], ...] = ()
+    num_given: int = 0
+    """Turns at the beginning that are given, so that no answer among them carries loss."""
     prompt: str = ""
     completion: str = ""
     text: str = ""
@@ -48,10 +49,6 @@ class Example:
         if self.kind == "messages":
             return tuple(text for turn in self.messages for key, text in turn.items() if key != "role")
         return (self.prompt, self.completion) if self.kind == "prompt_completion" else (self.text,)
-
-
-class BadRowError(ValueError):
-    """One row cannot be used. Never leaves this package: `RowProblems` gathers them into one DataError."""
 
 
 class RowProblems:
@@ -80,39 +77,34 @@ class RowProblems:
         raise DataError("\n".join([head, *self._shown, *more, "Correct or remove them, then start again."]))
 
 
-class Examples(Sequence[Example]):
-    """The rows of one split. The file is read on first use, so that a run with cached data never parses it.
+class RowChoice(Protocol):
+    """Which rows of a source a split takes."""
 
-    Args:
-        source: where the rows are.
-        wanted: what a row is; `auto` looks at the columns of the first row.
-        max_rows: use only so many rows from the first.
+    def indices(self, num_rows: int) -> list[int]:
+        """Rows from 0, in the order of the source."""
+        ...
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How rows are to be read.
+
+    Attributes:
+        name: of a format; `auto` looks at the columns of the first row.
+        columns: what columns are called here, ours to theirs.
     """
 
-    def __init__(self, source: RowSource, wanted: str = "auto", max_rows: int | None = None) -> None:
-        self.source = source
-        self.wanted = wanted
-        self.max_rows = max_rows
+    name: str = "auto"
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+
+class _OfRows(Sequence[Example]):
+    """The sequence of its `rows`."""
 
     @property
-    def label(self) -> str:
-        """The file or split as the user would name it."""
-        return self.source.label
-
-    @cached_property
+    @abstractmethod
     def rows(self) -> list[Example]:
-        """All rows, read and checked.
-
-        Raises:
-            DataError: the file cannot be read, has no rows, or has rows that cannot be used.
-        """
-        raw: Iterator[RawRow] = islice(self.source.rows(), self.max_rows)
-        first = next(raw, None)
-        if first is None:
-            raise DataError(f"{self.label} has no rows. Put at least one in, or leave the split out.")
-        raw = chain([first], raw)
-        kind, leading = _detect_kind(raw, self.source) if self.wanted == "auto" else (self.wanted, [])
-        return _read_examples(chain(leading, raw), kind, self.source)
+        """Every row."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -128,128 +120,157 @@ class Examples(Sequence[Example]):
         return self.rows[index]
 
 
+class Examples(_OfRows):
+    """The rows of one split. The file is read on first use, so that a run with cached data never parses it.
+
+    Args:
+        source: where the rows are.
+        wanted: what a row is; a name alone is a format with its usual columns.
+        max_rows: use only so many rows from the first.
+        weight: how often each row comes in an epoch of a mixture.
+
+    Attributes:
+        whole: all rows of the source, where this split takes only some of them; else this itself.
+        choice: which of them it takes; None: all.
+        read_as: once they are read, how, in words.
+    """
+
+    def __init__(
+        self,
+        source: RowSource,
+        wanted: str | RowFormat = "auto",
+        max_rows: int | None = None,
+        weight: float = 1.0,
+    ) -> None:
+        self.source = source
+        self.wanted = wanted if isinstance(wanted, RowFormat) else RowFormat(wanted)
+        self.max_rows = max_rows
+        self.weight = weight
+        self.whole: Examples = self
+        self.choice: RowChoice | None = None
+        self.read_as = ""
+
+    def taking(self, choice: RowChoice, *, weight: float = 1.0) -> Examples:
+        """A split with some of these rows; the source is read once for all of them."""
+        part = Examples(self.source, self.wanted, self.max_rows, weight)
+        part.whole, part.choice = self.whole, choice
+        return part
+
+    @property
+    def label(self) -> str:
+        """The file or split as the user would name it."""
+        return self.source.label
+
+    @property
+    def parts(self) -> tuple[Examples, ...]:
+        """The sources of a split: this one."""
+        return (self,)
+
+    @cached_property
+    def rows(self) -> list[Example]:
+        """All rows, read and checked.
+
+        Raises:
+            DataError: the file cannot be read, has no rows, or has rows that cannot be used.
+        """
+        if self.choice is not None:
+            rows = self.whole.rows
+            return [rows[index] for index in self.choice.indices(len(rows))]
+        raw: Iterator[RawRow] = islice(self.source.rows(), self.max_rows)
+        first = next(raw, None)
+        if first is None:
+            raise DataError(f"{self.label} has no rows. Put at least one in, or leave the split out.")
+        raw = chain([first], raw)
+        if self.wanted.name != "auto":
+            return _read_examples(raw, FORMATS[self.wanted.name], self)
+        known, leading = _detect(raw, self)
+        return _read_examples(chain(leading, raw), known, self)
+
+
+class JoinedExamples(_OfRows):
+    """The rows of a split that has several sources, one source after the other, each row once whatever its weight.
+
+    Args:
+        parts: the sources, at least one.
+    """
+
+    def __init__(self, parts: Sequence[Examples]) -> None:
+        self.parts = tuple(parts)
+
+    @property
+    def label(self) -> str:
+        """The sources as the user would name them."""
+        return " + ".join(part.label for part in self.parts)
+
+    @cached_property
+    def rows(self) -> list[Example]:
+        """All rows, see `Examples.rows`."""
+        return [row for part in self.parts for row in part.rows]
+
+
 def kind_in_words(kind: str) -> str:
     """How a report names a kind of row."""
     return _IN_WORDS[kind]
 
 
-def quote(value: object) -> str:
-    """A value as an error shows it: on one line and cut."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST_QUOTE else text[: _LONGEST_QUOTE - 1] + "…"
-
-
-def _detect_kind(raw: Iterator[RawRow], source: RowSource) -> tuple[Kind, list[RawRow]]:
-    """What the rows are, by the columns of the first that could be read; and the rows taken to find out."""
+def _detect(raw: Iterator[RawRow], examples: Examples) -> tuple[Format, list[RawRow]]:
+    """The format, by the columns of the first row that could be read; and the rows taken to find out."""
     leading: list[RawRow] = []
     for row in raw:
         leading.append(row)
         if isinstance(row.value, Mapping):
-            for kind in get_args(Kind):
-                if all(column in row.value for column in _COLUMNS[kind]):
-                    return kind, leading
-            found = ", ".join(map(str, row.value)) or "none"
-            raise DataError(
-                f"{source.place(row.number)} has the columns {found}. Expected messages, prompt and completion, "
-                "or text. Rename the columns; data.format chooses where a row has several of these."
-            )
-    return "messages", leading  # no row could be read: each is reported with its own problem
+            known = detect_format(row.value, examples.wanted.columns)
+            if known is not None:
+                return known, leading
+            raise DataError(_unknown_columns(row, examples))
+    return FORMATS["messages"], leading  # no row could be read: each is reported with its own problem
 
 
-def _read_examples(raw: Iterable[RawRow], kind: str, source: RowSource) -> list[Example]:
-    parse: Callable[[Mapping[str, Any]], dict[str, Any]] = _PARSERS[kind]
+def _unknown_columns(row: RawRow, examples: Examples) -> str:
+    found = list(map(str, row.value))
+    expected = "; ".join(f"{name}: {' and '.join(known.needs)}" for name, known in FORMATS.items())
+    example = f"data.columns.prompt={found[0]}" if found else "data.columns.prompt=question"
+    return (
+        f"{examples.source.place(row.number)} has the columns {', '.join(found) or 'none'}. Expected those of one "
+        f"format ({expected}). Rename the columns, or say what they are called here, for example {example}."
+    )
+
+
+def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> list[Example]:
+    source, columns = examples.source, examples.wanted.columns
     problems = RowProblems()
-    examples: list[Example] = []
-    unused: dict[str, None] = {}
+    found: list[Example] = []
+    seen: dict[str, None] = {}
     for row in raw:
         place = source.place(row.number)
         try:
-            fields = parse(_columns_of(row, kind))
-            examples.append(Example(kind=kind, source=place, number=row.number, **fields))  # type: ignore[arg-type]
-            unused.update(dict.fromkeys(row.value))
+            if row.problem is not None:
+                raise BadRowError(row.problem)
+            fields = parse_row(row.value, known, columns)
+            if found and fields.kind != found[0].kind:
+                raise BadRowError(
+                    f"prompt or completion is {_how_written(fields.kind)}, while {found[0].source} has it as "
+                    f"{_how_written(found[0].kind)}; expected all rows alike"
+                )
+            found.append(Example(source=place, number=row.number, **fields._asdict()))
+            seen.update(dict.fromkeys(row.value))
         except BadRowError as error:
             problems.add(place, str(error))
-    problems.raise_if_any(source.label, len(examples) + problems.count)
-    others = [str(name) for name in unused if name not in _COLUMNS[kind]]
+    problems.raise_if_any(source.label, len(found) + problems.count)
+    examples.read_as = _in_words(known, columns, found, seen)
+    _log.info("%s: %s", examples.label, examples.read_as)
+    return found
+
+
+def _how_written(kind: Kind) -> str:
+    return "a list of turns" if kind == "messages" else "text"
+
+
+def _in_words(known: Format, columns: Mapping[str, str], found: Sequence[Example], seen: Iterable[str]) -> str:
+    """One line on what was read: how many rows of which format, from which columns, and which were passed over."""
+    theirs = {columns.get(name, name): name for name in (*known.needs, *known.may_have)}
+    used = [name if theirs[name] == name else f"{name} as {theirs[name]}" for name in theirs if name in set(seen)]
+    others = [str(name) for name in seen if name not in theirs]
     note = f"; columns not used: {', '.join(others)}" if others else ""
-    _log.info("%s: %d rows of %s%s", source.label, len(examples), kind_in_words(kind), note)
-    return examples
-
-
-def _columns_of(row: RawRow, kind: str) -> Mapping[str, Any]:
-    if row.problem is not None:
-        raise BadRowError(row.problem)
-    if not isinstance(row.value, Mapping):
-        raise BadRowError(f"got {quote(row.value)}; expected an object with {' and '.join(_COLUMNS[kind])}")
-    for column in _COLUMNS[kind]:
-        if column not in row.value:
-            found = ", ".join(map(str, row.value)) or "none"
-            raise BadRowError(f"no column {column}; it has {found}")
-    return row.value
-
-
-def _parse_messages(row: Mapping[str, Any]) -> dict[str, Any]:
-    messages = row["messages"]
-    if not isinstance(messages, list):
-        raise BadRowError(f"messages is {quote(messages)}; expected a list of objects with role and content")
-    if not messages:
-        raise BadRowError("messages is empty; expected a user's turn and the assistant's answer")
-    parsed = tuple(_parse_message(message, f"messages[{i}]") for i, message in enumerate(messages))
-    if not any(message["role"] == "assistant" for message in parsed):
-        roles = ", ".join(message["role"] for message in parsed)
-        raise BadRowError(f"no assistant turn (roles: {roles}), so nothing to learn; expected at least one")
-    return {"messages": parsed}
-
-
-def _parse_message(message: object, where: str) -> dict[str, str]:
-    if not isinstance(message, Mapping):
-        raise BadRowError(f"{where} is {quote(message)}; expected an object with role and content")
-    # A table has every column in every row: what is not there reads as null.
-    present = {str(key): value for key, value in message.items() if value is not None or key in ("role", "content")}
-    for key in present:
-        if key not in _MESSAGE_KEYS:
-            raise BadRowError(f"{where} has the key {key!r}, which would be lost; expected {', '.join(_MESSAGE_KEYS)}")
-    role = present.get("role")
-    if role not in ROLES:
-        raise BadRowError(f"{where}.role is {quote(role)}; expected {', '.join(ROLES[:-1])} or {ROLES[-1]}")
-    parsed = {key: _parse_text(value, f"{where}.{key}") for key, value in present.items()}
-    if "content" not in parsed:
-        raise BadRowError(f"{where} has no content; expected text")
-    if role == "assistant":
-        _refuse_blank(parsed["content"], f"{where}.content (the assistant's)")
-    return parsed
-
-
-def _parse_prompt_completion(row: Mapping[str, Any]) -> dict[str, Any]:
-    completion = _refuse_blank(_parse_text(row["completion"], "completion"), "completion")
-    return {"prompt": _parse_text(row["prompt"], "prompt"), "completion": completion}
-
-
-def _parse_plain_text(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {"text": _refuse_blank(_parse_text(row["text"], "text"), "text")}
-
-
-def _parse_text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise BadRowError(f"{where} is {quote(value)} ({type(value).__name__}); expected text")
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise BadRowError(
-                f"{where} has half a surrogate pair at character {error.start + 1}; expected Unicode"
-            ) from None
-    return value
-
-
-def _refuse_blank(value: str, where: str) -> str:
-    if not value.strip():
-        raise BadRowError(f"{where} is blank ({quote(value)}); expected text to learn")
-    return value
-
-
-_PARSERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "messages": _parse_messages,
-    "prompt_completion": _parse_prompt_completion,
-    "text": _parse_plain_text,
-}
+    kind = kind_in_words(found[0].kind)
+    return f"{len(found)} rows of {kind} (format {known.name}, columns {', '.join(used)}){note}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from finetune.data.rows import BadRowError, Example, quote
 from finetune.errors import DataError
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Conversation = Sequence[dict[str, str]]
+TrainOn = Literal["all", "last"]
+"""Which answers of a conversation carry loss."""
 
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
@@ -62,6 +64,11 @@ class AnswerTokens:
         texts = {str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in self.special_ids}
         longest_first = sorted(texts, key=lambda text: (-len(text), text))
         self._special_text = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def end_id_of(self, kind: str) -> int:
+        """The token that ends a row's answers, or a row of plain text."""
+        eos_id = self.tokenizer.eos_token_id
+        return int(eos_id) if kind == "text" and eos_id is not None else self.end_id
 
     def special_text_in(self, example: Example) -> BadRowError | None:
         """A content that spells a special token would be read as one: a turn could end or begin inside it."""
@@ -108,8 +115,16 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config_eos: int | Se
     return list(dict.fromkeys(int(token_id) for token_id in ids if token_id is not None))
 
 
-def render_examples(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example]) -> list[RenderedRow | BadRowError]:
+def render_examples(
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], train_on: TrainOn = "all"
+) -> list[RenderedRow | BadRowError]:
     """Each row as text, or why it has none. All rows must be of one kind.
+
+    Args:
+        tokenizer: with the chat template.
+        examples: the rows.
+        train_on: `last` marks the last answer of a conversation alone; only the turns before it are then rendered
+            apart, so that a template may drop something (reasoning, say) from earlier answers.
 
     Raises:
         DataError: the tokenizer lacks what this kind of row needs.
@@ -122,7 +137,8 @@ def render_examples(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Examp
             "with model.chat_template, or use rows with prompt and completion."
         )
     if kind == "messages":
-        return render_conversations(tokenizer, [example.messages for example in examples])
+        answers = [_answers(example.messages, example.num_given, train_on) for example in examples]
+        return render_conversations(tokenizer, [example.messages for example in examples], answers)
     if kind == "prompt_completion" and has_template:
         return render_conversations(tokenizer, [_as_conversation(example) for example in examples])
     eos = tokenizer.eos_token
@@ -134,12 +150,19 @@ def render_examples(tokenizer: PreTrainedTokenizerBase, examples: Sequence[Examp
 
 
 def render_conversations(
-    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation]
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Conversation],
+    answers: Sequence[Sequence[int]] | None = None,
 ) -> list[RenderedRow | BadRowError]:
-    """Each conversation as text with the starts of its answers, or why that cannot be."""
-    prefixes = [
-        [list(turns[:k]) for k, turn in enumerate(turns) if turn["role"] == "assistant"] for turns in conversations
-    ]
+    """Each conversation as text with the starts of its answers, or why that cannot be.
+
+    Args:
+        tokenizer: with the chat template.
+        conversations: lists of turns.
+        answers: for each conversation the turns that are to be learnt. Default: all of the assistant's.
+    """
+    answers = answers or [_answers(turns, 0, "all") for turns in conversations]
+    prefixes = [[list(turns[:k]) for k in of_one] for turns, of_one in zip(conversations, answers, strict=True)]
     wholes = _render(tokenizer, [list(turns) for turns in conversations], with_prompt=False)
     starts = iter(_render(tokenizer, [p for of_one in prefixes for p in of_one], with_prompt=True))
     return [
@@ -213,7 +236,8 @@ def _place_answers(
             return BadRowError(
                 "the chat template renders turns differently once an answer follows: what it makes of the turns "
                 f"before an answer ends in {quote(prefix[-30:])} and is not how the whole begins, so the answer "
-                "cannot be found; expected a template that only appends (model.chat_template)"
+                "cannot be found; expected a template that only appends (model.chat_template), or "
+                "data.train_on=last where only earlier answers are rendered differently"
             )
         starts.append(len(prefix))
     return RenderedRow(whole, tuple(starts))
@@ -241,6 +265,11 @@ def _apply(
         conversations, tokenize=False, add_generation_prompt=with_prompt
     )
     return rendered
+
+
+def _answers(turns: Conversation, num_given: int, train_on: TrainOn) -> list[int]:
+    answers = [k for k, turn in enumerate(turns) if k >= num_given and turn["role"] == "assistant"]
+    return answers if train_on == "all" else answers[-1:]
 
 
 def _as_conversation(example: Example) -> Conversation:

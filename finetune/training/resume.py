@@ -21,7 +21,7 @@ from finetune.checkpoint import newest_valid, read_state
 from finetune.config.compose import compose
 from finetune.config.schema import Config
 from finetune.errors import CheckpointError, ConfigError
-from finetune.metrics import read_run_record
+from finetune.run_record import read_run_record
 
 if TYPE_CHECKING:
     from finetune.run_folder import RunFolder
@@ -110,16 +110,21 @@ EFFECTS: dict[str, Effect] = dict(
     **_each("model: attention", "how attention is computed, which shows in bf16", _always),
     # The rows themselves are compared, so that a file that was moved is no other file.
     **_each(
-        "data: path name revision train validation test format max_length max_rows",
+        "data: path mixture name revision train validation test split_seed format columns train_on max_length max_rows "
+        "stream on_long_row on_no_target on_truncated_answer on_doubled_bos on_untrained_end on_overlap",
         "the rows to train and validate on",
         _has_other_rows,
     ),
-    **_each("data: cache_dir", "where encoded rows are kept", _never),
+    **_each("data: cache_dir num_processes", "how rows are encoded and where they are kept", _never),
     **_each("lora: r", "the shape of the adapter", _has_adapter, fits=False),
-    **_each("lora: alpha dropout targets", "what the adapter adds to the model", _has_adapter),
+    **_each("lora: alpha dropout targets rslora", "what the adapter adds to the model", _has_adapter),
+    **_each("lora: dora init new_tokens", "which weights the adapter has", _has_adapter, fits=False),
+    **_each("lora: start_from", "the adapter's first weights", _has_adapter),
+    **_each("lora: start_from_any_base", "whether the adapter's first weights are accepted", _never),
+    **_each("lora: quantize", "in which numbers the base is kept", _has_adapter),
     **_each("optim: optimizer", "how gradients become updates", _always, fits=False),
     **_each("optim: weight_decay args max_grad_norm", "how gradients become updates", _always),
-    **_each("optim: learning_rate schedule warmup_steps", "the learning rate of every step", _always),
+    **_each("optim: learning_rate schedule warmup_steps lora_plus_ratio", "the learning rate of every step", _always),
     **_each("training: method", "what is trained", _always, fits=False),
     **_each("training: max_steps", "the number of steps, over which the learning rate falls", _is_rate_scaled),
     **_each(
@@ -130,11 +135,13 @@ EFFECTS: dict[str, Effect] = dict(
         "how a global batch is cut, and with it the dropout masks",
         _has_dropout,
     ),
+    **_each("training: dpo_beta", "how much a preferred answer counts", _always),
+    **_each("training: neftune_alpha", "the noise on the embedded tokens", _always),
     **_each("training: drop_last", "which rows are trained on", _always),
     **_each("training: precision", "in which numbers a step is computed", _always),
     **_each("training: global_batch_size", "the rows of a step; the checkpoint knows their number", _never),
     **_each("training: gradient_checkpointing deterministic device", "how a step is computed, not what", _never),
-    **_each("training: debug log_every", "what is logged", _never),
+    **_each("training: debug log_every trackers", "what is logged", _never),
     # Where it matters the run had ended before, so that no curve is changed: it goes on where there was none.
     **_each("training: on_nonfinite max_skipped_steps", "whether a step that is not finite ends the run", _never),
     **_each("training: num_workers pin_memory prefetch_factor", _LOADING, _never),

@@ -327,7 +327,7 @@ def test_what_a_run_cannot_do_without() -> None:
     assert problems_of("training.max_steps=x", complete=True)[:2] == problems
     assert compose([], complete=False).model.path is None
     assert compose(["data.train=x.jsonl", "model=phi_tiny"]).data.train == "x.jsonl"
-    assert load_config(["data=phi4", "data.path=rows.jsonl", "model=phi4"]).data.format == "messages"
+    assert load_config(["data=phi4", "data.path=rows.jsonl", "model=phi4"]).data.max_length == 4096
     assert "data.path: not set" in one_problem("data=phi4", "model=phi4", complete=True)
 
 

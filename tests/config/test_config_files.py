@@ -11,12 +11,31 @@ from finetune.shipped_files import shipped_folder
 
 SHIPPED = {
     "run": ["quickstart", "train_ddp"],
-    "model": ["phi2", "phi3_5_mini", "phi3_mini", "phi4", "phi4_mini", "phi_tiny"],
+    "model": [
+        *("phi1_5", "phi2", "phi3_5_mini", "phi3_5_moe", "phi3_mini", "phi3_mini_128k"),
+        *("phi4", "phi4_mini", "phi4_reasoning", "phi_tiny"),
+    ],
     "data": ["orders", "phi4"],
-    "task": ["debug", "finetune_full", "finetune_lora", "pretrain_corpus", "pretrain_drill", "pretrain_start"],
+    "task": [
+        "continue_pretraining",
+        "debug",
+        "finetune_dora",
+        "finetune_full",
+        "finetune_lora",
+        "finetune_lora_plus",
+        "finetune_neftune",
+        "finetune_new_tokens",
+        "finetune_pissa",
+        "finetune_preferences",
+        "finetune_qlora",
+        "finetune_rslora",
+        "pretrain_corpus",
+        "pretrain_drill",
+        "pretrain_start",
+    ],
     "parallel": ["auto", "ddp", "single"],
 }
-NUM_FILES = 19
+NUM_FILES = 32
 
 LOADER_KEYS = "batch_size num_workers pin_memory prefetch_factor drop_last"
 KEYS = {
@@ -24,12 +43,14 @@ KEYS = {
     "parallel": "num_processes world_size rank master_addr master_port backend timeout_minutes step_timeout_minutes "
     "gradient_sync output_device find_unused_parameters",
     "model": "path revision init config tokenizer chat_template attention trust_remote_code",
-    "data": "path name revision train validation test format max_length max_rows cache_dir",
-    "lora": "r alpha dropout targets",
-    "optim": "optimizer learning_rate weight_decay args schedule warmup_steps max_grad_norm",
+    "data": "path mixture name revision train validation test split_seed format columns train_on max_length max_rows "
+    "stream on_long_row on_no_target on_truncated_answer on_doubled_bos on_untrained_end on_overlap num_processes "
+    "cache_dir",
+    "lora": "r alpha dropout targets rslora dora init start_from start_from_any_base quantize new_tokens",
+    "optim": "optimizer learning_rate weight_decay args schedule warmup_steps lora_plus_ratio max_grad_norm",
     "training": f"{LOADER_KEYS} method max_steps num_epochs global_batch_size max_tokens_per_microbatch packing "
-    "share_prefixes kernels "
-    "precision gradient_checkpointing device deterministic debug log_every on_nonfinite max_skipped_steps",
+    "share_prefixes kernels neftune_alpha dpo_beta "
+    "precision gradient_checkpointing device deterministic debug log_every trackers on_nonfinite max_skipped_steps",
     "validation": f"{LOADER_KEYS} validate_every",
     "testing": f"{LOADER_KEYS} metrics compare_base max_new_tokens num_samples",
     "early_stopping": "patience min_delta",

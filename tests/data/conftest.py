@@ -30,10 +30,14 @@ def write_jsonl(tmp_path: Path) -> Callable[..., str]:
     """Write rows, or lines as they are, to a file of that name; returns its path."""
 
     def write(rows: Iterable[Any], name: str = "train.jsonl") -> str:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return str(path)
+        return write_lines(tmp_path / name, rows)
 
     return write
+
+
+def write_lines(path: Path, rows: Iterable[Any]) -> str:
+    """Rows, or lines as they are, to a file; returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)

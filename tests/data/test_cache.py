@@ -40,7 +40,7 @@ def times_tokenised(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         calls.append(1)
         return templates.tokenize(*arguments)
 
-    monkeypatch.setattr("finetune.data.encode.tokenize", counting)
+    monkeypatch.setattr("finetune.data.tokenise.tokenize", counting)
     return lambda: len(calls)
 
 
@@ -55,13 +55,20 @@ def cache_files(section: DataSection) -> list[Path]:
 
 
 def test_a_second_time_nothing_is_parsed_or_tokenised(
-    section: DataSection, times_tokenised: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+    section: DataSection,
+    times_tokenised: Callable[[], int],
+    logged: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = encode(section)
     assert times_tokenised() == 1
     monkeypatch.setattr(Examples, "rows", property(lambda self: pytest.fail("the file was parsed")))
     second = encode(section)
     assert times_tokenised() == 1
+    as_first = "3 rows of chat messages (format messages, columns messages)"
+    assert [line.partition("train.jsonl: ")[2].partition("; encoded before")[0] for line in logged()].count(
+        as_first
+    ) == 2
     assert second.fingerprint == first.fingerprint
     assert second.kind == "messages"
     assert second.source(2) == first.source(2) == f"{section.path}:3"

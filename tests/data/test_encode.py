@@ -110,7 +110,7 @@ def test_tables_give_the_same_tokens_as_json_lines(
 
 def test_long_rows_are_cut_on_the_right_and_counted(make_section: Make, write_jsonl: Write) -> None:
     rows = [CHAT, TWO_ANSWERS, {"messages": [{**USER, "content": "x" * 30}, CHAT["messages"][1]]}]
-    splits = encode(make_section(path=write_jsonl(rows), max_length=9))
+    splits = encode(make_section(path=write_jsonl(rows), max_length=9, on_no_target="warn"))
     train = splits.train
     assert train.num_truncated == 2
     assert train.is_truncated.tolist() == [False, True, True]
@@ -128,7 +128,8 @@ def test_long_rows_are_cut_on_the_right_and_counted(make_section: Make, write_js
 
 
 def test_an_answer_that_is_cut_keeps_all_its_tokens(make_section: Make, write_jsonl: Write) -> None:
-    train = encode(make_section(path=write_jsonl([CHAT]), max_length=7)).train
+    section = make_section(path=write_jsonl([CHAT]), max_length=7, on_truncated_answer="warn", on_untrained_end="warn")
+    train = encode(section).train
     assert tiny_tokenizer().decode(train.prompt_and_answer(0).answer) == "yes"
 
 

@@ -92,15 +92,6 @@ def test_cells_of_a_csv_file_stay_the_text_they_are(tmp_path: Path) -> None:
     assert file_rows(path).place(2) == "a.csv row 2"
 
 
-def test_conversations_in_csv_are_json_in_a_cell(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text('messages\n"[{""role"": ""user"", ""content"": ""a""}]"\nnot json\n')
-    assert [row.value["messages"] for row in file_rows(path).rows()] == [
-        [{"role": "user", "content": "a"}],
-        "not json",
-    ]
-
-
 def test_parquet_is_read_and_neither_kind_of_table_leaves_anything_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

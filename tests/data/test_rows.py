@@ -140,8 +140,9 @@ def test_five_bad_rows_are_shown_and_all_are_counted(write_jsonl: Write) -> None
 
 
 def test_unknown_columns_are_listed(write_jsonl: Write) -> None:
-    message = error_of(write_jsonl([{"instruction": "a", "output": "b"}]))
-    assert message.startswith("train.jsonl:1 has the columns instruction, output. Expected messages, prompt and")
+    message = error_of(write_jsonl([{"question": "a", "answer": "b"}]))
+    assert message.startswith("train.jsonl:1 has the columns question, answer. Expected those of one format (messages:")
+    assert message.endswith("for example data.columns.prompt=question.")
 
 
 def test_a_file_of_which_no_row_can_be_read_shows_why(write_jsonl: Write) -> None:

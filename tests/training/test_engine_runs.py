@@ -64,9 +64,9 @@ def inputs(tmp_path_factory):
                 {"role": "assistant", "content": " ".join(words[number % 7 : number % 7 + 2 + number % 4])},
             ]
         }
-        for number in range(22)
+        for number in range(27)
     ]
-    for name, part in (("train", rows), ("validation", rows[3:8])):
+    for name, part in (("train", rows[:22]), ("validation", rows[22:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     return folder
 

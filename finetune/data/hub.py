@@ -1,0 +1,165 @@
+"""Data sets on the hub: asked for as a whole, or read as a stream of which the first rows are kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from finetune.config.schema import DataSection
+from finetune.data.readers import DatasetRows, FileRows, RawRow, RowSource, quiet_datasets
+from finetune.durable import describe_os_error, replace_file
+from finetune.errors import DataError
+from finetune.file_lock import file_lock
+
+_log = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """The first rows of a stream, kept as JSON lines. A `RowSource`."""
+
+    file: FileRows
+    label: str
+
+    def place(self, number: int) -> str:
+        """See `RowSource.place`."""
+        return f"{self.label} row {number}"
+
+    def digest(self) -> str:
+        """See `RowSource.digest`."""
+        return self.file.digest()
+
+    def rows(self) -> Iterator[RawRow]:
+        """See `RowSource.rows`."""
+        return self.file.rows()
+
+
+def hub_splits(section: DataSection, hub_id: str) -> list[str]:
+    """The names of a data set's splits.
+
+    Raises:
+        DataError: the hub does not answer, does not have it, or has it in a form that cannot be read.
+    """
+    import datasets
+
+    return ask_hub(
+        hub_id, lambda: list(datasets.get_dataset_split_names(hub_id, section.name, revision=section.revision))
+    )
+
+
+def open_whole(section: DataSection, hub_id: str, split: str) -> RowSource:
+    """A split of a data set on the hub, downloaded. Raises as `hub_splits`."""
+    import datasets
+
+    name, revision = section.name, section.revision
+    with quiet_datasets():
+        rows = ask_hub(hub_id, lambda: datasets.load_dataset(hub_id, name, revision=revision, split=split))
+    return DatasetRows(rows, f"{hub_id} {split}")
+
+
+def open_stream(section: DataSection, path: str, split: str) -> RowSource:
+    """The first `data.max_rows` rows of a split, read as a stream once and kept in `data.cache_dir`.
+
+    The kept rows are used again for the same data set, revision, split and number of rows. Of a local folder, files
+    that have changed count as another data set; of the hub without `data.revision`, nothing tells that it has changed.
+
+    Args:
+        section: what to read.
+        path: a hub id, or a local folder that `datasets` can read.
+        split: one of its splits.
+
+    Raises:
+        DataError: as `hub_splits`, or the rows cannot be kept.
+    """
+    folder = Path(section.cache_dir).expanduser()
+    file = folder / f"streamed-{_key(section, path, split)}.jsonl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with file_lock(file.with_suffix(".lock"), waiting_for=f"the stream of {path} {split}"):
+            if file.exists():
+                again = "" if section.revision or Path(path).exists() else "; remove it to read what the hub has now"
+                _log.info("%s %s: read as a stream before, kept in %s%s", path, split, file, again)
+            else:
+                replace_file(file, _read_stream(section, path, split))
+    except OSError as error:
+        raise DataError(
+            f"data.cache_dir is {section.cache_dir}, where the rows of a stream are kept, and it cannot be written: "
+            f"{describe_os_error(error)}. Give another, or do without data.stream."
+        ) from error
+    return KeptRows(FileRows(file, str(file)), f"{path} {split}")
+
+
+def ask_hub(hub_id: str, question: Callable[[], _Answer]) -> _Answer:
+    """Call the hub's client and say in one sentence what went wrong.
+
+    Raises:
+        DataError: the hub does not answer, does not have it, or has it in a form that cannot be read.
+    """
+    try:
+        return question()
+    except Exception as error:  # the client's own errors differ from version to version
+        raise DataError(_in_one_sentence(hub_id, error)) from error
+
+
+def _in_one_sentence(hub_id: str, error: Exception) -> str:
+    from datasets.exceptions import DatasetNotFoundError
+
+    if Path(hub_id).exists():  # a folder here, of which a stream is made
+        return f"data.path is {hub_id}, which cannot be read as a stream: {type(error).__name__}: {error}"
+    what, advice = "the hub's data set cannot be read", "See the data set's page."
+    if isinstance(error, DatasetNotFoundError):
+        what = "the hub has none of that name that you may read"
+        advice = "Correct the path; for a private or gated data set run `hf auth login`."
+    elif _is_connection_error(error):
+        what, advice = "the hub cannot be reached", "Give a local path, or see to the network."
+    name = "" if isinstance(error, DatasetNotFoundError) else f"{type(error).__name__}: "
+    return f"data.path is {hub_id}: there is no such file or folder here, and {what} ({name}{error}). {advice}"
+
+
+def _read_stream(section: DataSection, path: str, split: str) -> bytes:
+    import datasets
+
+    def read() -> bytes:
+        rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(
+            path, section.name, revision=section.revision, split=split, streaming=True
+        )
+        return b"".join(_as_line(row) for row in islice(rows, section.max_rows))
+
+    with quiet_datasets():
+        lines = ask_hub(path, read)
+    _log.info("%s %s: %d rows read as a stream", path, split, lines.count(b"\n"))
+    return lines
+
+
+def _as_line(row: Mapping[str, Any]) -> bytes:
+    """A row as JSON. What JSON has no word for (a date, an image) becomes null, which no column of text may be."""
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+    }
+    return json.dumps(finite, default=lambda _: None).encode() + b"\n"
+
+
+def _key(section: DataSection, path: str, split: str) -> str:
+    files = sorted(Path(path).rglob("*")) if Path(path).is_dir() else []
+    state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    parts = [path, section.name, section.revision, split, section.max_rows, state]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _is_connection_error(error: BaseException | None) -> bool:
+    while error is not None:
+        words = f"{type(error).__module__}.{type(error).__name__}"
+        if isinstance(error, (ConnectionError, TimeoutError)) or re.search("connect|offline|LocalEntry", words, re.I):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

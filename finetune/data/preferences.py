@@ -1,0 +1,120 @@
+"""Pairs of answers to one prompt: the one that was chosen and the one that was rejected.
+
+A row has the columns `prompt`, `chosen` and `rejected`, texts or lists of turns; each side is encoded as prompt and
+completion, by the very path that every other row takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy
+import torch
+from torch.utils.data import Dataset
+
+from finetune.data.encode import EncodedExample, EncodedExamples, encode_examples
+from finetune.data.examples import load_examples
+from finetune.engine.prefixes import Tokens
+from finetune.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.config.schema import DataSection
+    from finetune.fallbacks import Fallbacks
+
+
+class EncodedPair(NamedTuple):
+    """Two rows with one beginning."""
+
+    chosen: EncodedExample
+    rejected: EncodedExample
+
+
+class EncodedPairs(Dataset[EncodedPair]):
+    """The encoded pairs of one split.
+
+    Args:
+        chosen: one side of every pair.
+        rejected: the other, in the same order.
+        label: the file or split, for messages.
+
+    Raises:
+        DataError: the sides are not of the same rows, or one has no target left.
+    """
+
+    def __init__(self, chosen: EncodedExamples, rejected: EncodedExamples, label: str) -> None:
+        self.chosen = chosen
+        self.rejected = rejected
+        self.label = label
+        if chosen.rows.numbers.tolist() != rejected.rows.numbers.tolist():
+            raise DataError(f"{label}: {len(chosen)} rows have a chosen answer and {len(rejected)} a rejected one.")
+        empty = ((chosen.num_targets == 0) | (rejected.num_targets == 0)).nonzero()[:, 0].tolist()
+        if empty:
+            raise DataError(
+                f"{label}: {len(empty)} pairs have a side without a target token, the first is "
+                f"{chosen.source(empty[0])}. Raise data.max_length, or remove them."
+            )
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: int) -> EncodedPair:
+        return EncodedPair(self.chosen[index], self.rejected[index])
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """Tokens of the longer side of each pair, int64, shape (pairs,)."""
+        return torch.maximum(self.chosen.lengths, self.rejected.lengths)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of both sides."""
+        return f"{self.chosen.fingerprint}/{self.rejected.fingerprint}"
+
+    def tokens(self, index: int) -> Tokens:
+        """What is computed of a pair, shape (time,): the chosen side, then what the rejected one has of its own."""
+        chosen, rejected = self.chosen.tokens(index), self.rejected.tokens(index)
+        shorter = min(len(chosen), len(rejected))
+        differs = numpy.flatnonzero(chosen[:shorter] != rejected[:shorter])
+        shared = int(differs[0]) if len(differs) else shorter
+        return numpy.concatenate([chosen, rejected[shared:]])
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedPairSplits:
+    """What `encode_preferences` gives. There is no test phase for pairs: `test` is always off."""
+
+    train: EncodedPairs
+    validation: EncodedPairs | None = None
+    test: None = None
+
+
+def encode_preferences(
+    section: DataSection, tokenizer: PreTrainedTokenizerBase, *, fallbacks: Fallbacks | None = None
+) -> EncodedPairSplits:
+    """Read and encode the pairs of the training and the validation split.
+
+    Args:
+        section: where the rows are; `columns` may name the prompt's otherwise.
+        tokenizer: a fast tokenizer; its own chat template is used.
+        fallbacks: see `encode_examples`.
+
+    Raises:
+        DataError: a row cannot be used.
+    """
+    prompt = {"prompt": section.columns["prompt"]} if "prompt" in section.columns else {}
+    sides = []
+    for side in ("chosen", "rejected"):
+        columns = {**prompt, "completion": side}
+        of_side = section.model_copy(update={"format": "prompt_completion", "columns": columns})
+        examples = load_examples(of_side)
+        sides.append((examples, encode_examples(examples, tokenizer, of_side, fallbacks=fallbacks)))
+    (examples, chosen), (_, rejected) = sides
+    has_validation = chosen.validation is not None and rejected.validation is not None
+    return EncodedPairSplits(
+        train=EncodedPairs(chosen.train, rejected.train, examples.train.label),
+        validation=EncodedPairs(chosen.validation, rejected.validation, "validation") if has_validation else None,  # type: ignore[arg-type]
+    )

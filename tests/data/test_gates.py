@@ -1,0 +1,169 @@
+"""Each gate finds what it is for, says where it is, and does what its key says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from finetune.config.schema import DataSection
+from finetune.data.encode import EncodedSplits, encode_examples
+from finetune.data.examples import load_examples
+from finetune.errors import DataError
+from tests.tiny import CHAT_TEMPLATES, tiny_tokenizer
+
+Make = Callable[..., DataSection]
+Write = Callable[..., str]
+Logged = Callable[[], list[str]]
+
+SHORT = {"prompt": "Hi", "completion": "yes"}  # 9 tokens: <|user|> H i <|end|> <|assistant|> y es <|end|> and eos
+LONG_ANSWER = {"prompt": "Hi", "completion": "yes or no the the the"}
+LONG_PROMPT = {"prompt": "x" * 40, "completion": "yes"}
+TWO_TURNS = {
+    "messages": [{"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "yes"))] * 2,
+}
+
+
+def encode(section: DataSection, **keys: Any) -> EncodedSplits:
+    section = section.model_copy(update=keys)
+    return encode_examples(load_examples(section), tiny_tokenizer(), section)
+
+
+def refusal(section: DataSection, **keys: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        encode(section, **keys)
+    return str(caught.value)
+
+
+def test_an_answer_that_is_cut_before_its_end_is_refused_and_named(make_section: Make, write_jsonl: Write) -> None:
+    section = make_section(path=write_jsonl([SHORT, LONG_ANSWER, SHORT]), max_length=10)
+    message = refusal(section)
+    assert message.startswith("train: 1 of 3 rows have an answer that data.max_length=10 cuts before its end of turn: ")
+    assert "train.jsonl:2 (15 tokens): a model that is trained on them learns answers which break off." in message
+    assert message.endswith(
+        "Raise data.max_length (the longest has 15 tokens), or set data.on_truncated_answer=drop to leave these rows "
+        "out, or =warn to keep them."
+    )
+    assert encode(section, max_length=15).train.num_truncated == 0
+
+
+def test_rows_can_be_left_out_or_kept(make_section: Make, write_jsonl: Write, logged: Logged) -> None:
+    section = make_section(path=write_jsonl([SHORT, LONG_ANSWER, SHORT]), max_length=10)
+    left = encode(section, on_truncated_answer="drop").train
+    assert [left.source(row)[-1] for row in range(len(left))] == ["1", "3"]
+    assert any("They are left out (data.on_truncated_answer=drop)" in line for line in logged())
+    kept = encode(section, on_truncated_answer="warn").train
+    assert kept.lengths.tolist() == [9, 10, 9]
+    assert any("or set data.on_truncated_answer=drop" in line for line in logged())
+
+
+def test_where_only_what_comes_after_the_last_end_is_cut_no_answer_is(
+    make_section: Make, write_jsonl: Write, logged: Logged
+) -> None:
+    # Without its last token a row has lost the eos alone; at 10 the second question is cut, and its answer with it.
+    for rows, max_length in (([SHORT], 8), ([TWO_TURNS], 10)):
+        train = encode(make_section(path=write_jsonl(rows), max_length=max_length)).train
+        assert train.num_truncated == 1
+    assert sum("1 of 1 rows are longer than data.max_length=" in line for line in logged()) == 2
+
+
+@pytest.mark.parametrize(("action", "rows"), [("warn", 2), ("drop", 1)])
+def test_long_rows_are_the_users_business(
+    make_section: Make, write_jsonl: Write, logged: Logged, action: str, rows: int
+) -> None:
+    section = make_section(path=write_jsonl([TWO_TURNS, TWO_TURNS | {"messages": TWO_TURNS["messages"][:2]}]))
+    assert len(encode(section, max_length=10, on_long_row=action).train) == rows
+    assert any("train: 1 of 2 rows are longer than data.max_length=10: " in line for line in logged())
+    assert refusal(section, max_length=10, on_long_row="refuse").startswith("train: 1 of 2 rows are longer")
+
+
+def test_rows_without_a_target(make_section: Make, write_jsonl: Write) -> None:
+    section = make_section(path=write_jsonl([SHORT, LONG_PROMPT]), max_length=20)
+    message = refusal(section)
+    assert "train: 1 of 2 rows have no token that carries loss within data.max_length=20: " in message
+    assert "train.jsonl:2 (47 tokens)" in message
+    assert len(encode(section, on_no_target="drop").train) == 1
+    assert encode(section, on_no_target="warn").train.num_targets.tolist() == [3, 0]
+
+
+def test_rows_to_test_on_pass_the_gates_too(make_section: Make, write_jsonl: Write) -> None:
+    section = make_section(path=write_jsonl([SHORT]), test=write_jsonl([LONG_PROMPT], "test.jsonl"), max_length=50)
+    assert encode(section).test is not None
+    section = section.model_copy(update={"test": write_jsonl([SHORT | {"prompt": "Ho"}, LONG_PROMPT], "test.jsonl")})
+    assert refusal(section, max_length=20).startswith("test: 1 of 2 rows have no token that carries loss")
+
+
+def test_nothing_that_teaches_the_end_of_turn(make_section: Make, write_jsonl: Write, logged: Logged) -> None:
+    section = make_section(path=write_jsonl([LONG_ANSWER] * 2), max_length=10, on_truncated_answer="warn")
+    message = refusal(section)
+    assert message.startswith("train: none of 2 rows has the token that ends an answer (id 321) among those that carry")
+    assert "or set data.on_untrained_end=warn" in message
+    assert len(encode(section, on_untrained_end="warn").train) == 2
+    assert any("would not learn to stop" in line for line in logged())
+
+
+def test_plain_text_cut_into_pieces_is_only_warned_of(make_section: Make, write_jsonl: Write, logged: Logged) -> None:
+    encode(make_section(path=write_jsonl([{"text": "the " * 40}]), max_length=10))
+    assert any("none of 1 rows has the token that ends a text (id 320)" in line for line in logged())
+    assert not any("cuts before its end of turn" in line for line in logged())
+
+
+def test_a_doubled_beginning_of_sequence(make_section: Make, write_jsonl: Write) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token = "<|system|>"
+    tokenizer.chat_template = "{{ bos_token }}{{ bos_token }}" + CHAT_TEMPLATES["phi4_mini"]
+    section = make_section(path=write_jsonl([SHORT] * 5))
+    with pytest.raises(DataError) as caught:
+        encode_examples(load_examples(section), tokenizer, section)
+    assert "train: 5 of 5 rows begin with the beginning-of-sequence token twice: " in str(caught.value)
+    assert "train.jsonl:3 and others: a model that is asked later sees it once" in str(caught.value)
+    section = section.model_copy(update={"on_doubled_bos": "warn"})
+    assert len(encode_examples(load_examples(section), tokenizer, section).train) == 5
+    tokenizer.chat_template = "{{ bos_token }}" + CHAT_TEMPLATES["phi4_mini"]
+    section = section.model_copy(update={"on_doubled_bos": "refuse"})
+    assert len(encode_examples(load_examples(section), tokenizer, section).train) == 5
+
+
+def distinct(count: int, start: int = 0) -> list[dict[str, str]]:
+    return [{"prompt": f"Hi {number}", "completion": "yes"} for number in range(start, start + count)]
+
+
+def test_rows_in_training_and_test(make_section: Make, write_jsonl: Write) -> None:
+    train = write_jsonl([*distinct(30), SHORT, *distinct(1)])
+    test = write_jsonl([*distinct(9, start=40), SHORT, *distinct(1)], "test.jsonl")
+    section = make_section(path=train, test=test)
+    message = refusal(section)
+    assert message.startswith(
+        f"test: 2 of 11 rows are training rows too: {test}:10 is {train}:31, {test}:11 is {train}:1"
+    )
+    left = encode(section, on_overlap="drop")
+    assert (len(left.train), len(left.test or ())) == (29, 11)
+    assert all("Hi 0<" not in str(tiny_tokenizer().decode(row.input_ids)) for row in left.train)
+    assert len(encode(section, on_overlap="warn").train) == 32
+
+
+def test_equal_rows_are_found_among_many_and_no_others(make_section: Make, write_jsonl: Write) -> None:
+    train = write_jsonl([{"text": f"the {number} or {number % 7}"} for number in range(6000)])
+    section = make_section(path=train, validation=write_jsonl([{"text": "the 5999 or 0"}, {"text": "no"}], "v.jsonl"))
+    assert f"validation: 1 of 2 rows are training rows too: {section.validation}:1 is {train}:6000" in refusal(section)
+    section = section.model_copy(update={"validation": write_jsonl([{"text": "the 5999 or 1"}], "v.jsonl")})
+    assert encode(section).validation is not None
+
+
+def test_all_refusals_come_at_once(make_section: Make, write_jsonl: Write) -> None:
+    section = make_section(path=write_jsonl([SHORT, LONG_ANSWER, LONG_PROMPT]), max_length=10)
+    section = section.model_copy(update={"validation": write_jsonl([SHORT], "validation.jsonl")})
+    lines = refusal(section).splitlines()
+    assert lines[0] == "the data has 3 problems:"
+    assert [line.split(": ")[0].strip() for line in lines[1:]] == ["train", "train", "validation"]
+
+
+def test_dropping_everything_is_refused(make_section: Make, write_jsonl: Write) -> None:
+    section = make_section(path=write_jsonl([LONG_ANSWER]), max_length=10, on_truncated_answer="drop")
+    assert refusal(section).startswith("train: data.on_truncated_answer=drop leaves no row.")
+
+
+def test_the_gates_can_be_passed_by_to_look_at_the_rows(make_section: Make, write_jsonl: Write) -> None:
+    section = make_section(path=write_jsonl([SHORT, LONG_ANSWER]), max_length=10)
+    assert len(encode_examples(load_examples(section), tiny_tokenizer(), section, is_gated=False).train) == 2

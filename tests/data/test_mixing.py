@@ -1,0 +1,170 @@
+"""Several sources, each row as often as its weight says: the same rows every time, named by their own places."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.config.compose import compose
+from finetune.config.from_dict import config_from_dict
+from finetune.config.schema import DataSection
+from finetune.data.batches import BatchPlan
+from finetune.data.encode import EncodedExamples, EncodedSplits, encode_examples
+from finetune.data.examples import load_examples
+from finetune.errors import ConfigError, DataError
+from tests.tiny import tiny_tokenizer
+
+Make = Callable[..., DataSection]
+Write = Callable[..., str]
+
+CHATS = [{"prompt": f"Hi {number}", "completion": "yes"} for number in range(10)]
+TEXTS = [{"text": f"the answer {number}"} for number in range(4)]
+
+
+@pytest.fixture
+def files(write_jsonl: Write) -> tuple[str, str]:
+    return write_jsonl(CHATS, "chats.jsonl"), write_jsonl(TEXTS, "texts.jsonl")
+
+
+def encode(section: DataSection) -> EncodedSplits:
+    return encode_examples(load_examples(section), tiny_tokenizer(), section)
+
+
+def times(examples: EncodedExamples | None) -> Counter[str]:
+    """How often each row of a split is in an epoch."""
+    assert examples is not None
+    return Counter(Path(examples.source(row)).name for row in range(len(examples)))
+
+
+@pytest.mark.parametrize(
+    ("weight", "each", "more"), [(1, 1, 0), (2, 2, 0), (0.5, 0, 5), (2.3, 2, 3), (0.04, 0, 0), (0.05, 0, 1)]
+)
+def test_a_weight_says_how_often_each_row_comes(
+    make_section: Make, files: tuple[str, str], weight: float, each: int, more: int
+) -> None:
+    section = make_section(mixture=[{"path": files[0], "weight": weight}, {"path": files[1]}])
+    if not each and not more:
+        with pytest.raises(DataError, match=r"chats.jsonl: a weight of 0.04 takes none of its 10 rows"):
+            encode(section)
+        return
+    found = times(encode(section).train)
+    assert sum(found[f"chats.jsonl:{line}"] == each + 1 for line in range(1, 11)) == more
+    assert sum(found[f"chats.jsonl:{line}"] == each for line in range(1, 11)) == 10 - more
+    assert all(found[f"texts.jsonl:{line}"] == 1 for line in range(1, 5))
+
+
+def test_rows_keep_their_tokens_and_targets(make_section: Make, files: tuple[str, str]) -> None:
+    mixed = encode(make_section(mixture=[{"path": files[1]}, {"path": files[0], "weight": 1.5}])).train
+    apart = {
+        examples.source(row): examples[row]
+        for examples in (encode(make_section(path=path)).train for path in files)
+        for row in range(len(examples))
+    }
+    assert mixed.kind == "several"
+    assert len(mixed) == 4 + 15
+    for row in range(len(mixed)):
+        expected = apart[mixed.source(row)]
+        assert torch.equal(mixed[row].input_ids, expected.input_ids)
+        assert torch.equal(mixed[row].is_target, expected.is_target)
+    assert mixed.prompt_and_answer(18).answer == tiny_tokenizer()("yes")["input_ids"]
+
+
+def test_the_same_mixture_is_the_same_rows_and_another_seed_other_ones(
+    make_section: Make, files: tuple[str, str]
+) -> None:
+    section = make_section(mixture=[{"path": files[0], "weight": 0.5}, {"path": files[1], "weight": 2}])
+    first = encode(section).train
+    again = encode(section.model_copy(update={"cache_dir": section.cache_dir + "-2"})).train
+    assert again.fingerprint == first.fingerprint
+    assert encode(section.model_copy(update={"split_seed": 7})).train.fingerprint != first.fingerprint
+
+
+def test_each_epoch_deals_every_row_as_often_whatever_the_batches(make_section: Make, files: tuple[str, str]) -> None:
+    train = encode(make_section(mixture=[{"path": files[0], "weight": 1.5}, {"path": files[1], "weight": 3}])).train
+    plan = BatchPlan(lengths=train.lengths.tolist(), global_batch_size=4, batch_size=2, seed=1)
+    for epoch in (0, 1):
+        for world_size, first_step in ((1, 0), (3, 0), (2, 3)):
+            dealt = [
+                row
+                for rank in range(world_size)
+                for step in plan.epoch_share(epoch, first_step, rank, world_size)
+                for share in step
+                for row in share.rows
+            ]
+            assert sorted(dealt) == sorted(plan.order(epoch)[first_step * 4 :])
+    assert sorted(plan.order(0)) == sorted(plan.order(1)) == list(range(len(train)))
+    assert plan.order(0) != plan.order(1)
+
+
+def test_a_source_is_encoded_once_whatever_its_weight(
+    make_section: Make, files: tuple[str, str], logged: Callable[[], list[str]]
+) -> None:
+    encode(make_section(mixture=[{"path": files[0]}, {"path": files[1]}]))
+    encode(make_section(mixture=[{"path": files[0], "weight": 3}, {"path": files[1], "weight": 0.5}]))
+    assert sum("encoded before" in line for line in logged()) == 2
+    assert f"train: 30 rows an epoch from the 10 of {files[0]} (weight 3)" in logged()
+    assert f"train: 2 rows an epoch from the 4 of {files[1]} (weight 0.5)" in logged()
+
+
+def test_sources_have_keys_of_their_own(make_section: Make, write_jsonl: Write) -> None:
+    asked = write_jsonl([{"question": f"Hi {number}", "reply": "no"} for number in range(5)], "asked.jsonl")
+    sources: list[dict[str, Any]] = [
+        {"path": write_jsonl(CHATS, "chats.jsonl"), "max_rows": 3},
+        {"path": asked, "columns": {"prompt": "question", "completion": "reply"}},
+    ]
+    assert len(encode(make_section(mixture=sources)).train) == 8
+
+
+def test_a_share_is_taken_of_every_source_and_is_not_weighted(make_section: Make, files: tuple[str, str]) -> None:
+    section = make_section(mixture=[{"path": files[0], "weight": 2}, {"path": files[1]}], validation="0.5")
+    splits = encode(section)
+    assert sorted(times(splits.validation).values()) == [1] * 7
+    assert len(splits.train) == 2 * 5 + 2
+    assert not set(times(splits.train)) & set(times(splits.validation))
+
+
+def test_a_file_to_test_on_is_read_once(make_section: Make, write_jsonl: Write, files: tuple[str, str]) -> None:
+    test = write_jsonl([{"prompt": "the", "completion": "no"}], "test.jsonl")
+    splits = encode(make_section(mixture=[{"path": path} for path in files], test=test))
+    assert times(splits.test) == {"test.jsonl:1": 1}
+    assert splits.validation is None
+
+
+def test_splits_that_sources_have_are_joined(make_section: Make, write_jsonl: Write, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_jsonl([{"prompt": name, "completion": "yes"}], f"{name}/train.jsonl")
+        write_jsonl([{"prompt": f"{name}!", "completion": "yes"}], f"{name}/test.jsonl")
+    splits = encode(make_section(mixture=[{"path": str(tmp_path / name)} for name in ("a", "b")]))
+    assert [splits.test.source(row) for row in range(2)] == [f"{tmp_path}/{name}/test.jsonl:1" for name in ("a", "b")]
+    assert len(load_examples(make_section(mixture=[{"path": str(tmp_path / "a")}])).train) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("{weight: 2}", "[0] has no path; expected a file"),
+        ("{path: a, wait: 2}", "[0] has the key wait; expected path, name"),
+        ("{path: a, weight: 0}", "[0].weight is 0; expected a number above 0"),
+        ("{path: a, max_rows: 0}", "[0].max_rows: Input should be greater than 0, got 0"),
+        ("{path: a, columns: {b: c}}", "[0].columns: there is no column b to rename; expected messages,"),
+    ],
+)
+def test_a_source_that_cannot_be_is_a_config_error(source: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(["model=phi_tiny", f"data.mixture=[{source}]"])
+    assert "data.mixture: " in str(caught.value)
+    assert problem in str(caught.value)
+
+
+def test_a_mixture_in_words_or_a_dict_takes_the_place_of_a_path() -> None:
+    config = compose(["model=phi_tiny", "data.mixture=[{path: a.jsonl, weight: 0.5}, {path: b.jsonl}]"])
+    assert config.data.mixture == [{"path": "a.jsonl", "weight": 0.5}, {"path": "b.jsonl"}]
+    from_dict = config_from_dict({"model": "phi_tiny", "data": {"mixture": config.data.mixture}}, "here")
+    assert from_dict.data.mixture == config.data.mixture
+    with pytest.raises(ConfigError, match=r"data.mixture: data.path is set too"):
+        compose(["model=phi_tiny", "data=orders", "data.mixture=[{path: a.jsonl}]"])

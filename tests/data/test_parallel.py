@@ -1,0 +1,205 @@
+"""Several processes encode to the same bytes as one, and none of them outlives the one that asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from finetune.config.schema import DataSection
+from finetune.data import parallel
+from finetune.data.collect import ROWS_AT_ONCE
+from finetune.data.encode import EncodedExamples, encode_examples
+from finetune.data.examples import load_examples
+from finetune.data.parallel import PAYS_FROM_CHARACTERS, choose_processes
+from finetune.data.rows import Example
+from finetune.errors import ConfigError, DataError
+from finetune.fallbacks import Fallbacks
+from tests.tiny import tiny_tokenizer
+
+Make = Callable[..., DataSection]
+Write = Callable[..., str]
+
+NUM_ROWS = 3 * ROWS_AT_ONCE + 7
+
+
+def row(number: int) -> dict[str, Any]:
+    turns = (("system", "Be brief."), ("user", f"Hi {number} 🍊"), ("assistant", "yes " * (number % 5) + "or no"))
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+@pytest.fixture
+def section(make_section: Make, write_jsonl: Write) -> DataSection:
+    return make_section(path=write_jsonl(map(row, range(NUM_ROWS))))
+
+
+def encode(section: DataSection, fallbacks: Fallbacks | None = None, **keys: Any) -> EncodedExamples:
+    section = section.model_copy(update=keys)
+    return encode_examples(load_examples(section), tiny_tokenizer(), section, fallbacks=fallbacks).train
+
+
+def cached_bytes(section: DataSection) -> bytes:
+    (path,) = Path(section.cache_dir).glob("*.safetensors")
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("count", "keys"), [(3, {}), (2, {"train_on": "last", "max_length": 36, "on_truncated_answer": "warn"})]
+)
+def test_the_bytes_are_those_of_one_process_and_none_is_left_behind(
+    section: DataSection, count: int, keys: dict[str, Any]
+) -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    files = []
+    for processes in (1, count):
+        own = section.model_copy(update={"num_processes": processes, "cache_dir": f"{section.cache_dir}-{processes}"})
+        fallbacks = Fallbacks()
+        encoded = encode(own, fallbacks, **keys)
+        assert len(fallbacks) == 0
+        assert encoded.source(NUM_ROWS - 1) == f"{section.path}:{NUM_ROWS}"
+        files.append(cached_bytes(own))
+    assert files[0] == files[1]
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_rows_that_cannot_be_used_are_named_all_the_same(make_section: Make, write_jsonl: Write) -> None:
+    rows = list(map(row, range(NUM_ROWS)))
+    for bad in (3, NUM_ROWS - 1):
+        rows[bad]["messages"][1]["content"] = "a<|end|>"
+    section = make_section(path=write_jsonl(rows))
+    messages = []
+    for count in (1, 2):
+        with pytest.raises(DataError) as caught:
+            encode(section, num_processes=count)
+        messages.append(str(caught.value))
+    assert f"2 of {NUM_ROWS} rows cannot be used" in messages[0]
+    assert f"train.jsonl:{NUM_ROWS}: " in messages[0]
+    assert messages[0] == messages[1]
+
+
+def test_what_the_tokenizer_lacks_is_said_all_the_same(section: DataSection) -> None:
+    with pytest.raises(DataError, match=r"train.jsonl:1 holds chat messages, but the tokenizer has no chat template"):
+        encode_examples(load_examples(section), tiny_tokenizer("none"), section.model_copy(update={"num_processes": 2}))
+
+
+@pytest.fixture
+def killed_at_first_batch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The first process that is given a batch is killed at once, as a machine without memory would."""
+    killed: list[int] = []
+    send = parallel._Worker.send
+
+    def send_and_kill(worker: parallel._Worker, batch: list[Example]) -> None:
+        send(worker, batch)
+        if not killed:
+            killed.append(worker.process.pid)
+            worker.process.kill()
+
+    monkeypatch.setattr(parallel._Worker, "send", send_and_kill)
+    return killed
+
+
+def test_a_process_that_is_lost_is_done_without_and_recorded(
+    section: DataSection, killed_at_first_batch: list[int]
+) -> None:
+    fallbacks = Fallbacks()
+    encoded = encode(section, fallbacks, num_processes=2)
+    assert len(encoded) == NUM_ROWS
+    (record,) = fallbacks.as_records()
+    assert record["what"] == "data.num_processes"
+    assert record["wanted"] == f"2 processes that encode {section.path}"
+    assert f"process {killed_at_first_batch[0]} that encodes has ended with exit code -9" in record["why"] or (
+        "Broken pipe" in record["why"]
+    )
+
+
+def test_a_strict_run_refuses_to_do_without_it(section: DataSection, killed_at_first_batch: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"data.num_processes: 2 processes that encode .* The run is strict"):
+        encode(section, Fallbacks(strict=True), num_processes=2)
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    """A class that another process cannot import from transformers."""
+
+
+def test_a_tokenizer_of_a_class_of_ones_own_is_encoded_with_by_one_process(section: DataSection) -> None:
+    fallbacks = Fallbacks()
+    tokenizer = tiny_tokenizer()
+    tokenizer.__class__ = OwnTokenizer
+    own = section.model_copy(update={"num_processes": 2})
+    assert len(encode_examples(load_examples(own), tokenizer, own, fallbacks=fallbacks).train) == NUM_ROWS
+    assert "OwnTokenizer is not one of transformers" in fallbacks.as_records()[0]["why"]
+
+
+def test_several_processes_are_taken_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(count: int, characters: int) -> list[Example]:
+        one = Example(kind="text", source="", number=1, text="x" * -(-characters // count))
+        return [one] * count
+
+    monkeypatch.setattr(parallel, "_num_cores", lambda: 8)
+    assert choose_processes(rows(4096, PAYS_FROM_CHARACTERS), None, 512) == 8
+    assert choose_processes(rows(1536, PAYS_FROM_CHARACTERS), None, 512) == 3
+    assert choose_processes(rows(4096, PAYS_FROM_CHARACTERS // 2), None, 512) == 1
+    assert choose_processes(rows(100, PAYS_FROM_CHARACTERS), None, 512) == 1
+    assert choose_processes(rows(4096, 4096), 3, 512) == 3
+    monkeypatch.setattr(parallel, "_num_cores", lambda: 1)
+    assert choose_processes(rows(4096, PAYS_FROM_CHARACTERS), None, 512) == 1
+
+
+ENCODE_FOR_EVER = """
+import itertools, sys
+from finetune.data.parallel import encode_in_processes
+from finetune.data.rows import Example
+from tests.tiny import tiny_tokenizer
+
+batch = [Example(kind="text", source="a", number=1, text="the answer " * 50)] * 64
+with encode_in_processes(tiny_tokenizer(), "all", 2) as encode:
+    for number, _ in enumerate(encode(itertools.repeat(batch))):
+        if number == 4:
+            sys.stdout.write("encoding\\n")
+            sys.stdout.flush()
+"""  # an unguarded script on purpose: nothing must import it again
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_they_end_when_the_one_that_asked_is_killed(tmp_path: Path, by: signal.Signals) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENCODE_FOR_EVER)
+    root = str(Path(__file__).resolve().parents[2])
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": root},
+        text=True,
+    )
+    workers: list[psutil.Process] = []
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "encoding\n"
+        workers = psutil.Process(process.pid).children(recursive=True)
+        assert len(workers) == 2
+        process.send_signal(by)
+        process.wait(30)
+        _, alive = psutil.wait_procs(workers, timeout=30)
+        assert alive == []
+    finally:
+        for one in (process, *workers):
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+                one.kill()
+        process.communicate()
+
+
+def test_encoding_in_processes_needs_no_torch() -> None:
+    script = "import sys, finetune.data.encode_worker; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
