@@ -130,6 +130,7 @@ def test_plain_peft_and_transformers_load_it_with_the_same_logits(folder, kind):
     path = save_checkpoint(folder, 12, model=model, optimizer=optimizer, state=STATE)
     assert {file.name for file in path.iterdir()} == {
         "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json", "manifest.json",
+        "generation_config.json",
     }  # fmt: skip
     base = AutoModelForCausalLM.from_pretrained(folder.base)
     assert torch.equal(logits(base), logits(build_base(kind)))
@@ -291,7 +292,7 @@ def test_equal_runs_write_equal_bytes_in_every_process(tmp_path):
         contents[-1] |= {f"base/{name}": data for name, data in read_all(tmp_path / "run" / "base").items()}
         shutil.rmtree(tmp_path / "run")
     assert contents[0] == contents[1]
-    assert len(contents[0]) == 9
+    assert len(contents[0]) == 10
 
 
 def test_any_flip_or_cut_of_any_file_is_found_and_the_older_one_used(folder, lora, package_log):

@@ -109,10 +109,7 @@ def encode_full_model(model: torch.nn.Module) -> dict[str, Chunks]:
     config.dtype = next(model.parameters()).dtype
     # Off while training, where a cache of keys and values is of no use; to generate one needs it on.
     config.use_cache = True
-    files: dict[str, Chunks] = {"config.json": [config.to_json_string().encode()]}
-    generation: Any = getattr(model, "generation_config", None)
-    if generation is not None:
-        files["generation_config.json"] = [generation.to_json_string().encode()]
+    files: dict[str, Chunks] = {"config.json": [config.to_json_string().encode()], **_encode_generation_config(model)}
     files["model.safetensors"] = TensorFile(_full_tensors(model), _METADATA)
     return files
 
@@ -136,7 +133,13 @@ def _encode_adapter(model: torch.nn.Module, base: Path | None) -> dict[str, Chun
     return {
         "adapter_config.json": [_adapter_config(model, base)],
         "adapter_model.safetensors": TensorFile(_adapter_tensors(model), _METADATA),
+        **_encode_generation_config(model),  # its stop ids are a list, which neither adapter nor tokenizer can say
     }
+
+
+def _encode_generation_config(model: torch.nn.Module) -> dict[str, Chunks]:
+    generation: Any = getattr(model, "generation_config", None)
+    return {} if generation is None else {"generation_config.json": [generation.to_json_string().encode()]}
 
 
 def _adapter_config(model: torch.nn.Module, base: Path | None) -> bytes:

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from finetune.errors import ModelError
+from finetune.model.experts import route_by_score
+from finetune.model.tokens import choose_pad_token
+from finetune.model.variants import describe_split_copy, explain_missing, refuse_unsupported
 from finetune.shipped_files import resolve_shipped
 
 if TYPE_CHECKING:
@@ -60,6 +63,11 @@ def build_base_model(section: ModelSection) -> PreTrainedModel:
         )
         _refuse_missing_weights(where, info)
     model.config.use_cache = False
+    # A padding index would stop the gradient of its row, which for Phi is a token that ends text. Rows are padded by
+    # position here, whatever the id.
+    model.get_input_embeddings().padding_idx = None
+    if route_by_score(model):
+        _log.info("experts are chosen by score in training too, not by lot: the curve does not depend on the batches")
     # Which commit was read, for the adapter to name; transformers forgets it on the way.
     model.config._commit_hash = getattr(config, "_commit_hash", None) or section.revision
     built: PreTrainedModel = model
@@ -86,6 +94,7 @@ def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
         raise ModelError(f"{where} holds no tokenizer. Name a folder or a hub id that has one in model.tokenizer.")
     if tokenizer.chat_template is None and section.chat_template is not None:
         tokenizer.chat_template = _read_template(section.chat_template)
+    choose_pad_token(tokenizer, _num_rows(section))
     return tokenizer
 
 
@@ -99,12 +108,14 @@ def read_model_config(section: ModelSection) -> PretrainedConfig:
 
     if section.config is not None:
         keys = dict(section.config)
+        refuse_unsupported(keys, str(section.path or keys.get("model_type")))
         kind = keys.pop("model_type", None)
         if kind is None:
             raise ModelError("model.config has no model_type. Add one, for example model_type: phi3.")
         config = _or_model_error(section, lambda: AutoConfig.for_model(kind, **keys))
     else:
         where = locate_model(section)
+        _look_at_variant(section, where)
         config = _or_model_error(
             section,
             lambda: AutoConfig.from_pretrained(
@@ -186,7 +197,12 @@ def checkpoint_gradients(model: Any) -> None:
 
 
 def max_context(model: Any) -> int | None:
-    """The most positions the model was made for, where its configuration says so."""
+    """The most positions the model computes as it was made to, where its configuration says so.
+
+    transformers' Phi-3.5-MoE never takes its long LongRoPE factors (5.23), so it is right up to the short ones' end.
+    """
+    if model.config.model_type == "phimoe" and (boundary := longrope_boundary(model)) is not None:
+        return boundary
     return getattr(model.config, "max_position_embeddings", None)
 
 
@@ -209,10 +225,36 @@ def _refuse_missing_weights(where: str, info: dict[str, Any]) -> None:
     found = [f"{len(keys)} {name} ({', '.join(map(str, keys[:3]))}…)" for name, keys in wrong.items() if keys]
     if found:
         raise ModelError(
-            f"the weights at {where} do not fit its config.json: {'; '.join(found)}. Is the folder complete?"
+            f"the weights at {where} do not fit its config.json: {'; '.join(found)}."
+            + (explain_missing(wrong["missing"], info.get("unexpected_keys", ())) or " Is the folder complete?")
         )
     if info.get("unexpected_keys"):
         _log.warning("%s holds %d weights that its architecture does not use", where, len(info["unexpected_keys"]))
+
+
+def _look_at_variant(section: ModelSection, where: str) -> None:
+    """Refuse or explain what is known of a model by its configuration alone, before transformers reads that."""
+    keys = _read_keys(section, where)
+    name = section.path or where
+    refuse_unsupported(keys, name)
+    copy = describe_split_copy(keys, name)
+    if copy is not None:
+        _log.warning("%s", copy)
+
+
+def _read_keys(section: ModelSection, where: str) -> dict[str, Any]:
+    """What config.json says, without a class for it."""
+    from transformers import PreTrainedConfig
+
+    keys, _ = _or_model_error(section, lambda: PreTrainedConfig.get_config_dict(where, revision=section.revision))
+    return keys
+
+
+def _num_rows(section: ModelSection) -> int | None:
+    """Rows of the model's embedding, where a model is named at all and its configuration says so."""
+    if section.config is not None:
+        return section.config.get("vocab_size")
+    return None if section.path is None else _read_keys(section, locate_model(section)).get("vocab_size")
 
 
 def _read_template(template: str) -> str:

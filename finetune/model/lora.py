@@ -4,62 +4,80 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from finetune.errors import ModelError
 from finetune.model.base import count_parameters
+from finetune.model.new_tokens import grow_embeddings, ids_of_new_tokens, rows_to_train, start_from_mean_row
+from finetune.model.pissa import start_from_principal_values
+from finetune.model.quantized import refuse_unquantized
+from finetune.model.starting_adapter import start_from_adapter
+from finetune.model.targets import has_transposed_targets, refuse_foreign_adapter, resolve_targets
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PreTrainedModel
+    from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.config.schema import LoraSection
 
 _log = logging.getLogger(__name__)
 
 
-def add_lora(model: PreTrainedModel, section: LoraSection) -> PeftModel:
-    """Freeze the base and add an adapter to its targets.
+def add_lora(
+    model: PreTrainedModel, section: LoraSection, tokenizer: PreTrainedTokenizerBase | None = None
+) -> PeftModel:
+    """Freeze the base and add an adapter to its targets, new or read from `lora.start_from`.
+
+    Args:
+        model: the base, on the CPU; with `lora.quantize` from `build_quantized_base`.
+        section: what the adapter is.
+        tokenizer: with `lora.new_tokens`: the one that `add_tokens` has taught them.
 
     Raises:
-        ModelError: a target that matches no linear layer.
+        ConfigError: the section asks for what this recipe has not prepared.
+        ModelError: a target that matches no linear layer, or a start that does not fit.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
+    refuse_unquantized(model, section)
+    ids = ids_of_new_tokens(tokenizer, section)
+    if ids:
+        grow_embeddings(model, ids[-1] + 1)
     targets = resolve_targets(model, section.targets)
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=section.r,
-        lora_alpha=section.alpha,  # type: ignore[arg-type]  # any number will do
-        lora_dropout=section.dropout,
-        target_modules=targets,
-        base_model_name_or_path=model.config._name_or_path or None,
-    )
     with _quiet_peft():
-        adapted: PeftModel = get_peft_model(model, config)
+        adapted: PeftModel = get_peft_model(model, _adapter_config(model, section, targets, ids))
+    if ids:
+        start_from_mean_row(adapted, ids)
+    if section.init != "default":
+        start_from_principal_values(adapted, section.r, section.init)
+    if section.start_from is not None:
+        start_from_adapter(adapted, section)
     trainable, total = count_parameters(adapted)
     _log.info(
-        "LoRA r=%d on %s: %s of %s parameters train (%.2f %%)",
+        "%s r=%d on %s: %s of %s parameters train (%.2f %%)%s",
+        _method_in_words(section),
         section.r,
         ", ".join(targets),
         f"{trainable:,}",
         f"{total:,}",
         100 * trainable / total,
+        "; half of them hold what was taken from the base, and keep it" if section.init != "default" else "",
     )
     return adapted
 
 
 def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
     """Put a saved adapter on its base; it can be trained on, and so `Runtime.place` leaves it in fp32."""
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
+    refuse_foreign_adapter(base, folder)
+    tokens = getattr(PeftConfig.from_pretrained(str(folder)), "trainable_token_indices", None) or {}
+    rows = tokens.values() if isinstance(tokens, dict) else [tokens]
+    grow_embeddings(base, max((max(ids) + 1 for ids in rows), default=0))
     with _quiet_peft():
         return PeftModel.from_pretrained(base, str(folder), is_trainable=True)
 
@@ -75,41 +93,32 @@ def without_adapter(model: Any) -> PreTrainedModel:
     return base  # noqa: RET504  # the assignment gives it its type
 
 
-def resolve_targets(model: PreTrainedModel, wish: Literal["auto"] | list[str]) -> list[str]:
-    """The names to adapt, as PEFT takes them: last components where these say it exactly, else full names.
+def _adapter_config(model: PreTrainedModel, section: LoraSection, targets: list[str], ids: list[int]) -> LoraConfig:
+    """PEFT's configuration; that of PiSSA is of twice the rank and the same scale, see `finetune.model.pissa`."""
+    from peft import LoraConfig
 
-    Args:
-        model: the base model.
-        wish: `auto` for all linear layers but the head, or names and regular expressions of which each must match.
-
-    Raises:
-        ModelError: lists what is there.
-    """
-    linear = linear_layers(model)
-    if wish == "auto":
-        chosen = set(linear)
-    else:
-        matches = {pattern: {name for name in linear if _is_match(name, pattern)} for pattern in wish}
-        useless = [pattern for pattern, names in matches.items() if not names]
-        if useless or not matches:
-            there = sorted({name.rpartition(".")[2] for name in linear})
-            raise ModelError(
-                f"lora.targets: {', '.join(useless) or 'the empty list'} matches no linear layer of this "
-                f"{model.config.model_type} model. There are: {', '.join(there)}. Use some of these, or "
-                "lora.targets=auto."
-            )
-        chosen = set().union(*matches.values())
-    if not chosen:
-        raise ModelError(f"this {model.config.model_type} model has no linear layer that LoRA could adapt.")
-    last = {name.rpartition(".")[2] for name in chosen}
-    exact = {name for name in linear if name.rpartition(".")[2] in last} == chosen
-    return sorted(last if exact else chosen)
+    rank, alpha, is_root = section.r, section.alpha, section.rslora
+    if section.init != "default":
+        scale = alpha / (math.sqrt(rank) if is_root else rank)
+        rank, alpha, is_root = 2 * rank, 2 * rank * scale, False
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # any number will do
+        lora_dropout=section.dropout,
+        use_rslora=is_root,
+        use_dora=section.dora,
+        target_modules=targets,
+        fan_in_fan_out=has_transposed_targets(model, targets),
+        trainable_token_indices=rows_to_train(model, ids),
+        base_model_name_or_path=model.config._name_or_path or None,
+    )
 
 
-def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Full names of all linear layers but the head."""
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
+def _method_in_words(section: LoraSection) -> str:
+    names = {(False, False): "LoRA", (True, False): "rsLoRA", (False, True): "DoRA", (True, True): "DoRA with rsLoRA"}
+    start = {"default": "", "pissa": " from PiSSA", "pissa_fast": " from fast PiSSA"}[section.init]
+    return names[section.rslora, section.dora] + start
 
 
 @contextmanager
@@ -118,14 +127,3 @@ def _quiet_peft() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         yield
-
-
-def _is_match(name: str, pattern: str) -> bool:
-    if name == pattern or name.endswith(f".{pattern}"):
-        return True
-    try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error as error:
-        raise ModelError(
-            f"lora.targets: {pattern} is neither a layer's name nor a regular expression ({error})."
-        ) from error

@@ -187,8 +187,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def events(run: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl says, without the speed."""
+    """What metrics.jsonl says, without what no two runs have alike: speed, what each step took, a slow data loader."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["event"] != "resources" and line.get("kind") != "data"]
     return [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
 
 

@@ -17,7 +17,10 @@ from tests.crash.runs import Nursery, assert_same_end, contents, explained
 PLACES = 20 if IS_FULL else 5
 KEEP_ALL = ["checkpoint.keep=9"]
 NEWEST = "step-000006"
-FILES = ["adapter_config.json", "adapter_model.safetensors", "manifest.json", "optimizer.safetensors", "state.json"]
+FILES = [
+    *("adapter_config.json", "adapter_model.safetensors", "generation_config.json"),
+    *("manifest.json", "optimizer.safetensors", "state.json"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ from finetune.data.batches import pad
 from finetune.engine.loss import summed_cross_entropy
 from finetune.errors import ModelError
 from finetune.model.base import checkpoint_gradients
-from finetune.model.lora import add_lora, linear_layers, resolve_targets, without_adapter
+from finetune.model.lora import add_lora, without_adapter
+from finetune.model.targets import linear_layers, resolve_targets
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
 
 PHI_TARGETS = ["dense", "fc1", "fc2", "k_proj", "q_proj", "v_proj"]

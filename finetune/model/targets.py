@@ -1,0 +1,132 @@
+"""The layers that LoRA adapts, found among the modules that are really there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from finetune.errors import ModelError
+from finetune.model.variants import explain_foreign_targets
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_log = logging.getLogger(__name__)
+
+
+def resolve_targets(model: PreTrainedModel, wish: Literal["auto"] | list[str]) -> list[str]:
+    """The names to adapt, as PEFT takes them: last components where these say it exactly, else full names.
+
+    Args:
+        model: the base model.
+        wish: `auto` for all linear layers but the head, or names and regular expressions of which each must match.
+
+    Raises:
+        ModelError: lists what is there.
+    """
+    linear = linear_layers(model)
+    if wish == "auto":
+        chosen = set(linear)
+        _tell_of_experts(model)
+    else:
+        matches = {pattern: {name for name in linear if _is_match(name, pattern)} for pattern in wish}
+        useless = [pattern for pattern, names in matches.items() if not names]
+        if useless or not matches:
+            there = sorted({name.rpartition(".")[2] for name in linear})
+            raise ModelError(
+                f"lora.targets: {', '.join(useless) or 'the empty list'} matches no linear layer of this "
+                f"{model.config.model_type} model. There are: {', '.join(there)}. Use some of these, or "
+                "lora.targets=auto."
+            )
+        chosen = set().union(*matches.values())
+    if not chosen:
+        raise ModelError(f"this {model.config.model_type} model has no linear layer that LoRA could adapt.")
+    last = {name.rpartition(".")[2] for name in chosen}
+    # PEFT looks at all modules: a name that a router or the head bears too must be given in full.
+    exact = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last} == chosen
+    return sorted(last if exact else chosen)
+
+
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """Full names of all linear layers but the head.
+
+    GPT-2's transposed kind counts. A subclass of the model's own does where it returns a product, as Falcon's, and does
+    not where it returns more, as Phi-3.5-MoE's router.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    own_code = type(model).__module__
+    return [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, (nn.Linear, Conv1D))
+        and layer is not head
+        and (type(layer).__module__ != own_code or _returns_product(layer))
+    ]
+
+
+def has_transposed_targets(model: PreTrainedModel, targets: list[str]) -> bool:
+    """Whether the layers keep their weights transposed, as GPT-2's do; PEFT wants to be told."""
+    from transformers.pytorch_utils import Conv1D
+
+    adapted = [layer for name, layer in model.named_modules() if any(_is_match(name, target) for target in targets)]
+    return bool(adapted) and all(isinstance(layer, Conv1D) for layer in adapted)
+
+
+def refuse_foreign_adapter(model: PreTrainedModel, folder: Path) -> None:
+    """Stop before an adapter whose layers the model lacks; PEFT would name modules and no cause.
+
+    Raises:
+        ModelError: says what the adapter has, what the model has, and whether one of them is a rewritten copy.
+    """
+    try:
+        record = json.loads((folder / "adapter_config.json").read_bytes())
+    except (OSError, ValueError):
+        return  # PEFT says what is wrong with the file
+    wanted = record.get("target_modules") if isinstance(record, dict) else None
+    if not isinstance(wanted, list):
+        return
+    there = linear_layers(model)
+    missing = sorted(target for target in wanted if not any(_is_match(name, target) for name in there))
+    if missing:
+        short = sorted({name.rpartition(".")[2] for name in there})
+        raise ModelError(
+            f"the adapter in {folder} has layers that this {model.config.model_type} model lacks: "
+            f"{', '.join(missing)}. The model has: {', '.join(short)}.{explain_foreign_targets(missing, short)}"
+        )
+
+
+def _returns_product(layer: Any) -> bool:
+    with torch.no_grad():
+        return isinstance(layer(layer.weight.new_zeros(1, layer.in_features)), torch.Tensor)
+
+
+def _tell_of_experts(model: PreTrainedModel) -> None:
+    """Say what `all linear layers` leaves out: weights of experts, which are one tensor over all experts."""
+    inside = [p.numel() for p in model.parameters() if p.ndim == 3]
+    if inside:
+        share = 100 * sum(inside) / sum(p.numel() for p in model.parameters())
+        _log.info(
+            "lora.targets=auto leaves the experts as they are: %s parameters (%.0f %%) in tensors over all experts, "
+            "which no LoRA layer reaches",
+            f"{sum(inside):,}",
+            share,
+        )
+
+
+def _is_match(name: str, pattern: str) -> bool:
+    if name == pattern or name.endswith(f".{pattern}"):
+        return True
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error as error:
+        raise ModelError(
+            f"lora.targets: {pattern} is neither a layer's name nor a regular expression ({error})."
+        ) from error

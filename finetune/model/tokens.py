@@ -1,0 +1,91 @@
+"""Where a model and its tokenizer must agree: which tokens end an answer, which one pads, how many there are."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+from finetune.data.templates import stop_ids
+from finetune.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_NEW_PAD = "<|pad|>"
+_MADE_TO_PAD = frozenset({_NEW_PAD, "<pad>", "[PAD]", "<|finetune_right_pad_id|>"})
+_KEPT_FREE = re.compile(r"<\|(dummy|placeholder|reserved|unused)[\w-]*\|>")
+"""Tokens that Phi's tokenizers keep free: `<|placeholder6|>` (Phi-3), `<|dummy_85|>` (phi-4)."""
+_log = logging.getLogger(__name__)
+
+
+def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Put the stop ids, as a list, and the padding id where `generate` and those who save the model look for them.
+
+    The list is the template's end of turn, eos, and what the model's own generation_config.json had already: with eos
+    alone a chat model runs on behind its answer.
+
+    Args:
+        model: a transformers model, or a PEFT model around one. Its configurations are changed in place.
+        tokenizer: the model's.
+
+    Returns:
+        The stop ids.
+
+    Raises:
+        ModelError: the tokenizer has more tokens than the model has rows; they are never made fewer.
+        DataError: nothing ends an answer.
+    """
+    rows = len(model.get_input_embeddings().weight)
+    if len(tokenizer) > rows:
+        raise ModelError(
+            f"the tokenizer has {len(tokenizer)} tokens, but the model's embedding {rows} rows: its last tokens "
+            "would have no vector. Take the model's own tokenizer (model.tokenizer), or a model with as many rows."
+        )
+    generation = model.generation_config
+    # A configuration that was made up for random weights may name an id that no row stands for.
+    ids = [token_id for token_id in stop_ids(tokenizer, generation.eos_token_id) if token_id < rows]
+    for config in (generation, model.config):
+        config.eos_token_id = list(ids)
+        if tokenizer.pad_token_id is not None:
+            config.pad_token_id = tokenizer.pad_token_id
+    return ids
+
+
+def choose_pad_token(tokenizer: PreTrainedTokenizerBase, num_rows: int | None) -> None:
+    """Give the tokenizer a padding token that ends nothing, in place.
+
+    Training here needs none, since padding is known by its position. But the tokenizer goes along with what is saved,
+    and others mask every padding id in their labels: with pad equal to the end of turn a model never learns to stop.
+
+    Args:
+        tokenizer: with its final chat template.
+        num_rows: rows of the model's embedding, or None where they are not known. A new token must fit into them.
+    """
+    ends = _end_ids(tokenizer)
+    own = tokenizer.pad_token_id
+    if own is not None and own not in ends:
+        return
+    special = {token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
+    made = [text for text in special if text in _MADE_TO_PAD]
+    free = [text for text in special if _KEPT_FREE.fullmatch(text)]
+    unknown = [str(tokenizer.unk_token)] if tokenizer.unk_token_id not in {None, *ends} else []
+    # Of the free ones the last: those are what Microsoft's later uploads and others took.
+    found = next(iter([*made, *free[::-1], *unknown]), None)
+    if found is None and num_rows is not None and len(tokenizer) < num_rows:
+        found = _NEW_PAD
+    if found is None:
+        _log.info("%s stays the padding token, though it also ends text: no other is free", tokenizer.pad_token)
+        return
+    was = tokenizer.pad_token
+    tokenizer.add_special_tokens({"pad_token": found})
+    _log.info("padding token: %s, in place of %s", found, f"{was}, which also ends text" if was else "none")
+
+
+def _end_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    if tokenizer.is_fast:
+        try:
+            return set(stop_ids(tokenizer))
+        except DataError:  # said where rows are encoded, with what to do
+            pass
+    return {tokenizer.eos_token_id} - {None}

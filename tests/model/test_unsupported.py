@@ -1,0 +1,132 @@
+"""Models that do not work are recognised by their configuration and refused with what to take instead."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from finetune.config.schema import LoraSection, ModelSection
+from finetune.errors import ModelError
+from finetune.model.base import build_base_model, max_context, read_model_config
+from finetune.model.lora import add_lora, load_adapter
+from finetune.model.variants import refuse_unsupported
+from tests.model.variants import BOUNDARY, VARIANTS
+from tests.tiny_models import SIZES, build_tiny, tiny_phi3_config
+
+# Parts of the config.json files of microsoft/Phi-4-multimodal-instruct, Phi-3-small-8k-instruct,
+# Phi-3.5-vision-instruct, Phi-4-mini-flash-reasoning, Phi-tiny-MoE-instruct and of phi-2's first upload.
+REFUSED = {
+    "Phi-4-multimodal": (
+        {"model_type": "phi4mm", "auto_map": {"AutoConfig": "configuration_phi4mm.Phi4MMConfig"}},
+        "Phi-4-multimodal is not supported: it takes images and sound .* model=phi4_mini",
+    ),
+    "Phi-4-multimodal, as transformers writes it": (
+        {"model_type": "phi4_multimodal", "hidden_size": 64},
+        "Phi-4-multimodal is not supported",
+    ),
+    "Phi-3-small": (
+        {"model_type": "phi3small", "auto_map": {"AutoModelForCausalLM": "modeling_phi3_small.Phi3SmallForCausalLM"}},
+        "Phi-3-small is not supported: its block-sparse attention .* model=phi3_5_mini",
+    ),
+    "a copy of Phi-3-small that renamed its type": (
+        {"model_type": "phi3", "auto_map": {"AutoModelForCausalLM": "modeling_phi3_small.Phi3SmallForCausalLM"}},
+        "Phi-3-small is not supported",
+    ),
+    "Phi-3.5-vision": ({"model_type": "phi3_v"}, "Phi-3-vision and Phi-3.5-vision are not supported"),
+    "Phi-4-mini-flash": ({"model_type": "phi4flash"}, "Phi-4-mini-flash is not supported"),
+    "Phi-tiny-MoE": (
+        {"model_type": "phimoe", "auto_map": {"AutoConfig": "configuration_slimmoe.PhiMoEConfig"}},
+        "Phi-mini-MoE and Phi-tiny-MoE are not supported",
+    ),
+    "phi-2's first upload": ({"model_type": "phi-msft"}, "phi-2's first upload, .* model=phi2"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("trust", [False, True])
+def test_a_model_that_does_not_work_is_refused_by_name(name: str, trust: bool, tmp_path: Path) -> None:
+    config, words = REFUSED[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=rf"^model\.path is {tmp_path}: .*{words}"):
+        read_model_config(ModelSection(path=str(tmp_path), trust_remote_code=trust))
+
+
+def test_a_configuration_in_a_run_file_is_looked_at_too() -> None:
+    with pytest.raises(ModelError, match=r"model\.path is phi4_multimodal: Phi-4-multimodal is not supported"):
+        read_model_config(ModelSection(init="random", config={"model_type": "phi4_multimodal"}))
+
+
+def test_the_variants_that_work_are_let_through() -> None:
+    for variant in VARIANTS.values():
+        config = variant.config(vocab_size=320, pad_token_id=0).to_dict()
+        refuse_unsupported(config, variant.name)
+        remote = {
+            "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+            "AutoConfig": "configuration_phi3.Phi3Config",
+        }
+        refuse_unsupported({**config, "auto_map": remote}, variant.name)
+
+
+def test_weights_with_split_layers_under_a_config_with_fused_ones_are_explained(tmp_path: Path) -> None:
+    build_tiny(tiny_phi3_config(tie_word_embeddings=False)).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in weights if "qkv_proj" in name]:
+        q, k, v = weights.pop(name).split([16, 8, 8])
+        weights |= {
+            name.replace("qkv_proj", part): x.clone() for part, x in (("q_proj", q), ("k_proj", k), ("v_proj", v))
+        }
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"2 missing \(.*qkv_proj.* a copy with split layers .* config\.json says phi3"
+    ):
+        build_base_model(ModelSection(path=str(tmp_path)))
+
+
+def llama_copy(folder: Path) -> Path:
+    """As the copies of phi-4 that were rewritten for Llama."""
+    build_tiny(LlamaConfig(**SIZES, num_key_value_heads=2)).save_pretrained(folder)
+    return folder
+
+
+def test_a_copy_rewritten_for_llama_trains_and_says_what_its_adapters_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = llama_copy(tmp_path / "phi-4-copy")
+    with caplog.at_level(logging.WARNING, "finetune"):
+        base = build_base_model(ModelSection(path=str(copy)))
+        assert "phi-4-copy is a copy of a Phi model with split layers (a llama model" in caplog.text
+        caplog.clear()
+        build_base_model(ModelSection(path=str(llama_copy(tmp_path / "llama"))))
+        assert not caplog.text
+    add_lora(base, LoraSection(r=2)).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ModelError, match=r"lacks: .*q_proj.* It was trained on a copy of the model with split layers"):
+        load_adapter(build_tiny(tiny_phi3_config()), tmp_path / "adapter")
+    load_adapter(build_base_model(ModelSection(path=str(copy))), tmp_path / "adapter")
+
+
+def test_an_adapter_of_the_fused_layers_does_not_fit_a_copy_with_split_ones(tmp_path: Path) -> None:
+    add_lora(build_tiny(tiny_phi3_config()), LoraSection(r=2)).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ModelError, match=r"lacks: .*qkv_proj.* this is a copy with split ones"):
+        load_adapter(build_tiny(LlamaConfig(**SIZES, num_key_value_heads=2)), tmp_path / "adapter")
+
+
+def test_the_context_of_phi_3_5_moe_ends_where_transformers_stops_being_right() -> None:
+    """Its rotary embedding asks for the short factors whatever the length: if this fails, `max_context` can go."""
+    import torch
+
+    moe = VARIANTS["Phi-3.5-MoE"]
+    models = []
+    for factor in (3.0, 9.0):
+        config = moe.config(vocab_size=64)
+        config.rope_parameters["long_factor"] = [factor] * 2
+        models.append(build_tiny(config).eval())
+    ids = torch.arange(3, 3 + 2 * BOUNDARY).reshape(1, -1)
+    with torch.no_grad():
+        assert torch.equal(*(model(input_ids=ids).logits for model in models))
+    assert max_context(models[0]) == BOUNDARY
+    assert max_context(build_tiny(VARIANTS["Phi-3.5-mini"].config(vocab_size=64))) == SIZES["max_position_embeddings"]
