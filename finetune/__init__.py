@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from finetune.config.compose import load_config as load_config
     from finetune.data.encode import encode_examples as encode_examples
     from finetune.data.examples import load_examples as load_examples
+    from finetune.data.preferences import encode_preferences as encode_preferences
     from finetune.data.templates import stop_ids as stop_ids
     from finetune.distributed.ddp_init import cleanup_ddp as cleanup_ddp
     from finetune.distributed.ddp_init import initialize_ddp as initialize_ddp
@@ -22,21 +23,28 @@ if TYPE_CHECKING:
     from finetune.model.base import build_base_model as build_base_model
     from finetune.model.base import build_tokenizer as build_tokenizer
     from finetune.model.lora import add_lora as add_lora
+    from finetune.model.new_tokens import add_tokens as add_tokens
+    from finetune.model.quantized import build_quantized_base as build_quantized_base
+    from finetune.training.preference_trainer import PreferenceTrainer as PreferenceTrainer
     from finetune.training.trainer import Trainer as Trainer
     from finetune.training.trainer_ddp import TrainerDDP as TrainerDDP
 
 _HOMES = {
     "add_lora": "finetune.model.lora",
+    "add_tokens": "finetune.model.new_tokens",
     "build_base_model": "finetune.model.base",
+    "build_quantized_base": "finetune.model.quantized",
     "build_tokenizer": "finetune.model.base",
     "cleanup_ddp": "finetune.distributed.ddp_init",
     "command": "finetune.cli",
     "encode_examples": "finetune.data.encode",
+    "encode_preferences": "finetune.data.preferences",
     "initialize_ddp": "finetune.distributed.ddp_init",
     "launch": "finetune.distributed.launch",
     "load_config": "finetune.config.compose",
     "load_examples": "finetune.data.examples",
     "stop_ids": "finetune.data.templates",
+    "PreferenceTrainer": "finetune.training.preference_trainer",
     "Trainer": "finetune.training.trainer",
     "TrainerDDP": "finetune.training.trainer_ddp",
 }

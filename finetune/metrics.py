@@ -1,4 +1,4 @@
-"""What a run leaves for others to read: metrics.jsonl event by event, run.json at each change."""
+"""metrics.jsonl, written event by event while a run goes on."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ import json
 import logging
 import math
 import os
-import platform
 import threading
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self
+from types import MappingProxyType, TracebackType
+from typing import Literal, Self
 
-import finetune
 from finetune.durable import describe_os_error, disk_failures_end_the_run, replace_file
+from finetune.metrics_reader import Event, parse_event
 
-Status = Literal["running", "completed", "failed", "stopped", "preempted"]
-
-_PACKAGES = ("torch", "transformers", "accelerate", "peft")
+_NO_FIGURES: Mapping[str, float] = MappingProxyType({})
 _log = logging.getLogger(__name__)
 
 
@@ -59,9 +54,10 @@ class MetricsWriter:
         num_computed: int,
         tokens_per_second: float,
         is_skipped: bool = False,
-    ) -> None:
-        """One optimizer step; `"skipped": true` stands only where it made no update."""
-        self._write(
+        figures: Mapping[str, float] = _NO_FIGURES,
+    ) -> Event:
+        """One optimizer step; `"skipped": true` stands only where it made no update, and `figures` by their names."""
+        return self._write(
             "step",
             step=step,
             epoch=epoch,
@@ -73,19 +69,74 @@ class MetricsWriter:
             num_computed=num_computed,
             tokens_per_second=tokens_per_second,
             **({"skipped": True} if is_skipped else {}),
+            **figures,
         )
 
-    def validation(self, *, step: int, epoch: int, loss: float, standard_error: float, num_targets: int) -> None:
-        """Loss over the whole validation split after a step, in nats per target token."""
-        self._write(
-            "validation", step=step, epoch=epoch, loss=loss, standard_error=standard_error, num_targets=num_targets
+    def validation(
+        self,
+        *,
+        step: int,
+        epoch: int,
+        loss: float,
+        standard_error: float,
+        num_targets: int,
+        figures: Mapping[str, float] = _NO_FIGURES,
+    ) -> Event:
+        """Loss over the whole validation split after a step, in nats per target token. `figures` as in `step`."""
+        return self._write(
+            "validation",
+            step=step,
+            epoch=epoch,
+            loss=loss,
+            standard_error=standard_error,
+            num_targets=num_targets,
+            **figures,
         )
+
+    def resources(
+        self,
+        *,
+        step: int,
+        seconds: float,
+        tokens_per_second: float,
+        host_memory: int,
+        device_memory: int | None = None,
+        data_wait_share: float | None = None,
+        slowest_rank_share: float | None = None,
+    ) -> Event:
+        """What the steps since the last such event took, on rank 0. What is not known does not stand there.
+
+        Args:
+            step: the last of them.
+            seconds: that they took together, validation and saving left out.
+            tokens_per_second: over all of them and all ranks.
+            host_memory: the most that the process has held since it was started, in bytes.
+            device_memory: the most that torch had allocated on the accelerator, in bytes.
+            data_wait_share: of `seconds`, spent waiting for the data loader.
+            slowest_rank_share: of the ranks' time, spent waiting for the slowest of them.
+        """
+        shares = {"data_wait_share": data_wait_share, "slowest_rank_share": slowest_rank_share}
+        known = {name: round(share, 4) for name, share in shares.items() if share is not None}
+        device = {} if device_memory is None else {"device_memory": device_memory}
+        return self._write(
+            "resources",
+            step=step,
+            seconds=round(seconds, 6),
+            tokens_per_second=round(tokens_per_second, 1),
+            host_memory=host_memory,
+            **device,
+            **known,
+        )
+
+    def warning(self, *, step: int, kind: str, text: str) -> Event:
+        """Something that the user should look at, in words, see `finetune.training.curve_warnings`."""
+        return self._write("warning", step=step, kind=kind, text=text)
 
     def checkpoint(
         self, *, step: int, path: Path, num_bytes: int, blocked_seconds: float, write_seconds: float
-    ) -> None:
+    ) -> Event:
         """A checkpoint that is durable, by its path within the run's folder, and for how long training waited."""
-        self._write(
+        return self._write(
             "checkpoint",
             step=step,
             path=path.relative_to(self.path.parent).as_posix(),
@@ -101,9 +152,9 @@ class MetricsWriter:
         exact_match: float | None,
         json_valid: float | None,
         loss: float | None,
-    ) -> None:
+    ) -> Event:
         """One model on the test split; null for a measure that was not taken."""
-        self._write("test", model=model, exact_match=exact_match, json_valid=json_valid, loss=loss)
+        return self._write("test", model=model, exact_match=exact_match, json_valid=json_valid, loss=loss)
 
     def sync(self) -> None:
         """Wait until every event written so far is on the disk.
@@ -158,8 +209,8 @@ class MetricsWriter:
     ) -> None:
         self.close()
 
-    def _write(self, event: str, **values: object) -> None:
-        record = {"event": event, **{name: _finite(value) for name, value in values.items()}}
+    def _write(self, event: str, **values: object) -> Event:
+        record: Event = {"event": event, **{name: as_json(value) for name, value in values.items()}}
         had_trouble = bool(self._pending)
         with self._lock:
             self._pending += (json.dumps(record, allow_nan=False) + "\n").encode()
@@ -168,6 +219,7 @@ class MetricsWriter:
                 self._write_pending()
         elif (error := self._try_pending()) and not had_trouble:
             _log.warning("%s: %s; its lines are kept in memory meanwhile", self.path, describe_os_error(error))
+        return record
 
     def _try_pending(self) -> OSError | None:
         try:
@@ -185,140 +237,19 @@ class MetricsWriter:
                 self._pending = self._pending[self._file.write(self._pending) :]
 
 
-class RunRecord:
-    """run.json: what a run was, on what, and how it ended; replaced whole at each change.
-
-    Only what is passed in by name gets here: no environment, no arguments, nothing that could be a secret.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._values: dict[str, Any] = {}
-
-    def start(
-        self,
-        *,
-        world_size: int,
-        processes_started: int,
-        launcher: str,
-        backend: str | None,
-        global_batch: Mapping[str, Any],
-        fallbacks: list[dict[str, str]],
-        fingerprints: Mapping[str, str],
-        started_with: Mapping[str, Any] | None = None,
-        resume_changes: Sequence[Mapping[str, str]] = (),
-    ) -> None:
-        """Write the record of a run that begins or goes on. Times of starts, and what they changed, are kept.
-
-        Args:
-            world_size: processes that train together.
-            processes_started: processes of the launch; more than world_size where one of them goes on alone.
-            launcher: what started them.
-            backend: that of the process group; None for a single process.
-            global_batch: how the global batch is made up, for example batch_size, world_size, accumulation.
-            fallbacks: what `Fallbacks.as_records` gives.
-            fingerprints: digests by name, for example of the data and the configuration.
-            started_with: what the next start is compared with.
-            resume_changes: what this start changed of the curve, by `resume.allow`; added to that of earlier starts.
-
-        Raises:
-            RunFailedError: the disk refused.
-        """
-        earlier = read_run_record(self.path) or {}
-        starts, changes = (_list(earlier.get(name)) for name in ("starts", "resume_changes"))
-        now = _now()
-        self._values = {
-            "status": "running",
-            "world_size": world_size,
-            "processes_started": processes_started,
-            "launcher": launcher,
-            "backend": backend,
-            "global_batch": dict(global_batch),
-            "fallbacks": fallbacks,
-            "versions": read_versions(),
-            "fingerprints": dict(fingerprints),
-            "starts": [*starts, now],
-            "started_with": dict(started_with) if started_with is not None else None,
-            "resume_changes": [*changes, *({"at": now, **change} for change in resume_changes)],
-            "finished": None,
-            "result": None,
-        }
-        self._save()
-
-    def update(self, **values: Any) -> None:
-        """Change fields that `start` wrote.
-
-        Raises:
-            KeyError: there is no such field.
-            RunFailedError: the disk refused.
-        """
-        unknown = values.keys() - self._values.keys()
-        if unknown:
-            raise KeyError(f"run.json has no field {sorted(unknown)}")
-        self._values |= values
-        self._save()
-
-    def finish(self, status: Status, result: Mapping[str, Any] | None = None) -> None:
-        """Note how the run ended, when, and with what.
-
-        Raises:
-            RunFailedError: the disk refused.
-        """
-        self.update(status=status, finished=_now(), result=dict(result) if result is not None else None)
-
-    def _save(self) -> None:
-        data = json.dumps(_finite(self._values), indent=2, allow_nan=False) + "\n"
-        with disk_failures_end_the_run("Writing", self.path):
-            replace_file(self.path, data.encode())
-
-
-def read_run_record(path: Path) -> dict[str, Any] | None:
-    """What run.json says; None where it is missing, empty or torn, with a warning in the latter cases."""
-    try:
-        record = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        _log.warning("%s cannot be read and is written anew: %s", path, error)
-        return None
-    return record if isinstance(record, dict) else None
-
-
-def read_versions() -> dict[str, str]:
-    """Versions of Python, of this package and of those below it, without importing them."""
-    found = {"python": platform.python_version(), "finetune": finetune.__version__}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def _is_event_up_to(step: int, line: bytes) -> bool:
-    """Whether a line is whole and belongs to a step that is kept. A test has none: it comes last."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    at = record.get("step") if isinstance(record, dict) else None
-    return line.endswith(b"\n") and type(at) is int and at <= step
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _finite(value: object) -> object:
+def as_json(value: object) -> object:
     """A value that JSON can hold: numbers that are not finite become their names."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {name: _finite(inner) for name, inner in value.items()}
+        return {name: as_json(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
+        return [as_json(inner) for inner in value]
     return value
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def _is_event_up_to(step: int, line: bytes) -> bool:
+    """Whether a line is whole and belongs to a step that is kept. A test has none: it comes last."""
+    event = parse_event(line)
+    at = event.get("step") if event is not None else None
+    return type(at) is int and at <= step

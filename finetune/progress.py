@@ -1,4 +1,4 @@
-"""What the user sees of a run: a moving line on a terminal, log lines elsewhere, and a table at the end."""
+"""What the user sees of a run: a live view on a terminal, log lines elsewhere, and a table at the end."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import logging
 import shlex
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from finetune.logs import PACKAGE
+from finetune.metrics_reader import Event
+from finetune.progress_view import RunView
 from finetune.signals import give_up_dead_screens
 from finetune.training.state import Comparison, ModelScores
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
+    from rich.live import Live
     from rich.table import Table
 
 _MAX_ANSWERS = 3
@@ -24,13 +27,13 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingProgress:
-    """Shows how far training is: a moving line on a terminal, elsewhere a log line every `log_every` steps.
+    """Shows how far training is: one view on a terminal, elsewhere a log line every `log_every` steps.
 
     Args:
         total_steps: optimizer steps of the whole run.
         first_step: steps that were done before this start.
         log_every: steps between two lines of the log; the last step always has one.
-        console: where the moving line goes; default: stderr. There is none if that is no terminal.
+        console: where the view goes; default: stderr. There is none if that is no terminal.
     """
 
     def __init__(
@@ -40,21 +43,26 @@ class TrainingProgress:
         self._first = first_step
         self._log_every = log_every
         self._console = console
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
+        self._view = RunView(total_steps)
+        self._view.step = first_step
+        self._live: Live | None = None
         self._moved: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
         self._started = time.monotonic()
 
-    def step(self, *, step: int, epoch: int, loss: float, tokens_per_second: float) -> None:
-        """Show one optimizer step; `step` counts from 1 and `epoch` from 0, as in metrics.jsonl."""
+    def recall(self, events: Iterable[Event]) -> None:
+        """Events of earlier starts, so that the view of a resumed run does not begin anew."""
+        for event in events:
+            self._view.take(event)
+
+    def take(self, event: Event) -> None:
+        """Show an event as it stands in metrics.jsonl."""
         give_up_dead_screens()
-        facts = f"epoch {epoch + 1} · loss {loss:.4f} · {tokens_per_second:,.0f} tokens/s"
-        left = self._seconds_left(step)
-        if step % self._log_every == 0 or step == self._total:
-            text = f"step {step}/{self._total} · {facts} · {_in_words(left)} left"
-            _log.info("%s", text, extra={"is_progress": True})
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=step, facts=f"{facts} · {_in_words(left)} left")
+        self._view.take(event)
+        if event["event"] == "step":
+            step = self._view.step
+            self._view.seconds_left = self._seconds_left(step)
+            if step % self._log_every == 0 or step == self._total:
+                _log.info("%s", self._view.line(), extra={"is_progress": True})
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()
@@ -63,7 +71,7 @@ class TrainingProgress:
 
             console = self._console or Console(stderr=True)
             if console.is_terminal:
-                self._show_bar(console)
+                self._show_view(console)
         return self
 
     def __exit__(
@@ -72,28 +80,26 @@ class TrainingProgress:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
         while self._moved:
             handler, stream = self._moved.pop()
             handler.removeFilter(_is_no_progress)
             handler.setStream(stream)
 
-    def _show_bar(self, console: Console) -> None:
+    def _show_view(self, console: Console) -> None:
         from rich.file_proxy import FileProxy
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.live import Live
 
-        facts = TextColumn("{task.fields[facts]}", markup=False)
-        self._bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(24), facts, console=console)
-        self._task = self._bar.add_task("", total=self._total, completed=self._first, facts="")
-        # What the package logs to the same screen must pass above the moving line, and must not repeat it.
+        self._live = Live(self._view, console=console, refresh_per_second=4)
+        # What the package logs to the same screen must pass above the view, and must not repeat it.
         for handler in logging.getLogger(PACKAGE).handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
                 self._moved.append((handler, handler.stream))
                 handler.setStream(FileProxy(console, handler.stream))
                 handler.addFilter(_is_no_progress)
-        self._bar.start()
+        self._live.start()
 
     def _seconds_left(self, step: int) -> float:
         done = max(step - self._first, 1)
@@ -153,15 +159,6 @@ def _answer_table(rows: list[tuple[str, str]]) -> Table:
 
 def _percent(share: float | None) -> str:
     return "–" if share is None else f"{share:.1%}"
-
-
-def _in_words(seconds: float) -> str:
-    """A span of time with its two largest units."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _is_no_progress(record: logging.LogRecord) -> bool:

@@ -4,12 +4,15 @@ import os
 import re
 import resource
 import signal
+import subprocess
 
 import pytest
 
 import finetune
 from finetune.errors import RunFailedError
-from finetune.metrics import MetricsWriter, RunRecord, read_run_record
+from finetune.metrics import MetricsWriter
+from finetune.metrics_reader import number_in, read_events
+from finetune.run_record import RunRecord, read_run_record
 
 STEP = {
     "step": 12, "epoch": 0, "loss": 1.23, "learning_rate": 3e-4, "grad_norm": 0.8,
@@ -52,6 +55,42 @@ def test_events_have_the_shapes_of_the_design(tmp_path):
         {"event": "test", "model": "tuned", "exact_match": 0.93, "json_valid": 0.99, "loss": 0.2},
     ]
     assert path.read_text().startswith('{"event": "step", "step": 12, "epoch": 0, "loss": 1.23,')
+
+
+def test_what_is_measured_beside_the_loss_stands_beside_it(tmp_path):
+    validation = {"step": 12, "epoch": 0, "loss": 0.6, "standard_error": 0.1, "num_targets": 9}
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        metrics.step(**STEP, figures={"reward_margin": 0.25})
+        metrics.validation(**validation, figures={"reward_margin": float("nan")})
+    assert read(metrics.path) == [
+        {"event": "step", **STEP, "reward_margin": 0.25},
+        {"event": "validation", **validation, "reward_margin": "NaN"},
+    ]
+
+
+def test_what_steps_took_and_warnings_have_the_shapes_of_the_docs(tmp_path):
+    took = {"step": 10, "seconds": 1.5, "tokens_per_second": 900.1, "host_memory": 5 * 10**8}
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        assert metrics.resources(**took) == {"event": "resources", **took}
+        metrics.resources(**took, device_memory=7, data_wait_share=0.123456, slowest_rank_share=0.0)
+        metrics.warning(step=10, kind="flat", text="the loss is flat")
+    assert read(metrics.path) == [
+        {"event": "resources", **took},
+        {"event": "resources", **took, "device_memory": 7, "data_wait_share": 0.1235, "slowest_rank_share": 0.0},
+        {"event": "warning", "step": 10, "kind": "flat", "text": "the loss is flat"},
+    ]
+
+
+def test_events_are_read_back_and_what_is_torn_is_passed_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert read_events(path) == []
+    with MetricsWriter(path) as metrics:
+        event = metrics.step(**STEP | {"loss": float("inf")})
+    with path.open("ab") as file:
+        file.write(b'\x00\n[1]\n{"event": 1}\n{"event": "st')
+    assert read_events(path) == [event]
+    figures = [number_in(event, name) for name in ("loss", "step", "event", "no_such")]
+    assert figures == [float("inf"), 12.0, None, None]
 
 
 def test_each_line_can_be_read_before_the_next(tmp_path):
@@ -141,6 +180,32 @@ def test_the_record_says_what_ran_on_what_and_how_it_ended(tmp_path, monkeypatch
     assert "hf_very_secret" not in record.path.read_text()
     with pytest.raises(KeyError, match="colour"):
         record.update(colour="blue")
+
+
+def test_the_record_names_the_commit_and_whether_it_was_changed(tmp_path, monkeypatch):
+    def git(*words):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    def recorded():
+        record = RunRecord(tmp_path / "run.json")
+        record.start(**START)
+        return strict(record.path.read_text())["git_commit"]
+
+    monkeypatch.chdir(tmp_path)
+    assert recorded() is None
+    git("init", "--quiet")
+    assert recorded() is None, "there is no commit yet"
+    (tmp_path / "recipe.py").write_text("one")
+    git("add", "recipe.py")
+    git("commit", "--quiet", "-m", "first")
+    git("tag", "a-name-that-is-no-commit")
+    commit = git("rev-parse", "HEAD").strip()
+    assert recorded() == commit  # run.json itself is not tracked
+    (tmp_path / "recipe.py").write_text("two")
+    assert recorded() == f"{commit}-dirty"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert recorded() is None
 
 
 def test_a_run_that_goes_on_keeps_the_times_of_its_starts(tmp_path):

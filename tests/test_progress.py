@@ -19,10 +19,14 @@ def package_log(caplog, monkeypatch):
     return caplog
 
 
+def event(step, epoch, loss, tokens_per_second):
+    return {"event": "step", "step": step, "epoch": epoch, "loss": loss, "tokens_per_second": tokens_per_second}
+
+
 def run(progress, steps):
     with progress:
         for step in steps:
-            progress.step(step=step, epoch=0, loss=1.23456, tokens_per_second=1900.4)
+            progress.take(event(step, 0, 1.23456, 1900.4))
 
 
 def test_without_a_terminal_the_log_gets_a_line_now_and_then(package_log, capsys):
@@ -40,7 +44,7 @@ def test_time_left_counts_the_steps_of_this_start_only(package_log, monkeypatch)
     assert package_log.messages == ["step 110/130 · epoch 1 · loss 1.2346 · 1,900 tokens/s · 6 min 40 s left"]
 
 
-def test_a_terminal_sees_a_moving_line_with_the_log_above_it(monkeypatch, capsys):
+def test_a_terminal_sees_one_view_with_the_log_above_it(monkeypatch, capsys):
     logger = logging.getLogger("finetune")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", False)
@@ -52,12 +56,13 @@ def test_a_terminal_sees_a_moving_line_with_the_log_above_it(monkeypatch, capsys
     progress = TrainingProgress(20, log_every=5, console=Console(file=screen, force_terminal=True, width=120))
     with progress:
         for step in range(1, 21):
-            progress.step(step=step, epoch=1, loss=0.5, tokens_per_second=1000)
+            progress.take(event(step, 1, 0.5, 1000))
         logger.warning("a row was cut")
     logger.warning("afterwards")
     shown = screen.getvalue()
-    assert "20/20" in shown
-    assert "epoch 2 · loss 0.5000 · 1,000 tokens/s" in shown
+    assert "20/20 · epoch 2 · " in shown
+    assert "0.5000 · level, +0.0% over 10 steps" in shown
+    assert "1,000 tokens/s" in shown
     assert shown.count("a row was cut") == 1
     assert "WARNING finetune: a row was cut\n" in shown
     assert "step 5/20" not in shown

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.in_process import run_finetune, run_script
 from tests.launches import REPOSITORY, free_port, run_launched
 from tests.tiny_runs import write_base, write_rows
 
 RECIPES = REPOSITORY / "recipes"
+TRIED_IN = {
+    **dict.fromkeys(["finetune_lora", "finetune_full", "debug_single_gpu", "pretrain_tiny"], "test_recipes.py"),
+    **dict.fromkeys(["make_tiny_corpus", "make_orders"], "test_recipes.py"),
+    **dict.fromkeys(["train_ddp_standalone", "train_ddp_torchrun"], "test_recipes.py"),
+    "finetune_new_tokens": "methods/test_method_recipes.py",
+    "finetune_preferences": "methods/test_preference_runs.py",
+    "finetune_qlora": "methods/test_quantized.py",
+}
 TINY = ["training.max_steps=2", "training.batch_size=4", "testing.max_new_tokens=4", "testing.num_samples=1"]
 
 
@@ -28,8 +38,8 @@ def steps_in(folder: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", ["finetune_lora", "finetune_full", "debug_single_gpu"])
-def test_a_recipe_runs_under_python(tmp_path, words, name):
-    done = run_launched("python", [RECIPES / f"{name}.py", *words, f"output_dir={tmp_path / 'run'}"])
+def test_a_recipe_runs(tmp_path, words, name):
+    done = run_script(RECIPES / f"{name}.py", [*words, f"output_dir={tmp_path / 'run'}"])
     assert done.returncode == 0, done.stdout
     assert len(steps_in(tmp_path / "run")) == 2
     assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "completed"
@@ -38,6 +48,12 @@ def test_a_recipe_runs_under_python(tmp_path, words, name):
     if name == "debug_single_gpu":
         assert "micro-batch 0: " in done.stdout
         assert "targets, on cpu; it begins: " in done.stdout
+
+
+def test_every_recipe_runs_in_a_test():
+    assert set(TRIED_IN) == {path.stem for path in RECIPES.glob("*.py")}
+    for name, file in TRIED_IN.items():
+        assert re.search(rf"\b{name}\b", (REPOSITORY / "tests" / file).read_text()), f"{file} does not start {name}"
 
 
 @pytest.mark.launch
@@ -69,17 +85,16 @@ def test_the_guides_scripts_train_as_two_processes_and_test_on_rank_0(tmp_path, 
     assert done.stdout.count("Training and testing completed successfully!") == 1
     assert done.stdout.count("Next: finetune generate") == 1
 
-    again = run_launched(launcher, recipe)
-    assert again.returncode != 0
-    assert "holds a run already" in again.stdout
-    assert "resume=auto" in again.stdout
     if launcher == "python":  # torchrun ends with a code and a traceback of its own
+        again = run_launched(launcher, recipe)
+        assert "holds a run already" in again.stdout
+        assert "resume=auto" in again.stdout
         assert again.returncode == 2
         assert "Traceback" not in again.stdout
 
 
 def test_the_guides_script_for_torchrun_runs_alone_too(tmp_path, words):
-    done = run_launched("python", [RECIPES / "train_ddp_torchrun.py", *words, f"output_dir={tmp_path / 'run'}"])
+    done = run_script(RECIPES / "train_ddp_torchrun.py", [*words, f"output_dir={tmp_path / 'run'}"])
     assert done.returncode == 0, done.stdout
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert (record["status"], record["world_size"]) == ("completed", 1)
@@ -88,8 +103,8 @@ def test_the_guides_script_for_torchrun_runs_alone_too(tmp_path, words):
 def test_debug_shows_the_traceback_of_a_user_s_mistake(tmp_path, words):
     broken = tmp_path / "broken.jsonl"
     broken.write_text("{no json\n")
-    recipe = [RECIPES / "debug_single_gpu.py", *words, f"output_dir={tmp_path / 'run'}", f"data.path={broken}"]
-    done = run_launched("python", recipe)
+    own = [f"output_dir={tmp_path / 'run'}", f"data.path={broken}"]
+    done = run_script(RECIPES / "debug_single_gpu.py", [*words, *own])
     assert done.returncode == 2
     assert "Traceback" in done.stdout
     assert "broken.jsonl:1" in done.stdout
@@ -106,12 +121,13 @@ def test_the_recipe_to_learn_from_is_short_and_has_no_loop_no_number_and_no_torc
     assert len((RECIPES / "finetune_lora.py").read_text().splitlines()) <= 50
 
 
-def test_phi_tiny_is_made_by_its_scripts(tmp_path):
+def test_phi_tiny_is_made_by_its_scripts(tmp_path, monkeypatch):
     """At a size that proves nothing about the model, but that every stage hands the next what it needs."""
-    text = run_launched("python", [RECIPES / "make_tiny_corpus.py", "runs/phi_tiny_text", "--rows", "64"], cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    text = run_script(RECIPES / "make_tiny_corpus.py", ["runs/phi_tiny_text", "--rows", "64"])
     assert text.returncode == 0, text.stdout
     tiny = ["training.max_steps=2", "data.max_rows=32", f"data.cache_dir={tmp_path / 'cache'}"]
-    done = run_launched("python", [RECIPES / "pretrain_tiny.py", *tiny], cwd=tmp_path)
+    done = run_script(RECIPES / "pretrain_tiny.py", tiny)
     assert done.returncode == 0, done.stdout
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -124,7 +140,7 @@ def test_phi_tiny_is_made_by_its_scripts(tmp_path):
 
 
 def test_orders_is_made_by_its_script_byte_for_byte(tmp_path):
-    done = run_launched("python", [RECIPES / "make_orders.py", tmp_path])
+    done = run_script(RECIPES / "make_orders.py", [tmp_path])
     assert done.returncode == 0, done.stdout
     shipped = {path.name: path.read_bytes() for path in (REPOSITORY / "finetune/assets/orders").glob("*.jsonl")}
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.jsonl")} == shipped
@@ -153,11 +169,11 @@ def test_no_name_item_or_place_of_the_test_split_occurs_in_training():
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_a_finished_bf16_run_measures_the_same_again(tmp_path, words, method):
     run = [*words, f"output_dir={tmp_path / 'run'}", f"training.method={method}", "training.precision=bf16"]
-    done = run_launched("python", ["-m", "finetune", "train", *run])
+    done = run_finetune("train", *run)
     assert done.returncode == 0, done.stdout
     events = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = {event["model"]: f"{event['loss']:.4f}" for event in events if event["event"] == "test"}
     assert set(losses) == ({"base", "tuned"} if method == "lora" else {"tuned"})
-    again = run_launched("python", ["-m", "finetune", "evaluate", tmp_path / "run"])
+    again = run_finetune("evaluate", tmp_path / "run")
     assert again.returncode == 0, again.stdout
     assert all(loss in again.stdout for loss in losses.values()), (losses, again.stdout)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from finetune.config.tracker_packages import refuse_missing_trackers
 from finetune.distributed.accelerate_command import read_accelerate_command
 from finetune.distributed.ddp_init import (
     cleanup_ddp,
@@ -60,6 +61,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
 
     Raises:
         CheckpointError: the folder holds another run.
+        ConfigError: a tracker of `training.trackers` is not installed where rank 0 runs.
         LaunchError: the launcher, the configuration and Accelerate do not describe the same world.
         SystemExit: this process only started others, or rank 0 goes on alone (`LeftToMain`).
     """
@@ -106,6 +108,8 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
             runtime.refuse_differences("the configuration", _digest(config))
             _record_other_device(wish, runtime)
             _record_output_device(config, runtime)
+            if trains and runtime.is_main_process:
+                refuse_missing_trackers(config)
             yield runtime
         except BaseException as error:
             # A launcher sends SIGTERM to the ranks that outlive another: it must not cut short what they write now.

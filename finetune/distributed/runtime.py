@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 
 from finetune import __version__
@@ -453,6 +455,29 @@ def forget_accelerate() -> None:
     """Accelerate's state is process-wide: in it the first caller's arguments would win for ever."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def open_tracker(name: str, folder: Path, run: str, *, first_step: int) -> Any:
+    """One of Accelerate's trackers, started: it has `log`, `store_init_configuration` and `finish`.
+
+    Args:
+        name: as Accelerate calls it.
+        folder: for what TensorBoard and wandb write.
+        run: what it calls the run.
+        first_step: steps that were done before; what TensorBoard has behind them is taken back.
+    """
+    if name in ("tensorboard", "wandb"):  # the others have places of their own
+        folder.mkdir(exist_ok=True)
+    settings: dict[str, dict[str, Any]] = {
+        "tensorboard": {"logging_dir": str(folder), "run_name": name, "purge_step": first_step + 1},
+        "wandb": {"run_name": "finetune", "name": run, "dir": str(folder)},
+        "trackio": {"run_name": "finetune", "name": run},
+        "mlflow": {"experiment_name": "finetune", "run_name": run},
+    }
+    tracker = LOGGER_TYPE_TO_CLASS[name](**settings[name])
+    if hasattr(tracker, "start"):  # older ones start when they are made
+        tracker.start()
+    return tracker
 
 
 def _resolve_precision(wish: Literal["auto", "fp32", "bf16"], device: torch.device) -> Precision:

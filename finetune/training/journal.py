@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +15,19 @@ from finetune.config.compose import resolved_yaml
 from finetune.durable import disk_failures_end_the_run, replace_file
 from finetune.errors import PreemptedError, RunFailedError
 from finetune.logs import log_only_to, log_to_file, stop_logging_to
-from finetune.metrics import MetricsWriter, RunRecord
+from finetune.metrics import MetricsWriter
+from finetune.metrics_reader import Event, read_events
 from finetune.progress import TrainingProgress, show_what_next, shown_folder
 from finetune.run_folder import RunFolder
+from finetune.run_record import RunRecord
+from finetune.training.curve_warnings import CurveWarnings
 from finetune.training.evaluate import LossSums
+from finetune.training.interval import Interval
 from finetune.training.resume import accepted_changes, record_of_start, refuse_other_global_batch
 from finetune.training.saver import Saved, Saver
 from finetune.training.state import Comparison, TrainerState
 from finetune.training.step import StepResult
+from finetune.training.trackers import Trackers
 
 if TYPE_CHECKING:
     from finetune.checkpoint import Snapshot
@@ -69,6 +74,10 @@ class Journal:
         self._log_every = config.training.log_every
         self._max_skipped_steps = config.training.max_skipped_steps
         self._progress: TrainingProgress | None = None
+        self._num_steps = 0
+        self._interval = Interval()
+        self._warnings = CurveWarnings()
+        self._trackers = Trackers(config, self.folder, fallbacks)
         self._last_step_at = time.monotonic()
         self._metrics = MetricsWriter(
             self.folder.metrics_file, outlasts_disk=config.checkpoint.on_disk_failure == "continue"
@@ -107,24 +116,51 @@ class Journal:
     def start_training(self, state: TrainerState, num_steps: int) -> None:
         """Training goes on from `state`: what metrics.jsonl holds behind it will be written again."""
         self._metrics.cut_behind(state.step)
+        earlier = read_events(self.folder.metrics_file)
         self.result["num_skipped_steps"] = state.num_skipped_steps
+        self._record.update(num_steps=num_steps)
+        self._num_steps = num_steps
+        for event in earlier:
+            self._warnings.take(event)
+        self._trackers.start(first_step=state.step)
         self._progress = TrainingProgress(num_steps, first_step=state.step, log_every=self._log_every)
+        self._progress.recall(earlier)
         self._progress.__enter__()
         self._last_step_at = time.monotonic()
 
-    def step(self, state: TrainerState, result: StepResult) -> None:
-        """One optimizer step is done; `state` is the one after it."""
+    def step(
+        self,
+        state: TrainerState,
+        result: StepResult,
+        *,
+        data_wait_seconds: float | None = None,
+        rank_seconds: Sequence[float] = (),
+    ) -> None:
+        """One optimizer step is done; `state` is the one after it. For the other arguments see `Interval.add`."""
         now = time.monotonic()
-        tokens_per_second = result.num_tokens / max(now - self._last_step_at, 1e-9)
+        seconds = max(now - self._last_step_at, 1e-9)
         self._last_step_at = now
         self._num_tokens += result.num_tokens
         self._num_computed += result.num_computed
-        epoch = _epoch_of_last_step(state)
-        figures = result._asdict()
-        del figures["num_told_to_stop"]  # an affair of the processes: a resumed run's file is that of a whole one
-        del figures["not_finite"]
-        figures |= {"tokens_per_second": tokens_per_second, "is_skipped": result.is_skipped}
-        self._metrics.step(step=state.step, epoch=epoch, **figures)
+        self._interval.add(
+            seconds=seconds,
+            num_tokens=result.num_tokens,
+            data_wait_seconds=data_wait_seconds,
+            rank_seconds=rank_seconds,
+        )
+        event = self._metrics.step(
+            step=state.step,
+            epoch=_epoch_of_last_step(state),
+            loss=result.loss,
+            learning_rate=result.learning_rate,
+            grad_norm=result.grad_norm,
+            num_targets=result.num_targets,
+            num_tokens=result.num_tokens,
+            num_computed=result.num_computed,
+            tokens_per_second=result.num_tokens / seconds,
+            is_skipped=result.is_skipped,
+            figures=result.figures,
+        )
         if result.is_skipped:
             self.result["num_skipped_steps"] = state.num_skipped_steps
             _log.warning(
@@ -135,19 +171,33 @@ class Journal:
                 self._max_skipped_steps,
                 result.not_finite,
             )
-        if self._progress is not None:
-            self._progress.step(step=state.step, epoch=epoch, loss=result.loss, tokens_per_second=tokens_per_second)
+        self._tell(event)
+        if state.step % self._log_every == 0 or state.step == self._num_steps:
+            interval, self._interval = self._interval, Interval()
+            self._tell(self._metrics.resources(step=state.step, **interval.figures()))
 
-    def validation(self, state: TrainerState, sums: LossSums) -> None:
-        """The validation split was measured after a step."""
-        epoch = _epoch_of_last_step(state)
-        self._metrics.validation(
+    def _tell(self, event: Event) -> None:
+        """Pass on what metrics.jsonl was told, and say what it gives cause to."""
+        for listener in (self._progress, self._trackers):
+            if listener is not None:
+                listener.take(event)
+        for kind, text in self._warnings.take(event):
+            _log.warning("step %d: %s", event["step"], text)
+            self._tell(self._metrics.warning(step=event["step"], kind=kind, text=text))
+
+    def validation(self, state: TrainerState, sums: LossSums, *, figures: Mapping[str, float] | None = None) -> None:
+        """The validation split was measured after a step; `figures` are what was measured beside the loss."""
+        if figures:
+            self.result["validation_figures"] = dict(figures)
+        event = self._metrics.validation(
             step=state.step,
-            epoch=epoch,
+            epoch=_epoch_of_last_step(state),
             loss=sums.loss,
             standard_error=sums.standard_error,
             num_targets=int(sums.num_targets),
+            figures=figures or {},
         )
+        self._tell(event)
         self._last_step_at = time.monotonic()  # a step's speed is its own
 
     def save(self, snapshot: Snapshot, *, best: int | None) -> None:
@@ -176,11 +226,12 @@ class Journal:
             self._progress = None
 
     def test(self, comparison: Comparison) -> None:
-        """The test phase is done."""
+        """The test phase is done; run.json keeps the answers of both models beside their scores."""
         self._example_prompt = next((answer.prompt for answer in comparison.answers), None)
+        self.result["answers"] = [asdict(answer) for answer in comparison.answers]
         for name, scores in (("base", comparison.base), ("tuned", comparison.tuned)):
             if scores is not None:
-                self._metrics.test(model="base" if name == "base" else "tuned", **asdict(scores))
+                self._tell(self._metrics.test(model="base" if name == "base" else "tuned", **asdict(scores)))
                 self.result[f"test_{name}"] = asdict(scores)
 
     def close(self, error: BaseException | None) -> None:
@@ -191,6 +242,7 @@ class Journal:
         try:
             self._note_saved(self._saver.close(error))
             self.end_training()
+            self._trackers.close()
             status = _status(error)
             self._record.update(fallbacks=self._fallbacks.as_records())
             if status == "preempted":
@@ -215,13 +267,14 @@ class Journal:
 
     def _note_saved(self, saved: list[Saved]) -> None:
         for one in saved:
-            self._metrics.checkpoint(
+            event = self._metrics.checkpoint(
                 step=one.step,
                 path=one.path,
                 num_bytes=one.num_bytes,
                 blocked_seconds=round(one.blocked_seconds, 6),
                 write_seconds=round(one.write_seconds, 6),
             )
+            self._tell(event)
             self._saving["checkpoints"] += 1
             self._saving["blocked_seconds"] += one.blocked_seconds
             self._saving["write_seconds"] += one.write_seconds

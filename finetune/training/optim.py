@@ -11,37 +11,66 @@ import torch
 
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, is_allowed_object
 from finetune.errors import ConfigError
+from finetune.model.pissa import is_half_frozen
 
 if TYPE_CHECKING:
     from finetune.config.schema import OptimSection
+
+_RATIO = "ratio_to_learning_rate"
+"""Of a group of weights; the optimizer keeps it and does not look at it."""
 
 
 def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.optim.Optimizer:
     """Build the optimizer over the model's trainable weights; vectors (biases, norms) do not decay.
 
     Raises:
-        ConfigError: no such class in the allowed modules, or arguments that it does not take.
+        ConfigError: no such class in the allowed modules, arguments that it does not take, or weights that the section
+            does not suit.
     """
     optimizer_class: Any = resolve_optimizer(section.optimizer)
-    trainable = trainable_parameters(model)
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": section.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups = _groups(model, section)
     if "weight_decay" not in inspect.signature(optimizer_class).parameters:
         if section.weight_decay:
             raise ConfigError(
                 f"{section.optimizer} has no weight decay. Set optim.weight_decay=0, or choose torch.optim.AdamW."
             )
-        groups = [{"params": trainable}]
+        for group in groups:
+            del group["weight_decay"]
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in section.args.items()}
     try:
-        optimizer: torch.optim.Optimizer = optimizer_class(
-            [group for group in groups if group["params"]], lr=section.learning_rate, **arguments
-        )
+        optimizer: torch.optim.Optimizer = optimizer_class(groups, lr=section.learning_rate, **arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{section.optimizer} cannot be built with optim.args {section.args}: {error}.") from error
     return optimizer
+
+
+def _groups(model: torch.nn.Module, section: OptimSection) -> list[dict[str, Any]]:
+    """Groups of weights with one decay and one rate; with LoRA+ the matrices B are a group of their own.
+
+    Raises:
+        ConfigError: the section asks for what these weights cannot have.
+    """
+    ratio, decay = section.lora_plus_ratio, section.weight_decay
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    second = [weight for name, weight in trained.items() if ".lora_B." in name] if ratio != 1 else []
+    if ratio != 1 and not second:
+        raise ConfigError(
+            f"optim.lora_plus_ratio is {ratio:g}, but nothing that trains is the second matrix of a LoRA adapter. "
+            "Remove it, or train one (training.method=lora)."
+        )
+    if decay and any(is_half_frozen(weight) for weight in trained.values()):
+        raise ConfigError(
+            f"optim.weight_decay is {decay:g}, which would shrink what lora.init=pissa keeps of the base. "
+            "Set optim.weight_decay=0, or lora.init=default."
+        )
+    faster = {id(weight) for weight in second}
+    others = [weight for weight in trained.values() if id(weight) not in faster]
+    groups = [
+        {"params": [p for p in others if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+        {"params": second, "weight_decay": decay, "lr": section.learning_rate * ratio, _RATIO: ratio},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
@@ -86,13 +115,14 @@ def learning_rate_at(step: int, num_steps: int, section: OptimSection) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the rate of every group."""
+    """Set the rate of every group, times the group's own ratio where it has one (`optim.lora_plus_ratio`)."""
     for group in optimizer.param_groups:
+        rate = learning_rate * group.get(_RATIO, 1.0)
         # A tensor rate (capturable optimizers) keeps its identity.
         if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(learning_rate)
+            group["lr"].fill_(rate)
         else:
-            group["lr"] = learning_rate
+            group["lr"] = rate
 
 
 def trainable_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
 from finetune.data.batches import EMPTY_MICROBATCH, Microbatch, derived_seed
+from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import summed_cross_entropy
 from finetune.errors import DataError, RunFailedError
 from finetune.training.optim import set_learning_rate, trainable_parameters
+
+
+@dataclass(frozen=True)
+class LossWithFigures:
+    """A loss function that sums more over the targets than the loss."""
+
+    sums: LossFunction
+    """(model, micro-batch) to shape (1 + names,): the loss, which can be differentiated, then the figures."""
+    names: tuple[str, ...]
+
+    def __call__(self, model: torch.nn.Module, microbatch: Any) -> torch.Tensor:
+        """All sums."""
+        return self.sums(model, microbatch)
 
 
 class StepResult(NamedTuple):
@@ -32,6 +49,10 @@ class StepResult(NamedTuple):
     """Ranks that a signal had told to stop before this step: the same number on all."""
     not_finite: str = ""
     """Why the step made no update, in words that are the same on all ranks; empty where it made one."""
+    rank_seconds: tuple[float, ...] = ()
+    """For how long each rank computed on its own, without waiting for another; empty in a world of one."""
+    figures: Mapping[str, float] = MappingProxyType({})
+    """The mean over the targets of what else the loss function summed, by name."""
 
     @property
     def is_skipped(self) -> bool:
@@ -49,6 +70,7 @@ def train_step(
     learning_rate: float,
     max_grad_norm: float | None,
     seed: int,
+    compute: LossFunction = summed_cross_entropy,
 ) -> StepResult:
     """From this rank's share of a global batch to updated weights.
 
@@ -68,56 +90,118 @@ def train_step(
         learning_rate: of this step.
         max_grad_norm: see `Runtime.clip_grad_norm`.
         seed: of the run.
+        compute: the loss summed over a micro-batch's targets, perhaps with figures.
 
     Raises:
         DataError: the whole global batch has no target token.
         PeerFailedError: another rank's part failed beside training; that rank raises its own error.
         RunFailedError: trained weights are not finite themselves, so that no later step can be.
     """
-    parameters = trainable_parameters(model)
-
-    counts = [sum(counts) for counts in zip(*(_counts(m) for _, m in microbatches), strict=True)] or [0, 0, 0]
-    # Whether a rank was told to stop, or failed beside training, travels along: all ranks then know it in the same
-    # step, at no cost.
-    flags = [int(runtime.is_told_to_stop), int(runtime.has_failed_beside)]
-    sums = map(int, runtime.sum([*counts, len(microbatches), *flags]))
-    num_targets, num_tokens, num_computed, num_microbatches, num_told, num_failed = sums
-    if num_failed:
+    batch = _count(runtime, microbatches)
+    if batch.num_failed_beside:
         runtime.agree_on_failure_beside()
-    if num_targets == 0:
+    if batch.num_targets == 0:
         raise DataError(
             f"no row of step {step} has a target token. See how the rows are encoded, or raise data.max_length."
         )
-
     share = list(microbatches)
     if runtime.needs_even_shares:
-        rounds = math.ceil(num_microbatches / runtime.world_size)
-        share += [(num_microbatches, EMPTY_MICROBATCH)] * (rounds - len(share))
-    loss_sum = 0.0
-    for position, (index, microbatch) in enumerate(share):
-        # Masks belong to the micro-batch, whatever rank computes it and however often the run was resumed.
-        torch.manual_seed(derived_seed(seed, step, index))
-        is_last = position == len(share) - 1
-        summed = runtime.loss(summed_cross_entropy, model, microbatch, is_last=is_last)
-        runtime.backward(summed / num_targets)
-        loss_sum += float(summed.detach())
-    runtime.sync_gradients(parameters)
+        rounds = math.ceil(batch.num_microbatches / runtime.world_size)
+        share += [(batch.num_microbatches, EMPTY_MICROBATCH)] * (rounds - len(share))
+    # Masks belong to the micro-batch, whatever rank computes it and however often the run was resumed.
+    seeded = [(derived_seed(seed, step, index), microbatch) for index, microbatch in share]
+    own = _backpropagate(runtime, model, seeded, compute, batch.num_targets)
 
+    parameters = trainable_parameters(model)
+    runtime.sync_gradients(parameters)
     # An infinite norm makes zeros or NaN of the gradients; it is seen before they reach a weight.
     grad_norm = runtime.clip_grad_norm(parameters, max_grad_norm)
-    # The norm could overflow on one kind of device and not on another: a sum decides, not each rank for itself.
-    total, num_bad_norms = runtime.sum([loss_sum, float(not math.isfinite(grad_norm))])
-    loss = total / num_targets
+    whole = _sum_over_ranks(runtime, own, is_bad_norm=not math.isfinite(grad_norm))
+    loss = whole.loss / batch.num_targets
     not_finite = ""
-    if math.isfinite(loss) and num_bad_norms == 0:
+    if math.isfinite(loss) and not whole.is_bad_norm:
         set_learning_rate(optimizer, learning_rate)
         optimizer.step()
     else:
-        whose = _whose(runtime, not math.isfinite(loss_sum))
+        whose = _whose(runtime, not math.isfinite(own.loss))
         not_finite = f"the loss is {loss}{whose} and the gradient norm {grad_norm}"
         _refuse_broken_weights(runtime, model, f"step {step}: {not_finite}")
     optimizer.zero_grad()
-    return StepResult(loss, grad_norm, learning_rate, num_targets, num_tokens, num_computed, num_told, not_finite)
+    return StepResult(
+        loss=loss,
+        grad_norm=grad_norm,
+        learning_rate=learning_rate,
+        num_targets=batch.num_targets,
+        num_tokens=batch.num_tokens,
+        num_computed=batch.num_computed,
+        num_told_to_stop=batch.num_told_to_stop,
+        not_finite=not_finite,
+        rank_seconds=() if runtime.needs_even_shares else whole.rank_seconds,
+        figures={name: figure / batch.num_targets for name, figure in whole.figures.items()},
+    )
+
+
+class _Counted(NamedTuple):
+    """A global batch, and the ranks that it is for."""
+
+    num_targets: int
+    num_tokens: int
+    num_computed: int
+    num_microbatches: int
+    num_told_to_stop: int
+    num_failed_beside: int
+
+
+def _count(runtime: Runtime, microbatches: Sequence[tuple[int, Microbatch]]) -> _Counted:
+    """Over all ranks. Collective.
+
+    Whether a rank was told to stop, or failed beside training, travels along: all ranks then know it in the same
+    step, at no cost.
+    """
+    counts = [sum(counts) for counts in zip(*(_counts(m) for _, m in microbatches), strict=True)] or [0, 0, 0]
+    flags = [int(runtime.is_told_to_stop), int(runtime.has_failed_beside)]
+    return _Counted(*map(int, runtime.sum([*counts, len(microbatches), *flags])))
+
+
+class _Sums(NamedTuple):
+    """Over the targets of one rank, or of all."""
+
+    loss: float
+    figures: dict[str, float]
+    rank_seconds: tuple[float, ...]
+    is_bad_norm: bool = False
+
+
+def _backpropagate(
+    runtime: Runtime,
+    model: torch.nn.Module,
+    seeded: Sequence[tuple[int, Microbatch]],
+    compute: LossFunction,
+    num_targets: int,
+) -> _Sums:
+    """Forward and backward over this rank's micro-batches, each behind its seed; the gradients add up."""
+    names = compute.names if isinstance(compute, LossWithFigures) else ()
+    sums = [0.0] * (1 + len(names))
+    started = time.perf_counter()
+    for position, (seed, microbatch) in enumerate(seeded):
+        torch.manual_seed(seed)
+        made = runtime.loss(compute, model, microbatch, is_last=position == len(seeded) - 1).reshape(-1)
+        runtime.backward(made[0] / num_targets)
+        sums = [total + more for total, more in zip(sums, made.detach().tolist(), strict=True)]
+    seconds = time.perf_counter() - started
+    return _Sums(sums[0], dict(zip(names, sums[1:], strict=True)), (seconds,))
+
+
+def _sum_over_ranks(runtime: Runtime, own: _Sums, *, is_bad_norm: bool) -> _Sums:
+    """What all ranks have, and how long each took. Collective.
+
+    The norm could overflow on one kind of device and not on another: a sum decides, not each rank for itself.
+    """
+    seconds = [own.rank_seconds[0] * (rank == runtime.rank) for rank in range(runtime.world_size)]
+    loss, num_bad, *others = runtime.sum([own.loss, float(is_bad_norm), *own.figures.values(), *seconds])
+    figures = dict(zip(own.figures, others, strict=False))
+    rank_seconds = tuple(others[len(figures) :]) if runtime.world_size > 1 else ()
+    return _Sums(loss, figures, rank_seconds, bool(num_bad))
 
 
 def _counts(microbatch: Microbatch) -> tuple[int, int, int]:

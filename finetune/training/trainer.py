@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,10 +23,14 @@ from finetune.checkpoint import (
 from finetune.config.compose import resolved_yaml
 from finetune.data.batches import BatchPlan, EvaluationLoader, Microbatch, TrainLoader, pad
 from finetune.data.encode import EncodedExamples, EncodedSplits
+from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
+from finetune.engine.loss import summed_cross_entropy
 from finetune.errors import ConfigError, DataError, FinetuneError, PreemptedError
 from finetune.model.base import checkpoint_gradients, longrope_boundary, max_context
+from finetune.model.embedding_noise import add_embedding_noise
 from finetune.model.lora import without_adapter
+from finetune.model.tokens import agree_on_tokens
 from finetune.progress import show_comparison
 from finetune.run_folder import RunFolder
 from finetune.signals import Terminated, leave_signals_to_parent, no_step_is_left, told_to_stop
@@ -72,6 +77,7 @@ class Trainer:
     Attributes:
         epoch: the epoch that is being trained, or was last, counted from 0.
         journal: on the main process, what the run writes about itself; None on the others.
+        validation_figures: what the last validation measured beside the loss, by name.
 
     Raises:
         ConfigError: model, rows and configuration do not fit each other.
@@ -93,9 +99,12 @@ class Trainer:
         self.splits = splits
         self.epoch = 0
         self.journal: Journal | None = None
+        self._data_wait_seconds = 0.0
         self._last_loss = math.nan
         self._last_validation: LossSums | None = None
+        self.validation_figures: dict[str, float] = {}
         _check_fit(config, model, splits)
+        agree_on_tokens(model, tokenizer)
         runtime.agree_set_up()
         rows = [split.fingerprint for _, split in _named(splits) if split is not None]
         runtime.refuse_differences("the data", "/".join(rows))
@@ -103,6 +112,8 @@ class Trainer:
         if self._has_base_of_its_own and config.resume == "auto":
             self._read_base()
         runtime.place(model)
+        if config.training.neftune_alpha:
+            add_embedding_noise(model, config.training.neftune_alpha)
         self._collate = choose_collation(runtime, config.training, model)
         if config.training.gradient_checkpointing:
             checkpoint_gradients(model)
@@ -340,7 +351,9 @@ class Trainer:
         steps = loader.steps(epoch, first_step)
         for step in itertools.count(epoch * loader.plan.steps_per_epoch + first_step + 1):
             self.runtime.at("data", step)
+            asked = time.monotonic()
             share = next(steps, None)
+            self._data_wait_seconds = time.monotonic() - asked
             if share is None:
                 return
             yield share
@@ -364,14 +377,24 @@ class Trainer:
             learning_rate=learning_rate_at(step, cadence.num_steps, self.config.optim),
             max_grad_norm=self.config.optim.max_grad_norm,
             seed=self.config.seed,
+            compute=self.loss_function,
         )
+
+    @property
+    def loss_function(self) -> LossFunction:
+        """What is summed over a micro-batch's targets and minimised."""
+        return summed_cross_entropy
+
+    def measure(self, loader: EvaluationLoader) -> LossSums:
+        """This rank's part of a validation; cut short where a rank was told to stop. Collective."""
+        return sum_losses(self.runtime, self.model, loader, is_to_stop=self.runtime.is_anyone_told_to_stop)
 
     def _report(self, state: TrainerState, result: StepResult) -> None:
         if not result.is_skipped:
             self._last_loss = result.loss
         if self.journal is None:
             return
-        self.journal.step(state, result)
+        self.journal.step(state, result, data_wait_seconds=self._data_wait_seconds, rank_seconds=result.rank_seconds)
         try:
             self.journal.settle_saves()
         except FinetuneError as error:
@@ -381,14 +404,13 @@ class Trainer:
         """The loss; None if a rank was told to stop meanwhile: what is not whole is not recorded. Collective."""
         runtime = self.runtime
         runtime.at("evaluation", state.step)
-        mine = sum_losses(runtime, self.model, loader, is_to_stop=runtime.is_anyone_told_to_stop)
-        sums = LossSums(*runtime.sum(mine))
+        sums = LossSums(*runtime.sum(self.measure(loader)))
         if sums.num_cut_short:
             return None
         self._last_validation = sums
         _log.info("Validation: loss=%.3f ± %.3f", sums.loss, sums.standard_error)
         if self.journal is not None:
-            self.journal.validation(state, sums)
+            self.journal.validation(state, sums, figures=self.validation_figures)
         return sums.loss
 
     def _save(self, state: TrainerState, optimizer: torch.optim.Optimizer) -> None:

@@ -119,7 +119,8 @@ def test_a_run_leaves_the_promised_folder_and_events(words, tmp_path):
     assert names - {".lock"} == {"config.yaml", "run.json", "metrics.jsonl", "checkpoints", "adapter", "log.txt"}
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-000003", "step-000005"}
     assert {path.name for path in (run / "checkpoints" / "step-000005").iterdir()} == {
-        *("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json", "manifest.json")
+        *("adapter_model.safetensors", "adapter_config.json", "generation_config.json"),
+        *("optimizer.safetensors", "state.json", "manifest.json"),
     }
     adapter = {path.name for path in (run / "adapter").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "chat_template.jinja"} <= adapter
@@ -127,7 +128,7 @@ def test_a_run_leaves_the_promised_folder_and_events(words, tmp_path):
     order = [(event["event"], event.get("step")) for event in events(run)]
     assert [event for event in order if event[0] != "checkpoint"] == [
         *(("step", 1), ("step", 2), ("validation", 2), ("step", 3), ("step", 4), ("validation", 4)),
-        *(("step", 5), ("validation", 5), ("test", None), ("test", None)),
+        *(("step", 5), ("resources", 5), ("validation", 5), ("test", None), ("test", None)),
     ]
     # A thread writes them while training goes on: an event stands where its checkpoint was on the disk.
     assert [event for event in order if event[0] == "checkpoint"] == [("checkpoint", 3), ("checkpoint", 5)]
@@ -294,7 +295,7 @@ def test_without_other_splits_training_alone_is_done(words, tmp_path):
     write_rows(tmp_path / "rows", validation=0, test=0)
     ended = train([*words, f"data.path={tmp_path / 'rows' / 'train.jsonl'}"])
     assert ended.comparison is None
-    assert {event["event"] for event in events(tmp_path / "run")} == {"step", "checkpoint"}
+    assert {event["event"] for event in events(tmp_path / "run")} == {"step", "resources", "checkpoint"}
 
 
 def test_the_test_phase_measures_the_published_weights_and_the_base(words, tmp_path):

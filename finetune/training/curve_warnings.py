@@ -1,0 +1,151 @@
+"""Warnings in words: a loss that is flat or explodes, and a data loader that is the brake.
+
+Every threshold is a figure of the curve's own noise, so that a noisy data set is no alarm; tests hold them against
+made curves.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from typing import NamedTuple
+
+from finetune.metrics_reader import Event, number_in
+
+_WINDOW = 10
+"""Steps that are compared together: the mean of 10 has a third of one step's noise."""
+_FIRST = 5
+"""Steps that stand for the beginning, before training could change much."""
+_EXPLODES_BY = 0.5
+"""A mean that is half as high again as the lowest has lost what was learned ..."""
+_EXPLODES_SIGMAS = 8.0
+"""... if it is also beyond the noise: of thousands of windows the lowest and the highest lie some 7 sigmas apart."""
+_FLAT_AFTER = 100
+"""Steps in which a fine-tuning that learns anything has moved."""
+_FLAT_BY = 0.02
+"""A fall of less than 2% of the loss ..."""
+_FLAT_SIGMAS = 2.0
+"""... or within the noise of the two means, from the first 5 steps and from the first 50 alike."""
+_FLAT_WINDOW = 50
+_FLATS_IN_A_ROW = 2
+"""Windows: a single one may lie high by chance."""
+_WAITS_FROM = 0.2
+"""Waiting a fifth of the time, a run with a faster loader would be 1 / (1 - 0.2) = 1.25 times as fast."""
+_WAITS_IN_A_ROW = 2
+"""Intervals: the first may hold the start of worker processes."""
+_KEPT_DIFFERENCES = 1000
+
+
+class CurveWarning(NamedTuple):
+    """One thing to look at."""
+
+    kind: str
+    """`flat`, `exploding` or `data`."""
+    text: str
+
+
+class CurveWarnings:
+    """Looks at every event of a run, also at those of its earlier starts, and says each thing once."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        self._num_losses = 0
+        self._first: list[float] = []
+        self._begin: list[float] = []
+        self._recent: deque[float] = deque(maxlen=_FLAT_WINDOW)
+        self._differences: deque[float] = deque(maxlen=_KEPT_DIFFERENCES)
+        self._lowest = math.inf
+        self._flats = self._waits = 0
+        self._has_learning_rate = False
+
+    def take(self, event: Event) -> list[CurveWarning]:
+        """What there is to say after this event."""
+        if event["event"] == "warning":
+            self._said.add(str(event.get("kind")))
+        found: CurveWarning | None = None
+        if event["event"] == "step":
+            found = self._after_step(event)
+        elif event["event"] == "resources":
+            found = self._after_interval(event)
+        if found is None or found.kind in self._said:
+            return []
+        self._said.add(found.kind)
+        return [found]
+
+    def _after_step(self, event: Event) -> CurveWarning | None:
+        loss = number_in(event, "loss")
+        if loss is None or not math.isfinite(loss) or event.get("skipped"):
+            return None
+        self._has_learning_rate |= bool(number_in(event, "learning_rate"))
+        if self._recent:
+            self._differences.append(abs(loss - self._recent[-1]))
+        self._recent.append(loss)
+        self._num_losses += 1
+        if len(self._first) < _FIRST:
+            self._first.append(loss)
+        if len(self._begin) < _FLAT_WINDOW:
+            self._begin.append(loss)
+        if self._num_losses < 2 * _WINDOW:
+            return None
+        return self._exploding() or self._flat()
+
+    def _exploding(self) -> CurveWarning | None:
+        recent = statistics.median(list(self._recent)[-_WINDOW:])  # which one bad step does not move
+        before = list(self._recent)[-2 * _WINDOW : -_WINDOW]
+        self._lowest = min(self._lowest, statistics.fmean(before), statistics.fmean(self._first))
+        rise = recent - self._lowest
+        if rise <= _EXPLODES_BY * abs(self._lowest):
+            return None
+        noise = self._noise() * math.sqrt(1 / _WINDOW + 1 / _FIRST)
+        if rise <= _EXPLODES_SIGMAS * noise:
+            return None
+        text = (
+            f"the loss is exploding: {recent:.3g} over the last {_WINDOW} steps, after {self._lowest:.3g}. Lower "
+            "optim.learning_rate, add optim.warmup_steps or set optim.max_grad_norm, and go on from the last good "
+            "checkpoint"
+        )
+        return CurveWarning("exploding", text)
+
+    def _flat(self) -> CurveWarning | None:
+        """Flat means nothing learned since the start; a run that has learned may stay where it is."""
+        if self._num_losses < _FLAT_AFTER or self._num_losses % _FLAT_WINDOW:
+            return None
+        now = statistics.fmean(self._recent)
+        is_moved = self._move(self._first, now) or self._move(self._begin, now)
+        self._flats = 0 if is_moved else self._flats + 1
+        if self._flats < _FLATS_IN_A_ROW:
+            return None
+        why = "optim.learning_rate may be too low" if self._has_learning_rate else "the learning rate is 0"
+        text = (
+            f"the loss is flat: {now:.4g} over the last {len(self._recent)} steps, {statistics.fmean(self._begin):.4g} "
+            f"over the first. {why}, or few of the tokens carry loss: see finetune preview"
+        )
+        return CurveWarning("flat", text)
+
+    def _move(self, before: list[float], now: float) -> bool:
+        """Whether the mean of the last steps is another one than that of `before`, beyond doubt and by enough."""
+        mean = statistics.fmean(before)
+        noise = self._noise() * math.sqrt(1 / len(before) + 1 / len(self._recent))
+        return abs(mean - now) >= max(_FLAT_BY * abs(mean), _FLAT_SIGMAS * noise)
+
+    def _noise(self) -> float:
+        """Standard deviation of one step's loss about the curve, from its differences: 1.4826 x median / sqrt(2).
+
+        The median does not feel the steps in which the curve jumps. Differences of a normal variable have sqrt(2) times
+        its deviation, and a median absolute value 0.6745 times that.
+        """
+        return 1.4826 * statistics.median(self._differences) / math.sqrt(2) if self._differences else 0.0
+
+    def _after_interval(self, event: Event) -> CurveWarning | None:
+        share = number_in(event, "data_wait_share")
+        if share is None:
+            return None
+        self._waits = self._waits + 1 if share > _WAITS_FROM else 0
+        if self._waits < _WAITS_IN_A_ROW:
+            return None
+        text = (
+            f"the data loader is the brake: {share:.0%} of the time is spent waiting for rows. Raise "
+            "training.num_workers (and training.prefetch_factor), or put data on a faster disk"
+        )
+        return CurveWarning("data", text)

@@ -1,0 +1,73 @@
+"""What the steps between two lines of the log took: time, waiting and memory of the main process."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+class Interval:
+    """Adds up steps until somebody asks. No collective: what other ranks did comes with a step's own sums."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._num_tokens = 0
+        self._data_wait: float | None = None
+        self._busy: float | None = None
+        self._slowest = 0.0
+
+    def add(
+        self,
+        *,
+        seconds: float,
+        num_tokens: int,
+        data_wait_seconds: float | None = None,
+        rank_seconds: Sequence[float] = (),
+    ) -> None:
+        """One step.
+
+        Args:
+            seconds: it took on this rank, from the end of the one before.
+            num_tokens: over all ranks.
+            data_wait_seconds: of them, spent waiting for the data loader; None where nobody measured it.
+            rank_seconds: for how long each rank computed on its own; empty in a world of one.
+        """
+        self._seconds += seconds
+        self._num_tokens += num_tokens
+        if data_wait_seconds is not None:
+            self._data_wait = (self._data_wait or 0.0) + data_wait_seconds
+        if len(rank_seconds) > 1:
+            self._busy = (self._busy or 0.0) + sum(rank_seconds) / len(rank_seconds)
+            self._slowest += max(rank_seconds)
+
+    def figures(self) -> dict[str, Any]:
+        """Those of a `resources` event, but for its step."""
+        seconds = max(self._seconds, 1e-9)
+        waits = None if self._data_wait is None else min(self._data_wait / seconds, 1.0)
+        slowest = None if self._busy is None else 1 - self._busy / max(self._slowest, 1e-9)
+        return {
+            "seconds": self._seconds,
+            "tokens_per_second": self._num_tokens / seconds,
+            "host_memory": peak_host_memory(),
+            "device_memory": peak_device_memory(),
+            "data_wait_share": waits,
+            "slowest_rank_share": slowest,
+        }
+
+
+def peak_host_memory() -> int:
+    """The most bytes that this process has held in memory at once (the resident set, so what it shares counts too)."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def peak_device_memory() -> int | None:
+    """The most bytes that torch had allocated on this process's GPU; None where it uses none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    most = int(torch.cuda.max_memory_allocated())  # 0 where this process has not used it
+    return most or None

@@ -1,0 +1,98 @@
+"""The trainer for pairs of answers: everything is the trainer's but the loss, and what lies in a micro-batch."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from finetune.data.batches import EvaluationLoader
+from finetune.data.preferences import EncodedPairs, EncodedPairSplits
+from finetune.distributed.gradients import LossFunction
+from finetune.distributed.runtime import Runtime
+from finetune.errors import ConfigError, DataError
+from finetune.model.base import longrope_boundary
+from finetune.training.evaluate import LossSums
+from finetune.training.preference import FIGURES, put_pairs_together, sum_preference_losses, summed_preferences
+from finetune.training.step import LossWithFigures
+from finetune.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.config.schema import Config
+
+_log = logging.getLogger(__name__)
+
+
+class PreferenceTrainer(Trainer):
+    """Trains an adapter to prefer chosen answers, measured against the base (DPO).
+
+    A row of the batches is a pair, and the loss is nats per pair: log 2 where nothing was learnt.
+
+    Collective: every rank makes one and calls the same methods in the same order.
+
+    Args:
+        runtime: this process's place in the world.
+        config: the whole run.
+        model: a PEFT model, on the CPU.
+        tokenizer: the model's.
+        splits: encoded pairs.
+
+    Raises:
+        ConfigError: there is no adapter to switch off, or it does not start at the base.
+        DataError: a pair whose two sides a LongRoPE model would rotate differently.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: Config,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        splits: EncodedPairSplits,
+    ) -> None:
+        if config.training.method != "lora":
+            raise ConfigError(
+                f"training.method is {config.training.method}, but the reference of DPO is the base with its adapter "
+                "switched off. Set training.method=lora."
+            )
+        if config.lora.start_from is not None:
+            raise ConfigError(
+                f"lora.start_from is {config.lora.start_from}, but the reference of DPO is the base without any "
+                "adapter. Merge that adapter into its base first, and name the merged model in model.path."
+            )
+        for split in (splits.train, splits.validation):
+            _refuse_straddling(split, longrope_boundary(model))
+        super().__init__(runtime, config, model, tokenizer, splits)  # type: ignore[arg-type]  # a row is a pair here
+        self._collate: Any = partial(put_pairs_together, rows=self._collate)
+
+    @property
+    def loss_function(self) -> LossFunction:
+        """See `Trainer.loss_function`."""
+        return LossWithFigures(partial(summed_preferences, beta=self.config.training.dpo_beta), FIGURES)
+
+    def measure(self, loader: EvaluationLoader) -> LossSums:
+        """See `Trainer.measure`."""
+        beta = self.config.training.dpo_beta
+        sums, figures = sum_preference_losses(self.runtime, self.model, loader, beta=beta)
+        num_pairs, num_cut_short, *totals = self.runtime.sum([sums.num_targets, sums.num_cut_short, *figures])
+        if num_pairs and not num_cut_short:
+            self.validation_figures = {name: total / num_pairs for name, total in zip(FIGURES, totals, strict=True)}
+            _log.info(
+                "Validation: %s", ", ".join(f"{name}={mean:.3f}" for name, mean in self.validation_figures.items())
+            )
+        return sums
+
+
+def _refuse_straddling(split: EncodedPairs | None, boundary: int | None) -> None:
+    if split is None or boundary is None:
+        return
+    one, other = split.chosen.lengths <= boundary, split.rejected.lengths <= boundary
+    straddling = (one != other).nonzero()[:, 0].tolist()
+    if straddling:
+        raise DataError(
+            f"{len(straddling)} pairs have one side of at most {boundary} tokens and one that is longer, the first is "
+            f"{split.chosen.source(straddling[0])}: LongRoPE would rotate both with the factors of the longer. Set "
+            f"data.max_length={boundary}, or remove them."
+        )

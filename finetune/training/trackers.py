@@ -1,0 +1,103 @@
+"""The figures of metrics.jsonl in TensorBoard, Weights & Biases, trackio or MLflow too. Main process only."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from finetune.config.compose import resolved_yaml
+from finetune.distributed.runtime import open_tracker
+from finetune.errors import ConfigError
+from finetune.fallbacks import Fallback
+from finetune.metrics_reader import Event
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+    from finetune.fallbacks import Fallbacks
+    from finetune.run_folder import RunFolder
+
+_log = logging.getLogger(__name__)
+_NO_FIGURES = {"event", "step"}
+_FOLDER = "trackers"
+
+
+class Trackers:
+    """Hands events on. A tracker that fails while training goes on is dropped, and that is recorded.
+
+    Args:
+        config: of the run.
+        folder: of the run; trackers that write files write them to its `trackers/`.
+        fallbacks: are told of a tracker that was dropped.
+    """
+
+    def __init__(self, config: Config, folder: RunFolder, fallbacks: Fallbacks) -> None:
+        self._config = config
+        self._folder = folder
+        self._fallbacks = fallbacks
+        self._open: dict[str, Any] = {}
+
+    def start(self, *, first_step: int) -> None:
+        """Open those that the configuration names.
+
+        Raises:
+            ConfigError: one cannot be opened, as where it wants a login.
+        """
+        for name in dict.fromkeys(self._config.training.trackers):
+            try:
+                tracker = open_tracker(name, self._folder.path / _FOLDER, self._folder.path.name, first_step=first_step)
+                if name == "tensorboard":
+                    tracker.log({"config": _as_block(resolved_yaml(self._config))}, step=first_step)
+                else:
+                    tracker.store_init_configuration(_flat(self._config.model_dump(mode="json")))
+            except Exception as error:
+                raise ConfigError(
+                    f"training.trackers: {name} cannot be started: {_in_a_line(error)}. Set it up as its "
+                    "own documentation has it (wandb: WANDB_MODE=offline needs no login), or drop it."
+                ) from error
+            self._open[name] = tracker
+
+    def take(self, event: Event) -> None:
+        """The figures of an event, as `step/loss`, `validation/loss`, `resources/host_memory`, ..."""
+        prefix = f"test_{event.get('model')}" if event["event"] == "test" else event["event"]
+        figures = {
+            f"{prefix}/{name}": value
+            for name, value in event.items()
+            if name not in _NO_FIGURES and isinstance(value, (int, float)) and math.isfinite(value)
+        }
+        for name, tracker in list(self._open.items()) if figures else ():
+            try:
+                tracker.log(figures, step=event.get("step"))
+            except Exception as error:  # theirs are of every kind: a network, a disk, a service
+                del self._open[name]
+                why = f"{_in_a_line(error)}; metrics.jsonl has every figure"
+                self._fallbacks.take(Fallback(what="training.trackers", wanted=name, used="none", why=why))
+
+    def close(self) -> None:
+        """Let each finish what it writes. May be called twice."""
+        for name, tracker in self._open.items():
+            try:
+                tracker.finish()
+            except Exception as error:  # the run is over, and must say how it ended
+                _log.warning("training.trackers: %s could not finish: %s", name, _in_a_line(error))
+        self._open.clear()
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _as_block(text: str) -> str:
+    """Markdown that TensorBoard shows as it stands."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def _flat(values: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Nested values under dotted names, lists and mappings as text: what every tracker takes."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and not above:
+            found |= _flat(value, f"{name}.")
+        else:
+            found[f"{above}{name}"] = value if isinstance(value, (int, float, str)) else str(value)
+    return found

@@ -1,0 +1,39 @@
+"""Fine-tune a LoRA adapter on pairs of answers, one chosen and one rejected (DPO).
+
+Rows are {"prompt": …, "chosen": …, "rejected": …}, texts or lists of turns:
+
+    python recipes/finetune_preferences.py model=phi4_mini data.path=pairs.jsonl
+    torchrun --nproc_per_node 2 recipes/finetune_preferences.py model=phi4_mini data.path=pairs.jsonl
+"""
+
+from finetune import (
+    PreferenceTrainer,
+    add_lora,
+    build_base_model,
+    build_tokenizer,
+    command,
+    encode_preferences,
+    launch,
+    load_config,
+)
+
+
+def main(words: list[str]) -> None:
+    """Train on pairs."""
+    config = load_config(words, task="finetune_preferences")
+
+    with launch(config) as runtime:
+        # Both answers of a pair lie in one micro-batch: the prompt that they share is computed once.
+        tokenizer = build_tokenizer(config.model)
+        splits = encode_preferences(config.data, tokenizer, fallbacks=runtime.fallbacks)
+
+        # The reference is the base itself, with the adapter switched off: no second model.
+        model = add_lora(build_base_model(config.model), config.lora)
+
+        trainer = PreferenceTrainer(runtime, config, model, tokenizer, splits)
+        train_loader, val_loader, _ = trainer.prepare_dataloaders()
+        trainer.run_training(train_loader, val_loader)
+
+
+if __name__ == "__main__":
+    command(main)

@@ -1,0 +1,60 @@
+"""Scripts and commands in the process of the tests: what they write and how they end, without another one's imports."""
+
+from __future__ import annotations
+
+import io
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+from finetune.cli import main
+
+
+class Ended(NamedTuple):
+    """How a script or a command ended."""
+
+    returncode: int
+    stdout: str
+    """Both streams together, as `tests.launches` gives them."""
+    answer: str
+    """Standard output alone."""
+
+
+def run_script(script: Path, words: Sequence[str | Path]) -> Ended:
+    """A script as `python SCRIPT WORDS…` runs it."""
+    arguments, path = [str(script), *map(str, words)], [str(script.parent), *sys.path]
+    with patch.object(sys, "argv", arguments), patch.object(sys, "path", path):
+        return _watch(lambda: runpy.run_path(str(script), run_name="__main__"))
+
+
+def run_finetune(*words: str | Path) -> Ended:
+    """`finetune WORDS…`. Not under launch variables of several processes, where an error ends the whole process."""
+    return _watch(lambda: main(list(map(str, words))))
+
+
+class _Both(io.StringIO):
+    """A stream that writes to another one too."""
+
+    def __init__(self, other: io.StringIO) -> None:
+        super().__init__()
+        self._other = other
+
+    def write(self, text: str) -> int:
+        self._other.write(text)
+        return super().write(text)
+
+
+def _watch(run: Callable[[], object]) -> Ended:
+    screen = io.StringIO()
+    answer = _Both(screen)
+    code = 0
+    with redirect_stdout(answer), redirect_stderr(screen):
+        try:
+            run()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+    return Ended(code, screen.getvalue(), answer.getvalue())

@@ -1,0 +1,154 @@
+"""QLoRA: refused in words where it cannot be; its path on a CPU where bitsandbytes is there."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from finetune import Trainer, add_lora, build_tokenizer, encode_examples, launch, load_config, load_examples
+from finetune.config.schema import LoraSection, ModelSection
+from finetune.errors import ConfigError, ModelError
+from finetune.model.lora import load_adapter
+from finetune.model.quantized import (
+    build_quantized_base,
+    load_in_4_bits,
+    quantization,
+    refuse_where_quantizing_is_impossible,
+)
+from tests.in_process import run_script
+from tests.launches import REPOSITORY
+from tests.methods.tiny_training import curve, logits_of, plain_logits, record, words_for
+from tests.tiny import tiny_tokenizer
+from tests.tiny_models import build_tiny, tiny_phi3_config
+from tests.tiny_runs import MODEL_VOCABULARY, write_rows
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+QUANTIZED = LoraSection(quantize="nf4", r=4, alpha=6.0)
+ELSEWHERE = ModelSection(path="nobody/has-this-model")
+needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    config = tiny_phi3_config(vocab_size=MODEL_VOCABULARY, hidden_size=64, intermediate_size=64, eos_token_id=320)
+    build_tiny(config).save_pretrained(folder / "base")
+    tiny_tokenizer().save_pretrained(folder / "base")
+    write_rows(folder / "rows")
+    return folder
+
+
+# --- where it cannot be -------------------------------------------------------------------------------------------
+
+
+def test_without_cuda_it_is_refused_before_anything_is_read():
+    with pytest.raises(ConfigError, match=r"lora\.quantize=nf4 needs a CUDA device, and this run is on cpu\. Set lora"):
+        build_quantized_base(ELSEWHERE, QUANTIZED, CPU)
+
+
+def test_without_bitsandbytes_it_is_refused_before_anything_is_read(monkeypatch):
+    monkeypatch.setattr("finetune.model.quantized.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs bitsandbytes, which is not installed: pip install bitsandbytes"):
+        build_quantized_base(ELSEWHERE, QUANTIZED, GPU)
+
+
+def test_what_cannot_be_quantized_is_refused(monkeypatch):
+    monkeypatch.setattr("finetune.model.quantized.find_spec", lambda name: name)
+    with pytest.raises(ConfigError, match=r"model\.init=random has none on disk"):
+        refuse_where_quantizing_is_impossible(QUANTIZED, ModelSection(init="random"), GPU)
+    with pytest.raises(ConfigError, match=r"Set lora\.quantize=nf4"):
+        build_quantized_base(ELSEWHERE, LoraSection(), GPU)
+    assert refuse_where_quantizing_is_impossible(QUANTIZED, ELSEWHERE, GPU) is None
+
+
+def test_a_recipe_that_does_not_quantize_says_which_one_does():
+    with pytest.raises(ConfigError, match=r"recipes/finetune_qlora\.py"):
+        add_lora(build_tiny(tiny_phi3_config()), QUANTIZED)
+
+
+def test_the_recipe_ends_with_2_and_one_line_where_there_is_no_gpu(inputs, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    words = [*words_for(inputs, tmp_path / "run"), "model.path=nobody/has-this-model"]
+    done = run_script(REPOSITORY / "recipes/finetune_qlora.py", words)
+    assert done.returncode == 2, done.stdout
+    assert "lora.quantize=nf4 needs a CUDA device, and this run is on cpu" in done.stdout
+    assert "Traceback" not in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_numbers_are_those_of_the_paper():
+    numbers = quantization()
+    assert (numbers.load_in_4bit, numbers.bnb_4bit_quant_type, numbers.bnb_4bit_use_double_quant) == (True, "nf4", True)
+    assert numbers.bnb_4bit_compute_dtype == torch.bfloat16
+
+
+# --- the path -----------------------------------------------------------------------------------------------------
+
+
+def load_on_cpu(section):
+    base = load_in_4_bits(section, CPU)
+    for module in base.modules():
+        # On CPUs with AVX512-BF16, an evaluation repacks the weights for a product that has no gradient, for good.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return base
+
+
+def train(words):
+    """The recipe's lines, past the line that asks for a GPU."""
+    config = load_config(words, task="finetune_qlora")
+    with launch(config) as runtime:
+        base = load_on_cpu(config.model)
+        tokenizer = build_tokenizer(config.model)
+        splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
+        model = add_lora(base, config.lora)
+        trainer = Trainer(runtime, config, model, tokenizer, splits)
+        train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
+        trainer.run_training(train_loader, val_loader)
+        trainer.run_test(test_loader)
+        return trainer
+
+
+@needs_bitsandbytes
+def test_an_adapter_trains_on_four_bits_and_loads_on_the_full_base(inputs, tmp_path):
+    words = [*words_for(inputs, tmp_path / "run"), "lora.r=4", "optim.learning_rate=1e-2"]
+    trainer = train(words)
+    ours = logits_of(trainer)
+    losses = [step["loss"] for step in curve(tmp_path / "run")]
+    assert losses[-1] < losses[0] - 0.1
+    assert "Linear4bit" in record(tmp_path / "run")["fallbacks"][0]["why"]
+    kinds = {type(module).__name__ for module in trainer.model.modules()}
+    assert "Linear4bit" in kinds
+    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
+    again = load_adapter(load_on_cpu(ModelSection(path=str(inputs / "base"))), tmp_path / "run/adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(input_ids=torch.tensor([list(range(5, 25))])).logits, ours, atol=2e-2, rtol=0)
+    plain = plain_logits(tmp_path, {"full": (inputs / "base", tmp_path / "run/adapter", 0)})["full"]
+    assert (plain - ours).abs().mean() < 0.5 * ours.abs().mean(), "the base in 4 bits is about the base"
+
+
+@needs_bitsandbytes
+def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(inputs, tmp_path):
+    words = [*words_for(inputs, tmp_path / "whole"), "lora.r=4"]
+    train([*words, "training.max_steps=4", "optim.schedule=constant"])
+    broken = [*words, f"output_dir={tmp_path / 'broken'}", "optim.schedule=constant"]
+    train([*broken, "training.max_steps=2"])
+    train([*broken, "training.max_steps=4"])
+    name = "adapter/adapter_model.safetensors"
+    assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@needs_bitsandbytes
+def test_missing_weights_are_refused(inputs, tmp_path):
+    for file in (inputs / "base").iterdir():
+        if file.suffix == ".json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(inputs / "base/model.safetensors")
+    del weights["model.layers.1.mlp.down_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match="down_proj"):
+        load_in_4_bits(ModelSection(path=str(tmp_path)), CPU)
