@@ -1,13 +1,45 @@
-"""Greedy decoding with the right stop ids."""
+"""Decoding with the right stop ids: greedy or drawn, and the same answers however the prompts are put together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from finetune.model.base import evaluation_mode
+from finetune.data.batches import derived_seed
+from finetune.errors import DataError
+from finetune.model.base import evaluation_mode, longrope_boundary, max_context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is drawn, in place of taking the most likely one.
+
+    The draws of an answer are a function of (seed, place of its prompt, position): they do not depend on what else is
+    decoded with it, nor on the device.
+    """
+
+    temperature: float = 1.0
+    """Logits are divided by it; above 0."""
+    top_k: int | None = None
+    """Only so many of the most likely tokens can be drawn."""
+    top_p: float | None = None
+    """Only the most likely tokens that together have this probability can be drawn; above 0, at most 1."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """What ends an answer, and how its tokens are chosen."""
+
+    stop_ids: Sequence[int]
+    """An answer ends before the first of any of these."""
+    max_new_tokens: int
+    sampling: Sampling | None = None
+    """None: the most likely token each time."""
 
 
 def generate_answers(
@@ -17,8 +49,9 @@ def generate_answers(
     stop_ids: Sequence[int],
     max_new_tokens: int,
     batch_size: int,
+    sampling: Sampling | None = None,
 ) -> list[list[int]]:
-    """The most likely continuation of each prompt, token by token, up to a stop id.
+    """A continuation of each prompt, token by token, up to a stop id.
 
     Args:
         model: a causal language model or a PEFT model around one, on its device.
@@ -26,42 +59,190 @@ def generate_answers(
         stop_ids: generation of a row ends at any of these; they are not part of the answer.
         max_new_tokens: the longest answer.
         batch_size: prompts decoded together. Prompts of like length are, so that little is padded.
+        sampling: draw tokens; None: take the most likely.
 
     Returns:
         Answer token ids in the order of the prompts.
+
+    Raises:
+        DataError: a prompt leaves no room for an answer in the model's context.
     """
+    decoding = Decoding(stop_ids=stop_ids, max_new_tokens=max_new_tokens, sampling=sampling)
     answers: list[list[int]] = [[] for _ in prompts]
-    by_length = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
-    with evaluation_mode(model):
-        for start in range(0, len(by_length), batch_size):
-            rows = by_length[start : start + batch_size]
-            decoded = _decode(model, [prompts[row] for row in rows], stop_ids, max_new_tokens)
-            for row, answer in zip(rows, decoded, strict=True):
-                answers[row] = answer
+    for rows in plan_batches(model, prompts, batch_size=batch_size, max_new_tokens=max_new_tokens):
+        for row, answer in zip(rows, decode_rows(model, prompts, rows, decoding), strict=True):
+            answers[row] = answer
     return answers
 
 
-def _decode(model: Any, prompts: list[Sequence[int]], stop_ids: Sequence[int], max_new_tokens: int) -> list[list[int]]:
-    from transformers import GenerationConfig
+def plan_batches(
+    model: Any, prompts: Sequence[Sequence[int]], *, batch_size: int, max_new_tokens: int
+) -> list[list[int]]:
+    """Which prompts are decoded together: those of like length.
 
-    longest = max(len(prompt) for prompt in prompts)
-    input_ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    A LongRoPE model chooses its factors for a whole batch from the longest position in it, so prompts on the two sides
+    of that boundary are kept apart, and one whose answer may cross it, or reach the end of the context, is alone.
+
+    Raises:
+        DataError: a prompt leaves no room for an answer in the model's context.
+    """
+    boundary, context = longrope_boundary(model), max_context(model)
+    _refuse_too_long(prompts, context)
+    limits = [limit for limit in (boundary, context) if limit is not None]
+    batches: list[list[int]] = []
+    last_group: object = None
+    for row in sorted(range(len(prompts)), key=lambda row: len(prompts[row])):
+        length = len(prompts[row])
+        is_alone = any(length <= limit < length + max_new_tokens for limit in limits)
+        group = ("alone", row) if is_alone else ("beyond", boundary is not None and length > boundary)
+        if group != last_group or len(batches[-1]) == batch_size:
+            batches.append([])
+        batches[-1].append(row)
+        last_group = group
+    return batches
+
+
+def room_for_answer(model: Any, prompt: Sequence[int], max_new_tokens: int) -> int:
+    """The most tokens that an answer to this prompt can have: what was asked for, or what the context leaves."""
+    context = max_context(model)
+    return max_new_tokens if context is None else min(max_new_tokens, context - len(prompt))
+
+
+def decode_rows(
+    model: Any, prompts: Sequence[Sequence[int]], rows: Sequence[int], decoding: Decoding
+) -> list[list[int]]:
+    """Answers to a batch of `plan_batches`, in the order of `rows`."""
+    generated = _generate(model, prompts, rows, decoding, None)
+    return [_until_stop(tokens, decoding.stop_ids) for tokens in generated]
+
+
+def stream_answer(
+    model: Any, prompt: Sequence[int], decoding: Decoding, on_token: Callable[[int], object]
+) -> list[int]:
+    """The answer that `generate_answers` gives to a prompt alone; each token is handed over as soon as it is there.
+
+    Args:
+        model: as there.
+        prompt: token ids.
+        decoding: when to stop, and how to choose.
+        on_token: takes each token of the answer. What it raises ends the answer.
+
+    Raises:
+        DataError: the prompt leaves no room for an answer in the model's context.
+    """
+    _refuse_too_long([prompt], max_context(model))
+    watcher = _TokenWatcher(lambda token: None if token in decoding.stop_ids else on_token(token))
+    (tokens,) = _generate(model, [prompt], [0], decoding, watcher)
+    return _until_stop(tokens, decoding.stop_ids)
+
+
+def _generate(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    rows: Sequence[int],
+    decoding: Decoding,
+    streamer: _TokenWatcher | None,
+) -> list[list[int]]:
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    batch = [prompts[row] for row in rows]
+    longest = max(map(len, batch))
+    input_ids = torch.zeros(len(batch), longest, dtype=torch.int64)
     mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(prompts):  # padded on the left: every answer starts in the same column
+    for row, prompt in enumerate(batch):  # padded on the left: every answer starts in the same column
         input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
     settings = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        eos_token_id=list(stop_ids),
-        pad_token_id=stop_ids[0],
+        do_sample=False,  # drawing is ours, row by row: see `_Draw`
+        max_new_tokens=room_for_answer(model, max(batch, key=len), decoding.max_new_tokens),
+        eos_token_id=list(decoding.stop_ids),
+        pad_token_id=decoding.stop_ids[0],
         use_cache=True,
     )
+    draws = [] if decoding.sampling is None else [_Draw(decoding.sampling, rows)]
     device = next(model.parameters()).device
-    generated = model.generate(
-        input_ids=input_ids.to(device), attention_mask=mask.to(device), generation_config=settings
-    )
-    return [_until_stop(row, stop_ids) for row in generated[:, longest:].tolist()]
+    with evaluation_mode(model), _only_our_settings(model):
+        generated = model.generate(
+            input_ids=input_ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=settings,
+            logits_processor=LogitsProcessorList(draws),
+            **({} if streamer is None else {"streamer": streamer}),
+        )
+    tokens: list[list[int]] = generated[:, longest:].tolist()
+    return tokens
+
+
+@contextmanager
+def _only_our_settings(model: Any) -> Iterator[None]:
+    """transformers fills what a call leaves open from the model's own generation_config.
+
+    A repetition penalty or a minimal length that a base ships with would make greedy decoding something else.
+    """
+    from transformers import GenerationConfig
+
+    inner = model.get_base_model() if hasattr(model, "peft_config") else model
+    own = inner.generation_config
+    inner.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        inner.generation_config = own
+
+
+class _Draw:
+    """A logits processor that leaves one token of each row: the one drawn for it, from random numbers of its own."""
+
+    def __init__(self, sampling: Sampling, rows: Sequence[int]) -> None:
+        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+        self._generators = [
+            torch.Generator().manual_seed(derived_seed(sampling.seed, "answer", int(row))) for row in rows
+        ]
+        self._filters: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
+        if sampling.top_k is not None:
+            self._filters.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p is not None:
+            self._filters.append(TopPLogitsWarper(float(sampling.top_p)))
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores of shape (rows, vocabulary): 0 for what was drawn, minus infinity for all else."""
+        kept = scores.float()
+        for only in self._filters:
+            kept = only(input_ids, kept)
+        # On the CPU in float64: the same draw on every device.
+        below = kept.cpu().double().softmax(-1).cumsum(-1)
+        level = torch.stack([torch.rand((1,), generator=g, dtype=torch.float64) for g in self._generators])
+        drawn = torch.searchsorted(below, level * below[:, -1:], right=True)
+        return torch.full_like(scores, -torch.inf).scatter(1, drawn.to(scores.device), 0.0)
+
+
+class _TokenWatcher:
+    """What transformers calls a streamer: told of the prompt first, then of each token."""
+
+    def __init__(self, on_token: Callable[[int], object]) -> None:
+        self._on_token = on_token
+        self._is_prompt = True
+
+    def put(self, tokens: torch.Tensor) -> None:
+        """Take what is new."""
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        for token in tokens.flatten().tolist():
+            self._on_token(token)
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def _refuse_too_long(prompts: Sequence[Sequence[int]], context: int | None) -> None:
+    for place, prompt in enumerate(prompts, start=1):
+        if context is not None and len(prompt) >= context:
+            raise DataError(
+                f"prompt {place} of {len(prompts)} has {len(prompt):,} tokens, and the model's context of {context:,} "
+                "leaves no room for an answer. Shorten it."
+            )
 
 
 def _until_stop(tokens: list[int], stop_ids: Sequence[int]) -> list[int]:

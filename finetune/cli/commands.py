@@ -5,11 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from finetune import __version__
+from finetune.cli.chat import chat
+from finetune.cli.diff import diff
+from finetune.cli.evaluate import evaluate
+from finetune.cli.export import export
+from finetune.cli.generate import generate
+from finetune.cli.merge import merge
+from finetune.cli.push import push
+from finetune.cli.runs import runs
+from finetune.cli.watch import watch
 
 app = typer.Typer(
     name="finetune",
@@ -28,6 +37,19 @@ recipes_app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.add_typer(recipes_app, name="recipes")
 
+
+def _complete_word(incomplete: str) -> list[str]:
+    """What a shell offers where WORDS stand: runs, choices of a group, keys."""
+    from finetune.config.compose import list_configs
+    from finetune.config.keys import fields
+
+    shipped = list_configs()
+    runs_by_name = [name for name, _ in shipped.pop("run")]
+    choices = [f"{group}={name}" for group, entries in shipped.items() for name, _ in entries]
+    offered = [*runs_by_name, *choices, *(f"{key}=" for key in fields())]
+    return [word for word in offered if word.startswith(incomplete)]
+
+
 Words = Annotated[
     list[str] | None,
     typer.Argument(
@@ -35,6 +57,7 @@ Words = Annotated[
         help="RUN is a name in configs/ or a YAML file. WORDS choose configs (model=phi4) and set keys "
         "(optim.learning_rate=1e-4).",
         show_default=False,
+        autocompletion=_complete_word,
     ),
 ]
 RunFolderArgument = Annotated[
@@ -66,31 +89,15 @@ def train(words: Words = None) -> None:
     train_from_words(rest, run=run)
 
 
-@app.command()
-def evaluate(
-    run_folder: RunFolderArgument,
-    words: Annotated[list[str] | None, typer.Argument(metavar="WORDS…", show_default=False)] = None,
-) -> None:
-    """Measure a finished run on its test split, base against tuned. WORDS override its config."""
-    from finetune.cli.finished import evaluate_run
-
-    evaluate_run(run_folder, words or [])
-
-
-@app.command()
-def generate(
-    run_folder: RunFolderArgument,
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT…", help="What the user says.", show_default=False)],
-    system: Annotated[
-        str | None, typer.Option(help="The system turn. Default: the one most training rows have.")
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="The longest answer, in tokens.", min=1)] = 256,
-) -> None:
-    """Ask a finished run: one greedy answer per PROMPT."""
-    from finetune.cli.finished import answer_prompts
-
-    for answer in answer_prompts(run_folder, prompts, system=system, max_new_tokens=max_new_tokens):
-        _say(answer)
+app.command()(evaluate)
+app.command()(generate)
+app.command()(chat)
+app.command()(merge)
+app.command()(export)
+app.command()(push)
+app.command()(watch)
+app.command()(runs)
+app.command()(diff)
 
 
 @app.command()
@@ -102,6 +109,23 @@ def checkpoints(
     from finetune.inspect.checkpoints import list_checkpoints
 
     raise typer.Exit(list_checkpoints(run_folder, as_json=as_json))
+
+
+@app.command()
+def report(
+    run_folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN_FOLDER…", help="One run's folder, or several to lay over each other.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="The page's file. Default: report.html in the run's folder; for several, where you are."),
+    ] = None,
+    data: Annotated[bool, typer.Option(help="Read the data of the runs again, to show a row of it.")] = True,
+) -> None:
+    """Write one page about one run or several: curves, what differs, data, answers. It opens without a network."""
+    from finetune.cli.report import write_report
+
+    raise typer.Exit(write_report(run_folders, output=output, with_data=data))
 
 
 @app.command()
@@ -120,13 +144,58 @@ def doctor(
     raise typer.Exit(diagnose(config, as_json=as_json))
 
 
-@config_app.command("show")
-def config_show(words: Words = None) -> None:
-    """Print the resolved config and where each value came from."""
-    from finetune.config.compose import compose, show
+@app.command()
+def preview(
+    words: Words = None,
+    split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Whose rows are shown.")] = "train",
+    num_rows: Annotated[int, typer.Option("--rows", help="Show so many rows, from the first on.", min=0)] = 3,
+    row: Annotated[
+        list[int] | None, typer.Option(help="Show this row, whole, counted from 1. Once for each row.", min=1)
+    ] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="A line for each token.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Show rows as the model will see them: loss, special tokens, lengths, what is cut or twice. WORDS as for train."""
+    from finetune.cli.preview import preview_from_words
 
     run, rest = _run_and_words(words)
-    _say(show(compose(rest, run=run, complete=False)))
+    form: Literal["text", "table", "json"] = "json" if as_json else "table" if tokens else "text"
+    code = preview_from_words(rest, run=run, split=split, num_rows=num_rows, rows=row or [], form=form)
+    raise typer.Exit(code)
+
+
+@app.command()
+def plan(
+    words: Words = None,
+    device: Annotated[
+        str | None, typer.Option(help="Plan for a device by name: 'H100 80GB'. Default: the one at hand.")
+    ] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="Measure a few steps here, for the time.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """Say before a run what it will be: parameters, steps, memory by part, what fits, disk. WORDS as for train."""
+    from finetune.cli.plan import plan_from_words
+
+    run, rest = _run_and_words(words)
+    raise typer.Exit(plan_from_words(rest, run=run, device=device, is_probed=probe, as_json=as_json))
+
+
+@config_app.command("show")
+def config_show(
+    words: Words = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print values and origins as JSON.")] = False,
+) -> None:
+    """Print the resolved config and where each value came from. WORDS as for train."""
+    from finetune.config.compose import compose, show
+    from finetune.config.keys import fields
+
+    run, rest = _run_and_words(words)
+    config = compose(rest, run=run, complete=False)
+    if as_json:
+        origins = {key: config.origin(key) for key in fields()}
+        _say(json.dumps({"config": config.model_dump(mode="json"), "origins": origins}))
+    else:
+        _say(show(config))
 
 
 @config_app.command("schema")
@@ -138,10 +207,13 @@ def config_schema() -> None:
 
 
 @config_app.command("list")
-def config_list() -> None:
+def config_list(as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False) -> None:
     """List the configs that are shipped."""
     from finetune.config.compose import list_configs
 
+    if as_json:
+        _say(json.dumps({group: dict(entries) for group, entries in list_configs().items()}))
+        return
     for group, entries in list_configs().items():
         _say(f"{group}:")
         for name, description in entries:
@@ -149,11 +221,17 @@ def config_list() -> None:
 
 
 @recipes_app.callback()
-def recipes_list(context: typer.Context) -> None:
+def recipes_list(
+    context: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
+) -> None:
     """List the recipes that are shipped."""
     if context.invoked_subcommand is None:
         from finetune.cli.recipes import list_recipes
 
+        if as_json:
+            _say(json.dumps(dict(list_recipes())))
+            return
         for name, description in list_recipes():
             _say(f"{name:<20} {description}")
         _say("\nCopy one to where you are: finetune recipes copy finetune_lora")

@@ -1,0 +1,246 @@
+"""What a finished run is asked: words, text from a pipe, or the rows of a file; and each as the tokens of a prompt."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.data.formats import (
+    ROLES,
+    BadRowError,
+    Fields,
+    detect_format,
+    offer_tools,
+    parse_row,
+    parse_text,
+    quote,
+)
+from finetune.data.readers import SUFFIXES, FileRows, RawRow
+from finetune.data.rows import Example, RowProblems
+from finetune.data.templates import AnswerTokens
+from finetune.errors import DataError
+
+if TYPE_CHECKING:
+    from finetune.config.schema import DataSection
+
+_log = logging.getLogger(__name__)
+_ROWS_LOOKED_AT = 100
+
+Turn = dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One question. `messages` or `text` is set."""
+
+    source: str
+    """Where it came from, for messages: `prompt 2`, `asked.jsonl:17`."""
+    messages: tuple[Turn, ...] = ()
+    """The turns before the answer."""
+    text: str = ""
+    """Goes to the model as it stands, without a template."""
+    expected: str | None = None
+    """The answer that the row has, where it has one."""
+    is_open: bool = False
+    """Whether it is one user's turn alone, before which a system turn may be put."""
+
+    @property
+    def shown(self) -> str:
+        """What the last turn says."""
+        return self.messages[-1]["content"] if self.messages else self.text
+
+
+def read_words(words: Sequence[str]) -> list[Prompt]:
+    """Each word of the command line is what a user says, in a conversation of its own."""
+    return [_user_says(word, f"prompt {place}") for place, word in enumerate(words, start=1)]
+
+
+def read_text(text: str, source: str) -> list[Prompt]:
+    """All of a text is what one user says.
+
+    Raises:
+        DataError: it is blank.
+    """
+    if not text.strip():
+        raise DataError(f"{source} is blank: there is nothing to answer.")
+    return [_user_says(text.rstrip("\r\n"), source)]
+
+
+def read_file(path: Path) -> list[Prompt]:
+    """The prompts of a file: each row has `prompt`, `messages` or `text`; see `read_rows`.
+
+    Raises:
+        DataError: no such file, or rows that cannot be asked.
+    """
+    if not path.is_file():
+        raise DataError(f"--from is {path}, but there is no such file. Correct the path, or say - for standard input.")
+    if path.suffix not in SUFFIXES:
+        raise DataError(f"--from is {path}, which ends in {path.suffix or 'nothing'}; expected {', '.join(SUFFIXES)}.")
+    rows = FileRows(path, str(path))
+    return read_rows(rows.rows(), str(path))
+
+
+def read_json_lines(lines: Iterable[str], source: str) -> list[Prompt]:
+    """The same of JSON lines that do not stand in a file."""
+    return read_rows((_raw_row(number, line) for number, line in enumerate(lines, start=1) if line.strip()), source)
+
+
+def read_rows(rows: Iterable[RawRow], source: str) -> list[Prompt]:
+    """Prompts of rows. An assistant's turn at the end, and a `completion`, are kept as the answer that is expected.
+
+    Raises:
+        DataError: names the first rows that cannot be asked; or there is no row.
+    """
+    problems = RowProblems()
+    prompts: list[Prompt] = []
+    count = 0
+    for row in rows:
+        count += 1
+        place = f"{source}:{row.number}"
+        try:
+            if row.problem is not None:
+                raise BadRowError(row.problem)
+            prompts.append(_prompt_of(row.value, place))
+        except BadRowError as error:
+            problems.add(place, str(error))
+    problems.raise_if_any(source, count)
+    if not prompts:
+        raise DataError(f"{source} has no rows: there is nothing to answer.")
+    return prompts
+
+
+def usual_system_turn(section: DataSection) -> str | None:
+    """What most of the first training rows open with: answers are best where a prompt looks like these rows."""
+    from finetune.data.examples import load_examples
+
+    try:
+        # Shares of so few rows would leave none.
+        only_a_few = {"max_rows": _ROWS_LOOKED_AT, "validation": None, "test": None}
+        rows = load_examples(section.model_copy(update=only_a_few)).train
+        openings = Counter(_system_of(row) for row in islice(rows, _ROWS_LOOKED_AT))
+    except DataError as error:
+        _log.warning("the training rows cannot be read, so no system turn is used (give one with --system): %s", error)
+        return None
+    (usual, _), *others = openings.most_common()
+    if usual is not None:
+        often = "as in the training rows" if not others else "as in most of the first training rows"
+        _log.info("system turn, %s: %s", often, quote(usual))
+    return usual
+
+
+def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = None) -> list[int]:
+    """The tokens of a prompt, with the header of the assistant's turn.
+
+    Args:
+        tokens: of the run's tokenizer. Without a chat template a single turn goes to the model as it stands.
+        prompt: the question.
+        system: put before the turns where they have no system turn.
+
+    Raises:
+        DataError: a text spells a special token, or the template refuses the turns.
+    """
+    tokenizer = tokens.tokenizer
+    turns = with_system_turn(prompt.messages, system)
+    if not prompt.messages:
+        text = prompt.text
+    elif tokenizer.chat_template is None:
+        if len(prompt.messages) > 1 or system:
+            raise DataError(f"{prompt.source}: the tokenizer has no chat template, so only a single text can be asked.")
+        text = prompt.shown
+    else:
+        bad = tokens.special_text_in(Example(kind="messages", source=prompt.source, number=0, messages=tuple(turns)))
+        if bad is not None:
+            raise DataError(f"{prompt.source}: {bad}.")
+        text = _rendered(tokenizer, turns, prompt.source)
+    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if not ids:
+        raise DataError(f"{prompt.source} is empty: there is nothing to answer.")
+    return ids
+
+
+def with_system_turn(turns: Sequence[Turn], system: str | None) -> list[Turn]:
+    """The turns behind a system turn, unless they have one that says something or there is none."""
+    first, rest = (turns[0], turns[1:]) if turns and turns[0]["role"] == "system" else ({"role": "system"}, turns)
+    return list(turns) if first.get("content") or not system else [{**first, "content": system}, *rest]
+
+
+def _rendered(tokenizer: Any, turns: list[Turn], source: str) -> str:
+    try:
+        text: str = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # a template is a program: it can fail in any way
+        raise DataError(f"{source}: the chat template refuses it: {error or type(error).__name__}") from error
+    if any(turn.get("tools", "") not in text for turn in turns):
+        raise DataError(f"{source} offers tools, which this model's chat template leaves out. Ask without them.")
+    return text
+
+
+def _user_says(text: str, source: str) -> Prompt:
+    try:
+        return _open_prompt(parse_text(text, "it"), source)
+    except BadRowError as error:
+        raise DataError(f"{source}: {error}.") from None
+
+
+def _prompt_of(value: object, place: str) -> Prompt:
+    if isinstance(value, str):
+        return _open_prompt(parse_text(value, "the row"), place)
+    if not isinstance(value, Mapping):
+        raise BadRowError(f"got {quote(value)}; expected an object with prompt, messages or text")
+    if "messages" in value:
+        return _conversation(value["messages"], place, value.get("tools"))
+    known = detect_format(value, {})
+    if known is not None:  # a row to train on: its answer is the one that is expected
+        return _without_answer(parse_row(value, known, {}), place)
+    if "prompt" in value:
+        return _open_prompt(parse_text(value["prompt"], "prompt"), place)
+    found = ", ".join(map(str, value)) or "none"
+    raise BadRowError(f"no column prompt, messages or text; it has {found}")
+
+
+def _without_answer(row: Fields, place: str) -> Prompt:
+    if row.kind == "messages":
+        return _conversation(list(row.messages), place)
+    if row.kind == "text":
+        return Prompt(source=place, text=row.text)
+    return _open_prompt(row.prompt, place, expected=row.completion)
+
+
+def _open_prompt(text: str, place: str, *, expected: str | None = None) -> Prompt:
+    return Prompt(source=place, messages=({"role": "user", "content": text},), expected=expected, is_open=True)
+
+
+def _conversation(messages: object, place: str, tools: object = None) -> Prompt:
+    if not isinstance(messages, list) or not messages:
+        raise BadRowError(f"messages is {quote(messages)}; expected a list of objects with role and content")
+    turns = [_turn(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    expected = turns.pop()["content"] if turns[-1]["role"] == "assistant" else None
+    if not turns:
+        raise BadRowError("messages has an answer alone; expected a user's turn before it")
+    return Prompt(source=place, messages=offer_tools(tuple(turns), tools), expected=expected)
+
+
+def _turn(message: object, where: str) -> Turn:
+    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+        raise BadRowError(f"{where} is {quote(message)}; expected an object with content and a role of {ROLES}")
+    if message.get("content") is None:
+        raise BadRowError(f"{where} has no content; expected text")
+    # A table has every column in every row: what is not there reads as null.
+    return {str(key): parse_text(text, f"{where}.{key}") for key, text in message.items() if text is not None}
+
+
+def _raw_row(number: int, line: str) -> RawRow:
+    try:
+        return RawRow(number, json.loads(line))
+    except (ValueError, RecursionError) as error:
+        return RawRow(number, None, f"not JSON: {error}")
+
+
+def _system_of(row: Example) -> str | None:
+    has_one = bool(row.messages) and row.messages[0]["role"] == "system"
+    return row.messages[0]["content"] or None if has_one else None

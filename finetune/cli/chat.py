@@ -1,0 +1,190 @@
+"""`finetune chat`: talk with a finished run; answers appear as they are made."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from finetune.cli.run_options import (
+    BaseOption,
+    CheckpointOption,
+    MaxNewTokensOption,
+    RunFolderArgument,
+    SeedOption,
+    SetOption,
+    SystemOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+)
+from finetune.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from finetune.ask.conversation import Command
+    from finetune.cli.answering import Answering
+
+_PROMPT = "> "
+
+
+def chat(
+    run_folder: RunFolderArgument,
+    system: SystemOption = None,
+    compare: Annotated[bool, typer.Option("--compare", help="The base answers too, from the same turns.")] = False,
+    max_new_tokens: MaxNewTokensOption = 1024,
+    temperature: TemperatureOption = None,
+    top_p: TopPOption = None,
+    top_k: TopKOption = None,
+    seed: SeedOption = 0,
+    base: BaseOption = None,
+    checkpoint: CheckpointOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Talk with a finished run. /help lists what else a line can say; Ctrl-C stops an answer, Ctrl-D leaves."""
+    from finetune.ask.finished_run import find_run, load_finished_run
+    from finetune.cli.answering import Answering, AnswerSettings
+
+    wished = AnswerSettings(
+        system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
+    )
+    wished.check()
+    run = find_run(run_folder, settings or [], base=base, checkpoint=checkpoint, is_alone=True)
+
+    from finetune.distributed.launch import launch
+
+    with launch(run.config, trains=False) as runtime:
+        talk = Chat(Answering(load_finished_run(runtime, run), run, wished), compare=compare)
+        talk.run()
+
+
+class Chat:
+    """A conversation at the keyboard, or with the lines of a pipe: then only answers are written to standard output.
+
+    Args:
+        answering: the loaded run.
+        compare: let the base answer too.
+    """
+
+    def __init__(self, answering: Answering, *, compare: bool) -> None:
+        from finetune.ask.conversation import Conversation
+
+        if answering.tokenizer.chat_template is None:
+            raise ConfigError(
+                "the run's tokenizer has no chat template, so there are no turns to take. Use `finetune generate`, or "
+                "give a template with --set model.chat_template=FILE.jinja."
+            )
+        if compare:
+            answering.require_base()
+        self._answering = answering
+        self._compare = compare
+        self._conversation = Conversation(answering.system)
+        self._at_keyboard = sys.stdin.isatty() and sys.stdout.isatty()
+
+    def run(self) -> None:
+        """Take lines until the last one, or /exit."""
+        from finetune.ask.conversation import Command, read_line
+
+        self._note(f"system: {self._conversation.system or 'none'}. /help lists commands; Ctrl-D leaves.")
+        for line in self._lines():
+            said = read_line(line)
+            if said == Command("/exit"):
+                return
+            try:
+                if isinstance(said, Command):
+                    self._obey(said)
+                elif said is not None:
+                    self._reply(said)
+            except KeyboardInterrupt:  # it came when the answer was just done
+                self._conversation.forget_unanswered()
+
+    def _lines(self) -> Iterator[str]:
+        if not self._at_keyboard:
+            yield from sys.stdin
+            return
+        with suppress(ImportError):
+            import readline  # noqa: F401  # gives `input` a history and editing
+        while True:
+            try:
+                yield input(_PROMPT)
+            except EOFError:
+                sys.stdout.write("\n")
+                return
+            except KeyboardInterrupt:
+                sys.stdout.write("\n")
+                self._note("Ctrl-D or /exit leaves.")
+
+    def _reply(self, said: str) -> None:
+        self._conversation.ask(said)
+        try:
+            ids = self._answering.encode(self._conversation.as_prompt())
+            if self._compare:
+                self._answer("base", ids)
+            text = self._answer("tuned", ids)
+        except DataError as error:
+            self._conversation.take_back()
+            self._note(f"not asked: {error} /reset begins anew.")
+            return
+        # Of an answer that was stopped, what was shown counts: it is what the next question may refer to.
+        self._conversation.answer(text)
+
+    def _answer(self, name: str, ids: list[int]) -> str:
+        """Show one model's answer as it is made, up to its end or to Ctrl-C."""
+        if self._compare:
+            self._write(f"{name}: ")
+        given: list[str] = []
+
+        def show(piece: str) -> None:
+            given.append(piece)
+            self._write(piece)
+
+        try:
+            self._answering.stream(name, ids, show)
+        except KeyboardInterrupt:
+            self._write("\n")
+            self._note("stopped.")
+        else:
+            self._write("\n")
+        return "".join(given)
+
+    def _obey(self, command: Command) -> None:
+        from finetune.ask.conversation import COMMANDS
+
+        talk = self._conversation
+        if command.name == "/reset":
+            talk.reset()
+            self._note("the conversation begins anew.")
+        elif command.name == "/system":
+            if command.text:
+                talk.system = None if command.text == "-" else command.text
+                talk.reset()
+            self._note(f"system: {talk.system or 'none'}.")
+        elif command.name == "/compare":
+            self._switch_compare()
+        elif command.name == "/help":
+            self._note("\n".join(f"{name:<13} {meaning}" for name, meaning in COMMANDS.items()))
+        else:
+            self._note(f"{command.name} is no command (/help lists them). Begin with // to say it to the model.")
+
+    def _switch_compare(self) -> None:
+        if not self._answering.has_base:
+            self._note("this run trained every weight: there is no adapter to switch off.")
+            return
+        self._compare = not self._compare
+        self._note(f"the base answers {'too' if self._compare else 'no longer'}.")
+
+    def _write(self, text: str) -> None:
+        from finetune.ask.visible_text import escape_controls
+
+        sys.stdout.write(escape_controls(text))
+        sys.stdout.flush()
+
+    def _note(self, text: str) -> None:
+        """What the program says, apart from what the model does."""
+        from finetune.ask.visible_text import escape_controls
+
+        sys.stdout.flush()
+        sys.stderr.write(f"{escape_controls(text)}\n")
+        sys.stderr.flush()

@@ -1,0 +1,241 @@
+"""`finetune evaluate`: the figures of a finished run over one of its splits."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from finetune.cli.run_options import BaseOption, CheckpointOption, JsonOption, RunFolderArgument
+from finetune.errors import ConfigError, RunFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from finetune.answers import Metric
+    from finetune.ask.evaluation import Evaluation
+    from finetune.ask.finished_run import FinishedRun
+    from finetune.ask.harness import Results
+    from finetune.distributed.runtime import Runtime
+
+Split = Literal["train", "validation", "test"]
+_READABLE = {
+    "exact_match": "exact match",
+    "json_valid": "valid JSON",
+    "json_equal": "equal JSON",
+    "token_f1": "token F1",
+}
+
+
+def evaluate(
+    run_folder: RunFolderArgument,
+    words: Annotated[list[str] | None, typer.Argument(metavar="WORDS…", show_default=False)] = None,
+    split: Annotated[Split, typer.Option(help="The rows to measure on.")] = "test",
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(help="Measure generated answers: a name, or pkg.module.function. Repeatable.", show_default=False),
+    ] = None,
+    metrics_from: Annotated[
+        list[str] | None,
+        typer.Option(help="A module of your own installed package that --metric may name.", show_default=False),
+    ] = None,
+    base: BaseOption = None,
+    checkpoint: CheckpointOption = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write figures and answers to a new JSON file.", show_default=False)
+    ] = None,
+    harness: Annotated[
+        str | None,
+        typer.Option(metavar="TASKS", help="Run lm-evaluation-harness on TASKS (a,b) instead.", show_default=False),
+    ] = None,
+    harness_tasks: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where further TASKS are described.", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a finished run on its test split, base against tuned. WORDS override its config."""
+    from finetune.ask.answer_metrics import resolve_metrics
+    from finetune.ask.finished_run import find_run
+    from finetune.ask.harness import require_harness
+
+    _refuse_to_overwrite(output)
+    if harness is not None:
+        require_harness()
+    run = find_run(run_folder, words or [], base=base, checkpoint=checkpoint, is_alone=harness is not None)
+    if harness is not None:
+        results = _measure_by_harness(run, harness, harness_tasks)
+        record = {"run": str(run.folder.path), "weights": run.weights_name, "harness": results}
+        if output is not None:
+            _write(output, record)
+        _print_json(record) if as_json else _show_harness(results)
+        return
+    metrics = resolve_metrics([*run.config.testing.metrics, *(metric or [])], metrics_from or [])
+
+    from finetune.distributed.launch import launch
+
+    with launch(run.config, trains=False) as runtime:
+        evaluation = _measure(runtime, run, split, metrics)
+        if not runtime.is_main_process:
+            return
+    if output is not None:
+        _write(output, {**_as_record(run, split, evaluation), "rows": _rows(evaluation)})
+    if as_json:
+        _print_json(_as_record(run, split, evaluation))
+    else:
+        _show(split, evaluation, run.config.testing.num_samples)
+
+
+def _measure(runtime: Runtime, run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> Evaluation:
+    """Collective."""
+    from finetune.ask.evaluation import evaluate_model
+    from finetune.ask.finished_run import load_finished_run
+    from finetune.data.encode import encode_examples
+    from finetune.data.examples import load_examples
+    from finetune.training.forward import choose_collation
+
+    config = run.config
+    model, tokenizer = load_finished_run(runtime, run)
+    splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
+    examples = getattr(splits, split)
+    if examples is None:
+        raise ConfigError(f"this run has no {split} split. Give one with data.{split}=FILE_OR_SPLIT.")
+    if metrics and examples.kind == "text":
+        raise ConfigError(
+            f"the {split} split is plain text, in which there are no answers to measure by {', '.join(metrics)}. Drop "
+            "--metric, and set testing.metrics=[] where the run's config names some."
+        )
+    runtime.refuse_differences(f"the {split} rows", examples.fingerprint)
+    collate = choose_collation(runtime, config.training, model)
+    return evaluate_model(runtime, model, tokenizer, examples, config.testing, metrics=metrics, collate=collate)
+
+
+def _measure_by_harness(run: FinishedRun, tasks: str, folder: Path | None) -> Results:
+    from finetune.ask.finished_run import load_finished_run
+    from finetune.ask.harness import run_harness
+    from finetune.distributed.launch import launch
+
+    with launch(run.config, trains=False) as runtime:
+        model, tokenizer = load_finished_run(runtime, run)
+        return run_harness(
+            model,
+            tokenizer,
+            [task.strip() for task in tasks.split(",") if task.strip()],
+            batch_size=run.config.testing.batch_size,
+            task_folder=folder,
+        )
+
+
+def _refuse_to_overwrite(output: Path | None) -> None:
+    if output is None:
+        return
+    if output.exists():
+        raise ConfigError(f"--output is {output}, which is there already. Nothing was measured; name a new file.")
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"--output is {output}, but there is no folder {output.absolute().parent}. Make it first.")
+
+
+def _write(output: Path, record: Mapping[str, Any]) -> None:
+    from finetune.durable import describe_os_error, replace_file
+
+    _refuse_to_overwrite(output)  # it may have come meanwhile
+    try:
+        replace_file(output, (json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n").encode())
+    except OSError as error:
+        raise RunFailedError(f"{output} cannot be written: {describe_os_error(error)}.") from error
+
+
+def _as_record(run: FinishedRun, split: Split, evaluation: Evaluation) -> dict[str, Any]:
+    """The figures as plain values; null for one that is not finite."""
+    scores: dict[str, Any] = {
+        name: {
+            "loss": _finite(score.loss),
+            "standard_error": _finite(score.standard_error),
+            "perplexity": _finite(score.perplexity),
+            **score.metrics,
+        }
+        for name, score in evaluation.scores.items()
+    }
+    return {
+        "run": str(run.folder.path),
+        "weights": run.weights_name,
+        "split": split,
+        "num_rows": evaluation.num_rows,
+        "num_targets": evaluation.num_targets,
+        **scores,
+    }
+
+
+def _rows(evaluation: Evaluation) -> list[dict[str, Any]]:
+    return [
+        {
+            "source": row.source,
+            "prompt": row.prompt,
+            "expected": row.expected,
+            **{name: {"answer": answer, **row.metrics[name]} for name, answer in row.answers.items()},
+        }
+        for row in evaluation.answered
+    ]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _print_json(record: Mapping[str, Any]) -> None:
+    from finetune.ask.visible_text import json_line
+
+    sys.stdout.write(f"{json_line(json.loads(json.dumps(record, default=str)))}\n")
+
+
+def _show(split: Split, evaluation: Evaluation, num_samples: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from finetune.ask.visible_text import escape_controls
+
+    table = Table(title=f"{split.capitalize()} split, {evaluation.num_rows:,} rows")
+    table.add_column("")
+    for name in evaluation.scores:
+        table.add_column(name, justify="right")
+    scores = list(evaluation.scores.values())
+    for metric in scores[-1].metrics:
+        table.add_row(
+            Text(_READABLE.get(metric, metric)), *(_figure(metric, score.metrics[metric]) for score in scores)
+        )
+    table.add_row("loss (nats per target token)", *(f"{score.loss:.4f}" for score in scores))
+    table.add_row("perplexity", *(f"{score.perplexity:.3f}" for score in scores))
+    console = Console()
+    console.print(table)
+    for row in evaluation.answered[:num_samples]:
+        pairs = [("prompt", row.prompt), ("expected", row.expected), *row.answers.items()]
+        sample = Table(box=None, show_header=False, padding=(0, 1))
+        for label, text in pairs:
+            # As it stands, since rich could take a part of it for markup.
+            sample.add_row(Text(label, style="bold"), Text(escape_controls(text)))
+        console.print(sample)
+
+
+def _figure(name: str, value: float) -> str:
+    from finetune.answers import SHARES
+
+    return f"{value:.1%}" if name in SHARES else f"{value:.4f}"
+
+
+def _show_harness(results: Results) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="lm-evaluation-harness")
+    for heading in ("task", "metric", "value"):
+        table.add_column(heading)
+    for task, figures in results.items():
+        for name, value in figures.items():
+            if isinstance(value, float):
+                table.add_row(Text(task), Text(name), f"{value:.4f}")
+    Console().print(table)

@@ -1,0 +1,79 @@
+"""`finetune report`: one page about one run or several."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from finetune.distributed.environment import is_first_process
+from finetune.durable import describe_os_error, replace_file
+from finetune.errors import ConfigError
+from finetune.logs import configure_logs
+
+FILE_NAME = "report.html"
+
+
+def write_report(folders: Sequence[Path], *, output: Path | None = None, with_data: bool = True) -> int:
+    """Write the page. Nothing of a run is changed. Under a launcher the first process does it for all.
+
+    Args:
+        folders: of the runs; the first one's curves come first.
+        output: the page's file; by default report.html, in the run's folder, or where we are for several runs. A
+            report that stands there is replaced, anything else is not.
+        with_data: read the data of the runs again, to show a row.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        CheckpointError: a folder holds no run.
+        ConfigError: a library is missing, or the page cannot be written there.
+    """
+    if not is_first_process(os.environ):
+        return 0
+    configure_logs(0, level=logging.ERROR)  # what could not be read stands on the page
+
+    from finetune.report.page import build_page, require_libraries
+    from finetune.report.recorded_run import read_runs
+
+    require_libraries()
+    runs = read_runs(folders)
+    path = output or (runs[0].folder.path / FILE_NAME if len(runs) == 1 else Path(FILE_NAME))
+    _refuse_to_replace(path)
+    data = []
+    if with_data:
+        from finetune.report.data_preview import preview_data_of
+
+        data = preview_data_of(runs)
+    page = build_page(runs, data).encode()
+    try:
+        replace_file(path, page)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {describe_os_error(error)}. Name another file with --output."
+        ) from error
+    sys.stdout.write(f"wrote {path} ({len(page) / 1e6:.1f} MB). Open it in a browser; it needs no network.\n")
+    return 0
+
+
+def _refuse_to_replace(path: Path) -> None:
+    """Only a page of ours may be replaced.
+
+    Raises:
+        ConfigError: something else stands there.
+    """
+    from finetune.report.page import MARK
+
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ConfigError(f"{path} is there and is no plain file. Nothing was written; name another with --output.")
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        if MARK.encode() not in file.read(200):
+            raise ConfigError(
+                f"{path} is there and was not written by finetune report. Nothing was written; name another file "
+                "with --output."
+            )

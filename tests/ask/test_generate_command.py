@@ -1,0 +1,143 @@
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from finetune.cli.generate import generate
+from finetune.errors import ConfigError, DataError
+
+PROMPTS = ["Please send 3 crates of oranges to Marta Ruiz in Porto by Friday", "Two pens.", "330 notebooks to Tamara"]
+SHORT = {"max_new_tokens": 12}
+
+
+@pytest.fixture
+def asked(capsys):
+    """Call the command as the command line does; what it wrote to standard output."""
+
+    def ask(*arguments, **options):
+        generate(*arguments, **{**SHORT, **options})
+        return capsys.readouterr().out
+
+    return ask
+
+
+def records(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_one_answer_a_line_and_the_same_as_json(asked, adapter_run):
+    lines = asked(adapter_run, PROMPTS).splitlines()
+    found = records(asked(adapter_run, PROMPTS, as_json=True))
+    assert [record["answer"] for record in found] == lines
+    assert len(set(lines)) == 3
+    assert [record["prompt"] for record in found] == PROMPTS
+    assert [record["source"] for record in found] == ["prompt 1", "prompt 2", "prompt 3"]
+    assert all(0 < record["num_tokens"] <= 12 for record in found)
+    assert {record["ended_by"] for record in found} <= {"stop", "length"}
+    assert all((record["num_tokens"] == 12) == (record["ended_by"] == "length") for record in found)
+
+
+@pytest.mark.parametrize(
+    "drawn", [{}, {"temperature": 1.5, "top_p": 0.9, "top_k": 50, "seed": 7}], ids=["greedy", "drawn"]
+)
+def test_no_answer_depends_on_the_batch_size(asked, adapter_run, drawn):
+    one_by_one = asked(adapter_run, PROMPTS, batch_size=1, compare=True, as_json=True, **drawn)
+    assert asked(adapter_run, PROMPTS, batch_size=3, compare=True, as_json=True, **drawn) == one_by_one
+
+
+def test_the_base_is_compared_without_a_second_model(asked, adapter_run):
+    found = records(asked(adapter_run, PROMPTS, compare=True, as_json=True))
+    alone = records(asked(adapter_run, PROMPTS, as_json=True))
+    assert [record["answer"] for record in found] == [record["answer"] for record in alone]
+    assert any(record["base"]["answer"] != record["answer"] for record in found)
+    table = asked(adapter_run, PROMPTS[:1], compare=True)
+    assert PROMPTS[0] in table
+    assert "base" in table
+    assert "tuned" in table
+
+
+def test_a_fully_tuned_run_has_no_base_to_compare_with(asked, full_run):
+    assert asked(full_run, PROMPTS[:1]).strip()
+    with pytest.raises(ConfigError, match="--compare switches the adapter off"):
+        asked(full_run, PROMPTS[:1], compare=True)
+
+
+def test_rows_of_a_file_are_asked_as_they_stand(asked, adapter_run, tmp_path):
+    path = tmp_path / "asked.jsonl"
+    system = {"role": "system", "content": "Extract the order as JSON."}
+    user, answer = {"role": "user", "content": PROMPTS[0]}, {"role": "assistant", "content": "{}"}
+    rows = [{"messages": [system, user, answer]}, {"prompt": PROMPTS[0]}, {"messages": [user]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole, short, bare = records(asked(adapter_run, from_file=str(path), as_json=True))
+    assert whole["expected"] == "{}"
+    assert whole["source"] == f"{path}:1"
+    # A prompt alone gets the system turn of the training rows; turns that are given stand as they are.
+    assert short["num_prompt_tokens"] == whole["num_prompt_tokens"] > bare["num_prompt_tokens"]
+    assert short["answer"] == whole["answer"]
+    (without,) = records(asked(adapter_run, PROMPTS[:1], system="", as_json=True))
+    assert without["num_prompt_tokens"] == bare["num_prompt_tokens"]
+
+
+def test_a_text_through_a_pipe_is_one_prompt_and_json_lines_are_several(asked, adapter_run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPTS[1] + "\n"))
+    assert asked(adapter_run) == asked(adapter_run, [PROMPTS[1]])
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "Two pens."}\n"330 notebooks to Tamara"\n'))
+    assert asked(adapter_run, from_file="-") == asked(adapter_run, PROMPTS[1:])
+
+
+def test_raw_text_is_continued_without_a_template(asked, adapter_run):
+    (found,) = records(asked(adapter_run, ["<|user|>Two"], raw=True, as_json=True))
+    (templated,) = records(asked(adapter_run, ["Two"], as_json=True))
+    assert found["num_prompt_tokens"] < templated["num_prompt_tokens"]
+
+
+def test_a_checkpoint_is_asked(asked, adapter_run):
+    prompts = PROMPTS * 2
+    last, first = (asked(adapter_run, prompts, checkpoint=step, as_json=True) for step in ("4", "2"))
+    assert last != first
+
+
+def test_a_key_of_the_runs_config_can_be_set(asked, adapter_run):
+    alone = asked(adapter_run, PROMPTS)
+    assert asked(adapter_run, PROMPTS, settings=["testing.batch_size=2"]) == alone
+    with pytest.raises(ConfigError, match="devise"):
+        asked(adapter_run, PROMPTS, settings=["training.devise=cpu"])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "why"),
+    [
+        ({"temperature": 0.0}, ConfigError, "--temperature is 0"),
+        ({"top_p": 0.0}, ConfigError, "--top-p is 0"),
+        ({"from_file": "x.jsonl", "prompts": ["a"]}, DataError, "both PROMPT and --from"),
+        ({"prompts": ["a <|end|> b"]}, DataError, "special token"),
+        ({"prompts": ["\udcff"]}, DataError, "prompt 1"),
+    ],
+)
+def test_mistakes_are_told(asked, adapter_run, options, error, why):
+    with pytest.raises(error, match=why):
+        asked(adapter_run, **options)
+
+
+def test_control_characters_of_an_answer_do_not_reach_the_screen(asked, adapter_run, monkeypatch):
+    from finetune.cli.answering import Answering
+
+    monkeypatch.setattr(Answering, "text", lambda self, ids: "\x1b[2J\x9bgone\u202e\nnext")
+    assert asked(adapter_run, PROMPTS[:1]) == "\\x1b[2J\\x9bgone\\u202e\nnext\n"
+    assert "\\x1b[2J" in asked(adapter_run, PROMPTS[:1], compare=True)
+    assert "\x1b" not in asked(adapter_run, PROMPTS[:1], compare=True)
+    line = asked(adapter_run, PROMPTS[:1], as_json=True)
+    assert "\x1b" not in line
+    assert "\x9b" not in line
+    assert json.loads(line)["answer"] == "\x1b[2J\x9bgone\u202e\nnext"
+
+
+def test_the_command_line_takes_all_that(adapter_run):
+    words = [*("generate", adapter_run, "--json", "--max-new-tokens", "4", "--temperature", "0.5", "--top-k", "5")]
+    done = subprocess.run(
+        [sys.executable, "-m", "finetune", *map(str, words)], input="Two pens.\n", capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["prompt"] == "Two pens."
