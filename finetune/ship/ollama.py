@@ -1,0 +1,179 @@
+"""An Ollama Modelfile whose template says what the tokenizer's own chat template says.
+
+The pieces around each turn are read from what the tokenizer renders, put together again for several conversations and
+compared: a template that is not made of such pieces is refused, not approximated.
+Formats: https://docs.ollama.com/modelfile and https://pkg.go.dev/text/template
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.errors import ModelError
+
+Turns = list[dict[str, str]]
+_CHECKED: tuple[tuple[str, ...], ...] = (
+    ("user",),
+    ("system", "user"),
+    ("user", "assistant", "user"),
+    ("system", "user", "assistant", "user", "assistant", "user"),
+)
+"""The conversations that an answer can follow, by role, on which pieces and template are compared."""
+
+
+@dataclass(frozen=True)
+class TurnPieces:
+    """What a chat template puts around contents.
+
+    Attributes:
+        opening: before the first turn.
+        before: before the content of a turn, by role; a role that is not there is left out whole.
+        after: behind the content of a turn, by role.
+        answer: behind the last turn, where the answer begins.
+    """
+
+    opening: str
+    before: dict[str, str]
+    after: dict[str, str]
+    answer: str
+
+    def render(self, turns: Turns) -> str:
+        """A conversation with the header of its next answer."""
+        kept = [turn for turn in turns if turn["role"] in self.before]
+        told = [self.before[turn["role"]] + turn["content"] + self.after[turn["role"]] for turn in kept]
+        return self.opening + "".join(told) + self.answer
+
+    def as_go_template(self) -> str:
+        """The same as a Go template over Ollama's `.Messages`."""
+        branches: list[str] = []
+        for role in self.before:
+            word = "if" if not branches else "else if"
+            turn = f"{_literal(self.before[role])}{{{{ .Content }}}}{_literal(self.after[role])}"
+            branches.append(f'{{{{ {word} eq .Role "{role}" }}}}{turn}')
+        turns = f"{{{{ range .Messages }}}}{''.join(branches)}{{{{ end }}}}{{{{ end }}}}"
+        return _literal(self.opening) + turns + _literal(self.answer)
+
+
+def read_pieces(tokenizer: Any) -> TurnPieces:
+    """Take a tokenizer's chat template apart.
+
+    Raises:
+        ModelError: it has none, or is more than pieces around turns.
+    """
+    if tokenizer.chat_template is None:
+        raise ModelError("the tokenizer has no chat template, so there is nothing for a Modelfile's TEMPLATE to say.")
+    try:
+        pieces = _take_apart(tokenizer)
+        for roles in _CHECKED:
+            turns = [{"role": role, "content": f"{role} says {number}."} for number, role in enumerate(roles)]
+            if (meant := _render(tokenizer, turns)) != (made := pieces.render(turns)):
+                raise ValueError(f"for {', '.join(roles)} it renders {meant!r}, its pieces give {made!r}")
+    except ValueError as error:
+        raise ModelError(_refusal(str(error))) from error
+    return pieces
+
+
+def modelfile(tokenizer: Any, model: str, stop_ids: Sequence[int]) -> str:
+    """A Modelfile for a model of this tokenizer.
+
+    Args:
+        tokenizer: with its chat template, or without one: prompts then stand as they are.
+        model: what `FROM` names: a GGUF file or a model folder, from where the Modelfile is.
+        stop_ids: at which an answer ends.
+
+    Raises:
+        ModelError: the chat template cannot be said in Ollama's language, see `read_pieces`.
+    """
+    template = "{{ .Prompt }}" if tokenizer.chat_template is None else read_pieces(tokenizer).as_go_template()
+    stops = [str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in stop_ids]
+    lines = [f"FROM {model}", f'TEMPLATE """{template}"""']
+    lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
+    return "\n".join(lines) + "\n"
+
+
+def _take_apart(tokenizer: Any) -> TurnPieces:
+    """Read the pieces from short conversations; that they are the right ones is for `read_pieces` to see.
+
+    The text between two turns ends the one and begins the other. What it has in common with the beginning of a
+    conversation begins a turn.
+
+    Raises:
+        ValueError: says how the template is no sequence of turns.
+    """
+    start, end = _gaps(tokenizer, "user")
+    _, between, _ = _gaps(tokenizer, "user", "user")
+    opening, before_user = _without_common_end(start, between)
+    after_user = between.removesuffix(before_user)
+    if not end.startswith(after_user):
+        raise ValueError(f"the last turn ends in {end!r}, one before it in {after_user!r}")
+    _, assistant_start, assistant_end, _ = _gaps(tokenizer, "user", "assistant", "user")
+    before = {"user": before_user, "assistant": assistant_start.removeprefix(after_user)}
+    after = {"user": after_user, "assistant": assistant_end.removesuffix(before_user)}
+    if not _leaves_system_out(tokenizer):
+        system_start, system_end, _ = _gaps(tokenizer, "system", "user")
+        before = {"system": system_start.removeprefix(opening), **before}
+        after = {"system": system_end.removesuffix(before_user), **after}
+    return TurnPieces(opening, before, after, answer=end.removeprefix(after_user))
+
+
+def _leaves_system_out(tokenizer: Any) -> bool:
+    """As Phi-4-reasoning does, whose template has a system turn of its own."""
+    user = {"role": "user", "content": "a"}
+    return _render(tokenizer, [{"role": "system", "content": "b"}, user]) == _render(tokenizer, [user])
+
+
+def _gaps(tokenizer: Any, *roles: str) -> list[str]:
+    """What a template renders before, between and behind the contents of turns, the next answer's header included.
+
+    Raises:
+        ValueError: a content is missing, or there twice.
+    """
+    marks = [f"\u27e6{number}\u27e7" for number in range(len(roles))]  # contents that no template spells itself
+    rest = _render(tokenizer, [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
+    gaps = []
+    for mark in marks:
+        gap, *others = rest.split(mark)
+        if len(others) != 1:
+            raise ValueError(f"of the turns {', '.join(roles)} it leaves one out or tells one twice")
+        gaps.append(gap)
+        rest = others[0]
+    return [*gaps, rest]
+
+
+def _render(tokenizer: Any, turns: Turns) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template is a program: it can fail in any way
+        raise ValueError(f"it refuses the turns {', '.join(turn['role'] for turn in turns)}: {error}") from error
+
+
+def _without_common_end(text: str, other: str) -> tuple[str, str]:
+    """A text cut in two: the second part is the longest that both texts end in."""
+    length = 0
+    while length < min(len(text), len(other)) and text[-1 - length] == other[-1 - length]:
+        length += 1
+    return text[: len(text) - length], text[len(text) - length :]
+
+
+def _literal(text: str) -> str:
+    """A text as a Go template spells it; white space at its end is quoted, where an editor could trim it.
+
+    Raises:
+        ModelError: it holds what a Modelfile or a Go template reads as its own.
+    """
+    if "{{" in text or "}}" in text or '"""' in text:
+        raise ModelError(
+            f"the chat template spells {text!r}, which a Modelfile cannot hold. Write the Modelfile by hand."
+        )
+    bare = text.rstrip()
+    return bare + (f"{{{{ {json.dumps(text[len(bare) :])} }}}}" if bare != text else "")
+
+
+def _refusal(why: str) -> str:
+    return (
+        f"the tokenizer's chat template cannot be said in a Modelfile: {why}. Export with --no-modelfile, and serve "
+        "the GGUF file with llama.cpp, which renders the chat template itself (--jinja)."
+    )
