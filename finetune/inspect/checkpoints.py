@@ -17,6 +17,7 @@ from finetune.durable import MANIFEST, in_units
 from finetune.errors import CheckpointError
 from finetune.inspect.findings import EXIT_PROBLEM
 from finetune.logs import configure_logs
+from finetune.metrics_reader import number_in, read_events
 from finetune.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -138,17 +139,10 @@ def _examine(path: Path, *, step: int | None = None, validation_loss: float | No
 
 def _validation_losses(metrics_file: Path) -> Iterator[tuple[int, float]]:
     """Step and loss of each validation; lines that are torn or not ours are passed over."""
-    try:
-        lines = metrics_file.read_bytes().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        try:
-            event = json.loads(line)
-            if event["event"] == "validation" and math.isfinite(loss := float(event["loss"])):
-                yield int(event["step"]), loss
-        except (ValueError, TypeError, KeyError, RecursionError):
-            continue
+    for event in read_events(metrics_file):
+        step, loss = event.get("step"), number_in(event, "loss")
+        if event["event"] == "validation" and type(step) is int and loss is not None and math.isfinite(loss):
+            yield step, loss
 
 
 def _table(run: SavedRun) -> Table:

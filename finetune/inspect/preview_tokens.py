@@ -1,0 +1,123 @@
+"""Token ids as text that a person can read and a terminal cannot be harmed by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LINE_BREAK = "↵"
+TAB = "⇥"
+
+_SIGNS = {"\n": f"{LINE_BREAK}\n", "\t": TAB, LINE_BREAK: "<U+21B5>", TAB: "<U+21E5>"}
+_LOOKS_LIKE_A_SIGN = re.compile(r"<(?=U\+[0-9A-F]{4,6}>)")
+_LOOKS_SPECIAL = re.compile(r"<\|[^\s|<>]{1,32}\|>|</?s>|\[/?INST\]|<(?:start|end)_of_turn>")
+_UNREADABLE = "\N{REPLACEMENT CHARACTER}"
+_MOST_TOKENS_OF_A_CHARACTER = 4  # of UTF-8 bytes
+
+
+class Piece(NamedTuple):
+    """The fewest tokens that make whole characters: one, but for characters that are cut into several."""
+
+    token_ids: list[int]
+    text: str
+    """As the tokenizer decodes it, control characters and all."""
+    carries_loss: bool
+    is_special: bool
+    """One token with a meaning of its own, not text that was written."""
+
+
+def visible(text: str) -> str:
+    """Text in which every character can be seen and none steers a terminal.
+
+    A line break is shown as its sign and then made; what cannot be printed (control characters, invisible and
+    direction-changing ones, all spaces but the plain one) as ``<U+001B>``. Text that only looks like that is escaped
+    itself, so that two texts never look alike.
+    """
+    escaped = _LOOKS_LIKE_A_SIGN.sub("<U+003C>", text)
+    return "".join(_SIGNS.get(c) or (c if c.isprintable() else f"<U+{ord(c):04X}>") for c in escaped)
+
+
+def on_one_line(text: str) -> str:
+    """`visible` without making the line breaks: for names and places."""
+    return visible(text).replace("\n", "")
+
+
+def read_pieces(
+    tokenizer: PreTrainedTokenizerBase,
+    token_ids: Sequence[int],
+    carries_loss: Sequence[bool],
+    special_ids: Collection[int],
+) -> list[Piece]:
+    """What the tokens of a row say, piece by piece.
+
+    Args:
+        tokenizer: a fast tokenizer.
+        token_ids: of one row.
+        carries_loss: for each token, whether the model must predict it.
+        special_ids: tokens with a meaning of their own.
+    """
+    pieces: list[Piece] = []
+    start = 0
+    while start < len(token_ids):
+        before = pieces[-1].token_ids if pieces else []
+        if token_ids[start] in special_ids:
+            stop = start + 1
+            text = _name(tokenizer, token_ids[start])
+        else:
+            limit = _end_of_alike(token_ids, carries_loss, special_ids, start)
+            stop, text = _whole_characters(tokenizer, before, token_ids[start:limit])
+            stop += start
+        ids = list(token_ids[start:stop])
+        pieces.append(Piece(ids, text, bool(carries_loss[start]), token_ids[start] in special_ids))
+        start = stop
+    return pieces
+
+
+def special_looking_text(pieces: Sequence[Piece]) -> list[str]:
+    """What looks like a special token but was read as ordinary text, in the order in which it first comes."""
+    written = "".join("\0" if piece.is_special else piece.text for piece in pieces)
+    return list(dict.fromkeys(_LOOKS_SPECIAL.findall(written)))
+
+
+def _end_of_alike(ids: Sequence[int], loss: Sequence[bool], special_ids: Collection[int], start: int) -> int:
+    """Behind the tokens from `start` on that one piece may be made of."""
+    stop = start + 1
+    last = min(len(ids), start + _MOST_TOKENS_OF_A_CHARACTER)
+    while stop < last and ids[stop] not in special_ids and loss[stop] == loss[start]:
+        stop += 1
+    return stop
+
+
+def _whole_characters(
+    tokenizer: PreTrainedTokenizerBase, before: list[int], token_ids: Sequence[int]
+) -> tuple[int, str]:
+    """How many of these tokens make whole characters, and their text."""
+    first = _text_behind(tokenizer, before, token_ids[:1])
+    if not first.endswith(_UNREADABLE):
+        return 1, first or _name(tokenizer, token_ids[0])
+    for number in range(2, len(token_ids) + 1):
+        text = _text_behind(tokenizer, before, token_ids[:number])
+        if _UNREADABLE not in text:
+            return number, text
+    return 1, first  # a byte that is no character, whatever comes behind it
+
+
+def _text_behind(tokenizer: PreTrainedTokenizerBase, before: list[int], token_ids: Sequence[int]) -> str:
+    """What the tokens add to those before: some decoders drop a space where a text begins."""
+    context = _decode(tokenizer, before)
+    both = _decode(tokenizer, [*before, *token_ids])
+    return both[len(context) :] if both.startswith(context) else _decode(tokenizer, token_ids)
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    text: str = tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False)
+    return text
+
+
+def _name(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
+    name = tokenizer.convert_ids_to_tokens(token_id)
+    return str(name) if name else f"<id {token_id}>"

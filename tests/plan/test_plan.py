@@ -1,0 +1,185 @@
+"""`finetune plan` against what the trainer itself would do, and its advice against its own predictions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from finetune.cli.plan import plan_from_words
+from finetune.config.compose import load_config
+from finetune.data.batches import PaddedMicrobatch
+from finetune.data.encode import encode_examples
+from finetune.data.examples import load_examples
+from finetune.distributed.launch import launch
+from finetune.engine.loss import summed_cross_entropy
+from finetune.errors import ConfigError
+from finetune.inspect.plan import find_largest, make_plan
+from finetune.inspect.plan_devices import find_device, read_device
+from finetune.inspect.plan_limit import operations_of_step
+from finetune.model.base import build_base_model, build_tokenizer, checkpoint_gradients
+from finetune.model.lora import add_lora
+from finetune.training.trainer import Trainer
+from tests.tiny_runs import write_base, write_rows
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plan")
+    return write_base(folder / "base"), write_rows(folder / "rows")
+
+
+@pytest.fixture
+def words(inputs, tmp_path):
+    base, rows = inputs
+    return [
+        *(f"model.path={base}", f"data.path={rows}", f"data.cache_dir={tmp_path / 'cache'}"),
+        *(f"output_dir={tmp_path / 'run'}", "lora.r=4", "training.batch_size=4", "training.num_epochs=3"),
+    ]
+
+
+@pytest.mark.parametrize("more", [[], ["training.global_batch_size=8"], ["training.kernels=reference"]])
+def test_the_plan_is_what_the_trainer_does(words, more, tmp_path):
+    config = load_config([*words, *more])
+    plan = make_plan(config, find_device("cpu"))
+    assert not (tmp_path / "run").exists()
+    with launch(config) as runtime:
+        tokenizer = build_tokenizer(config.model)
+        splits = encode_examples(load_examples(config.data), tokenizer, config.data)
+        model = add_lora(build_base_model(config.model), config.lora)
+        trainer = Trainer(runtime, config, model, tokenizer, splits)
+        loader, _, _ = trainer.prepare_dataloaders()
+        steps = list(loader.steps(0))
+    batches = plan.batches
+    assert (batches.global_batch_size, batches.steps_per_epoch) == (trainer.global_batch_size, len(steps))
+    assert batches.steps == 3 * len(steps)
+    assert batches.microbatches_per_step == max(map(len, steps))
+    if "training.kernels=reference" not in more:
+        assert batches.largest_microbatch_tokens == max(m.num_computed for step in steps for _, m in step)
+        computed = sum(m.num_computed for step in steps for _, m in step)
+        assert batches.computed_share == pytest.approx(computed / batches.tokens, rel=0.05)
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    assert plan.trainable_parameters == sum(weight.numel() for weight in trained)
+    assert plan.parameters == sum(weight.numel() for weight in model.parameters())
+    assert plan.targets == ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"]
+    assert plan.disk.model == plan.peak.parts["adapter"] == sum(weight.nbytes for weight in trained)
+    assert plan.fits
+
+
+@pytest.mark.parametrize(("fixed", "each", "end"), [(10, 7, 128), (0, 1, 5), (900, 3, 64), (2000, 1, 8), (5, 0, 16)])
+@pytest.mark.parametrize("first", [1, 8, 40])
+def test_the_largest_batch_is_found_in_few_trials(fixed, each, end, first):
+    tried = []
+
+    def total(number):
+        tried.append(number)
+        return fixed + each * number + number % 3  # not quite a line
+
+    found, is_end = find_largest(total, 1000, first=first, end=end)
+    fitting = [n for n in range(1, end + 1) if fixed + each * n + n % 3 <= 1000]
+    assert found == (max(fitting) if fitting else None)
+    assert is_end == (found == end)
+    assert len(tried) <= 7
+    assert len(set(tried)) == len(tried)
+
+
+def test_what_does_not_fit_is_told_with_what_does(words):
+    config = load_config([*words, "training.batch_size=12"])
+    roomy = replace(find_device("cpu"), reserve=0)
+    needed = make_plan(config, roomy).needed
+    tight = replace(roomy, memory=round(0.8 * needed))
+    plan = make_plan(config, tight)
+    assert plan.fits is False
+    assert 1 <= plan.largest_batch_size < 12
+
+    def needs(batch_size: int) -> int:
+        return make_plan(load_config([*words, f"training.batch_size={batch_size}"]), roomy).needed
+
+    assert needs(plan.largest_batch_size) <= tight.memory < needs(plan.largest_batch_size + 1)
+    (told,) = [finding for finding in plan.findings if finding.area == "Memory"]
+    assert told.level == "problem"
+    assert f"training.batch_size={plan.largest_batch_size}" in told.fix
+    assert "training.gradient_checkpointing=true" in told.fix
+    assert plan.checkpointing.bytes_with < plan.checkpointing.bytes_without == needed
+
+
+def test_without_data_every_row_is_taken_to_be_as_long_as_it_may_be(words, capsys):
+    gone = [word for word in words if not word.startswith("data.path=")]
+    code = plan_from_words([*gone, "data.path=gone.jsonl", "data.max_length=50", "training.max_steps=7"], run=None)
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "takes every row to be 50 tokens" in out.replace("\n", " ")
+    assert "4 rows, 200 tokens computed" in out
+    assert "7 steps" in out
+
+
+def test_json_and_a_probe(words, capsys):
+    assert plan_from_words(words, run=None, is_probed=True, as_json=True) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["version"] == 1
+    assert record["fits"] is True
+    assert record["needed"] == sum(record["peak"]["parts"].values()) + record["device"]["reserve"]
+    assert 0 < record["seconds_per_step"] < 60
+    assert record["seconds"] == pytest.approx(record["seconds_per_step"] * record["batches"]["steps"])
+
+
+def test_a_probe_does_not_speak_for_another_device(words, capsys):
+    assert plan_from_words(words, run=None, device="h100-80gb", is_probed=True) == 0
+    out = capsys.readouterr().out
+    assert "H100 80GB" in out
+    assert "bf16" in out
+    assert "--probe measures this machine" in out
+    assert "at the limit of 989 TFLOP/s in bf16" in out
+
+
+@pytest.mark.parametrize("checkpointing", ["true", "false"])
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_the_time_at_the_limit_is_that_of_the_products_that_a_step_makes(words, method, checkpointing):
+    more = [f"training.method={method}", f"training.gradient_checkpointing={checkpointing}"]
+    config = load_config([*words, *more, "training.kernels=reference"])
+    device = replace(read_device("H100"), has_bf16=False)
+    plan = make_plan(config, device)
+    model = build_base_model(config.model)
+    model = add_lora(model, config.lora) if method == "lora" else model
+    if checkpointing == "true":
+        checkpoint_gradients(model)
+    ids = torch.full((2, 10), 5)
+    all_but_first = torch.ones_like(ids, dtype=torch.bool)
+    all_but_first[:, 0] = False
+    batch = PaddedMicrobatch(input_ids=ids, is_target=all_but_first, num_tokens=20, num_targets=18)
+    with FlopCounterMode(display=False) as counter:
+        summed_cross_entropy(model.train(), batch).backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(number for of, number in counts.items() if of in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    options = {"num_targets": 18, "is_checkpointing": checkpointing == "true"}
+    assert operations_of_step(model, num_computed=20, **options) == pytest.approx(products, rel=0.1)
+    batches = plan.batches
+    num_targets = batches.target_tokens / batches.rows * batches.global_batch_size
+    num_computed = batches.computed_share * batches.tokens / batches.steps_per_epoch
+    options = {"num_targets": num_targets, "is_checkpointing": checkpointing == "true"}
+    whole = operations_of_step(model, num_computed=num_computed, **options)
+    assert plan.seconds_at_limit == pytest.approx(whole / (plan.device.teraflops["fp32"] * 1e12))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_found"),
+    [("H100 80GB", "H100 80GB"), ("nvidia_a100-40gb", "A100 40GB"), ("h200", "H200 141GB"), ("My 24GB", "My 24GB")],
+)
+def test_devices_have_names(name, is_found):
+    device = read_device(name)
+    assert device.name == is_found
+    assert device.memory > 20 * 2**30
+
+
+@pytest.mark.parametrize(("name", "part"), [("A100", "A100 80GB, A100 40GB"), ("abacus", "known are")])
+def test_a_device_that_is_not_known_is_refused_with_what_is(name, part):
+    with pytest.raises(ConfigError, match=part):
+        read_device(name)
+
+
+def test_four_bit_weights_are_refused_in_words(words):
+    with pytest.raises(ConfigError, match=r"lora\.quantize is nf4.*lora\.quantize=none"):
+        make_plan(load_config([*words, "lora.quantize=nf4"]), find_device("cpu"))

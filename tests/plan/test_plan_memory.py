@@ -1,0 +1,166 @@
+"""The predicted peak against what the allocator reports, over shapes, methods and ways through the engine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from finetune.config.schema import LoraSection, OptimSection
+from finetune.data.batches import pad
+from finetune.engine.layout import pack
+from finetune.engine.loss import summed_cross_entropy
+from finetune.inspect.plan_memory import optimizer_need, predict_peak
+from finetune.model.base import checkpoint_gradients
+from finetune.model.lora import add_lora
+from finetune.training.optim import build_optimizer
+from tests.plan.error_table import WRITE, cases_of_page, record_error
+from tests.plan.measured import held_by, peak_of
+from tests.tiny_models import build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
+
+SIZES = {"vocab_size": 3000, "hidden_size": 96, "intermediate_size": 320, "max_position_embeddings": 1024}
+WIDER = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 8000}
+CONFIGS = {
+    "phi3": lambda **sizes: tiny_phi3_config(**{**SIZES, "num_hidden_layers": 5, "sliding_window": 150, **sizes}),
+    "wider phi3": lambda **sizes: tiny_phi3_config(**{**SIZES, **WIDER, "num_hidden_layers": 7, **sizes}),
+    "phi": lambda **sizes: tiny_phi_config(**{**SIZES, "num_hidden_layers": 5, **sizes}),
+    "gemma2": lambda **sizes: tiny_gemma2_config(
+        **{**SIZES, "num_hidden_layers": 5, "head_dim": 24, "sliding_window": 150, **sizes}
+    ),
+}
+
+
+def rows(number: int = 6, *, shared: int = 0, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Random rows, about a third of whose tokens carry loss; perhaps with a beginning in common."""
+    random = torch.Generator().manual_seed(seed)
+    beginning = torch.randint(3, 3000, (shared,), generator=random)
+    made = []
+    for _ in range(number):
+        length = int(torch.randint(80, 200, (), generator=random))
+        ids = torch.cat([beginning, torch.randint(3, 3000, (length,), generator=random)])
+        made.append((ids, torch.rand(len(ids), generator=random) < 0.35))
+    return made
+
+
+class Example(tuple):
+    input_ids = property(lambda self: self[0])
+    is_target = property(lambda self: self[1])
+
+
+def prepare(model, method: str, *, checkpointed: bool, dropout: float = 0.0):
+    adapted = add_lora(model, LoraSection(r=4, dropout=dropout)) if method == "lora" else model
+    if checkpointed:
+        checkpoint_gradients(adapted)
+    return adapted.train()
+
+
+def measure(model, optimizer, microbatch, *, number: int = 1) -> int:
+    """The peak of a step that is not the first, with all that is held besides."""
+
+    def step() -> None:
+        for _ in range(number):
+            summed_cross_entropy(model, microbatch()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return held_by(model, optimizer) + peak_of(step)
+
+
+def predict(config, microbatch, method: str, *, accumulates: bool = False, **options):
+    with torch.device("meta"):
+        model = prepare(AutoModelForCausalLM.from_config(config), method, **options)
+    model.config.use_cache = False
+    need = optimizer_need(build_optimizer(model, OptimSection()), kind="cpu")
+    assert need is not None
+    return predict_peak(model, microbatch, need, kind="cpu", is_bf16=False, accumulates=accumulates)
+
+
+CASES = [
+    *itertools.product(["phi3"], ["lora", "full"], [False, True], ["packed", "padded"]),
+    ("phi3", "lora", False, "shared"),
+    ("phi", "lora", False, "packed"),
+    ("phi", "full", True, "packed"),
+    ("gemma2", "lora", False, "padded"),
+    ("wider phi3", "lora", False, "packed"),
+    ("wider phi3", "lora", True, "packed"),
+    ("wider phi3", "full", False, "padded"),
+]
+
+
+def name_of(family: str, method: str, checkpointed: bool, way: str) -> str:
+    """As the table of docs/plan.md has it."""
+    through = {"packed": "packed", "padded": "padded", "shared": "packed, shared beginnings"}[way]
+    return f"{family}, {'LoRA' if method == 'lora' else 'full'}, {through}{', checkpointing' * checkpointed}"
+
+
+def test_the_table_of_the_docs_has_these_cases_and_no_others():
+    if not os.environ.get(WRITE):
+        assert sorted(cases_of_page()) == sorted(itertools.starmap(name_of, CASES))
+
+
+@pytest.mark.parametrize(("family", "method", "checkpointed", "way"), CASES)
+def test_the_predicted_peak_is_the_measured_one(family, method, checkpointed, way):
+    config = CONFIGS[family]()
+    given = rows(shared=120 if way == "shared" else 0)
+    make = (lambda: pad([Example(row) for row in given])) if way == "padded" else (lambda: pack(given))
+    predicted = predict(config, make(), method, checkpointed=checkpointed)
+    model = prepare(build_tiny(config), method, checkpointed=checkpointed)
+    measured = measure(model, build_optimizer(model, OptimSection()), make)
+    error = predicted.total / measured - 1
+    assert abs(error) < 0.10, predicted
+    record_error(name_of(family, method, checkpointed, way), measured, error)
+
+
+def test_gradients_that_are_added_up_are_there_all_the_time():
+    config = CONFIGS["phi3"](num_hidden_layers=5)
+    given = rows()
+    predicted = predict(config, pack(given), "full", checkpointed=False, accumulates=True)
+    model = prepare(build_tiny(config), "full", checkpointed=False)
+    measured = measure(model, build_optimizer(model, OptimSection()), lambda: pack(given), number=2)
+    assert abs(predicted.total / measured - 1) < 0.10, predicted
+    assert predicted.parts["gradients"] == sum(weight.nbytes for weight in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_few_layers_tell_what_many_take(kind, monkeypatch):
+    """Also with LongRoPE, which looks at positions, and with dropout."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "short_factor": [1.0] * 6,
+        "long_factor": [2.0] * 6,
+        "original_max_position_embeddings": 512,
+    }
+    config = CONFIGS["phi3"](num_hidden_layers=6, rope_parameters=rope)
+    with torch.device("meta"):
+        model = prepare(AutoModelForCausalLM.from_config(config), "lora", checkpointed=False, dropout=0.1)
+    need = optimizer_need(build_optimizer(model, OptimSection()), kind=kind)
+    options = {"kind": kind, "is_bf16": kind == "cuda", "accumulates": False}
+    extrapolated = predict_peak(model, pack(rows()), need, **options)
+    assert len(model.get_base_model().get_decoder().layers) == 6  # as it was
+    assert all(weight.is_meta for weight in model.parameters())
+    monkeypatch.setattr("finetune.inspect.plan_memory._MORE", 6)
+    whole = predict_peak(model, pack(rows()), need, **options)
+    assert abs(extrapolated.total / whole.total - 1) < 0.005
+    for part, size in whole.parts.items():
+        assert abs(extrapolated.parts[part] - size) <= 0.01 * whole.total, part
+
+
+def test_an_optimizer_that_needs_data_is_not_known():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS["phi3"]())
+    section = OptimSection(optimizer="transformers.optimization.Adafactor", args={"relative_step": False})
+    optimizer = build_optimizer(model, section)
+    known = optimizer_need(optimizer, kind="cpu")
+    real = build_tiny(CONFIGS["phi3"]())
+    twin = build_optimizer(real, section)
+    for weight in real.parameters():
+        weight.grad = torch.ones_like(weight)
+    twin.step()
+    state = sum(v.nbytes for s in twin.state.values() for v in s.values() if torch.is_tensor(v))
+    assert known is None or known.state == state

@@ -1,0 +1,193 @@
+"""What `finetune preview` finds in rows that went through the real encoding path."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune.cli.preview import preview_from_words
+from finetune.config.compose import load_config
+from finetune.data.encode import EncodedExamples, encode_examples
+from finetune.data.examples import load_examples
+from finetune.errors import ConfigError, DataError
+from finetune.inspect.preview import Preview, preview_data
+from finetune.inspect.preview_splits import histogram, row_digests, summarize
+from finetune.model.base import build_tokenizer
+from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny_phi3_config
+from tests.tiny_runs import MODEL_VOCABULARY
+
+
+def chat(question: str, answer: str) -> str:
+    return json.dumps({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A model's folder without its weights: a preview must not ask for them."""
+    tiny_phi3_config(vocab_size=MODEL_VOCABULARY, max_position_embeddings=128).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def words(tmp_path: Path, base: Path) -> list[str]:
+    """A run over three splits: a row that comes twice, one that is cut, one of training in the test split."""
+    rows = {
+        "train": [chat("a", "b"), "", chat("send", "crates"), chat("a", "b"), chat("a b", "long " * 40)],
+        "validation": [chat("a", "c")],
+        "test": [chat("send", "crates"), chat("x", "y")],
+    }
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, lines in rows.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return [f"model.path={base}", f"data.path={folder}", f"data.cache_dir={tmp_path / 'cache'}", "data.max_length=64"]
+
+
+TOLERANT = ["data.on_truncated_answer=warn", "data.on_overlap=warn"]
+
+
+def preview(words: list[str], **options) -> Preview:
+    return preview_data(load_config(words), **options)
+
+
+def test_a_row_is_the_one_that_training_encodes(words, tmp_path):
+    config = load_config([*words, *TOLERANT])
+    encoded = encode_examples(load_examples(config.data), build_tokenizer(config.model), config.data)
+    kept = sorted(path.name for path in (tmp_path / "cache").iterdir())
+    seen = preview([*words, *TOLERANT], num_rows=99)
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == kept  # it was read from there
+    assert len(seen.rows) == len(encoded.train) == 4
+    for row, example in zip(seen.rows, encoded.train, strict=True):
+        record = row.as_record()
+        assert record["token_ids"] == example.input_ids.tolist()
+        assert record["loss"] == example.is_target.tolist()
+    spans = seen.rows[0].as_record()["spans"]
+    assert [(span["text"], span["loss"], span["special"]) for span in spans] == [
+        ("<|user|>", False, True),
+        ("a", False, False),
+        ("<|end|><|assistant|>", False, True),
+        ("b", True, False),
+        ("<|end|>", True, True),
+        ("<|endoftext|>", False, True),
+    ]
+
+
+def test_what_is_wrong_with_rows_is_told_with_their_place(words):
+    seen = preview(words, num_rows=99)
+    train, test = seen.splits["train"], seen.splits["test"]
+    assert (train.rows, train.truncated.count, train.answers_cut.count, train.duplicates.count) == (4, 1, 1, 1)
+    # The empty line of the file is no row, and counts in no place but the file's own.
+    assert [(place.row, place.source.rpartition("/")[2]) for place in train.duplicates.first] == [(3, "train.jsonl:4")]
+    assert [place.row for place in train.duplicate_groups[0].first] == [1, 3]
+    assert [place.source.rpartition("/")[2] for place in test.in_training.first] == ["test.jsonl:1"]
+    assert (train.in_training.count, train.longest, train.without_targets.count) == (0, 64, 0)
+    assert [any(part in note for note in seen.rows[row].notes) for row, part in ((0, "train.jsonl:4"), (3, "cut"))] == [
+        True,
+        True,
+    ]
+    assert "cut at data.max_length from 208 tokens, inside of an answer" in seen.rows[3].notes[0]
+    told = [(finding.level, finding.what.split(":")[0], finding.fix) for finding in seen.findings]
+    assert [(level, split) for level, split, _ in told] == [
+        ("problem", "train"),  # an answer is cut
+        ("problem", "test"),  # a row is in training too
+        ("warning", "train"),  # a row is longer than the limit
+        ("warning", "train"),  # a row comes twice
+    ]
+    assert "data.on_truncated_answer=drop" in told[0][2]
+    assert "row 3 (" in seen.findings[3].what
+    (row,) = preview(words, split="test", rows=[1]).rows
+    assert row.notes == ["the training split has this row too"]
+
+
+def test_rows_that_a_gate_leaves_out_are_not_shown(words):
+    seen = preview([*words, *TOLERANT, "data.on_truncated_answer=drop"], num_rows=99)
+    assert (seen.splits["train"].rows, len(seen.rows)) == (3, 3)
+    assert {finding.level for finding in seen.findings} == {"warning"}
+    assert any("They are left out (data.on_truncated_answer=drop)" in finding.fix for finding in seen.findings)
+
+
+def test_a_row_that_a_mixture_repeats_is_no_duplicate():
+    once = EncodedExamples.from_rows([([5, 6], [False, True]), ([5, 7], [False, True])], end_id=9)
+    mixed = once.select([0, 0, 1])
+    assert summarize(mixed, row_digests(mixed)).duplicates.count == 0
+
+
+def test_the_figures_of_a_split_are_right():
+    rows = [([5] * length, [False] * (length - 1) + [True]) for length in (3, 7, 7, 30)]
+    examples = EncodedExamples.from_rows(rows, end_id=9)
+    split = summarize(examples, row_digests(examples))
+    assert (split.rows, split.tokens, split.target_tokens, split.target_share) == (4, 47, 4, 4 / 47)
+    lengths = (split.shortest, split.median, split.percentile_90, split.percentile_99, split.longest)
+    assert lengths == (3, 7, 30, 30, 30)
+    assert split.duplicates.count == 1
+
+
+def test_equal_tokens_with_another_loss_are_another_row():
+    examples = EncodedExamples.from_rows(
+        [([5, 6, 7], [False, True, True]), ([5, 6, 7], [False, False, True])], end_id=9
+    )
+    assert summarize(examples, row_digests(examples)).duplicates.count == 0
+
+
+@pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [1, 2, 3], [5, 99, 100, 101], [1, 131072], list(range(1, 400))])
+def test_a_histogram_counts_every_row_once_in_few_equal_bins(lengths):
+    bins = histogram(torch.tensor(lengths))
+    assert 1 <= len(bins) <= 12
+    for bar in bins:
+        assert bar.rows == sum(bar.shortest <= length <= bar.longest for length in lengths)
+    assert sum(bar.rows for bar in bins) == len(lengths)
+    assert bins[0].rows > 0
+    assert bins[-1].rows > 0
+    assert len({bar.longest - bar.shortest for bar in bins}) == 1
+
+
+def test_a_model_that_does_not_fit_the_rows_is_a_problem(words, base, capsys):
+    tiny_phi3_config(vocab_size=300, max_position_embeddings=32).save_pretrained(base)
+    assert preview_from_words(words, run=None, form="json") == 2
+    record = json.loads(capsys.readouterr().out)
+    problems = [finding["what"] for finding in record["findings"] if finding["level"] == "problem"]
+    assert record["exit_code"] == 2
+    assert any("64 tokens, but the model's context ends at 32" in what for what in problems)
+    assert any("but the model has 300 embeddings" in what for what in problems)
+
+
+def test_json_says_all_of_it_in_plain_ascii(words, capsys):
+    assert preview_from_words([*words, "strict=true"], run=None, form="json") == 2  # warnings count when strict
+    assert preview_from_words([*words, *TOLERANT], run=None, split="validation", form="json") == 0
+    text = capsys.readouterr().out.splitlines()[-1]
+    assert text.isascii()
+    record = json.loads(text)
+    assert record["version"] == 1
+    assert list(record["splits"]) == ["train", "validation", "test"]
+    (row,) = record["rows"]
+    assert (row["split"], row["row"], row["tokens"]) == ("validation", 1, len(row["token_ids"]))
+    assert row["source"].endswith("validation.jsonl:1")
+
+
+def test_a_split_or_a_row_that_is_not_there_is_named(words, tmp_path):
+    (tmp_path / "data" / "test.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"no such split.*train, validation"):
+        preview(words, split="test")
+    with pytest.raises(ConfigError, match=r"--row 5: the train split has the rows 1 to 4"):
+        preview(words, rows=[2, 5])
+
+
+def test_rows_that_cannot_be_used_end_it_as_they_end_training(words, tmp_path):
+    (tmp_path / "data" / "train.jsonl").write_text("{}\n")
+    with pytest.raises(DataError, match=r"train\.jsonl:1"):
+        preview(words)
+
+
+def test_a_rank_other_than_the_first_says_nothing(words, capsys, monkeypatch):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert preview_from_words(words, run=None) == 0
+    assert capsys.readouterr().out == ""
+    monkeypatch.undo()

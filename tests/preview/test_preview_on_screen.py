@@ -1,0 +1,121 @@
+"""`finetune preview` as a user meets it: real processes, a real pseudo-terminal, rows that mean harm."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny_phi3_config
+from tests.tiny_runs import MODEL_VOCABULARY
+
+PREVIEW = [sys.executable, "-m", "finetune", "preview"]
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+HARM = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x08\u202e\x7f[red]not markup[/red] :smile:\n\tsecond line"
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("preview")
+    tiny_phi3_config(vocab_size=MODEL_VOCABULARY, max_position_embeddings=512).save_pretrained(folder / "base")
+    tiny_tokenizer().save_pretrained(folder / "base")
+    row = {"messages": [{"role": "user", "content": f"ask{HARM}"}, {"role": "assistant", "content": f"say{HARM}"}]}
+    data = folder / "rows\x1b[35m.jsonl"  # a file's name may mean harm too
+    data.write_text(f"{json.dumps(row)}\n{json.dumps(row)}\n")
+    return [f"model.path={folder / 'base'}", f"data.path={data}", f"data.cache_dir={folder / 'cache'}"]
+
+
+def on_a_terminal(words: list[str], **variables: str) -> str:
+    """What the command writes to a terminal of 100 columns."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    environment = {**os.environ, "TERM": "xterm-256color", **variables}
+    environment.pop("COLUMNS", None)
+    with subprocess.Popen([*PREVIEW, *words], stdout=theirs, stderr=subprocess.PIPE, env=environment) as process:
+        os.close(theirs)
+        written = bytearray()
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # the other side has closed it
+                break
+            if not part:
+                break
+            written += part
+        stderr = process.stderr.read().decode() if process.stderr else ""
+        os.close(ours)
+    assert process.returncode == 0, stderr
+    assert "\x1b" not in stderr
+    return written.decode()
+
+
+def assert_is_harmless(text: str) -> None:
+    for character in text:
+        assert character in "\r\n" or character.isprintable(), hex(ord(character))
+
+
+def test_colours_say_what_carries_loss_and_the_rows_steer_nothing(words):
+    written = on_a_terminal([*words, "--rows", "1"])
+    plain = COLOUR.sub("", written)
+    assert_is_harmless(plain)
+    assert "say<U+001B>]0;owned<U+0007><U+001B>[2J<U+009B>31m<U+000D><U+0008><U+202E><U+007F>[red]not markup" in plain
+    assert "[/red] :smile:↵\r\n⇥second line" in plain
+    styles: dict[str, str] = {}
+    for style, text in re.findall(r"\x1b\[([0-9;]+)m([^\x1b]*)", written):
+        styles[style] = styles.get(style, "") + text
+    assert "say<U+001B>]0;" in styles["1;32"]  # carries loss: bold green
+    assert "ask<U+001B>]0;" in styles["90"]  # does not: grey
+    assert "<|end|>" in styles["1;30;42"]  # the end of turn: special, and carries loss
+    assert "<|user|>" in styles["30;100"]
+
+
+def test_without_colours_a_margin_says_the_same(words):
+    written = on_a_terminal([*words, "--rows", "1"], NO_COLOR="1")
+    assert_is_harmless(written)
+    piped = subprocess.run([*PREVIEW, *words, "--rows", "1"], capture_output=True, text=True, timeout=120)
+    assert piped.returncode == 0, piped.stderr
+    assert written.replace("\r\n", "\n") == piped.stdout
+    shown = [line for line in piped.stdout.splitlines() if line.startswith(("loss | ", "     | "))]
+    assert shown[0].startswith("     | <|user|>ask<U+001B>")
+    assert shown[0].endswith(":smile:↵")
+    assert shown[1] == "     | ⇥second line<|end|><|assistant|>"
+    assert shown[2].startswith("loss | say<U+001B>")
+    assert shown[3] == "loss | ⇥second line<|end|>"
+    assert shown[4] == "     | <|endoftext|>"
+    assert "rows<U+001B>[35m.jsonl:1" in piped.stdout
+    assert "1 rows (50.0%) repeat an earlier row" in piped.stdout
+
+
+def test_nothing_but_the_cache_is_written_and_half_a_reader_is_enough(words, tmp_path):
+    command = " ".join(f"'{word}'" for word in [*PREVIEW, *words, "--tokens", "--row", "2"])
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command} | head -n 1"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("data:")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_is_for_programs(words, tmp_path):
+    done = subprocess.run([*PREVIEW, *words, "--json", "--row", "2"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert_is_harmless(done.stdout)
+    (row,) = json.loads(done.stdout)["rows"]
+    assert row["spans"][1] == {"text": f"ask{HARM}", "loss": False, "special": False}
+    assert (row["row"], row["same_as"]["count"]) == (2, 1)
+    assert Path(row["source"]).name == "rows<U+001B>[35m.jsonl:2"
