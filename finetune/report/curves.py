@@ -1,0 +1,294 @@
+"""What is drawn: curves of one run or of several over each other, as points and as a Vega specification of each chart.
+
+Vega-Lite (Satyanarayan et al., 2017) is compiled here, when the report is written; the page holds Vega alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from finetune.report.recorded_run import Points, RecordedRun, finite
+
+MOST_POINTS = 1200
+"""Of one curve: more cannot be seen, and would make a large page."""
+COLOURS = 8
+"""Different ones that page.css has."""
+_SMOOTHED_FROM = 40
+"""Fewer points are drawn as they are."""
+_LOG_FROM_RATIO = 50.0
+_VEGA_LITE = "6.1"
+_GIB = 2**30
+
+Scale = Callable[[float], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One line: `is_raw` lies faint behind its smoothed self, `is_measured` has a mark at each point."""
+
+    name: str
+    run: int
+    hue: int
+    points: Points
+    errors: dict[int, float] = field(default_factory=dict)
+    """The standard error at a step."""
+    is_raw: bool = False
+    is_measured: bool = False
+
+    def drawn(self) -> Points:
+        """The curve, or of a long one the highest and the lowest point of each stretch."""
+        points = finite(self.points)
+        return points if len(points) <= MOST_POINTS else list(_extremes(points, MOST_POINTS // 2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Curves over one axis."""
+
+    name: str
+    title: str
+    unit: str
+    curves: list[Curve]
+    starts_at_zero: bool = False
+    is_large: bool = False
+
+    @property
+    def can_be_log(self) -> bool:
+        """Whether the curves have a logarithm, and span enough for one to show more."""
+        values = [value for curve in self.curves for _, value in curve.drawn()]
+        return self.is_large and bool(values) and min(values) > 0
+
+    @property
+    def is_log_first(self) -> bool:
+        """Whether most of a linear picture would be empty."""
+        values = [value for curve in self.curves for _, value in curve.drawn()]
+        return self.can_be_log and max(values) / min(values) > _LOG_FROM_RATIO
+
+    @property
+    def num_left_out(self) -> int:
+        """Points of long curves that are not drawn."""
+        return sum(len(finite(curve.points)) - len(curve.drawn()) for curve in self.curves)
+
+    @property
+    def not_finite(self) -> list[int]:
+        """Steps whose value is NaN or infinite and cannot be drawn."""
+        return sorted({step for curve in self.curves for step, value in curve.points if not math.isfinite(value)})
+
+    def as_record(self) -> dict[str, Any]:
+        """As plain values for the page: specifications, curves and points."""
+        forms = {"linear": self._specification("linear")}
+        if self.can_be_log:
+            forms["log"] = self._specification("log")
+        return {
+            "name": self.name,
+            "title": self.title,
+            "unit": self.unit,
+            "large": self.is_large,
+            "first": "log" if self.is_log_first else "linear",
+            "specifications": forms,
+            "curves": [
+                {"name": curve.name, "run": curve.run, "hue": curve.hue, "raw": curve.is_raw, "index": index}
+                for index, curve in enumerate(self.curves)
+            ],
+            "points": [point for index, curve in enumerate(self.curves) for point in _as_points(index, curve)],
+        }
+
+    def _specification(self, form: str) -> dict[str, Any]:
+        import vl_convert
+
+        points = [point for curve in self.curves for point in curve.drawn()]
+        steps, values = [step for step, _ in points], [value for _, value in points]
+        span = max(max(steps) - min(steps), 1)  # more ticks than steps would name a step twice
+        x = {
+            "field": "step",
+            "type": "quantitative",
+            "title": None,
+            "scale": {"domain": [min(steps), min(steps) + span], "nice": False},
+            "axis": {
+                "format": ",d",
+                "tickMinStep": 1,
+                "tickCount": {"expr": f"min(max(3, floor(width / 90)), {span})"},
+            },
+        }
+        axis: dict[str, Any] = {"format": "~s" if max(values) >= 1000 else "~g", "tickCount": 5}
+        scale: dict[str, Any] = {"type": "linear", "nice": True, "zero": self.starts_at_zero}
+        if form == "log":
+            scale = {"type": "log", "domain": [min(values) / 1.15, max(values) * 1.15], "nice": False}
+            axis["values"] = _round_numbers(min(values), max(values))
+        y = {"field": "value", "type": "quantitative", "title": None, "scale": scale, "axis": axis}
+        colour = {
+            "field": "hue",
+            "type": "nominal",
+            "legend": None,
+            "scale": {"domain": list(range(COLOURS)), "range": [f"var(--hue-{hue})" for hue in range(COLOURS)]},
+        }
+        specification = {
+            "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+            "width": "container",
+            "height": 300 if self.is_large else 150,
+            "background": None,
+            "padding": {"left": 2, "right": 8, "top": 6, "bottom": 2},
+            "data": {"name": "points"},
+            "params": [{"name": "hidden", "value": []}],
+            "transform": [{"filter": "indexof(hidden, datum.run) < 0"}],
+            "encoding": {"x": x, "color": colour, "detail": {"field": "curve"}},
+            "layer": list(self._layers(y)),
+            "config": _CONFIG,
+        }
+        compiled: dict[str, Any] = vl_convert.vegalite_to_vega(specification, vl_version=_VEGA_LITE)
+        return compiled
+
+    def _layers(self, y: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Each kind of curve that there is."""
+        for is_raw, width, opacity in ((True, 1, 0.35), (False, 1.8, 1)):
+            if any(curve.is_raw == is_raw and not curve.is_measured for curve in self.curves):
+                wanted = {"filter": f"!datum.measured && {'' if is_raw else '!'}datum.raw"}
+                mark = {"type": "line", "strokeWidth": width, "opacity": opacity, "strokeJoin": "round", "clip": True}
+                yield {"transform": [wanted], "mark": mark, "encoding": {"y": y}}
+        if any(curve.errors for curve in self.curves):
+            wanted = {"filter": "datum.measured && isValid(datum.low)"}
+            encoding = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}
+            yield {
+                "transform": [wanted],
+                "mark": {"type": "rule", "strokeWidth": 1.2, "opacity": 0.6},
+                "encoding": encoding,
+            }
+        if any(curve.is_measured for curve in self.curves):
+            line: dict[str, Any] = {"type": "line", "strokeWidth": 1.4, "strokeDash": [5, 3]}
+            dots: dict[str, Any] = {"type": "point", "filled": True, "size": 38, "opacity": 1}
+            for mark in (line, dots):
+                yield {"transform": [{"filter": "datum.measured"}], "mark": mark, "encoding": {"y": y}}
+
+
+_CONFIG: dict[str, Any] = {
+    "font": "system-ui, sans-serif",
+    "view": {"stroke": None},
+    "axis": {
+        "labelColor": "var(--quiet)",
+        "labelFontSize": 11,
+        "labelPadding": 6,
+        "gridColor": "var(--line)",
+        "ticks": False,
+        "domain": False,
+    },
+    "axisX": {"grid": False, "domain": True, "domainColor": "var(--line-strong)", "labelFlush": True},
+}
+
+
+def build_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
+    """Every chart for which some run has points."""
+    unit = "nats per pair" if all(run.points("step", "reward_margin") for run in runs) else "nats per target token"
+    charts = [
+        Chart(name="loss", title="Loss", unit=unit, curves=list(_losses(runs)), is_large=True),
+        _chart(runs, "reward-accuracy", "Preferred as the pair says", "share of the pairs", "step", "reward_accuracy"),
+        _chart(runs, "reward-margin", "Reward margin", "chosen less rejected", "step", "reward_margin"),
+        _chart(runs, "learning-rate", "Learning rate", "", "step", "learning_rate", smooth=False),
+        _chart(runs, "grad-norm", "Gradient norm", "before clipping", "step", "grad_norm"),
+        _chart(runs, "throughput", "Throughput", "tokens per second", "step", "tokens_per_second"),
+        *_resources(runs),
+    ]
+    return [chart for chart in charts if any(curve.drawn() for curve in chart.curves)]
+
+
+def smoothed(points: Points) -> Points:
+    """The mean around each point, over a twentieth of the curve and evenly to both sides: it does not lag behind."""
+    sums = [0.0, *accumulate(value for _, value in points)]
+    reach = max(1, len(points) // 40)
+    found = []
+    for index, (step, _) in enumerate(points):
+        half = min(reach, index, len(points) - 1 - index)
+        found.append((step, (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)))
+    return found
+
+
+def _losses(runs: Sequence[RecordedRun]) -> Iterator[Curve]:
+    is_alone = len(runs) == 1
+    for index, run in enumerate(runs):
+        name = "" if is_alone else f"{run.label}: "
+        hue = 0 if is_alone else index % COLOURS
+        yield from _raw_and_smoothed(run.points("step", "loss"), f"{name}training", index, hue)
+        validation = run.points("validation", "loss")
+        if validation:
+            errors = dict(finite(run.points("validation", "standard_error")))
+            yield Curve(
+                name=f"{name}validation",
+                run=index,
+                hue=1 if is_alone else hue,
+                points=validation,
+                errors=errors,
+                is_measured=True,
+            )
+
+
+def _raw_and_smoothed(points: Points, name: str, run: int, hue: int) -> Iterator[Curve]:
+    """A short curve as it is; a long one faint, with its mean over it."""
+    if len(finite(points)) < _SMOOTHED_FROM:
+        yield Curve(name=name, run=run, hue=hue, points=points)
+        return
+    yield Curve(name=name, run=run, hue=hue, points=points, is_raw=True)
+    yield Curve(name=f"{name}, smoothed", run=run, hue=hue, points=smoothed(finite(points)))
+
+
+def _chart(
+    runs: Sequence[RecordedRun], name: str, title: str, unit: str, kind: str, figure: str, *, smooth: bool = True
+) -> Chart:
+    curves: list[Curve] = []
+    for index, run in enumerate(runs):
+        points = run.points(kind, figure)
+        curve_name = title.lower() if len(runs) == 1 else run.label
+        hue = index % COLOURS
+        if smooth:
+            curves += _raw_and_smoothed(points, curve_name, index, hue)
+        else:
+            curves.append(Curve(name=curve_name, run=index, hue=hue, points=points))
+    return Chart(name=name, title=title, unit=unit, curves=curves, starts_at_zero=True)
+
+
+def _resources(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
+    """Memory and waiting: what `resources` events hold."""
+    for name, title, unit, figure, factor in (
+        ("device-memory", "Memory of the accelerator", "GiB, the most so far", "device_memory", 1 / _GIB),
+        ("host-memory", "Memory of the process", "GiB, the most so far", "host_memory", 1 / _GIB),
+        ("data-wait", "Waiting for data", "% of the time", "data_wait_share", 100.0),
+        ("slowest-rank", "Waiting for the slowest rank", "% of the time", "slowest_rank_share", 100.0),
+    ):
+        curves = []
+        for index, run in enumerate(runs):
+            points = [(step, value * factor) for step, value in run.points("resources", figure)]
+            label = title.lower() if len(runs) == 1 else run.label
+            curves.append(Curve(name=label, run=index, hue=index % COLOURS, points=points))
+        yield Chart(name=name, title=title, unit=unit, curves=curves, starts_at_zero=True)
+
+
+def _as_points(index: int, curve: Curve) -> Iterator[dict[str, Any]]:
+    for step, value in curve.drawn():
+        point = {"curve": index, "run": curve.run, "hue": curve.hue, "step": step, "value": _short(value)}
+        if curve.is_raw:
+            point["raw"] = True
+        if curve.is_measured:
+            point["measured"] = True
+            if (error := curve.errors.get(step)) is not None and 0 < value - error < value + error < math.inf:
+                point |= {"low": _short(value - error), "high": _short(value + error)}
+        yield point
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    """Powers of ten, and where they are few their doubles and fivefolds too."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    factors = (1,) if last - first > 3 else (1, 2, 5)
+    return [float(f"{factor}e{power}") for power in range(first, last + 1) for factor in factors]
+
+
+def _extremes(points: Points, num_stretches: int) -> Iterator[tuple[int, float]]:
+    """The lowest and the highest point of each stretch, in the order of steps."""
+    for number in range(num_stretches):
+        stretch = points[len(points) * number // num_stretches : len(points) * (number + 1) // num_stretches]
+        yield from sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})

@@ -1,0 +1,103 @@
+"""The data of runs as `finetune preview` sees them, and a row of each, for the page."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from finetune.config.compose import load_config
+from finetune.errors import FinetuneError
+from finetune.report.recorded_run import RecordedRun, mapping
+
+if TYPE_CHECKING:
+    from finetune.inspect.preview_splits import SplitSummary
+
+MOST_CHARACTERS = 6000
+"""Of the row that is shown."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Text of a row that is alike: carries loss or not, special token or text."""
+
+    text: str
+    carries_loss: bool
+    is_special: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewedData:
+    """What some runs were trained on."""
+
+    labels: list[str]
+    """Of the runs that share it."""
+    source: str
+    splits: dict[str, SplitSummary]
+    row: list[Span]
+    row_place: str
+    findings: list[str]
+    why_not: str = ""
+    """Why nothing could be read; then nothing else is known."""
+
+
+def preview_data_of(runs: Sequence[RecordedRun]) -> list[PreviewedData]:
+    """Read the data of runs again, once for those that were trained on the same. Never raises."""
+    groups: dict[str, list[RecordedRun]] = {}
+    for run in runs:
+        groups.setdefault(_identity(run), []).append(run)
+    return [_preview(group) for group in groups.values()]
+
+
+def _identity(run: RecordedRun) -> str:
+    prints = mapping(run.record.get("fingerprints"))
+    rows = {name: value for name, value in prints.items() if name.startswith("data.") or name == "chat_template"}
+    return repr(sorted(rows.items())) if rows else str(run.folder.path)
+
+
+def _preview(runs: Sequence[RecordedRun]) -> PreviewedData:
+    labels = [run.label for run in runs]
+    try:
+        return _read(runs[0], labels)
+    except FinetuneError as error:
+        why = str(error)
+    except Exception as error:  # a page about a run is worth having, whatever became of the run's data
+        why = f"{type(error).__name__}: {error}"
+    _log.warning("%s: its data could not be read again: %s", labels[0], why)
+    return PreviewedData(labels=labels, source="", splits={}, row=[], row_place="", findings=[], why_not=why)
+
+
+def _read(run: RecordedRun, labels: list[str]) -> PreviewedData:
+    from finetune.inspect.preview import preview_data
+
+    config = load_config([], run=str(run.folder.config_file))
+    # A report must be safe to make of a folder that somebody else has sent.
+    model = config.model.model_copy(update={"trust_remote_code": False})
+    preview = preview_data(config.model_copy(update={"model": model, "strict": False}), num_rows=1)
+    spans, place = [], ""
+    for row in preview.rows:
+        place = f"row {row.place.row}, {row.place.source}: {row.num_tokens:,} tokens, {row.num_targets:,} carry loss"
+        alike = groupby(row.pieces, key=lambda piece: (piece.carries_loss, piece.is_special))
+        spans = [Span("".join(piece.text for piece in pieces), *kind) for kind, pieces in alike]
+    return PreviewedData(
+        labels=labels,
+        source=preview.data,
+        splits={str(name): summary for name, summary in preview.splits.items()},
+        row=_shortened(spans),
+        row_place=place,
+        findings=[f"{finding.what}: {finding.fix}" for finding in preview.findings],
+    )
+
+
+def _shortened(spans: Sequence[Span]) -> list[Span]:
+    left = MOST_CHARACTERS
+    kept: list[Span] = []
+    for span in spans:
+        if left <= 0:
+            return [*kept, Span(" … ", False, True)]
+        kept.append(Span(span.text[:left], span.carries_loss, span.is_special))
+        left -= len(span.text)
+    return kept

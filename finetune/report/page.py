@@ -1,0 +1,247 @@
+"""The page: one file that asks for nothing, in which no text of a run can become markup or script.
+
+Jinja2 escapes every value. A content security policy forbids every request and all scripts but the page's own, by
+their digests, so that even a mistake of ours in escaping could run nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, get_args
+
+from finetune.durable import in_units
+from finetune.errors import ConfigError
+from finetune.metrics_reader import number_in
+from finetune.report import sentences
+from finetune.report.curves import COLOURS, Chart, build_charts
+from finetune.report.data_preview import PreviewedData
+from finetune.report.differences import difference_rows, setting_rows
+from finetune.report.recorded_run import RecordedRun, mapping, step_of
+from finetune.run_record import Status
+
+MARK = "<!-- written by finetune report -->"
+"""Stands in the first line of each page, and tells it from what others have written."""
+_FOLDER = Path(__file__).parent
+_DIGITS = 16
+"""Of a digest: enough to see whether two are the same."""
+_STATUSES = get_args(Status)
+_NEEDED = {"vl_convert": "vl-convert-python", "jinja2": "jinja2"}
+
+
+def require_libraries() -> None:
+    """Say now what is missing, not after the data were read.
+
+    Raises:
+        ConfigError: a library of the extra is not installed.
+    """
+    missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"`finetune report` needs {' and '.join(missing)}, which this installation lacks. Install the extra: "
+            "pip install 'finetune[report]'"
+        )
+
+
+def build_page(runs: Sequence[RecordedRun], data: Sequence[PreviewedData]) -> str:
+    """The page as HTML.
+
+    Args:
+        runs: one, or several to lay over each other.
+        data: what could be said of their data; may be empty.
+    """
+    jinja2 = import_module("jinja2")
+    folder = jinja2.FileSystemLoader(_FOLDER)
+    environment = jinja2.Environment(
+        loader=folder,
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_readable_unless_markup,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    charts = build_charts(runs)
+    scripts = [_vega(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
+    template = environment.get_template("page.html.j2")
+    text: str = template.render(
+        mark=_markup(MARK),
+        policy=_policy(scripts),
+        style=_markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
+        scripts=[_markup(script) for script in scripts],
+        payload=_markup(script_data([chart.as_record() for chart in charts])),
+        title=runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
+        headline=sentences.headline(runs),
+        second_line=sentences.second_line(runs),
+        runs=[_run_values(run, index) for index, run in enumerate(runs)],
+        charts=[_chart_values(chart) for chart in charts],
+        summary_head=sentences.SUMMARY_HEAD,
+        summary=sentences.summary_rows(runs),
+        differences=difference_rows(runs) if len(runs) > 1 else [],
+        data=data,
+    )
+    return text
+
+
+def readable(text: str) -> str:
+    """Text in which every character can be seen but the plain space, tabs and line breaks.
+
+    Control characters, lone surrogates and characters that turn the direction of writing are shown by their number.
+    """
+    return "".join(c if c in "\n\t" or c.isprintable() else f"<U+{ord(c):04X}>" for c in text)
+
+
+def script_data(value: object) -> str:
+    """JSON that cannot end the script element which it stands in."""
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _readable_unless_markup(value: object) -> object:
+    return readable(str(value)) if isinstance(value, str) and not hasattr(value, "__html__") else value
+
+
+def _markup(text: str) -> Any:
+    """Text of our own that stands on the page as it is."""
+    return import_module("markupsafe").Markup(text)
+
+
+@cache
+def _vega() -> str:
+    """Vega's own code, as vl-convert-python brings it, with its interpreter: nothing on the page is evaluated."""
+    import vl_convert
+
+    return vl_convert.javascript_bundle("window.finetuneVega = vegaEmbed;")
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
+    )
+
+
+def _chart_values(chart: Chart) -> dict[str, Any]:
+    notes = []
+    if steps := chart.not_finite:
+        named = ", ".join(f"{step:,}" for step in steps[:5]) + (", …" if len(steps) > 5 else "")
+        notes.append(f"Not finite, and not drawn: step {named}.")
+    if chart.num_left_out:
+        notes.append("Of each stretch of a long curve the highest and the lowest point are drawn.")
+    measured = [curve for curve in chart.curves if curve.errors]
+    if measured and chart.name == "loss":
+        notes.append("The bars at validations are one standard error.")
+    return {
+        "name": chart.name,
+        "title": chart.title,
+        "unit": chart.unit,
+        "is_large": chart.is_large,
+        "can_be_log": chart.can_be_log,
+        "is_log_first": chart.is_log_first,
+        "notes": notes,
+        "said": _in_words(chart),
+    }
+
+
+def _in_words(chart: Chart) -> str:
+    """What a chart says, for those who cannot see it."""
+    parts = []
+    for curve in chart.curves:
+        points = curve.drawn()
+        if points and not curve.is_raw:
+            first, last = (sentences.number(value) for _, value in (points[0], points[-1]))
+            parts.append(f"{curve.name}: from {first} at step {points[0][0]:,} to {last} at step {points[-1][0]:,}")
+    return f"{chart.title}. {'; '.join(parts)}."
+
+
+def _run_values(run: RecordedRun, index: int) -> dict[str, Any]:
+    rows = setting_rows(run)
+    return {
+        "label": run.label,
+        "index": index,
+        "hue": index % COLOURS,
+        "path": str(run.folder.path),
+        "status": run.status,
+        "status_class": run.status if run.status in _STATUSES else "unknown",
+        "figures": sentences.figures_of(run),
+        "problems": run.problems,
+        "warnings": [{"step": step_of(event), "text": str(event.get("text", ""))} for event in run.of("warning")],
+        "settings": rows,
+        "changed": [row for row in rows if row.is_changed],
+        "fallbacks": [_fallback(one) for one in _list(run.record.get("fallbacks"))],
+        "resume_changes": [mapping(one) for one in _list(run.record.get("resume_changes"))],
+        "scores": _score_rows(run),
+        "answers": _answers(run),
+        "checkpoints": _checkpoint_rows(run),
+        "versions": {str(name): str(value) for name, value in mapping(run.record.get("versions")).items()},
+        "facts": _facts(run),
+    }
+
+
+def _fallback(record: object) -> dict[str, str]:
+    return {name: str(mapping(record).get(name, "?")) for name in ("what", "wanted", "used", "why")}
+
+
+def _facts(run: RecordedRun) -> dict[str, str]:
+    names = ("launcher", "world_size", "processes_started", "backend", "git_commit", "finished")
+    facts = {name.replace("_", " "): str(run.record[name]) for name in names if run.record.get(name) is not None}
+    starts = [str(start) for start in _list(run.record.get("starts"))]
+    batch = {name.replace("_", " "): str(value) for name, value in mapping(run.record.get("global_batch")).items()}
+    prints = mapping(run.record.get("fingerprints"))
+    digests = {f"digest of {name}": str(value)[:_DIGITS] for name, value in prints.items()}
+    return {**({"started": ", ".join(starts)} if starts else {}), **facts, **batch, **digests}
+
+
+def _score_rows(run: RecordedRun) -> list[tuple[str, str, str]]:
+    """Name, base, tuned."""
+    scores = run.scores()
+    base, tuned = scores.get("base", {}), scores.get("tuned", {})
+    forms = {"exact_match": sentences.percent, "json_valid": sentences.percent, "loss": sentences.number}
+    words = {"exact_match": "exactly right", "json_valid": "valid JSON", "loss": "loss, nats per target token"}
+
+    def shown(model: dict[str, float], name: str) -> str:
+        return forms[name](model[name]) if name in model else "–"
+
+    return [(words[name], shown(base, name), shown(tuned, name)) for name in forms if name in base or name in tuned]
+
+
+def _answers(run: RecordedRun) -> list[dict[str, str | None]]:
+    """Prompts with what was expected and what both models said, where run.json has them."""
+    found = [mapping(answer) for answer in _list(run.result.get("answers"))]
+    names = ("prompt", "expected", "base", "tuned")
+    return [{name: None if (text := one.get(name)) is None else str(text) for name in names} for one in found]
+
+
+def _checkpoint_rows(run: RecordedRun) -> list[dict[str, str]]:
+    losses = dict(run.points("validation", "loss"))
+    there = set(run.folder.checkpoint_steps())
+    rows = []
+    for event in run.of("checkpoint"):
+        step = step_of(event)
+        if step is not None:
+            rows.append(
+                {
+                    "step": f"{step:,}",
+                    "loss": sentences.number(losses[step]) if step in losses else "–",
+                    "size": _size(number_in(event, "num_bytes")),
+                    "waited": f"{number_in(event, 'blocked_seconds') or 0:.2f} s",
+                    "kept": "kept" if step in there else "removed since",
+                }
+            )
+    return rows
+
+
+def _size(num_bytes: float | None) -> str:
+    return in_units(int(num_bytes)) if num_bytes is not None and math.isfinite(num_bytes) else "–"
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []

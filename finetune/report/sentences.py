@@ -1,0 +1,229 @@
+"""What came out, said in a sentence, and the few figures that go with it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timedelta
+from typing import NamedTuple
+
+from finetune.report.differences import differing_settings
+from finetune.report.recorded_run import RecordedRun, finite, mapping
+
+_ENDED_EARLY = {
+    "failed": "It failed",
+    "stopped": "It was stopped from the keyboard",
+    "preempted": "It was told to stop, and saved,",
+}
+_WORDS_OF_AN_ERROR = 300
+
+
+class Figure(NamedTuple):
+    """A number with its name."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+class SummaryRow(NamedTuple):
+    """A run among others."""
+
+    label: str
+    status: str
+    figures: list[str]
+    is_best: bool
+
+
+SUMMARY_HEAD = ["steps", "validation loss", "at step", "training loss", "test, exact", "test loss", "tokens/s", "time"]
+
+
+def headline(runs: Sequence[RecordedRun]) -> str:
+    """The result in a sentence."""
+    return _of_one(runs[0]) if len(runs) == 1 else _of_several(runs)
+
+
+def second_line(runs: Sequence[RecordedRun]) -> str:
+    """What one should know besides; may be empty."""
+    if len(runs) == 1:
+        run = runs[0]
+        said = [run.result.get("error"), run.result.get("why")]
+        reason = next((str(text) for text in said if text), "")
+        return reason if len(reason) <= _WORDS_OF_AN_ERROR else f"{reason[:_WORDS_OF_AN_ERROR]}…"
+    if len(_validation_rows(runs)) > 1:
+        return "They were validated on different rows: their losses cannot be compared."
+    changed = differing_settings(runs)
+    if not changed:
+        return "Their settings are the same."
+    names = ", ".join(row.name for row in changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
+    return f"What differs in their settings: {names}."
+
+
+def figures_of(run: RecordedRun) -> list[Figure]:
+    """The strip of numbers above everything."""
+    return list(_figures(run))
+
+
+def summary_rows(runs: Sequence[RecordedRun]) -> list[SummaryRow]:
+    """A line for each run."""
+    best = _best_run(runs)
+    return [SummaryRow(run.label, run.status, _summary(run), run is best) for run in runs]
+
+
+def best_validation(run: RecordedRun) -> tuple[int, float] | None:
+    """Step and value of the lowest validation loss."""
+    return min(finite(run.points("validation", "loss")), key=lambda point: point[1], default=None)
+
+
+def number(value: float) -> str:
+    """Four digits that say something."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def percent(share: float) -> str:
+    """`95.5 %`, `93 %`."""
+    return f"{100 * share:.1f}".removesuffix(".0") + " %"
+
+
+def _of_one(run: RecordedRun) -> str:
+    steps = _steps(run)
+    if run.status in _ENDED_EARLY:
+        where = f"at step {run.last_step:,}" if run.last_step else "before its first step"
+        change = _fall("training loss", finite(run.points("step", "loss")))
+        return f"{_ENDED_EARLY[run.status]} {where}" + (f": {change}." if change else ".")
+    if run.status != "completed":
+        doing = "It has not ended" if run.status == "running" else "It is not known how it ended"
+        change = _fall("training loss", finite(run.points("step", "loss")))
+        return f"{doing}: {change} in {steps}." if change else f"{doing}, and no step is recorded."
+    scores = run.scores()
+    base, tuned = scores.get("base", {}), scores.get("tuned", {})
+    if "exact_match" in tuned:
+        before = f" The base model: {percent(base['exact_match'])}." if "exact_match" in base else ""
+        return f"{percent(tuned['exact_match'])} of its answers on the test split are exactly right.{before}"
+    if "loss" in tuned and "loss" in base:
+        return f"{_change('Loss on the test split', base['loss'], tuned['loss'])}, from base to tuned model."
+    validation, training = (finite(run.points(kind, "loss")) for kind in ("validation", "step"))
+    change = _fall("validation loss", validation) or _fall("training loss", training)
+    return f"{change[0].upper()}{change[1:]} in {steps}." if change else f"It completed {steps}."
+
+
+def _of_several(runs: Sequence[RecordedRun]) -> str:
+    best = _best_run(runs)
+    found = best_validation(best) if best else None
+    if best is None or found is None:
+        return f"{len(runs)} runs side by side."
+    others = [lowest[1] for run in runs if run is not best and (lowest := best_validation(run))]
+    if not others:
+        return f"{best.label} is the only one of {len(runs)} runs that was validated: {number(found[1])}."
+    return (
+        f"{best.label} has the lowest validation loss: {number(found[1])}, against {number(min(others))} of the next."
+    )
+
+
+def _best_run(runs: Sequence[RecordedRun]) -> RecordedRun | None:
+    """The one with the lowest validation loss; None where that cannot be said."""
+    if len(runs) < 2 or len(_validation_rows(runs)) > 1:
+        return None
+    known = [(lowest[1], index) for index, run in enumerate(runs) if (lowest := best_validation(run))]
+    return runs[min(known)[1]] if known else None
+
+
+def _validation_rows(runs: Sequence[RecordedRun]) -> set[str]:
+    """Digests of what runs were validated on."""
+    digests = (mapping(run.record.get("fingerprints")).get("data.validation") for run in runs)
+    return {str(digest) for digest in digests if digest}
+
+
+def _fall(name: str, points: list[tuple[int, float]]) -> str:
+    return _change(name, points[0][1], points[-1][1]) if len(points) > 1 else ""
+
+
+def _change(name: str, before: float, after: float) -> str:
+    if number(before) == number(after):
+        return f"{name} stayed at {number(after)}"
+    return f"{name} {'fell' if after < before else 'rose'} from {number(before)} to {number(after)}"
+
+
+def _steps(run: RecordedRun) -> str:
+    count = _count(run)
+    return f"{count} step{'' if count == '1' else 's'}"
+
+
+def _count(run: RecordedRun) -> str:
+    """`375`, or `120 of 375`."""
+    planned = run.record.get("num_steps")
+    of = f" of {planned:,}" if type(planned) is int and planned != run.last_step else ""
+    return f"{run.last_step:,}{of}"
+
+
+def _figures(run: RecordedRun) -> Iterator[Figure]:
+    validation, training = best_validation(run), finite(run.points("step", "loss"))
+    if validation:
+        yield Figure("best validation loss", number(validation[1]), f"at step {validation[0]:,}")
+    if training:
+        yield Figure("last training loss", number(training[-1][1]), f"first {number(training[0][1])}")
+    tuned, base = (run.scores().get(name, {}) for name in ("tuned", "base"))
+    if "exact_match" in tuned:
+        before = f"base {percent(base['exact_match'])}" if "exact_match" in base else ""
+        yield Figure("exact on the test split", percent(tuned["exact_match"]), before)
+    elif "loss" in tuned:
+        yield Figure(
+            "loss on the test split", number(tuned["loss"]), f"base {number(base['loss'])}" if "loss" in base else ""
+        )
+    yield Figure("optimizer steps", _count(run), _epochs(run))
+    speeds = finite(run.points("step", "tokens_per_second"))
+    if speeds:
+        tokens = sum(value for _, value in finite(run.points("step", "num_tokens")))
+        yield Figure("tokens per second", number(statistics.median(v for _, v in speeds)), f"{tokens:,.0f} tokens")
+    if took := _took(run):
+        yield Figure("time", took, _world(run))
+
+
+def _summary(run: RecordedRun) -> list[str]:
+    lowest, training = best_validation(run), finite(run.points("step", "loss"))
+    tuned = run.scores().get("tuned", {})
+    speeds = [value for _, value in finite(run.points("step", "tokens_per_second"))]
+    return [
+        f"{run.last_step:,}",
+        number(lowest[1]) if lowest else "–",
+        f"{lowest[0]:,}" if lowest else "–",
+        number(training[-1][1]) if training else "–",
+        percent(tuned["exact_match"]) if "exact_match" in tuned else "–",
+        number(tuned["loss"]) if "loss" in tuned else "–",
+        number(statistics.median(speeds)) if speeds else "–",
+        _took(run) or "–",
+    ]
+
+
+def _epochs(run: RecordedRun) -> str:
+    epochs = finite(run.points("step", "epoch"))
+    return f"epoch {int(epochs[-1][1]) + 1}" if epochs else ""
+
+
+def _world(run: RecordedRun) -> str:
+    size = run.record.get("world_size")
+    return "" if type(size) is not int else "1 process" if size == 1 else f"{size} processes"
+
+
+def _took(run: RecordedRun) -> str:
+    """From the last start to the end, or to the last line where there is none."""
+    starts = run.record.get("starts")
+    try:
+        start = datetime.fromisoformat(str(starts[-1])) if isinstance(starts, list) and starts else None
+        finished = run.record.get("finished")
+        end = datetime.fromisoformat(finished) if finished else run.written
+        return in_time(end - start) if start and end else ""
+    except (ValueError, TypeError, OverflowError):
+        return ""
+
+
+def in_time(span: timedelta) -> str:
+    """`1 h 40 min`, `12 min`, `45 s`."""
+    seconds = max(0, round(span.total_seconds()))
+    if seconds < 120:
+        return f"{seconds} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

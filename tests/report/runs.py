@@ -1,0 +1,81 @@
+"""Folders of runs, written by the very writers that training uses; only the figures are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from finetune.config.compose import load_config, resolved_yaml
+from finetune.metrics import MetricsWriter
+from finetune.run_record import RunRecord
+
+HOSTILE = '"\'></script></style><img src=x onerror="window.hacked=1"><script>window.hacked=1</script>{{ 7777*7777 }}'
+"""Leaves any element and attribute that it is put into unescaped."""
+
+
+def loss_at(step: int) -> float:
+    return 4.0 / step + 0.25
+
+
+def write_run(
+    folder: Path,
+    words: Sequence[str] = (),
+    *,
+    num_steps: int = 60,
+    status: str | None = "completed",
+    result: dict[str, Any] | None = None,
+    digest: str = "rows",
+    fallbacks: Sequence[dict[str, str]] = (),
+    factor: float = 1.0,
+) -> Path:
+    """A run that validated after each 20 steps. Status None: it has not ended."""
+    folder.mkdir(parents=True)
+    config = load_config([*(words or ["model.path=none", "data.path=none"]), f"output_dir={folder}"])
+    (folder / "config.yaml").write_text(resolved_yaml(config))
+    record = RunRecord(folder / "run.json")
+    record.start(
+        world_size=2, processes_started=2, launcher="torchrun", backend="gloo", fallbacks=list(fallbacks),
+        global_batch={"global_batch_size": 8}, fingerprints={"data.train": digest, "data.validation": digest},
+    )  # fmt: skip
+    with MetricsWriter(folder / "metrics.jsonl") as metrics:
+        for step in range(1, num_steps + 1):
+            metrics.step(
+                step=step, epoch=0, loss=factor * loss_at(step), learning_rate=1e-3 * (1 - step / 100), grad_norm=1.0,
+                num_targets=10, num_tokens=50, num_computed=50, tokens_per_second=1000.0 + step,
+            )  # fmt: skip
+            if step % 20 == 0:
+                loss = factor * (loss_at(step) + 0.1)
+                metrics.validation(step=step, epoch=0, loss=loss, standard_error=0.02, num_targets=99)
+                path = folder / "checkpoints" / f"step-{step:06d}"
+                metrics.checkpoint(step=step, path=path, num_bytes=2048, blocked_seconds=0.5, write_seconds=1.0)
+        if status == "completed":
+            metrics.test(model="base", exact_match=0.125, json_valid=0.5, loss=3.5)
+            metrics.test(model="tuned", exact_match=0.875, json_valid=1.0, loss=0.5)
+    if status is not None:
+        record.finish(status, result)  # type: ignore[arg-type]
+    return folder
+
+
+class Parsed(HTMLParser):
+    """What a browser would make of a page: its elements, and the text that can be read."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._silent = False
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._silent = tag in ("script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._silent = False
+
+    def handle_data(self, data: str) -> None:
+        if not self._silent:
+            self.text += data

@@ -1,0 +1,272 @@
+"""What the page says of runs of every kind, and that nothing in a run can become a part of the page."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from finetune.cli.report import write_report
+from finetune.config.compose import load_config
+from finetune.errors import CheckpointError, ConfigError
+from finetune.inspect.preview import preview_data
+from finetune.metrics import MetricsWriter
+from finetune.report.curves import MOST_POINTS, Curve, smoothed
+from finetune.report.differences import difference_rows, setting_rows
+from finetune.report.recorded_run import read_runs
+from finetune.report.sentences import headline, second_line
+from tests.report.runs import HOSTILE, Parsed, loss_at, write_run
+from tests.tiny import tiny_tokenizer
+from tests.tiny_runs import random_model_words, write_rows
+
+ELEMENTS = {
+    "html", "head", "meta", "title", "link", "style", "body", "main", "header", "p", "h1", "h2", "h3", "bdi", "span",
+    "b", "i", "dl", "dt", "dd", "div", "section", "noscript", "figure", "figcaption", "button", "table", "thead",
+    "small", "tbody", "tr", "th", "td", "code", "details", "summary", "ul", "li", "article", "pre", "mark",
+    "script", "label", "input",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _needs_the_extra() -> None:
+    pytest.importorskip("vl_convert", reason="the extra [report] is not installed")
+
+
+def page_of(*folders: Path, data: bool = False) -> Parsed:
+    output = folders[0].parent / "page.html"
+    assert write_report(folders, output=output, with_data=data) == 0
+    return Parsed(output.read_text(encoding="utf-8"))
+
+
+def charts_of(page: Parsed, folder: Path) -> dict:
+    text = (folder.parent / "page.html").read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', text, re.DOTALL)
+    assert found
+    return {chart["name"]: chart for chart in json.loads(found[1])}
+
+
+def headline_of(*folders: Path) -> str:
+    return headline(read_runs(folders))
+
+
+def test_the_headline_says_the_result(tmp_path):
+    assert headline_of(write_run(tmp_path / "a")) == (
+        "87.5 % of its answers on the test split are exactly right. The base model: 12.5 %."
+    )
+    failed = write_run(
+        tmp_path / "b", num_steps=7, status="failed", result={"error": "RunFailedError: the loss is NaN"}
+    )
+    assert headline_of(failed) == "It failed at step 7: training loss fell from 4.25 to 0.8214."
+    assert second_line(read_runs([failed])) == "RunFailedError: the loss is NaN"
+    running = write_run(tmp_path / "c", num_steps=3, status=None)
+    assert headline_of(running).startswith("It has not ended: training loss fell from 4.25 to 1.583 in 3")
+    assert headline_of(write_run(tmp_path / "d", num_steps=0, status="stopped")).endswith("before its first step.")
+
+
+def test_of_several_runs_it_names_the_best_and_what_differs(tmp_path):
+    words = ["model.path=none", "data.path=none"]
+    first = write_run(tmp_path / "first", words)
+    second = write_run(tmp_path / "second", [*words, "optim.learning_rate=1e-3"], factor=0.5)
+    runs = read_runs([first, second])
+    assert headline(runs) == "second has the lowest validation loss: 0.2083, against 0.4167 of the next."
+    assert second_line(runs) == "What differs in their settings: optim.learning_rate."
+    assert difference_rows(runs) == [("optim.learning_rate", ["0.0002", "0.001"])]
+    other = write_run(tmp_path / "other", words, digest="other rows", factor=0.1)
+    assert "different rows" in second_line(read_runs([first, other]))
+    assert headline_of(first, other) == "2 runs side by side."
+
+
+def test_settings_are_compared_with_the_schema(tmp_path):
+    (run,) = read_runs([write_run(tmp_path / "a", ["model.path=x", "data.path=y", "optim.args={betas: [0.9, 0.95]}"])])
+    changed = {row.key: (row.value, row.default) for row in setting_rows(run) if row.is_changed}
+    assert changed.pop("output_dir")[0] == str(tmp_path / "a")
+    assert changed == {
+        "model.path": ("x", "null"),
+        "data.path": ("y", "null"),
+        "optim.args": ('{"betas": [0.9, 0.95]}', "{}"),
+    }
+    assert all(row.meaning for row in setting_rows(run))
+
+
+def test_the_points_are_those_of_metrics_jsonl(tmp_path):
+    folder = write_run(tmp_path / "a")
+    charts = charts_of(page_of(folder), folder)
+    loss = charts["loss"]
+    raw = [(p["step"], p["value"]) for p in loss["points"] if p.get("raw")]
+    assert raw == [(step, float(f"{loss_at(step):.6g}")) for step in range(1, 61)]
+    measured = [(p["step"], p["value"], p["low"], p["high"]) for p in loss["points"] if p.get("measured")]
+    assert measured == [(s, *(float(f"{loss_at(s) + d:.6g}") for d in (0.1, 0.08, 0.12))) for s in (20, 40, 60)]
+    assert {"learning-rate", "grad-norm", "throughput"} <= charts.keys()
+    assert "host-memory" not in charts  # the run has no such events
+
+
+def test_memory_is_drawn_where_it_was_recorded(tmp_path):
+    folder = write_run(tmp_path / "a", num_steps=5)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step in (2, 4):
+            event = {"event": "resources", "step": step, "host_memory": step * 2**30, "data_wait_share": 0.25}
+            file.write(json.dumps(event) + "\n")
+    charts = charts_of(page_of(folder), folder)
+    assert [(p["step"], p["value"]) for p in charts["host-memory"]["points"]] == [(2, 2.0), (4, 4.0)]
+    assert [p["value"] for p in charts["data-wait"]["points"]] == [25.0, 25.0]
+    assert "device-memory" not in charts
+
+
+def test_a_run_on_pairs_says_so_and_shows_its_rewards(tmp_path):
+    folder = write_run(tmp_path / "a", num_steps=5)
+    assert charts_of(page_of(folder), folder)["loss"]["unit"] == "nats per target token"
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines if '"step",' in line]
+    for step in steps:
+        step |= {"reward_margin": step["step"] / 4, "reward_accuracy": 0.5}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    charts = charts_of(page_of(folder), folder)
+    assert charts["loss"]["unit"] == "nats per pair"
+    assert [(p["step"], p["value"]) for p in charts["reward-margin"]["points"]] == [(n, n / 4) for n in range(1, 6)]
+    assert {point["value"] for point in charts["reward-accuracy"]["points"]} == {0.5}
+
+
+def test_long_curves_keep_their_extremes_and_smoothing_does_not_lag():
+    points = [(step, 1.0) for step in range(50_000)]
+    points[31_415] = (31_415, 99.0)
+    points[27_182] = (27_182, -99.0)
+    drawn = Curve(name="", run=0, hue=0, points=points).drawn()
+    assert len(drawn) <= MOST_POINTS
+    assert {(31_415, 99.0), (27_182, -99.0)} <= set(drawn)
+    assert drawn == sorted(drawn)
+    line = [(step, 3.0 * step) for step in range(200)]
+    assert all(math.isclose(a[1], b[1], abs_tol=1e-9) for a, b in zip(smoothed(line), line, strict=True))
+
+
+def test_torn_missing_and_strange_files_are_no_error(tmp_path):
+    folder = write_run(tmp_path / "a", num_steps=4, status=None)
+    with MetricsWriter(folder / "metrics.jsonl") as metrics:
+        metrics.step(
+            step=5, epoch=0, loss=float("nan"), learning_rate=0.1, grad_norm=float("inf"), num_targets=1,
+            num_tokens=1, num_computed=1, tokens_per_second=1.0,
+        )  # fmt: skip
+    strange = [
+        '{"event": "step", "step": "6", "loss": []}',
+        '{"event": "test", "model": {}}',
+        "[1]",
+        "\x00",
+        '{"event": 3}',
+    ]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("\n".join([*strange, '{"event": "st']))
+    page = page_of(folder)
+    assert "torn or just being written: 4 of 11 lines" in page.text
+    assert "Not finite, and not drawn: step 5." in page.text
+    (folder / "run.json").write_text(
+        '{"status": ["odd"], "versions": 3, "starts": [1], "fallbacks": ["x"], "result": 1'
+    )
+    (folder / "config.yaml").write_text("a: [\n")
+    assert "run.json is torn" in page_of(folder).text
+    (folder / "run.json").write_text('{"status": ["odd"], "versions": 3, "starts": [1], "fallbacks": [1], "result": 1}')
+    assert "odd" in page_of(folder).text
+    for name in ("run.json", "metrics.jsonl"):
+        (folder / name).unlink()
+    page = page_of(folder)
+    assert "run.json is missing; metrics.jsonl is missing" in page.text
+    assert "figure" not in {tag for tag, _ in page.elements}
+
+
+def test_nothing_in_a_run_becomes_a_part_of_the_page(tmp_path):
+    name = HOSTILE.replace("/", "⁄")[:120]
+    folder = write_run(
+        tmp_path / name,
+        [f"model.path={json.dumps(HOSTILE)}", f"data.path={json.dumps(HOSTILE)}"],
+        status="failed",
+        result={"error": HOSTILE, "answers": [dict.fromkeys(("prompt", "expected", "base", "tuned"), HOSTILE)]},
+        fallbacks=[dict.fromkeys(("what", "wanted", "used", "why"), HOSTILE)],
+    )
+    record = json.loads((folder / "run.json").read_text())
+    record |= {"versions": {HOSTILE: HOSTILE}, "status": HOSTILE, "resume_changes": [{HOSTILE: HOSTILE}]}
+    record |= {"launcher": HOSTILE, "global_batch": {HOSTILE: HOSTILE}, "fingerprints": {HOSTILE: HOSTILE}}
+    (folder / "run.json").write_text(json.dumps(record))
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "warning", "step": 3, "text": HOSTILE + "\u202e\x1b[31m\ud800"}) + "\n")
+        file.write(json.dumps({"event": "test", "model": HOSTILE, "loss": HOSTILE}) + "\n")
+    for page in (page_of(folder, data=True), page_of(folder, write_run(tmp_path / "b"))):
+        assert {tag for tag, _ in page.elements} <= ELEMENTS
+        assert sum(tag == "script" for tag, _ in page.elements) == 3
+        assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
+        assert not [1 for _, attributes in page.elements if "src" in attributes]
+        assert "window.hacked=1" in page.text
+        assert "<U+202E><U+001B>[31m<U+D800>" in page.text
+        assert "{{ 7777*7777 }}" in page.text
+        assert str(7777 * 7777) not in page.text
+
+
+def test_only_the_pages_own_scripts_may_run(tmp_path):
+    page = page_of(write_run(tmp_path / "a"))
+    (policy,) = [a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-eval" not in policy
+    assert "script-src 'unsafe" not in policy
+
+
+def test_a_row_is_shown_as_preview_shows_it(tmp_path):
+    tokenizer = tmp_path / "tokenizer"
+    tiny_tokenizer().save_pretrained(tokenizer)
+    rows = write_rows(tmp_path / "rows")
+    first = json.loads((rows / "train.jsonl").read_text().splitlines()[0])["messages"]
+    words = [*random_model_words(tokenizer), f"data.path={rows}", f"data.cache_dir={tmp_path / 'cache'}"]
+    folder = write_run(tmp_path / "a", words)
+    page = page_of(folder, data=True)
+    assert "".join(turn["content"] for turn in first[:1]) in page.text
+    preview = preview_data(load_config(words), num_rows=1)
+    assert f"{preview.rows[0].num_tokens:,} tokens, {preview.rows[0].num_targets:,} carry loss" in page.text
+    assert sum(tag == "mark" for tag, _ in page.elements) >= 2  # the sample, and the answer
+    (rows / "train.jsonl").unlink()
+    assert "The data could not be read again" in page_of(folder, data=True).text
+
+
+def test_answers_of_both_models_stand_side_by_side(tmp_path):
+    answers = [{"prompt": "Three crates?", "expected": "3", "base": "crates crates", "tuned": "3"}]
+    text = page_of(write_run(tmp_path / "a", result={"answers": answers})).text
+    assert [text.count(words) for words in ("Three crates?", "crates crates")] == [1, 1]
+    assert re.search(r"exactly right\s*12\.5 %\s*87\.5 %", text)
+
+
+def test_what_is_no_run_is_refused_and_nothing_of_others_is_replaced(tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="not the folder of a run"):
+        write_report([tmp_path / "empty"])
+    folder = write_run(tmp_path / "a", num_steps=2)
+    with pytest.raises(CheckpointError, match="named twice"):
+        write_report([folder, tmp_path / "a" / ".." / "a"])
+    mine = tmp_path / "mine.html"
+    mine.write_text("<!doctype html>")
+    with pytest.raises(ConfigError, match="was not written by finetune report"):
+        write_report([folder], output=mine)
+    assert mine.read_text() == "<!doctype html>"
+    with pytest.raises(ConfigError, match="cannot be written"):
+        write_report([folder], output=tmp_path / "no" / "folder.html", with_data=False)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert write_report([folder], with_data=False) == 0
+    assert write_report([folder], with_data=False) == 0  # its own page may be replaced
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert after.pop("report.html")
+    assert after == before
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(ConfigError, match=r"pip install 'finetune\[report\]'"):
+        write_report([folder])
+
+
+def test_two_runs_of_one_name_are_told_apart(tmp_path):
+    runs = read_runs([write_run(tmp_path / name / "run", num_steps=1) for name in ("a", "b")])
+    assert [run.label for run in runs] == ["a/run", "b/run"]
+
+
+def test_the_library_is_imported_by_this_command_alone():
+    code = (
+        "import sys, finetune.cli.commands, finetune.cli.report, finetune.report.page as page; page.require_libraries()"
+    )
+    check = "; sys.exit(bool({'vl_convert', 'jinja2', 'torch'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code + check]).returncode == 0
