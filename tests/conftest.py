@@ -6,9 +6,11 @@ import atexit
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -35,11 +37,21 @@ def _isolate() -> None:
         del os.environ[name]
     home = tempfile.mkdtemp(prefix="finetune-tests-")
     atexit.register(shutil.rmtree, home, ignore_errors=True)
+    # A shell that starts a job in the background, or nohup, has it ignore these, and so every child; tests send them.
+    for name in ("SIGINT", "SIGHUP"):
+        if signal.getsignal(signal.Signals[name]) is signal.SIG_IGN:
+            signal.signal(signal.Signals[name], signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
     # One thread a process: the launch tests run several, and OpenMP collapses when cores are shared.
     os.environ |= {"HOME": home, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
 _isolate()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start the most processes come first: of several workers none is left alone with a long file."""
+    launches = Counter(item.path for item in items if item.get_closest_marker("launch"))
+    items.sort(key=lambda item: -launches[item.path])
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +72,15 @@ def _nothing_is_left_behind() -> Iterator[None]:
         del os.environ[name]
     if leaks:
         pytest.fail(f"the test left behind: {', '.join(leaks)}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _package_log_of_this_module() -> Iterator[None]:
+    """What a fixture of one file configures, a run for example, is gone before the next file."""
+    logger = logging.getLogger("finetune")
+    logger.handlers, logger.level, logger.propagate = [], logging.NOTSET, True
+    yield
+    logger.handlers, logger.level, logger.propagate = [], logging.NOTSET, True
 
 
 @pytest.fixture(autouse=True)

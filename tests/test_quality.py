@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,7 +34,8 @@ def test_every_module_imports_from_lower_floors_only():
         [Path(sys.executable).with_name("lint-imports")], cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Contracts: 3 kept, 0 broken." in done.stdout
+    asked = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    assert f"Contracts: {len(asked)} kept, 0 broken." in done.stdout
 
 
 def test_one_module_imports_accelerate():
@@ -73,6 +75,7 @@ def test_the_repository_names_no_path_of_one_machine():
     tracked = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True)
     if tracked.returncode != 0:
         pytest.skip("not a git checkout: there is no list of the repository's own files")
-    texts = [REPOSITORY / name for name in tracked.stdout.split() if not name.endswith((".safetensors", ".jsonl"))]
+    others = (".safetensors", ".jsonl", ".png")
+    texts = [REPOSITORY / name for name in tracked.stdout.split() if not name.endswith(others)]
     found = re.compile(r"/(root|home/\w+|work)/[\w.]+")
     assert [str(path) for path in texts if path.is_file() and found.search(path.read_text(encoding="utf-8"))] == []

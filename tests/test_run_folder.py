@@ -182,5 +182,5 @@ def test_the_lock_is_free_after_a_refusal_and_after_close(tmp_path):
 
 
 def test_floor_without_torch():
-    code = "import sys, finetune.run_folder, finetune.metrics, finetune.progress; print('torch' in sys.modules)"
+    code = "import sys, finetune.run_folder, finetune.run_record, finetune.progress; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 from finetune.cli import main as finetune
 from tests.launches import REPOSITORY, run_command
+from tests.ship.hub_stand_in import running_hub
 from tests.tiny_runs import random_model_words, write_base, write_rows
 
 SECRETS = {
@@ -153,8 +155,14 @@ def test_two_processes_of_which_one_has_a_bug(place: Place) -> None:
         ["config", "schema"],
         ["config", "list"],
         ["recipes"],
-        ["evaluate", "RUN"],
-        ["generate", "RUN", "three crates of oranges"],
+        ["preview", "WORDS"],
+        ["preview", "WORDS", "--json"],
+        ["evaluate", "RUN", "--output", "NEW.json"],
+        ["generate", "RUN", "three crates of oranges", "--compare", "--json"],
+        ["chat", "RUN"],
+        ["merge", "RUN", "NEW"],
+        ["runs", "RUN", "--json"],
+        ["diff", "RUN", "RUN"],
     ],
     ids=" ".join,
 )
@@ -168,12 +176,31 @@ def test_what_commands_print(
     place, _ = completed
     for name, value in place.variables.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("three crates of oranges\n"))
     given = {"WORDS": [*place.words, f"output_dir={place.folder / 'other'}"], "RUN": [str(place.folder / "run")]}
+    given |= {name: [str(place.folder / name.lower())] for name in ("NEW", "NEW.json")}
     code = exit_code(lambda: finetune([word for part in command for word in given.get(part, [part])]))
     printed = "".join(capfd.readouterr())
     assert code in (0, None), printed
     assert printed.strip()
     assert leaks(printed.encode()) == []
+    assert leaking_files(place.folder) == {}
+    assert all(Path(*given[word]).exists() for word in command if word.startswith("NEW"))
+
+
+@pytest.mark.launch
+def test_what_reaches_the_hub(completed: tuple[Place, str]) -> None:
+    """The token that opens it, and the others beside it."""
+    place, _ = completed
+    words = [sys.executable, "-m", "finetune", "push", place.folder / "run", "me/orders", "--base", "owner/base"]
+    with running_hub(SECRETS["HF_TOKEN"]) as hub:
+        variables = {**place.variables, "HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        done = run_command(words, variables=variables)
+    assert done.returncode == 0, done.stdout
+    assert leaks(done.stdout.encode()) == []
+    there = hub.repositories["me/orders"].files
+    assert "adapter_model.safetensors" in there
+    assert {name: found for name, data in there.items() if (found := leaks(data))} == {}
     assert leaking_files(place.folder) == {}
 
 
@@ -213,6 +240,37 @@ def test_an_address_with_a_password_is_refused_and_not_repeated(
     assert PASSWORD not in printed
     assert word.partition("=")[0] in printed or word == ADDRESS, printed
     assert not any(tmp_path.iterdir()), "nothing was begun"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "RUN", "x", "--base", ADDRESS],
+        ["generate", "RUN", "--from", ADDRESS],
+        ["generate", "RUN", "x", "--set", f"data.path={ADDRESS}"],
+        ["chat", "RUN", "--base", ADDRESS],
+        ["evaluate", "RUN", "--base", ADDRESS],
+        ["evaluate", "RUN", f"data.path={ADDRESS}"],
+        ["merge", "RUN", "OUT", "--base", ADDRESS],
+        ["push", "RUN", "me/orders", "--base", ADDRESS],
+        ["push", "RUN", ADDRESS],
+    ],
+    ids=" ".join,
+)
+def test_a_password_given_to_a_command_on_a_run_is_refused_and_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    from tests.ship.finished_runs import write_run
+
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "RUN")
+    before = sorted(tmp_path.rglob("*"))
+    code = exit_code(lambda: finetune(command))
+    printed = "".join(capfd.readouterr())
+    assert code == MISTAKE, printed
+    assert PASSWORD not in printed
+    assert "https://…@127.0.0.1:9/rows.jsonl" in printed
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_an_address_with_a_password_in_a_file_is_refused_with_its_line(

@@ -1,0 +1,72 @@
+"""The configuration reference: every key of `finetune.config.schema` with its type, default and meaning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune.config.schema import Config
+
+_BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+_KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "null": "null"}
+_INTRODUCTION = """# Configuration
+
+Every key there is. A key is set in a YAML file (`optim: {learning_rate: 1e-4}`) or by a word of the command line
+(`optim.learning_rate=1e-4`); what is set later wins: defaults, run file, groups (`model=phi4`), words. Unknown keys and
+values of another type are refused, all of them at once. `finetune config show …` prints what a run would use and where
+each value came from, `finetune config schema` the same reference as JSON Schema, for editors.
+
+This page is made from `finetune/config/schema.py`.
+"""
+
+
+def configuration_page() -> str:
+    """The whole page as markdown."""
+    schema = Config.model_json_schema()
+    sections = {key: value for key, value in schema["properties"].items() if "$ref" in value}
+    own = {key: value for key, value in schema["properties"].items() if key not in sections}
+    parts = [_INTRODUCTION, "## Top level\n", *_table(own, "")]
+    for name, reference in sections.items():
+        section = schema["$defs"][reference["$ref"].rpartition("/")[2]]
+        meaning = section.get("description", "").split("\n\n")[0].replace("\n", " ")
+        parts += [f"\n## {name}\n", f"{meaning}\n", *_table(section["properties"], f"{name}.")]
+    return "\n".join(parts) + "\n"
+
+
+def _table(properties: dict[str, dict[str, Any]], prefix: str) -> list[str]:
+    rows = [
+        f"| <span id='{prefix}{name}'></span>`{prefix}{name}` | {_type_in_words(value)} | {_default(value)} | "
+        f"{_cell(value['description'])} |"
+        for name, value in properties.items()
+    ]
+    return ["| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows]
+
+
+def _type_in_words(value: dict[str, Any]) -> str:
+    """A JSON Schema type as a reader would say it: ``whole number above 0, or null``."""
+    if "anyOf" in value:
+        return ", or ".join(_type_in_words(choice) for choice in value["anyOf"])
+    if "enum" in value:
+        return ", ".join(f"`{choice}`" for choice in value["enum"])
+    if "const" in value:
+        return f"`{value['const']}`"
+    if value.get("type") == "array":
+        return f"list of {_type_in_words(value['items'])}"
+    if value.get("type") == "object":
+        return "mapping"
+    bounds = [
+        f"{words} {'2⁶³' if value[bound] == 2**63 else value[bound]}"
+        for bound, words in _BOUNDS.items()
+        if bound in value
+    ]
+    return " ".join([_KINDS[value["type"]], " and ".join(bounds)]).strip()
+
+
+def _default(value: dict[str, Any]) -> str:
+    default = value.get("default")
+    if default is None:
+        return "`null`" if "default" in value else "empty"
+    return f"`{str(default).lower() if isinstance(default, bool) else default}`"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

@@ -1,0 +1,55 @@
+"""MkDocs calls these while it builds: pages made from the code, and pages that live elsewhere in the repository."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPOSITORY), str(Path(__file__).resolve().parent)]
+
+from commands import commands_page  # noqa: E402
+from configuration import configuration_page  # noqa: E402
+from python import python_page  # noqa: E402
+from sources import missing_paths, paths_to_show, source_page, with_links, without_escapes_in_code  # noqa: E402
+
+ELSEWHERE = {
+    "benchmarks.md": "benchmarks/README.md",
+    "architecture.md": "ARCHITECTURE.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+}
+"""Pages that have their home outside of docs/."""
+_LINK_FROM_THE_TOP = re.compile(r"\]\((?:docs/([\w./-]+\.md)|(ARCHITECTURE|CONTRIBUTING|CHANGELOG)\.md)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add what is made, and a page for each file of the repository that a page names."""
+    made = {
+        "reference/configuration.md": configuration_page(),
+        "reference/commands.md": commands_page(),
+        "reference/python.md": python_page(),
+    }
+    for page, home in ELSEWHERE.items():
+        text = (REPOSITORY / home).read_text(encoding="utf-8")
+        made[page] = _LINK_FROM_THE_TOP.sub(lambda it: f"]({it[1] or it[2].lower() + '.md'}", text)
+    written = [file.content_string for file in files.documentation_pages()]
+    for path in paths_to_show([*written, *made.values()]):
+        made[f"source/{path}.md"] = source_page(path)
+    for page, text in made.items():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Link the paths that a page names; one that is not there ends the build."""
+    source = page.file.src_uri
+    missing = [] if source.startswith("source/") or source == "changelog.md" else missing_paths(markdown)
+    if missing:
+        raise PluginError(f"{source} names {', '.join(missing)}: no such file. Correct the path.")
+    return markdown if source.startswith("source/") else without_escapes_in_code(with_links(markdown, source))

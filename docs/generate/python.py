@@ -1,0 +1,29 @@
+"""The Python reference: what a recipe imports, from the docstrings."""
+
+from __future__ import annotations
+
+import finetune
+
+_INTRODUCTION = """# Python
+
+What `from finetune import …` offers, which is all that the recipes use. Each name is imported when it is first used.
+`Collective` in a docstring says that every process of the launch must make that call.
+"""
+_BESIDE = {
+    "The configuration": ["finetune.config.schema.Config"],
+    "The runtime": ["finetune.distributed.runtime.Runtime"],
+    "One optimizer step": ["finetune.training.step"],
+    "Errors": ["finetune.errors"],
+}
+
+
+def python_page() -> str:
+    """The whole page as markdown; mkdocstrings fills it."""
+    parts = [_INTRODUCTION]
+    for name in sorted(finetune._HOMES, key=str.lower):
+        parts += [
+            f"::: {finetune._HOMES[name]}.{name}\n    options: {{heading_level: 2, show_root_full_path: false}}\n"
+        ]
+    for title, objects in _BESIDE.items():
+        parts += [f"## {title}\n", *(f"::: {name}\n" for name in objects)]
+    return "\n".join(parts)

@@ -1,0 +1,85 @@
+"""What the README's table says of its peers is what the installed ones do."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from importlib.metadata import version
+
+import pytest
+
+from tests.docs.pages import README, REPOSITORY
+
+_FIRST_OF_TWO_TASKS = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
+_ITS_WORLD = """
+from transformers import TrainingArguments
+arguments = TrainingArguments(output_dir="run", use_cpu=True)
+print(arguments.world_size, arguments.process_index)
+"""
+
+
+def table() -> str:
+    text = README.read_text(encoding="utf-8")
+    return text.partition("beside its peers\n")[2].partition("\n## ")[0]
+
+
+def trainer_defaults() -> dict[str, object]:
+    from transformers import TrainingArguments
+
+    return {field.name: field.default for field in fields(TrainingArguments)}
+
+
+def test_the_versions_are_those_that_are_installed():
+    transformers, trl = re.findall(r"transformers (\d+\.\d+) and TRL (\d+\.\d+)", table())[0]
+    pins = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8")
+    assert f"\ntransformers=={transformers}." in pins
+    assert f"\ntrl=={trl}." in pins
+    assert version("transformers").startswith(f"{transformers}.")
+
+
+def test_every_row_has_a_proof_that_is_there():
+    rows = re.findall(r"^\| (?!---|\|)(.+?) \| (.+?) \| .*\|$", table(), re.MULTILINE)
+    assert len(rows) >= 9
+    for name, ours in [row for row in rows if row[1] != "finetune"]:
+        proofs = re.findall(r"\]\(((?:tests|docs|benchmarks)/[\w/.-]+)\)", ours)
+        assert proofs, f"the row '{name}' names no proof"
+        assert all((REPOSITORY / proof).is_file() for proof in proofs), name
+
+
+def test_the_trainer_weighs_by_tokens_over_all_ranks():
+    assert trainer_defaults()["average_tokens_across_devices"] is True
+
+
+def test_the_trainer_logs_a_mean_in_place_of_a_loss_that_is_not_finite():
+    assert trainer_defaults()["logging_nan_inf_filter"] is True
+
+
+def test_the_trainer_knows_sharding_and_trackers():
+    assert {"fsdp", "deepspeed", "report_to"} <= trainer_defaults().keys()
+
+
+def test_the_trainer_takes_the_checkpoint_of_the_highest_number_whole_or_not(tmp_path):
+    from transformers.trainer_utils import get_last_checkpoint
+
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / "checkpoint-5" / "trainer_state.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "checkpoint-10").mkdir()  # a save that was killed at once
+    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")
+
+
+def test_a_task_of_srun_is_a_world_of_its_own_for_the_trainer(tmp_path):
+    environment = {**os.environ, **_FIRST_OF_TWO_TASKS}
+    done = subprocess.run(
+        [sys.executable, "-c", _ITS_WORLD], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["1", "0"], done.stderr
+
+
+def test_trl_trains_on_the_whole_conversation_by_default_and_has_more_methods():
+    trl = pytest.importorskip("trl", reason='TRL is installed with: pip install -e ".[bench]"')
+    assert {field.name: field.default for field in fields(trl.SFTConfig)}["assistant_only_loss"] is False
+    for name in ("DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer"):
+        assert hasattr(trl, name)

@@ -1,0 +1,71 @@
+"""Every command that is marked as runnable runs, page by page, in an empty folder, at tiny size."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import README, Block, marked_blocks, name_of, pages_with
+from tests.launches import run_command
+
+pytestmark = [pytest.mark.slow, pytest.mark.launch]
+
+_LONGEST_SECONDS = 180
+_BIN = Path(sys.executable).parent
+_SET_UP = ("python3 -m venv ", ". .venv/", "pip install ")
+"""Makes an environment, as this one was made; `.ci/run` does what the README says of it to the letter."""
+
+
+@pytest.mark.parametrize("page", pages_with("runnable"), ids=name_of)
+def test_the_commands_of_a_page_work_in_their_order(page, tmp_path):
+    for block in marked_blocks(page):
+        if block.marker == "file":
+            (tmp_path / block.more).write_text(block.text, encoding="utf-8")
+        elif block.marker == "runnable":
+            for command in _commands(block):
+                _require_the_extra_of(command)
+                # The page says `finetune` and `torchrun`: those of this environment.
+                done = run_command(
+                    ["bash", "-euo", "pipefail", "-c", command],
+                    cwd=tmp_path,
+                    variables={"PATH": f"{_BIN}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "120"},
+                    limit_seconds=_LONGEST_SECONDS,
+                )
+                assert done.returncode == 0, f"{name_of(page)}:{block.line}: {command}\n{done.stdout}"
+    if page == README:
+        report = (tmp_path / "runs/quickstart/report.html").read_text(encoding="utf-8")
+        assert "runs/quickstart" in report
+
+
+def test_tiny_words_go_to_every_command_of_a_block():
+    block = Block("runnable", "training.max_steps=1", "finetune train quickstart  # a minute\n\nfinetune plan x\n", 1)
+    assert list(_commands(block)) == [
+        "finetune train quickstart training.max_steps=1",
+        "finetune plan x training.max_steps=1",
+    ]
+
+
+def test_the_readme_leads_from_a_clone_to_the_report():
+    commands = [
+        command for block in marked_blocks(README) if block.marker == "runnable" for command in _commands(block)
+    ]
+    assert commands[0].startswith("finetune train quickstart ")
+    assert commands[1] == "finetune report runs/quickstart"
+
+
+def _require_the_extra_of(command: str) -> None:
+    if command.startswith("finetune report"):
+        pytest.importorskip("vl_convert", reason='a report is made with: pip install -e ".[report]"')
+
+
+def _commands(block: Block) -> list[str]:
+    lines = [_without_set_up(line.split("  #")[0].strip()) for line in block.text.splitlines()]
+    return [f"{line} {shlex.join(block.more.split())}".strip() for line in lines if line]
+
+
+def _without_set_up(line: str) -> str:
+    return " && ".join(part for part in line.split(" && ") if not part.startswith(_SET_UP))

@@ -1,0 +1,125 @@
+"""What docs/terminal.md says of exit codes, colours, completion and JSON, on a real terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+import typer.main
+
+from finetune.cli import EXIT_BUG, EXIT_INTERRUPTED
+from finetune.cli.commands import app
+from finetune.errors import FinetuneError, PreemptedError, RunFailedError
+from finetune.signals import Terminated
+from tests.docs.pages import DOCS
+
+sys.path.insert(0, str(DOCS / "generate"))
+from commands import all_commands
+
+PAGE = (DOCS / "terminal.md").read_text(encoding="utf-8")
+COLOUR = re.compile(rb"\x1b\[[0-9;]*\b(3[0-7]|4[0-7]|9[0-7]|38;[25]|48;[25])[0-9;]*m")
+FINETUNE = [sys.executable, "-m", "finetune"]
+
+
+def on_a_terminal(*words: str, **variables: str) -> bytes:
+    """What the command writes to a terminal of its own."""
+    parent, child = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **variables}
+    process = subprocess.Popen([*FINETUNE, *words], stdin=child, stdout=child, stderr=child, env=environment)
+    os.close(child)
+    written = b""
+    try:
+        while part := os.read(parent, 65536):
+            written += part
+    except OSError:  # Linux says so when the other end is closed
+        pass
+    os.close(parent)
+    assert process.wait(60) == 0, written
+    return written
+
+
+@pytest.mark.parametrize("words", [("--help",), ("preview", "quickstart", "data.max_rows=2")], ids=" ".join)
+def test_no_color_is_obeyed(words, tmp_path):
+    cache = f"data.cache_dir={tmp_path}"
+    words = words if words == ("--help",) else (*words, cache)
+    assert COLOUR.search(on_a_terminal(*words)), "the terminal has colours, else this test says nothing"
+    assert not COLOUR.search(on_a_terminal(*words, NO_COLOR="1"))
+
+
+def test_a_pipe_gets_no_escape_codes():
+    done = subprocess.run([*FINETUNE, "--help"], capture_output=True, check=True)
+    assert b"\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_of_each_shell_can_be_shown(shell):
+    done = subprocess.run([*FINETUNE, "--show-completion", shell], capture_output=True, text=True, check=True)
+    assert "_FINETUNE_COMPLETE" in done.stdout
+
+
+def test_the_shell_is_told_the_commands():
+    asked = {"_FINETUNE_COMPLETE": "complete_bash", "COMP_WORDS": "finetune pr", "COMP_CWORD": "1"}
+    done = subprocess.run(FINETUNE, env={**os.environ, **asked}, capture_output=True, text=True)
+    assert done.stdout.split() == ["preview"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("finetune train quicks", "quickstart"),
+        ("finetune plan quickstart model=phi4_m", "model=phi4_mini"),
+        ("finetune preview quickstart optim.learn", "optim.learning_rate="),
+        ("finetune config sh", "show"),
+    ],
+)
+def test_the_shell_is_told_runs_configs_and_keys(typed, offered):
+    asked = {"_FINETUNE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": typed}
+    done = subprocess.run(FINETUNE, env={**os.environ, **asked}, capture_output=True, text=True)
+    assert re.findall(r'"([^"]+?)"', done.stdout)[0].partition(":")[0] == offered, done.stdout + done.stderr
+
+
+def test_the_exit_codes_are_those_of_the_code():
+    table = {int(code) for code in re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)}
+    errors = {FinetuneError.exit_code, RunFailedError.exit_code, PreemptedError.exit_code, Terminated.exit_code}
+    assert table == {0, EXIT_BUG, EXIT_INTERRUPTED} | errors
+
+
+ACTS = {"train", "chat", "merge", "export", "push", "watch", "report", "recipes copy", "config schema"}
+"""Commands whose output is no data, or is nothing but JSON."""
+
+
+def test_where_the_output_is_data_there_is_json():
+    commands = {
+        path.removeprefix("finetune").strip(): it for path, it in all_commands(typer.main.get_command(app), "finetune")
+    }
+    named = re.search(r"there is `--json`: (.*?) and others", PAGE, re.DOTALL)
+    assert named is not None
+    assert set(re.findall("`(.+?)`", named[1])) <= commands.keys() - ACTS
+    answering = {name for name, it in commands.items() if not getattr(it, "commands", None) or name == "recipes"}
+    assert answering >= ACTS
+    for name in answering - ACTS:
+        assert any("--json" in parameter.opts for parameter in commands[name].params), f"{name} has no --json"
+
+
+def test_a_configuration_as_json_has_values_and_where_they_came_from():
+    said = json_of("config", "show", "quickstart", "optim.learning_rate=1e-4")
+    assert said["config"]["optim"]["learning_rate"] == 1e-4
+    assert said["origins"]["optim.learning_rate"] == "command line"
+    assert said["origins"]["lora.dropout"] == "default"
+    assert said["origins"].keys() >= {"seed", "training.max_steps"}
+
+
+def test_what_is_shipped_as_json():
+    assert {"run", "model", "data", "task", "parallel"} == json_of("config", "list").keys()
+    assert json_of("recipes")["finetune_lora"].startswith("Fine-tune a LoRA adapter")
+
+
+def json_of(*words: str):
+    done = subprocess.run([*FINETUNE, *words, "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
