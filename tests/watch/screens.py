@@ -30,7 +30,9 @@ class Screen:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         self.raw = b""
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore", "TERM": "xterm"}
+        # Its size is that of the terminal; pytest-xdist has one of its own in the environment.
+        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        environment = {**inherited, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore", "TERM": "xterm"}
         self.process = subprocess.Popen(
             [str(word) for word in command],
             cwd=cwd,
