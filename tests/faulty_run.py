@@ -24,7 +24,7 @@ from finetune import (
     load_config,
     load_examples,
 )
-from finetune.data.encode import EncodedExample, EncodedExamples, EncodedSplits
+from finetune.data.encoded import EncodedExample, EncodedExamples, EncodedSplits
 from finetune.errors import DataError
 
 KIND, RANK, STEP = os.environ["FAULT"].split(":")

@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Phi3Config, PhiConfig
 from transformers.optimization import Adafactor
 
-from finetune.checkpoint import (
+from finetune.errors import CheckpointError, RunFailedError
+from finetune.runs.checkpoint import (
     commit_snapshot,
     load_checkpoint,
     newest_valid,
@@ -31,11 +32,10 @@ from finetune.checkpoint import (
     verify,
     verify_published,
 )
-from finetune.checkpoint.model_files import load_model
-from finetune.checkpoint.tensors import TensorFile, read_tensors
-from finetune.errors import CheckpointError, RunFailedError
-from finetune.run_folder import RunFolder
-from finetune.training.state import TrainerState
+from finetune.runs.checkpoint.model_files import load_model
+from finetune.runs.checkpoint.tensors import TensorFile, read_tensors
+from finetune.runs.folder import RunFolder
+from finetune.runs.state import TrainerState
 
 SIZES = {
     "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from finetune.checkpoint import newest_valid
 from finetune.cli.train import train_from_words
-from finetune.durable import committed_folder
 from finetune.errors import CheckpointError
-from finetune.inspect.checkpoints import examine_run, list_checkpoints
-from finetune.run_folder import RunFolder
-from finetune.training.state import TrainerState
+from finetune.runs.checkpoint import newest_valid
+from finetune.runs.durable import committed_folder
+from finetune.runs.folder import RunFolder
+from finetune.runs.saved import examine_run, list_checkpoints
+from finetune.runs.state import TrainerState
 from tests.tiny_runs import write_base, write_rows
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from finetune import durable
-from finetune.durable import (
+from finetune.errors import RunFailedError
+from finetune.runs import durable
+from finetune.runs.durable import (
     MANIFEST,
     clear_leftovers,
     committed_folder,
@@ -20,7 +21,6 @@ from finetune.durable import (
     remove_folder,
     replace_file,
 )
-from finetune.errors import RunFailedError
 
 OLD = {"a.bin": b"old" * 50, "b.json": b"{}"}
 NEW = {"a.bin": b"new" * 70, "b.json": b'{"x": 1}', "empty": b""}

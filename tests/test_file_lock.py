@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from finetune.file_lock import file_lock, read_holder, try_file_lock
+from finetune.runs.file_lock import file_lock, read_holder, try_file_lock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from finetune.file_lock import file_lock
+from finetune.runs.file_lock import file_lock
 with file_lock(Path(sys.argv[1]), waiting_for="the test"):
     print("held", flush=True)
     time.sleep(60)
@@ -23,7 +23,7 @@ with file_lock(Path(sys.argv[1]), waiting_for="the test"):
 HOLD_WITH_CHILD = """
 import os, sys, time
 from pathlib import Path
-from finetune.file_lock import file_lock
+from finetune.runs.file_lock import file_lock
 with file_lock(Path(sys.argv[1]), waiting_for="the test"):
     child = os.fork()
     if child:
@@ -33,7 +33,7 @@ with file_lock(Path(sys.argv[1]), waiting_for="the test"):
 COUNT = """
 import sys
 from pathlib import Path
-from finetune.file_lock import file_lock
+from finetune.runs.file_lock import file_lock
 lock, counter = Path(sys.argv[1]), Path(sys.argv[2])
 for _ in range(25):
     with file_lock(lock, waiting_for="the counter"):
@@ -75,7 +75,7 @@ def test_time_over_names_the_holder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
-    caplog.set_level(logging.INFO, "finetune.file_lock")
+    caplog.set_level(logging.INFO, "finetune.runs.file_lock")
     path = tmp_path / "a.lock"
     process = start(HOLD, path)
     try:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from finetune.config.schema import LoraSection
-from finetune.generate import generate_answers
+from finetune.inference.decoding import generate_answers
 from finetune.model.lora import add_lora
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
 

@@ -10,9 +10,9 @@ import pytest
 
 import finetune
 from finetune.errors import RunFailedError
-from finetune.metrics import MetricsWriter
-from finetune.metrics_reader import number_in, read_events
-from finetune.run_record import RunRecord, read_run_record
+from finetune.runs.metrics import MetricsWriter
+from finetune.runs.metrics_reader import number_in, read_events
+from finetune.runs.record import RunRecord, read_run_record
 
 STEP = {
     "step": 12, "epoch": 0, "loss": 1.23, "learning_rate": 3e-4, "grad_norm": 0.8,

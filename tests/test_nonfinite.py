@@ -23,12 +23,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune.checkpoint import newest_valid, verify
 from finetune.data.batches import BatchPlan
 from finetune.distributed.ending import explain
 from finetune.errors import CheckpointError, RunFailedError
-from finetune.run_folder import RunFolder
-from finetune.training.state import TrainerState
+from finetune.runs.checkpoint import newest_valid, verify
+from finetune.runs.folder import RunFolder
+from finetune.runs.state import TrainerState
 from recipes.finetune_lora import main
 from tests.launches import run_command, start_command
 from tests.tiny import tiny_tokenizer

@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from finetune.logs import configure_logs
-from finetune.progress import TrainingProgress, show_comparison
-from finetune.training.state import ComparedAnswer, Comparison, ModelScores
+from finetune.runs.state import ComparedAnswer, Comparison, ModelScores
+from finetune.training.progress import TrainingProgress, show_comparison
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ import pytest
 from finetune.cli.train import train_from_words
 from finetune.config.compose import compose, load_config, resolved_yaml
 from finetune.config.keys import fields
-from finetune.durable import committed_folder
 from finetune.errors import CheckpointError, ConfigError
-from finetune.run_folder import RunFolder
+from finetune.runs.durable import committed_folder
+from finetune.runs.folder import RunFolder
+from finetune.runs.state import TrainerState
 from finetune.training.resume import EFFECTS, accepted_changes, at_its_place, record_of_start
-from finetune.training.state import TrainerState
 from tests.tiny_runs import write_base, write_rows
 
 ROWS = {"data.train": "aaaa", "data.validation": "bbbb", "data.test": "cccc"}

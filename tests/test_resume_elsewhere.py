@@ -26,8 +26,8 @@ from finetune import (
     load_config,
     load_examples,
 )
-from finetune.data.encode import EncodedExample, EncodedExamples, EncodedSplits
-from finetune.run_folder import RunFolder
+from finetune.data.encoded import EncodedExample, EncodedExamples, EncodedSplits
+from finetune.runs.folder import RunFolder
 from tests.curves import (
     GLOBAL_BATCH_SIZE,
     NUM_STEPS,

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from finetune import run_folder
 from finetune.errors import CheckpointError
-from finetune.run_folder import RunFolder
+from finetune.runs import folder as run_folder
+from finetune.runs.folder import RunFolder
 
 OURS = ("config.yaml", "run.json", "metrics.jsonl", "log.txt", "checkpoints", "adapter", "base")
 MARKS = ("run.json", "metrics.jsonl", "checkpoints")
@@ -139,7 +139,7 @@ def test_what_a_killed_save_left_is_removed_and_nothing_else(tmp_path):
 
 HOLD = """
 import sys, time
-from finetune.run_folder import RunFolder
+from finetune.runs.folder import RunFolder
 with RunFolder(sys.argv[1]).open(resume="auto") as folder:
     folder.metrics_file.touch()
     print("open", flush=True)
@@ -182,5 +182,6 @@ def test_the_lock_is_free_after_a_refusal_and_after_close(tmp_path):
 
 
 def test_floor_without_torch():
-    code = "import sys, finetune.run_folder, finetune.run_record, finetune.progress; print('torch' in sys.modules)"
+    modules = "finetune.runs.folder, finetune.runs.record, finetune.training.progress"
+    code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"

@@ -13,8 +13,8 @@ from urllib.parse import quote
 import pytest
 
 from finetune.cli import main as finetune
+from tests.export.hub_stand_in import running_hub
 from tests.launches import REPOSITORY, run_command
-from tests.ship.hub_stand_in import running_hub
 from tests.tiny_runs import random_model_words, write_base, write_rows
 
 SECRETS = {
@@ -260,7 +260,7 @@ def test_an_address_with_a_password_is_refused_and_not_repeated(
 def test_a_password_given_to_a_command_on_a_run_is_refused_and_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
-    from tests.ship.finished_runs import write_run
+    from tests.export.finished_runs import write_run
 
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "RUN")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, Phi3Config, PhiConfig, PretrainedConfig, PreTrainedModel
 
-from finetune.data.encode import EncodedExamples
+from finetune.data.encoded import EncodedExamples
 
 VOCABULARY = 64
 SIZES = {

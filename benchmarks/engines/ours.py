@@ -18,7 +18,7 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
     """Train the job. The order's words come last, so that each of these can be set otherwise."""
     job = order.job
     from finetune import Trainer, add_lora, build_base_model, build_tokenizer, launch, load_config
-    from finetune.data.encode import EncodedExamples, EncodedSplits
+    from finetune.data.encoded import EncodedExamples, EncodedSplits
 
     config = load_config([*_words(order), *order.words], task="finetune_lora")
     with launch(config) as runtime:

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from finetune.ask.finished_run import has_base
 from finetune.errors import ConfigError
+from finetune.inference.finished_run import has_base
 
 if TYPE_CHECKING:
-    from finetune.ask.finished_run import FinishedRun, LoadedRun
-    from finetune.ask.prompts import Prompt
     from finetune.data.templates import AnswerTokens
-    from finetune.generate import Decoding
+    from finetune.inference.decoding import Decoding
+    from finetune.inference.finished_run import FinishedRun, LoadedRun
+    from finetune.inference.prompts import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class AnswerSettings:
 
     def decoding(self, stops: Sequence[int]) -> Decoding:
         """What the decoder takes. Greedy unless one of temperature, top_p and top_k is set."""
-        from finetune.generate import Decoding, Sampling
+        from finetune.inference.decoding import Decoding, Sampling
 
         drawn = any(value is not None for value in (self.temperature, self.top_p, self.top_k))
         sampling = Sampling(
@@ -97,7 +97,7 @@ class Answering:
     @cached_property
     def system(self) -> str | None:
         """The system turn of a conversation that brings none."""
-        from finetune.ask.prompts import usual_system_turn
+        from finetune.inference.prompts import usual_system_turn
 
         if self.settings.system is not None:
             return self.settings.system or None
@@ -111,7 +111,7 @@ class Answering:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt's tokens. Its system turn: that of the command line, or, for a single turn, the usual one."""
-        from finetune.ask.prompts import encode_prompt
+        from finetune.inference.prompts import encode_prompt
 
         is_wanted = prompt.is_open or self.settings.system is not None
         return encode_prompt(self.tokens, prompt, system=self.system if is_wanted and prompt.messages else None)
@@ -131,7 +131,7 @@ class Answering:
         Returns:
             The answer's tokens; those there were when Ctrl-C stopped it.
         """
-        from finetune.generate import stream_answer
+        from finetune.inference.decoding import stream_answer
 
         given: list[int] = []
         shown = ""

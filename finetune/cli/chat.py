@@ -24,8 +24,8 @@ from finetune.cli.run_options import (
 from finetune.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from finetune.ask.conversation import Command
     from finetune.cli.answering import Answering
+    from finetune.inference.conversation import Command
 
 _PROMPT = "> "
 
@@ -44,8 +44,8 @@ def chat(
     settings: SetOption = None,
 ) -> None:
     """Talk with a finished run. /help lists what else a line can say; Ctrl-C stops an answer, Ctrl-D leaves."""
-    from finetune.ask.finished_run import find_run, load_finished_run
     from finetune.cli.answering import Answering, AnswerSettings
+    from finetune.inference.finished_run import find_run, load_finished_run
 
     wished = AnswerSettings(
         system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
@@ -69,7 +69,7 @@ class Chat:
     """
 
     def __init__(self, answering: Answering, *, compare: bool) -> None:
-        from finetune.ask.conversation import Conversation
+        from finetune.inference.conversation import Conversation
 
         if answering.tokenizer.chat_template is None:
             raise ConfigError(
@@ -85,7 +85,7 @@ class Chat:
 
     def run(self) -> None:
         """Take lines until the last one, or /exit."""
-        from finetune.ask.conversation import Command, read_line
+        from finetune.inference.conversation import Command, read_line
 
         self._note(f"system: {self._conversation.system or 'none'}. /help lists commands; Ctrl-D leaves.")
         for line in self._lines():
@@ -150,7 +150,7 @@ class Chat:
         return "".join(given)
 
     def _obey(self, command: Command) -> None:
-        from finetune.ask.conversation import COMMANDS
+        from finetune.inference.conversation import COMMANDS
 
         talk = self._conversation
         if command.name == "/reset":
@@ -176,14 +176,14 @@ class Chat:
         self._note(f"the base answers {'too' if self._compare else 'no longer'}.")
 
     def _write(self, text: str) -> None:
-        from finetune.ask.visible_text import escape_controls
+        from finetune.inference.visible_text import escape_controls
 
         sys.stdout.write(escape_controls(text))
         sys.stdout.flush()
 
     def _note(self, text: str) -> None:
         """What the program says, apart from what the model does."""
-        from finetune.ask.visible_text import escape_controls
+        from finetune.inference.visible_text import escape_controls
 
         sys.stdout.flush()
         sys.stderr.write(f"{escape_controls(text)}\n")

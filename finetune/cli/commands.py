@@ -106,7 +106,7 @@ def checkpoints(
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """List what a run has saved: validation loss, size, whole or what is wrong, and where resume=auto goes on."""
-    from finetune.inspect.checkpoints import list_checkpoints
+    from finetune.runs.saved import list_checkpoints
 
     raise typer.Exit(list_checkpoints(run_folder, as_json=as_json))
 
@@ -139,7 +139,7 @@ def doctor(
     run, rest = _run_and_words(words)
     config = compose(rest, run=run, complete=False)
 
-    from finetune.inspect.doctor import diagnose
+    from finetune.diagnose.doctor import diagnose
 
     raise typer.Exit(diagnose(config, as_json=as_json))
 

@@ -16,6 +16,6 @@ def diff(
     as_json: JsonOption = False,
 ) -> None:
     """Say what two runs have different: config, versions, data, world, results. Exit code 1 where anything is."""
-    from finetune.inspect.diff import diff_runs
+    from finetune.runs.diff import diff_runs
 
     raise typer.Exit(diff_runs(first, second, as_json=as_json))

@@ -16,11 +16,11 @@ from finetune.errors import ConfigError, RunFailedError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from finetune.answers import Metric
-    from finetune.ask.evaluation import Evaluation
-    from finetune.ask.finished_run import FinishedRun
-    from finetune.ask.harness import Results
     from finetune.distributed.runtime import Runtime
+    from finetune.inference.answers import Metric
+    from finetune.inference.evaluation import Evaluation
+    from finetune.inference.finished_run import FinishedRun
+    from finetune.inference.harness import Results
 
 Split = Literal["train", "validation", "test"]
 _READABLE = {
@@ -58,9 +58,9 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Measure a finished run on its test split, base against tuned. WORDS override its config."""
-    from finetune.ask.answer_metrics import resolve_metrics
-    from finetune.ask.finished_run import find_run
-    from finetune.ask.harness import require_harness
+    from finetune.inference.answer_metrics import resolve_metrics
+    from finetune.inference.finished_run import find_run
+    from finetune.inference.harness import require_harness
 
     _refuse_to_overwrite(output)
     if harness is not None:
@@ -91,10 +91,10 @@ def evaluate(
 
 def _measure(runtime: Runtime, run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> Evaluation:
     """Collective."""
-    from finetune.ask.evaluation import evaluate_model
-    from finetune.ask.finished_run import load_finished_run
     from finetune.data.encode import encode_examples
     from finetune.data.examples import load_examples
+    from finetune.inference.evaluation import evaluate_model
+    from finetune.inference.finished_run import load_finished_run
     from finetune.training.forward import choose_collation
 
     config = run.config
@@ -114,9 +114,9 @@ def _measure(runtime: Runtime, run: FinishedRun, split: Split, metrics: Mapping[
 
 
 def _measure_by_harness(run: FinishedRun, tasks: str, folder: Path | None) -> Results:
-    from finetune.ask.finished_run import load_finished_run
-    from finetune.ask.harness import run_harness
     from finetune.distributed.launch import launch
+    from finetune.inference.finished_run import load_finished_run
+    from finetune.inference.harness import run_harness
 
     with launch(run.config, trains=False) as runtime:
         model, tokenizer = load_finished_run(runtime, run)
@@ -139,7 +139,7 @@ def _refuse_to_overwrite(output: Path | None) -> None:
 
 
 def _write(output: Path, record: Mapping[str, Any]) -> None:
-    from finetune.durable import describe_os_error, replace_file
+    from finetune.runs.durable import describe_os_error, replace_file
 
     _refuse_to_overwrite(output)  # it may have come meanwhile
     try:
@@ -186,7 +186,7 @@ def _finite(value: float) -> float | None:
 
 
 def _print_json(record: Mapping[str, Any]) -> None:
-    from finetune.ask.visible_text import json_line
+    from finetune.inference.visible_text import json_line
 
     sys.stdout.write(f"{json_line(json.loads(json.dumps(record, default=str)))}\n")
 
@@ -196,7 +196,7 @@ def _show(split: Split, evaluation: Evaluation, num_samples: int) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from finetune.ask.visible_text import escape_controls
+    from finetune.inference.visible_text import escape_controls
 
     table = Table(title=f"{split.capitalize()} split, {evaluation.num_rows:,} rows")
     table.add_column("")
@@ -221,7 +221,7 @@ def _show(split: Split, evaluation: Evaluation, num_samples: int) -> None:
 
 
 def _figure(name: str, value: float) -> str:
-    from finetune.answers import SHARES
+    from finetune.inference.answers import SHARES
 
     return f"{value:.1%}" if name in SHARES else f"{value:.4f}"
 

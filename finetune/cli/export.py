@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from finetune.cli.alone import refuse_company
-from finetune.durable import in_units
+from finetune.runs.durable import in_units
 
 
 def export(
@@ -39,9 +39,9 @@ def export(
     modelfile: Annotated[bool, typer.Option("--modelfile/--no-modelfile", help="Write an Ollama Modelfile.")] = True,
 ) -> None:
     """Write a merged model for Ollama, and with --gguf for llama.cpp: OUT/model.gguf and OUT/Modelfile."""
+    from finetune.export.exported_folder import Gguf, export_model
+    from finetune.export.gguf import find_converter
     from finetune.logs import configure_logs
-    from finetune.ship.exported_folder import Gguf, export_model
-    from finetune.ship.gguf import find_converter
 
     refuse_company("export")
     configure_logs(rank=0)

@@ -26,8 +26,8 @@ from finetune.cli.run_options import (
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
-    from finetune.ask.prompts import Prompt
     from finetune.cli.answering import Answering
+    from finetune.inference.prompts import Prompt
 
 _STANDARD_INPUT = "-"
 
@@ -61,8 +61,8 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Ask a finished run: one answer per PROMPT, or per row of --from FILE, or to what comes through a pipe."""
-    from finetune.ask.finished_run import find_run, load_finished_run
     from finetune.cli.answering import Answering, AnswerSettings
+    from finetune.inference.finished_run import find_run, load_finished_run
 
     wished = AnswerSettings(
         system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
@@ -105,7 +105,7 @@ class _Answered:
 
 
 def _read_prompts(words: list[str], from_file: str | None) -> list[Prompt]:
-    from finetune.ask.prompts import read_file, read_json_lines, read_text, read_words
+    from finetune.inference.prompts import read_file, read_json_lines, read_text, read_words
 
     if words and from_file is not None:
         raise DataError("both PROMPT and --from are given: which is meant? Drop one.")
@@ -124,7 +124,7 @@ def _read_prompts(words: list[str], from_file: str | None) -> list[Prompt]:
 
 
 def _as_it_stands(prompt: Prompt) -> Prompt:
-    from finetune.ask.prompts import Prompt
+    from finetune.inference.prompts import Prompt
 
     if len(prompt.messages) > 1:
         raise DataError(
@@ -134,7 +134,7 @@ def _as_it_stands(prompt: Prompt) -> Prompt:
 
 
 def _answer_all(answering: Answering, prompts: list[Prompt], names: list[str], batch_size: int) -> list[_Answered]:
-    from finetune.generate import generate_answers, room_for_answer
+    from finetune.inference.decoding import generate_answers, room_for_answer
 
     decoding = answering.decoding
     encoded = [answering.encode(prompt) for prompt in prompts]
@@ -163,7 +163,7 @@ def _answer_all(answering: Answering, prompts: list[Prompt], names: list[str], b
 
 
 def _show(answers: list[_Answered], *, as_json: bool, compare: bool) -> None:
-    from finetune.ask.visible_text import escape_controls, json_line
+    from finetune.inference.visible_text import escape_controls, json_line
 
     if as_json:
         sys.stdout.writelines(f"{json_line(answer.as_record())}\n" for answer in answers)
@@ -179,7 +179,7 @@ def _show_beside(answers: list[_Answered]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from finetune.ask.visible_text import escape_controls
+    from finetune.inference.visible_text import escape_controls
 
     console = Console()
     for answer in answers:

@@ -10,7 +10,7 @@ import typer
 
 from finetune.cli.alone import refuse_company
 from finetune.cli.run_options import BaseOption, CheckpointOption, RunFolderArgument
-from finetune.durable import in_units
+from finetune.runs.durable import in_units
 
 
 def merge(
@@ -28,9 +28,9 @@ def merge(
     checkpoint: CheckpointOption = None,
 ) -> None:
     """Write a run's model for transformers alone: merged, reloaded in a fresh process, compared."""
+    from finetune.export.out_folder import refuse_taken
+    from finetune.export.run_to_ship import read_run
     from finetune.logs import configure_logs
-    from finetune.ship.out_folder import refuse_taken
-    from finetune.ship.run_to_ship import read_run
 
     refuse_company("merge")
     configure_logs(rank=0)
@@ -39,7 +39,7 @@ def merge(
 
     import torch
 
-    from finetune.ship.merged_folder import write_merged
+    from finetune.export.merged_folder import write_merged
 
     stored_as = None if dtype == "base" else getattr(torch, dtype)
     merged = write_merged(run, out, dtype=stored_as, most_difference=max_difference)

@@ -33,9 +33,9 @@ def plan_from_words(
         return 0
     configure_logs(0, level=logging.ERROR)  # what matters is among the findings
 
-    from finetune.inspect.findings import exit_code
-    from finetune.inspect.plan import make_plan
-    from finetune.inspect.plan_devices import find_device, read_device
+    from finetune.diagnose.plan import make_plan
+    from finetune.diagnose.plan_devices import find_device, read_device
+    from finetune.findings import exit_code
 
     where = find_device(config.training.device) if device is None else read_device(device)
     plan = make_plan(config, where, is_probed=is_probed)
@@ -45,7 +45,7 @@ def plan_from_words(
     else:
         from rich.console import Console
 
-        from finetune.inspect.plan_text import show_plan
+        from finetune.diagnose.plan_text import show_plan
 
         show_plan(plan, Console())
     sys.stdout.flush()

@@ -45,15 +45,15 @@ def preview_from_words(
         return 0
     configure_logs(0, level=logging.WARNING)
 
-    from finetune.inspect.findings import exit_code
-    from finetune.inspect.preview import preview_data
+    from finetune.diagnose.preview import preview_data
+    from finetune.findings import exit_code
 
     preview = preview_data(config, split=split, num_rows=num_rows, rows=rows)
     try:
         if form == "json":
             _write_json(preview.as_record(strict=config.strict))
         else:
-            from finetune.inspect.preview_text import show_preview
+            from finetune.diagnose.preview_text import show_preview
 
             show_preview(preview, _console(), whole_rows=bool(rows), as_table=form == "table")
         sys.stdout.flush()

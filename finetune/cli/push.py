@@ -35,8 +35,8 @@ def push(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be sent, and send nothing.")] = False,
 ) -> None:
     """Send a run's adapter, or a merged model, to the hub as one commit; says first what is sent and where to."""
-    from finetune.ship.push import pack, plan_push
-    from finetune.ship.push import push as send
+    from finetune.export.push import pack, plan_push
+    from finetune.export.push import push as send
 
     refuse_company("push")
     plan = plan_push(pack(source, base=base), repository, private=private, replace=replace)

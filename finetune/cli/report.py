@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune.distributed.environment import is_first_process
-from finetune.durable import describe_os_error, replace_file
 from finetune.errors import ConfigError
 from finetune.logs import configure_logs
+from finetune.runs.durable import describe_os_error, replace_file
 
 FILE_NAME = "report.html"
 
@@ -37,7 +37,7 @@ def write_report(folders: Sequence[Path], *, output: Path | None = None, with_da
     configure_logs(0, level=logging.ERROR)  # what could not be read stands on the page
 
     from finetune.report.page import build_page, require_libraries
-    from finetune.report.recorded_run import read_runs
+    from finetune.runs.recorded_run import read_runs
 
     require_libraries()
     runs = read_runs(folders)

@@ -15,6 +15,6 @@ def runs(
     as_json: JsonOption = False,
 ) -> None:
     """List the runs in a folder: state, step, losses, when, model, data."""
-    from finetune.inspect.runs import list_runs
+    from finetune.runs.listing import list_runs
 
     raise typer.Exit(list_runs(folder, as_json=as_json))

@@ -16,6 +16,6 @@ def watch(
     """Follow a run from another terminal, or look at one that has ended. Ctrl-C leaves; the run goes on."""
     from rich.console import Console
 
-    from finetune.inspect.watch import watch_run
+    from finetune.runs.watch import watch_run
 
     raise typer.Exit(watch_run(run_folder, Console(), once=once))

@@ -17,69 +17,12 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from finetune.config.schema import LoaderKeys
-from finetune.data.encode import EncodedExample, EncodedExamples
-from finetune.engine.layout import PackedMicrobatch, pack
+from finetune.data.encoded import EncodedExample, EncodedExamples
+from finetune.engine.layout import pack
+from finetune.engine.microbatch import Microbatch, PaddedMicrobatch
 from finetune.engine.prefixes import Cut, Tokens, cut_global_batch, deal
 
-
-@dataclass(frozen=True, kw_only=True)
-class PaddedMicrobatch:
-    """One forward of a model's own: rows padded on the right to the longest."""
-
-    input_ids: torch.Tensor
-    """Token ids, int64, shape (batch, time)."""
-    is_target: torch.Tensor
-    """True for tokens that carry loss, shape (batch, time)."""
-    num_tokens: int
-    """Tokens without padding."""
-    num_targets: int
-
-    @property
-    def num_rows(self) -> int:
-        """Rows."""
-        return len(self.input_ids)
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens that go through the model, padding left out."""
-        return self.num_tokens
-
-    @property
-    def target_row(self) -> torch.Tensor:
-        """The row of each target, int64, shape (num_targets,)."""
-        return self.is_target[:, 1:].nonzero()[:, 0]
-
-    def to(self, device: torch.device) -> PaddedMicrobatch:
-        """A copy on another device."""
-        return PaddedMicrobatch(
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            is_target=self.is_target.to(device, non_blocking=True),
-            num_tokens=self.num_tokens,
-            num_targets=self.num_targets,
-        )
-
-    def pin_memory(self) -> PaddedMicrobatch:
-        """What a loader with `pin_memory` calls."""
-        return PaddedMicrobatch(
-            input_ids=self.input_ids.pin_memory(),
-            is_target=self.is_target.pin_memory(),
-            num_tokens=self.num_tokens,
-            num_targets=self.num_targets,
-        )
-
-
-Microbatch: TypeAlias = PaddedMicrobatch | PackedMicrobatch
-"""One forward. Both kinds have `to`, `num_rows`, `num_tokens`, `num_targets`, `num_computed` and `target_row`."""
-
 Collate: TypeAlias = Callable[[Sequence[EncodedExample]], Microbatch]
-
-EMPTY_MICROBATCH = PaddedMicrobatch(
-    input_ids=torch.zeros((1, 2), dtype=torch.int64),
-    is_target=torch.zeros((1, 2), dtype=torch.bool),
-    num_tokens=0,
-    num_targets=0,
-)
-"""Computes a loss of zero and gradients of zero: for a rank that must come with as many micro-batches as the others."""
 
 
 class Share(NamedTuple):

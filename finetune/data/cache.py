@@ -21,9 +21,9 @@ import torch
 from finetune.data.rows import kind_in_words
 from finetune.data.tokenise import digest_json
 from finetune.data.tokenise import digest_tokenizer as digest_tokenizer
-from finetune.durable import describe_os_error, replace_file
 from finetune.fallbacks import Fallback, Fallbacks
-from finetune.file_lock import file_lock
+from finetune.runs.durable import describe_os_error, replace_file
+from finetune.runs.file_lock import file_lock
 
 if TYPE_CHECKING:
     from finetune.config.schema import DataSection

@@ -15,8 +15,8 @@ from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RowSource
 from finetune.data.rows import Example as Example
 from finetune.data.rows import Examples, JoinedExamples, RowFormat
 from finetune.data.shares import Share, ShareChoice, read_share
-from finetune.durable import describe_os_error
 from finetune.errors import ConfigError, DataError
+from finetune.runs.durable import describe_os_error
 from finetune.shipped_files import resolve_shipped
 
 _log = logging.getLogger(__name__)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 import torch
 
-from finetune.data.mixing import Part
+from finetune.data.encoded import Part
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
     from finetune.config.schema import DataSection
-    from finetune.data.encode import EncodedExamples
+    from finetune.data.encoded import EncodedExamples
 
 _log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from finetune.config.schema import DataSection
 from finetune.data.readers import DatasetRows, FileRows, RawRow, RowSource, quiet_datasets
-from finetune.durable import describe_os_error, replace_file
 from finetune.errors import DataError
-from finetune.file_lock import file_lock
+from finetune.runs.durable import describe_os_error, replace_file
+from finetune.runs.file_lock import file_lock
 
 _log = logging.getLogger(__name__)
 

@@ -5,16 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from finetune.data.cache import EncodedRows
-from finetune.data.shares import shuffled
-from finetune.errors import DataError
-
-if TYPE_CHECKING:
-    from finetune.data.encode import EncodedExamples
 
 
 class Places(Protocol):
@@ -42,30 +37,6 @@ class JoinedPlaces:
         part = bisect_right(self.starts, number) - 1
         source, own = self.sources[part], number - self.starts[part]
         return source.place(own) if source else f"row {own}"
-
-
-@dataclass(frozen=True)
-class Part:
-    """The encoded rows that a split has from one source."""
-
-    examples: EncodedExamples
-    label: str
-    weight: float = 1.0
-
-    def epoch(self, seed: int) -> list[int]:
-        """The rows of an epoch: each as often as the weight's whole part, and so many of them once more.
-
-        Raises:
-            DataError: the weight takes not one row.
-        """
-        num_rows = len(self.examples)
-        times, more = divmod(int(self.weight * num_rows + 0.5), num_rows)
-        if not times and not more:
-            raise DataError(
-                f"{self.label}: a weight of {self.weight:g} takes none of its {num_rows:,} rows. Raise the weight, or "
-                "leave the source out of data.mixture."
-            )
-        return sorted([*range(num_rows)] * times + shuffled(num_rows, seed)[:more])
 
 
 def select_rows(rows: EncodedRows, indices: Sequence[int]) -> EncodedRows:

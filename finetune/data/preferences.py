@@ -14,7 +14,8 @@ import numpy
 import torch
 from torch.utils.data import Dataset
 
-from finetune.data.encode import EncodedExample, EncodedExamples, encode_examples
+from finetune.data.encode import encode_examples
+from finetune.data.encoded import EncodedExample, EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.engine.prefixes import Tokens
 from finetune.errors import DataError

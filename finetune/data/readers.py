@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from finetune.durable import describe_os_error
 from finetune.errors import DataError
+from finetune.runs.durable import describe_os_error
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """The files that can be read, by their ending."""

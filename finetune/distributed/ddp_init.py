@@ -27,7 +27,7 @@ from finetune.distributed.environment import (
 )
 from finetune.distributed.launch_variables import hide_world, restore, write_missing
 from finetune.distributed.network import interface_towards, is_own_address, own_address_towards
-from finetune.distributed.roll_call import RollCall, Verdict
+from finetune.distributed.rendezvous import RollCall, Verdict
 from finetune.errors import LaunchError, LeftToMain
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs, is_configured

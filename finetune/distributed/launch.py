@@ -36,7 +36,7 @@ from finetune.distributed.runtime import Runtime, forget_accelerate
 from finetune.errors import LaunchError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs
-from finetune.run_folder import RunFolder
+from finetune.runs.folder import RunFolder
 from finetune.signals import stops_after_step, termination_raises, undisturbed
 
 if TYPE_CHECKING:

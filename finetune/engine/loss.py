@@ -14,7 +14,7 @@ from finetune.engine.loss_head import head_loss_per_target, summed_head_loss
 from finetune.engine.reference import cross_entropy_of_padded, in_float64
 
 if TYPE_CHECKING:
-    from finetune.data.batches import Microbatch
+    from finetune.engine.microbatch import Microbatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from finetune.data.batches import PaddedMicrobatch
+    from finetune.engine.microbatch import PaddedMicrobatch
 
 PLAIN_HEADS = ("phi", "phi3", "llama", "mistral", "qwen2", "qwen3")
 """Model types whose logits are exactly `head(decoder(ids))`; others scale or cap them in their own forward."""

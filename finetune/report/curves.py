@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from finetune.report.recorded_run import Points, RecordedRun, finite
+from finetune.runs.recorded_run import Points, RecordedRun, finite
 
 MOST_POINTS = 1200
 """Of one curve: more cannot be seen, and would make a large page."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from finetune.config.compose import load_config
 from finetune.errors import FinetuneError
-from finetune.report.recorded_run import RecordedRun, mapping
+from finetune.runs.recorded_run import RecordedRun, mapping
 
 if TYPE_CHECKING:
-    from finetune.inspect.preview_splits import SplitSummary
+    from finetune.diagnose.preview_splits import SplitSummary
 
 MOST_CHARACTERS = 6000
 """Of the row that is shown."""
@@ -71,7 +71,7 @@ def _preview(runs: Sequence[RecordedRun]) -> PreviewedData:
 
 
 def _read(run: RecordedRun, labels: list[str]) -> PreviewedData:
-    from finetune.inspect.preview import preview_data
+    from finetune.diagnose.preview import preview_data
 
     config = load_config([], run=str(run.folder.config_file))
     # A report must be safe to make of a folder that somebody else has sent.

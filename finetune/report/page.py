@@ -17,15 +17,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
-from finetune.durable import in_units
 from finetune.errors import ConfigError
-from finetune.metrics_reader import number_in
 from finetune.report import sentences
 from finetune.report.curves import COLOURS, Chart, build_charts
 from finetune.report.data_preview import PreviewedData
-from finetune.report.differences import difference_rows, setting_rows
-from finetune.report.recorded_run import RecordedRun, mapping, step_of
-from finetune.run_record import Status
+from finetune.runs.differences import difference_rows, setting_rows
+from finetune.runs.durable import in_units
+from finetune.runs.metrics_reader import number_in
+from finetune.runs.record import Status
+from finetune.runs.recorded_run import RecordedRun, mapping, step_of
 
 MARK = "<!-- written by finetune report -->"
 """Stands in the first line of each page, and tells it from what others have written."""

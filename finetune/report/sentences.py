@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
-from finetune.report.differences import differing_settings
-from finetune.report.recorded_run import RecordedRun, finite, mapping
+from finetune.runs.differences import differing_settings
+from finetune.runs.recorded_run import RecordedRun, finite, mapping
 
 _ENDED_EARLY = {
     "failed": "It failed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from finetune.training.state import TrainerState
+from finetune.runs.state import TrainerState
 
 
 def after_validation(state: TrainerState, loss: float, *, min_delta: float) -> TrainerState:

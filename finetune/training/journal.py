@@ -12,27 +12,27 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.compose import resolved_yaml
-from finetune.durable import disk_failures_end_the_run, replace_file
 from finetune.errors import PreemptedError, RunFailedError
+from finetune.inference.evaluate import LossSums
 from finetune.logs import log_only_to, log_to_file, stop_logging_to
-from finetune.metrics import MetricsWriter
-from finetune.metrics_reader import Event, read_events
-from finetune.progress import TrainingProgress, show_what_next, shown_folder
-from finetune.run_folder import RunFolder
-from finetune.run_record import RunRecord
+from finetune.runs.durable import disk_failures_end_the_run, replace_file
+from finetune.runs.folder import RunFolder
+from finetune.runs.metrics import MetricsWriter
+from finetune.runs.metrics_reader import Event, read_events
+from finetune.runs.record import RunRecord
+from finetune.runs.state import Comparison, TrainerState
 from finetune.training.curve_warnings import CurveWarnings
-from finetune.training.evaluate import LossSums
 from finetune.training.interval import Interval
+from finetune.training.progress import TrainingProgress, show_what_next, shown_folder
 from finetune.training.resume import accepted_changes, record_of_start, refuse_other_global_batch
 from finetune.training.saver import Saved, Saver
-from finetune.training.state import Comparison, TrainerState
 from finetune.training.step import StepResult
 from finetune.training.trackers import Trackers
 
 if TYPE_CHECKING:
-    from finetune.checkpoint import Snapshot
     from finetune.config.schema import Config
     from finetune.fallbacks import Fallbacks
+    from finetune.runs.checkpoint import Snapshot
 
 _log = logging.getLogger(__name__)
 

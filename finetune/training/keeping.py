@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from finetune.checkpoint import Snapshot, disk_need, prune, publish_adapter, verify, verify_published
-from finetune.run_folder import RunFolder
+from finetune.runs.checkpoint import Snapshot, disk_need, prune, publish_adapter, verify, verify_published
+from finetune.runs.folder import RunFolder
+from finetune.runs.state import TrainerState
 from finetune.training.loop import Cadence
-from finetune.training.state import TrainerState
 
 if TYPE_CHECKING:
     import torch

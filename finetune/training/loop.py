@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from finetune.errors import RunFailedError
+from finetune.runs.state import TrainerState
 from finetune.training.early_stopping import after_validation, is_patience_exhausted
-from finetune.training.state import TrainerState
 from finetune.training.step import StepResult
 
 

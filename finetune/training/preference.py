@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from finetune.data.batches import Collate, EvaluationLoader, Microbatch
+from finetune.data.batches import Collate, EvaluationLoader
 from finetune.data.preferences import EncodedPair
 from finetune.distributed.runtime import Runtime
 from finetune.engine.layout import PackedMicrobatch
 from finetune.engine.loss import before_head, cross_entropy_per_target
 from finetune.engine.loss_head import head_loss_per_target, summed_head_loss
+from finetune.engine.microbatch import Microbatch
 from finetune.engine.reference import in_float64
+from finetune.inference.evaluate import LossSums
 from finetune.model.base import evaluation_mode
-from finetune.training.evaluate import LossSums
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from finetune.data.preferences import EncodedPairs, EncodedPairSplits
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, DataError
+from finetune.inference.evaluate import LossSums
 from finetune.model.base import longrope_boundary
-from finetune.training.evaluate import LossSums
 from finetune.training.preference import FIGURES, put_pairs_together, sum_preference_losses, summed_preferences
 from finetune.training.step import LossWithFigures
 from finetune.training.trainer import Trainer

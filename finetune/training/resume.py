@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
-from finetune.checkpoint import newest_valid, read_state
 from finetune.config.compose import compose
 from finetune.config.schema import Config
 from finetune.errors import CheckpointError, ConfigError
-from finetune.run_record import read_run_record
+from finetune.runs.checkpoint import newest_valid, read_state
+from finetune.runs.record import read_run_record
 
 if TYPE_CHECKING:
-    from finetune.run_folder import RunFolder
-    from finetune.training.state import TrainerState
+    from finetune.runs.folder import RunFolder
+    from finetune.runs.state import TrainerState
 
 _log = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from finetune.checkpoint import Snapshot, commit_snapshot, prune
 from finetune.errors import RunFailedError
 from finetune.fallbacks import Fallback, Fallbacks
-from finetune.run_folder import RunFolder
+from finetune.runs.checkpoint import Snapshot, commit_snapshot, prune
+from finetune.runs.folder import RunFolder
 
 if TYPE_CHECKING:
     from finetune.config.schema import CheckpointSection

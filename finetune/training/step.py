@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from finetune.data.batches import EMPTY_MICROBATCH, Microbatch, derived_seed
+from finetune.data.batches import derived_seed
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
 from finetune.errors import DataError, RunFailedError
 from finetune.training.optim import set_learning_rate, trainable_parameters
 

@@ -10,12 +10,12 @@ from finetune.config.compose import resolved_yaml
 from finetune.distributed.runtime import open_tracker
 from finetune.errors import ConfigError
 from finetune.fallbacks import Fallback
-from finetune.metrics_reader import Event
+from finetune.runs.metrics_reader import Event
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.fallbacks import Fallbacks
-    from finetune.run_folder import RunFolder
+    from finetune.runs.folder import RunFolder
 
 _log = logging.getLogger(__name__)
 _NO_FIGURES = {"event", "step"}

@@ -13,36 +13,37 @@ from pathlib import Path
 from signal import Signals
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.checkpoint import (
+from finetune.config.compose import resolved_yaml
+from finetune.data.batches import BatchPlan, EvaluationLoader, TrainLoader, pad
+from finetune.data.encoded import EncodedExamples, EncodedSplits
+from finetune.distributed.gradients import LossFunction
+from finetune.distributed.runtime import Runtime
+from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.microbatch import Microbatch
+from finetune.errors import ConfigError, DataError, FinetuneError, PreemptedError
+from finetune.inference.compare import compare_models
+from finetune.inference.evaluate import LossSums, sum_losses
+from finetune.model.base import checkpoint_gradients, longrope_boundary, max_context
+from finetune.model.embedding_noise import add_embedding_noise
+from finetune.model.lora import without_adapter
+from finetune.model.tokens import agree_on_tokens
+from finetune.runs.checkpoint import (
     load_checkpoint,
     load_model,
     newest_valid,
     save_base,
     take_snapshot,
 )
-from finetune.config.compose import resolved_yaml
-from finetune.data.batches import BatchPlan, EvaluationLoader, Microbatch, TrainLoader, pad
-from finetune.data.encode import EncodedExamples, EncodedSplits
-from finetune.distributed.gradients import LossFunction
-from finetune.distributed.runtime import Runtime
-from finetune.engine.loss import summed_cross_entropy
-from finetune.errors import ConfigError, DataError, FinetuneError, PreemptedError
-from finetune.model.base import checkpoint_gradients, longrope_boundary, max_context
-from finetune.model.embedding_noise import add_embedding_noise
-from finetune.model.lora import without_adapter
-from finetune.model.tokens import agree_on_tokens
-from finetune.progress import show_comparison
-from finetune.run_folder import RunFolder
+from finetune.runs.folder import RunFolder
+from finetune.runs.state import Comparison, TrainerState
 from finetune.signals import Terminated, leave_signals_to_parent, no_step_is_left, told_to_stop
-from finetune.training.compare import compare_models
-from finetune.training.evaluate import LossSums, sum_losses
 from finetune.training.forward import choose_collation
 from finetune.training.journal import Journal
 from finetune.training.keeping import publish_best, say_what_disk_it_takes
 from finetune.training.loop import Actions, Cadence, run_loop
 from finetune.training.optim import build_optimizer, learning_rate_at
+from finetune.training.progress import show_comparison
 from finetune.training.resume import at_its_place
-from finetune.training.state import Comparison, TrainerState
 from finetune.training.step import StepResult, train_step
 
 if TYPE_CHECKING:

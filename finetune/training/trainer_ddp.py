@@ -27,11 +27,11 @@ from finetune.errors import ConfigError, LaunchError, PreemptedError
 from finetune.fallbacks import Fallbacks
 from finetune.model.base import build_base_model, build_tokenizer
 from finetune.model.lora import add_lora
-from finetune.training.state import Comparison
+from finetune.runs.state import Comparison
 from finetune.training.trainer import Trainer, TrainingResults
 
 if TYPE_CHECKING:
-    from finetune.training.evaluate import LossSums
+    from finetune.inference.evaluate import LossSums
 
 _log = logging.getLogger(__name__)
 _ORIGIN = "the dict given to TrainerDDP"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from finetune import metrics
+from finetune.runs import metrics
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink", "fcntl.flock"}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from finetune.run_folder import RunFolder
+from finetune.runs.folder import RunFolder
 from tests.crash import IS_FULL
 from tests.crash.runs import DATA_WORKERS, Nursery, assert_same_end, explained
 

@@ -7,7 +7,7 @@ import torch
 from finetune.config.schema import TestingSection as LoaderSection  # a name that pytest does not collect
 from finetune.config.schema import TrainingSection
 from finetune.data.batches import BatchPlan, EvaluationLoader, TrainLoader, derived_seed, pad
-from finetune.data.encode import EncodedExamples
+from finetune.data.encoded import EncodedExamples
 from tests.tiny_models import tiny_examples
 
 

@@ -13,7 +13,8 @@ from safetensors import safe_open
 from finetune.config.schema import DataSection
 from finetune.data import templates
 from finetune.data.cache import EncodedRows, digest_tokenizer, load_or_encode
-from finetune.data.encode import EncodedExamples, encode_examples
+from finetune.data.encode import encode_examples
+from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.data.rows import Examples
 from finetune.errors import ConfigError, DataError

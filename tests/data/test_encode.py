@@ -11,7 +11,8 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from finetune.config.schema import DataSection
-from finetune.data.encode import EncodedExamples, EncodedSplits, describe, encode_examples
+from finetune.data.encode import describe, encode_examples
+from finetune.data.encoded import EncodedExamples, EncodedSplits
 from finetune.data.examples import load_examples
 from finetune.errors import DataError
 from tests.tiny import Style, tiny_tokenizer

@@ -11,7 +11,8 @@ import pytest
 from datasets import Dataset
 
 from finetune.config.schema import DataSection
-from finetune.data.encode import EncodedExamples, encode_examples
+from finetune.data.encode import encode_examples
+from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.errors import DataError
 from tests.tiny import Style, tiny_tokenizer

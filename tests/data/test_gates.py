@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from finetune.config.schema import DataSection
-from finetune.data.encode import EncodedSplits, encode_examples
+from finetune.data.encode import encode_examples
+from finetune.data.encoded import EncodedSplits
 from finetune.data.examples import load_examples
 from finetune.errors import DataError
 from tests.tiny import CHAT_TEMPLATES, tiny_tokenizer

@@ -14,7 +14,8 @@ from finetune.config.compose import compose
 from finetune.config.from_dict import config_from_dict
 from finetune.config.schema import DataSection
 from finetune.data.batches import BatchPlan
-from finetune.data.encode import EncodedExamples, EncodedSplits, encode_examples
+from finetune.data.encode import encode_examples
+from finetune.data.encoded import EncodedExamples, EncodedSplits
 from finetune.data.examples import load_examples
 from finetune.errors import ConfigError, DataError
 from tests.tiny import tiny_tokenizer

@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from finetune.config.schema import DataSection
 from finetune.data import parallel
 from finetune.data.collect import ROWS_AT_ONCE
-from finetune.data.encode import EncodedExamples, encode_examples
+from finetune.data.encode import encode_examples
+from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.data.parallel import PAYS_FROM_CHARACTERS, choose_processes
 from finetune.data.rows import Example

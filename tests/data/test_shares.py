@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from finetune.config.schema import DataSection
-from finetune.data.encode import EncodedExamples, EncodedSplits, encode_examples
+from finetune.data.encode import encode_examples
+from finetune.data.encoded import EncodedExamples, EncodedSplits
 from finetune.data.examples import load_examples
 from finetune.data.shares import Share, ShareChoice, read_share, shuffled
 from finetune.errors import DataError

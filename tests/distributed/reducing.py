@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from finetune.config.schema import Config, LoraSection
-from finetune.data.batches import EMPTY_MICROBATCH, Microbatch, pad
+from finetune.data.batches import pad
 from finetune.distributed.gradients import Reducer, sum_flat
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.training.optim import trainable_parameters

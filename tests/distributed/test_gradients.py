@@ -7,9 +7,9 @@ import torch
 from transformers import PreTrainedModel
 
 from finetune.config.schema import Config
-from finetune.data.batches import EMPTY_MICROBATCH
 from finetune.distributed.launch import launch
 from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.engine.reference import PLAIN_HEADS
 from finetune.errors import ConfigError
 from finetune.training.optim import trainable_parameters

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from finetune.distributed import roll_call
 from finetune.distributed.environment import read_environment
-from finetune.distributed.roll_call import RollCall, Verdict, what_answers
+from finetune.distributed.rendezvous import RollCall, Verdict, what_answers
 from finetune.errors import LaunchError
 from tests.launches import REPOSITORY, free_port
 

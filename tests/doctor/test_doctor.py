@@ -17,11 +17,8 @@ import pytest
 import torch
 
 from finetune.config.compose import compose
-from finetune.distributed.environment import LaunchEnvironment, read_environment
-from finetune.file_lock import try_file_lock
-from finetune.inspect.doctor import diagnose
-from finetune.inspect.findings import Finding, exit_code, findings_of_others, ok, problem, warning
-from finetune.inspect.folder_checks import (
+from finetune.diagnose.doctor import diagnose
+from finetune.diagnose.folder_checks import (
     check_folders,
     existing_folder,
     file_system,
@@ -30,8 +27,8 @@ from finetune.inspect.folder_checks import (
     sees_token,
     write_token,
 )
-from finetune.inspect.launch_checks import check_address, check_launch
-from finetune.inspect.machine_checks import (
+from finetune.diagnose.launch_checks import check_address, check_launch
+from finetune.diagnose.machine_checks import (
     check_backend,
     check_limits,
     check_versions,
@@ -41,7 +38,7 @@ from finetune.inspect.machine_checks import (
     judge_shared_memory,
     num_cores,
 )
-from finetune.inspect.world_judgement import (
+from finetune.diagnose.world_judgement import (
     Bandwidth,
     RankMeasurement,
     judge_bandwidth,
@@ -52,6 +49,9 @@ from finetune.inspect.world_judgement import (
     judge_shared_folder,
     judge_sums,
 )
+from finetune.distributed.environment import LaunchEnvironment, read_environment
+from finetune.findings import Finding, exit_code, findings_of_others, ok, problem, warning
+from finetune.runs.file_lock import try_file_lock
 from tests.launches import run_launched
 from tests.two_nodes import INTERFACE, reason_against, torchrun, two_nodes
 
@@ -543,7 +543,7 @@ HIDES_ON_NODE_1 = 'test %n = 0 || mount -t tmpfs none "$1"; shift; exec "$@"'
 CHECKS_THE_ADDRESS = """
 from finetune.config.compose import compose
 from finetune.distributed.environment import read_environment
-from finetune.inspect.launch_checks import check_address
+from finetune.diagnose.launch_checks import check_address
 environ = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "node0"}
 for finding in check_address(read_environment(environ), compose([], complete=False), environ):
     print(finding.level, finding.what, finding.fix)

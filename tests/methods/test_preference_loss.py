@@ -12,9 +12,10 @@ from torch.nn import functional
 
 from finetune import build_tokenizer, load_config
 from finetune.config.schema import LoraSection
-from finetune.data.batches import EMPTY_MICROBATCH, packer, pad
-from finetune.data.encode import EncodedExample
+from finetune.data.batches import packer, pad
+from finetune.data.encoded import EncodedExample
 from finetune.data.preferences import EncodedPair, EncodedPairs, encode_preferences
+from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.errors import DataError
 from finetune.model.lora import add_lora
 from finetune.training.optim import trainable_parameters

@@ -12,21 +12,22 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.checkpoint.model_files import encode_full_model
 from finetune.config.schema import LoraSection
 from finetune.data.batches import BatchPlan, Collate, packer, pad
-from finetune.data.encode import EncodedExamples, encode_examples
+from finetune.data.encode import encode_examples
+from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.distributed.launch import launch
 from finetune.engine.loss import cross_entropy_per_target
 from finetune.engine.supported import unsupported_reason
 from finetune.errors import DataError
-from finetune.generate import generate_answers
+from finetune.export.merge import merge_adapter
+from finetune.inference.decoding import generate_answers
 from finetune.model.base import build_base_model, build_tokenizer, longrope_boundary
 from finetune.model.lora import add_lora
 from finetune.model.targets import resolve_targets
 from finetune.model.tokens import agree_on_tokens
-from finetune.ship.merge import merge_adapter
+from finetune.runs.checkpoint.model_files import encode_full_model
 from finetune.training.trainer import Trainer
 from tests.launches import REPOSITORY
 from tests.model.phi_table import COLUMNS, Fact, record_row, rows_of_page

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from finetune.durable import in_units
+from finetune.runs.durable import in_units
 from tests.launches import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "plan.md"

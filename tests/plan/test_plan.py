@@ -11,15 +11,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from finetune.cli.plan import plan_from_words
 from finetune.config.compose import load_config
-from finetune.data.batches import PaddedMicrobatch
 from finetune.data.encode import encode_examples
 from finetune.data.examples import load_examples
+from finetune.diagnose.plan import find_largest, make_plan
+from finetune.diagnose.plan_devices import find_device, read_device
+from finetune.diagnose.plan_limit import operations_of_step
 from finetune.distributed.launch import launch
 from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.microbatch import PaddedMicrobatch
 from finetune.errors import ConfigError
-from finetune.inspect.plan import find_largest, make_plan
-from finetune.inspect.plan_devices import find_device, read_device
-from finetune.inspect.plan_limit import operations_of_step
 from finetune.model.base import build_base_model, build_tokenizer, checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.training.trainer import Trainer

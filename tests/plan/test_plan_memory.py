@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from finetune.config.schema import LoraSection, OptimSection
 from finetune.data.batches import pad
+from finetune.diagnose.plan_memory import optimizer_need, predict_peak
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
-from finetune.inspect.plan_memory import optimizer_need, predict_peak
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.training.optim import build_optimizer
@@ -144,7 +144,7 @@ def test_few_layers_tell_what_many_take(kind, monkeypatch):
     extrapolated = predict_peak(model, pack(rows()), need, **options)
     assert len(model.get_base_model().get_decoder().layers) == 6  # as it was
     assert all(weight.is_meta for weight in model.parameters())
-    monkeypatch.setattr("finetune.inspect.plan_memory._MORE", 6)
+    monkeypatch.setattr("finetune.diagnose.plan_memory._MORE", 6)
     whole = predict_peak(model, pack(rows()), need, **options)
     assert abs(extrapolated.total / whole.total - 1) < 0.005
     for part, size in whole.parts.items():

@@ -10,11 +10,12 @@ import torch
 
 from finetune.cli.preview import preview_from_words
 from finetune.config.compose import load_config
-from finetune.data.encode import EncodedExamples, encode_examples
+from finetune.data.encode import encode_examples
+from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
+from finetune.diagnose.preview import Preview, preview_data
+from finetune.diagnose.preview_splits import histogram, row_digests, summarize
 from finetune.errors import ConfigError, DataError
-from finetune.inspect.preview import Preview, preview_data
-from finetune.inspect.preview_splits import histogram, row_digests, summarize
 from finetune.model.base import build_tokenizer
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny_phi3_config

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.compose import load_config, resolved_yaml
-from finetune.metrics import MetricsWriter
-from finetune.run_record import RunRecord
+from finetune.runs.metrics import MetricsWriter
+from finetune.runs.record import RunRecord
 
 HOSTILE = '"\'></script></style><img src=x onerror="window.hacked=1"><script>window.hacked=1</script>{{ 7777*7777 }}'
 """Leaves any element and attribute that it is put into unescaped."""

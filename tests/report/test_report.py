@@ -13,13 +13,13 @@ import pytest
 
 from finetune.cli.report import write_report
 from finetune.config.compose import load_config
+from finetune.diagnose.preview import preview_data
 from finetune.errors import CheckpointError, ConfigError
-from finetune.inspect.preview import preview_data
-from finetune.metrics import MetricsWriter
 from finetune.report.curves import MOST_POINTS, Curve, smoothed
-from finetune.report.differences import difference_rows, setting_rows
-from finetune.report.recorded_run import read_runs
 from finetune.report.sentences import headline, second_line
+from finetune.runs.differences import difference_rows, setting_rows
+from finetune.runs.metrics import MetricsWriter
+from finetune.runs.recorded_run import read_runs
 from tests.report.runs import HOSTILE, Parsed, loss_at, write_run
 from tests.tiny import tiny_tokenizer
 from tests.tiny_runs import random_model_words, write_rows

@@ -3,8 +3,8 @@ import itertools
 import pytest
 
 from finetune.errors import RunFailedError
+from finetune.runs.state import TrainerState
 from finetune.training.loop import Actions, Cadence, run_loop
-from finetune.training.state import TrainerState
 from finetune.training.step import StepResult
 
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune.checkpoint import disk_need, take_snapshot, verify
-from finetune.checkpoint.tensors import TensorFile
 from finetune.config.schema import CheckpointSection
-from finetune.durable import is_leftover
 from finetune.errors import ConfigError, RunFailedError
 from finetune.fallbacks import Fallbacks
-from finetune.run_folder import RunFolder
+from finetune.runs.checkpoint import disk_need, take_snapshot, verify
+from finetune.runs.checkpoint.tensors import TensorFile
+from finetune.runs.durable import is_leftover
+from finetune.runs.folder import RunFolder
+from finetune.runs.state import TrainerState
 from finetune.signals import Terminated
 from finetune.training.saver import Saver
-from finetune.training.state import TrainerState
 from tests.tiny_models import build_tiny, tiny_phi3_config
 
 

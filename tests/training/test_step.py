@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from finetune.config.schema import Config, LoraSection
 from finetune.data.batches import pad
-from finetune.data.encode import EncodedExamples
+from finetune.data.encoded import EncodedExamples
 from finetune.distributed.launch import launch
 from finetune.errors import DataError, RunFailedError
 from finetune.model.lora import add_lora

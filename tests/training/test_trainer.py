@@ -18,8 +18,8 @@ from finetune import (
     load_examples,
 )
 from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedError
+from finetune.inference.evaluate import LossSums
 from finetune.training import trainer as trainer_module
-from finetune.training.evaluate import LossSums
 from tests.tiny_runs import random_model_words, write_base, write_rows
 
 IDS = torch.arange(5, 25).reshape(1, -1)

@@ -8,7 +8,7 @@ import torch
 
 from finetune import TrainerDDP, cleanup_ddp, initialize_ddp, load_config
 from finetune.errors import ConfigError, LaunchError, RunFailedError
-from finetune.file_lock import try_file_lock
+from finetune.runs.file_lock import try_file_lock
 from finetune.training import trainer as trainer_module
 from tests.launches import free_port, run_launched
 from tests.tiny_runs import write_base, write_rows

@@ -1,0 +1,155 @@
+"""`finetune doctor`: examine this process's launch and machine, and under a launcher the whole world of processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from finetune.diagnose.folder_checks import check_folders
+from finetune.diagnose.launch_checks import AREA as THIS_PROCESS
+from finetune.diagnose.launch_checks import check_address, check_launch
+from finetune.diagnose.machine_checks import check_backend, check_devices, check_limits, check_versions
+from finetune.diagnose.world_judgement import judge_bandwidth, judge_ranks
+from finetune.diagnose.world_probe import gather_json, meet, probe_world
+from finetune.distributed.ddp_init import cleanup_ddp, initialize_ddp
+from finetune.distributed.environment import LaunchEnvironment, is_cpu_requested, read_environment
+from finetune.errors import FinetuneError, LaunchError
+from finetune.fallbacks import Fallbacks
+from finetune.findings import Finding, count, exit_code, findings_of_others, ok, problem, show
+from finetune.logs import configure_logs
+from finetune.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+
+DEFAULT_TIMEOUT = timedelta(seconds=60)
+"""How long the doctor waits for ranks where `parallel.timeout_minutes` is not set."""
+
+
+def diagnose(config: Config, *, as_json: bool = False) -> int:
+    """Examine and report on rank 0. Collective where a launcher started several processes.
+
+    Args:
+        config: the run that is to be started; it need not be complete.
+        as_json: write the findings as JSON in place of text.
+
+    Returns:
+        The exit code: 0 without a problem (strict: and without a warning), else 2. The same on every rank.
+
+    Raises:
+        LaunchError: on ranks other than 0, where the world cannot be formed or measured.
+    """
+    try:
+        environment = read_environment(os.environ)
+        launch = check_launch(environment, config, os.environ)
+    except LaunchError as error:
+        fix = "start through torchrun, accelerate launch, srun or mpirun, which set all variables, or unset them"
+        findings = [problem(THIS_PROCESS, _sentence(error), fix), *_examine_machine(config, local_world_size=1)]
+        return _Report(is_silent=False, as_json=as_json).end(findings, config)
+    configure_logs(environment.rank, level=logging.WARNING)
+    report = _Report(is_silent=environment.rank != 0, as_json=as_json)
+    findings = [
+        *launch,
+        *check_address(environment, config, os.environ),
+        *_examine_machine(config, environment.local_world_size),
+    ]
+    report.show(findings)  # now: the other ranks may keep us waiting
+    if environment.world_size > 1:
+        findings += _examine_world(environment, config, findings)
+    return report.end(findings, config)
+
+
+def _examine_machine(config: Config, local_world_size: int) -> list[Finding]:
+    return [
+        *check_versions(),
+        *check_devices(config, local_world_size),
+        *check_backend(config),
+        *check_limits(config),
+        *check_folders(config),
+    ]
+
+
+def _examine_world(environment: LaunchEnvironment, config: Config, own: list[Finding]) -> list[Finding]:
+    """Join the world and measure it; what that shows beside this rank's own findings. Collective."""
+    is_set = config.origin("parallel.timeout_minutes") != "default"
+    timeout = timedelta(minutes=config.parallel.timeout_minutes) if is_set else DEFAULT_TIMEOUT
+    device = "cpu" if is_cpu_requested(os.environ) and config.training.device == "auto" else config.training.device
+    try:
+        context = initialize_ddp(
+            timeout,
+            master_addr=config.parallel.master_addr,
+            master_port=config.parallel.master_port,
+            backend=config.parallel.backend,
+            device=None if device == "auto" else device,
+            fallbacks=Fallbacks(strict=True),  # to go on alone would hide what is wrong
+        )
+        assert context is not None  # the command line starts without a group
+        meet(timeout)
+        hosts = gather_json(socket.gethostname(), context.device)
+        by_rank = gather_json([asdict(finding) for finding in own], context.device)
+        others = findings_of_others([[Finding(**finding) for finding in findings] for findings in by_rank], hosts)
+        measured = probe_world(context, hosts, RunFolder(config.output_dir).path)
+    except (FinetuneError, RuntimeError) as error:
+        if environment.rank:
+            raise error if isinstance(error, FinetuneError) else LaunchError(_unmeasured(error)) from error
+        what = _sentence(error) if isinstance(error, FinetuneError) else _unmeasured(error)
+        fix = (
+            "look at the output of the ranks that are named; run `finetune doctor` alone on their machines; check that "
+            "all were started with one address and port, and that no firewall is between them"
+        )
+        return [problem("World", what, fix)]
+    finally:
+        cleanup_ddp()
+    return [
+        *others,
+        ok("World", f"{context.world_size} ranks came together within the timeout of {timeout.total_seconds():g} s"),
+        *judge_ranks(measured.ranks, needs_shared_folder=config.resume == "auto"),
+        *judge_bandwidth(measured.latency_seconds, measured.bandwidths),
+    ]
+
+
+def _unmeasured(error: Exception) -> str:
+    return f"the world was formed, but a rank stopped answering while it was measured: {_sentence(error)}"
+
+
+def _sentence(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+class _Report:
+    """What rank 0 writes as it goes: each finding once."""
+
+    def __init__(self, *, is_silent: bool, as_json: bool) -> None:
+        self._is_silent = is_silent
+        self._as_json = as_json
+        self._num_shown = 0
+
+    def show(self, findings: Sequence[Finding]) -> None:
+        """Print those that are new in a list that grows."""
+        if not self._is_silent and not self._as_json:
+            from rich.console import Console
+
+            show(findings[self._num_shown :], Console())
+            sys.stdout.flush()
+        self._num_shown = len(findings)
+
+    def end(self, findings: Sequence[Finding], config: Config) -> int:
+        """Print the rest; the exit code."""
+        self.show(findings)
+        code = exit_code(findings, strict=config.strict)
+        if self._is_silent:
+            return code
+        text = count(findings)
+        if self._as_json:
+            records = [asdict(finding) for finding in findings]
+            text = json.dumps({"exit_code": code, "findings": records}, indent=2, ensure_ascii=False)
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+        return code

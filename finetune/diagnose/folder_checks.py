@@ -1,0 +1,195 @@
+"""Folders that a run writes to: whether they can be written and locked, have room, and are seen by all ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune.errors import CheckpointError, FinetuneError
+from finetune.findings import Finding, ok, problem, warning
+from finetune.runs.durable import describe_os_error
+from finetune.runs.file_lock import file_lock, try_file_lock
+from finetune.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+
+AREA = "Folders"
+_LEAST_BYTES = 100 * 2**20
+_ENOUGH_BYTES = 2 * 2**30
+_BYTES_PER_PARAMETER = 12
+"""fp32 weights and AdamW's two moments."""
+_SECONDS_TO_SEE = 5.0
+_PREFIX = ".finetune-doctor-"
+
+
+def check_folders(config: Config) -> list[Finding]:
+    """Look at output_dir, the cache of encoded data and the hub's cache. Nothing is left in them."""
+    return [*_check_output_dir(config), _check_cache(config.data.cache_dir), *_check_hub(config)]
+
+
+def existing_folder(path: Path) -> Path:
+    """The path itself, or the nearest of its parents that is there."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def file_system(path: Path, mounts: str) -> str:
+    """The type of the file system a path is on, for example ``ext4``.
+
+    Args:
+        path: an absolute path without links.
+        mounts: the text of /proc/self/mounts.
+    """
+    found = ("", "a file system of unknown type")
+    for line in mounts.splitlines():
+        _, point, kind, *_ = line.split(" ")
+        point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), point)
+        if path.is_relative_to(point) and len(point) >= len(found[0]):  # of two on one point the later covers
+            found = (point, kind)
+    return found[1]
+
+
+def judge_space(free_bytes: int, needed_bytes: int | None, place: str) -> Finding:
+    """Whether checkpoints will fit.
+
+    Args:
+        free_bytes: what is free.
+        needed_bytes: what the run will write; None where that is not known.
+        place: where, for the message.
+    """
+    free, needed = f"{free_bytes / 1e9:.1f} GB", f"{(needed_bytes or 0) / 1e9:.1f} GB"
+    fix = "free space there, or name a folder on a larger disk with output_dir=, or keep fewer with checkpoint.keep="
+    if needed_bytes is not None and free_bytes < needed_bytes:
+        return problem(AREA, f"{free} free in {place}, but the checkpoints of this run take about {needed}", fix)
+    if free_bytes < _LEAST_BYTES:
+        return problem(AREA, f"{free} free in {place}: no checkpoint will fit", fix)
+    if needed_bytes is None and free_bytes < _ENOUGH_BYTES:
+        return warning(AREA, f"{free} free in {place}: a checkpoint may not fit", fix)
+    return ok(AREA, f"{free} free in {place}" + (f"; this run takes about {needed}" if needed_bytes else ""))
+
+
+def write_token(output_dir: Path) -> Path | None:
+    """Write a small file where `output_dir` is or would be, for other ranks to look for; None if that fails."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=_PREFIX, dir=existing_folder(output_dir))
+    except OSError:
+        return None
+    os.close(descriptor)
+    return Path(name)
+
+
+def sees_token(token: Path) -> bool:
+    """Whether the file is seen here; a network file system may take seconds to show it."""
+    until = time.monotonic() + _SECONDS_TO_SEE
+    while True:
+        try:
+            if token in token.parent.iterdir():  # reading the folder makes NFS look again
+                return True
+        except OSError:
+            return False
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.2)
+
+
+def remove_token(token: Path) -> None:
+    """The twin of `write_token`."""
+    token.unlink(missing_ok=True)
+
+
+def _check_output_dir(config: Config) -> list[Finding]:
+    folder = RunFolder(config.output_dir)
+    found = []
+    try:
+        folder.check(config.resume)
+    except CheckpointError as error:
+        found.append(warning(AREA, f"train would stop: {error}", "use resume=auto, or a new folder with output_dir="))
+    place = existing_folder(folder.path)
+    try:
+        with tempfile.TemporaryFile(prefix=_PREFIX, dir=place) as file:
+            file.write(b"finetune")
+            os.fsync(file.fileno())
+    except OSError as error:
+        what = f"output_dir={folder.path} cannot be written: {describe_os_error(error)} in {place}"
+        return [*found, problem(AREA, what, "name a folder that you may write with output_dir=")]
+    kind = _file_system_here(place)
+    if kind in ("tmpfs", "ramfs"):
+        what = f"output_dir={folder.path} is in memory ({kind}): checkpoints are lost when this machine stops"
+        found.append(warning(AREA, what, "name a folder on a disk with output_dir="))
+    else:
+        found.append(ok(AREA, f"output_dir={folder.path} can be written ({kind})"))
+    return [*found, judge_space(shutil.disk_usage(place).free, _needed_bytes(config), str(place))]
+
+
+def _file_system_here(path: Path) -> str:
+    mounts = Path("/proc/self/mounts")
+    return file_system(path.resolve(), mounts.read_text() if mounts.exists() else "")
+
+
+def _needed_bytes(config: Config) -> int | None:
+    """What the checkpoints of full fine-tuning take, where the weights are here to be counted."""
+    from safetensors import safe_open
+
+    from finetune.model.base import locate_model
+
+    if config.training.method != "full" or config.model.path is None:
+        return None
+    try:
+        files = sorted(Path(locate_model(config.model)).glob("*.safetensors"))
+    except FinetuneError:
+        return None
+    num_parameters = 0
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            num_parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    # Kept ones, the best, and the one that is being written.
+    return num_parameters * _BYTES_PER_PARAMETER * (config.checkpoint.keep + 2) or None
+
+
+def _check_cache(cache_dir: str) -> Finding:
+    folder = Path(cache_dir).expanduser().absolute()
+    place = existing_folder(folder)
+    fix = "name a folder on a disk of this machine with data.cache_dir="
+    try:
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place) as inside:
+            path = Path(inside, "lock")
+            with file_lock(path, timeout_seconds=0, waiting_for="a lock of the doctor's own"):
+                second = try_file_lock(path)
+                if second is not None:
+                    second.forget()
+                    what = f"data.cache_dir={folder}: locks have no effect there ({_file_system_here(place)})"
+                    return problem(AREA, what, fix)
+    except OSError as error:
+        return problem(AREA, f"data.cache_dir={folder} cannot be used: {describe_os_error(error)} in {place}", fix)
+    return ok(AREA, f"data.cache_dir={folder} can be written and locked ({_file_system_here(place)})")
+
+
+def _check_hub(config: Config) -> list[Finding]:
+    """Whether a model from the hub is here already, or can be fetched."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    from finetune.model.base import locate_model
+
+    if config.model.path is None:
+        return []
+    try:
+        where = locate_model(config.model)
+    except FinetuneError as error:
+        return [problem(AREA, str(error).rstrip("."), "name a folder that holds a model, or a hub id, in model.path")]
+    if Path(where).is_absolute():
+        return [ok(AREA, f"model.path={config.model.path} is here")]
+    if isinstance(try_to_load_from_cache(where, "config.json", revision=config.model.revision), str):
+        return [ok(AREA, f"model.path={where} is in the hub's cache, {constants.HF_HUB_CACHE}")]
+    what = f"model.path={where} is not in the hub's cache, {constants.HF_HUB_CACHE}"
+    download = f"hf download {where}"
+    if constants.HF_HUB_OFFLINE:
+        return [
+            problem(AREA, f"{what}, and HF_HUB_OFFLINE is set", f"unset it, or run `{download}` where there is net")
+        ]
+    return [warning(AREA, f"{what}: the run will load it first", f"run `{download}` beforehand")]

@@ -1,0 +1,176 @@
+"""How this process was started: the world it is in, what contradicts it, and the address where that world meets."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from finetune.distributed.accelerate_command import processes_asked_of_accelerate
+from finetune.distributed.environment import (
+    LAUNCH_VARIABLES,
+    WORLD_VARIABLES,
+    LaunchEnvironment,
+    has_agent_store,
+    is_address_given,
+    is_batch_script_body,
+    refused_settings,
+    requested_accumulation,
+    requested_precision,
+)
+from finetune.distributed.network import is_loopback, is_own_address, own_name_is_loopback
+from finetune.distributed.rendezvous import what_answers
+from finetune.findings import Finding, ok, problem, warning
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+
+AREA = "This process"
+_ADDRESS = "Address"
+
+
+def check_launch(environment: LaunchEnvironment, config: Config, environ: Mapping[str, str]) -> list[Finding]:
+    """Say what world the initialiser sees, and what speaks against it."""
+    names = dict.fromkeys((*LAUNCH_VARIABLES, *WORLD_VARIABLES))
+    read = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+    derived = " ".join(f"{name}={value}" for name, value in environment.as_variables().items() if name not in environ)
+    launcher = "no launcher" if environment.launcher == "none" else environment.launcher
+    found = [
+        ok(
+            AREA,
+            f"started by {launcher}: rank {environment.rank} of {environment.world_size}, local rank "
+            f"{environment.local_rank} of {environment.local_world_size}, on {socket.gethostname()}",
+        ),
+        ok(AREA, f"read from the environment: {read or 'nothing'}; by default or derived: {derived or 'nothing'}"),
+    ]
+    return [*found, *_check_wishes(environment, config), *_check_accelerate(config, environ), *_check_one(environ)]
+
+
+def check_address(environment: LaunchEnvironment, config: Config, environ: Mapping[str, str]) -> list[Finding]:
+    """Whether the address leads to rank 0, and whether its port is free there, before anybody listens."""
+    is_held_by_agent = has_agent_store(environ)
+    host = environment.master_addr if is_held_by_agent else config.parallel.master_addr or environment.master_addr
+    port = environment.master_port if is_held_by_agent else config.parallel.master_port or environment.master_port
+    is_alone = environment.world_size == 1
+    if is_alone and not (config.parallel.master_port or is_address_given(environ)):
+        return [ok(_ADDRESS, "one process: no address is needed")]
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError as error:
+        fix = "set MASTER_ADDR or parallel.master_addr to a name or address of rank 0's machine (see `hostname -I`)"
+        return [problem(_ADDRESS, f"{host} cannot be resolved on {socket.gethostname()}: {error}", fix)]
+    found = [] if environment.local_world_size == environment.world_size else _check_reach(host)
+    if environment.rank:
+        return found or [ok(_ADDRESS, f"{host}:{port} resolves")]
+    if is_held_by_agent:
+        return [*found, _check_agent(host, port)]
+    if not is_own_address(host):
+        fix = "start rank 0 there, or set MASTER_ADDR or parallel.master_addr to an address of this machine"
+        what = f"rank 0 runs here on {socket.gethostname()}, but {host} is no address of this machine"
+        return [*found, warning(_ADDRESS, what, fix)]
+    return [*found, judge_port(port, is_alone=is_alone)]
+
+
+def judge_port(port: int, *, is_alone: bool) -> Finding:
+    """Whether a port of this machine can be listened on."""
+    error = _listen_error(port)
+    if error is None:
+        return ok(_ADDRESS, f"port {port} is free")
+    judge = warning if is_alone else problem
+    fix = (
+        f"`ss -ltnp 'sport = :{port}'` names its holder; end it, or set MASTER_PORT or parallel.master_port to another"
+    )
+    return judge(_ADDRESS, f"port {port} of {socket.gethostname()} cannot be listened on: {error}", fix)
+
+
+def _check_wishes(environment: LaunchEnvironment, config: Config) -> list[Finding]:
+    found = []
+    for key in ("world_size", "rank"):
+        asked, started = getattr(config.parallel, key), getattr(environment, key)
+        if asked is not None and asked != started:
+            what = f"parallel.{key} is {asked} ({config.origin(f'parallel.{key}')}), but the launcher says {started}"
+            found.append(problem(AREA, what, "remove the key, or launch to match it"))
+    if config.ddp is False and environment.world_size > 1:
+        what = f"ddp is false ({config.origin('ddp')}), but {environment.world_size} processes were started"
+        found.append(problem(AREA, what, "start one process, or drop ddp=False"))
+    wanted = config.parallel.num_processes
+    if environment.world_size == 1 and (wanted or 1) > 1:
+        what = f"train would start {wanted} processes here; this report is of one"
+        fix = f"to examine them: torchrun --standalone --nproc_per_node {wanted} -m finetune doctor …"
+        found.append(warning(AREA, what, fix))
+    elif environment.world_size == 1 and config.ddp is True:
+        what = f"ddp is true ({config.origin('ddp')}), but one process was started: it would train alone"
+        found.append(warning(AREA, what, "start through torchrun, accelerate launch or srun, or drop ddp=True"))
+    return found
+
+
+def _check_accelerate(config: Config, environ: Mapping[str, str]) -> list[Finding]:
+    """Settings of `accelerate launch` that contradict the configuration or that finetune does not follow."""
+    found = []
+    for setting, why in refused_settings(environ):
+        reason, _, fix = why.partition(". ")
+        found.append(problem(AREA, f"accelerate launch asks for {setting}: {reason}", fix or reason))
+    asked, accumulation = requested_precision(environ), requested_accumulation(environ)
+    ours = config.training.precision
+    if ours == "auto":
+        ours = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
+    if asked == "bf16" != ours:
+        fix = (
+            f"set training.precision=bf16, or mixed_precision: 'no' (training.precision is {config.training.precision})"
+        )
+        found.append(problem(AREA, f"accelerate launch asks for bf16, but the run would compute in {ours}", fix))
+    if accumulation is not None:
+        what = f"gradient accumulation of {accumulation} is asked of Accelerate"
+        found.append(problem(AREA, what, "leave it unset (or 1) and set training.global_batch_size"))
+    return found
+
+
+def _check_one(environ: Mapping[str, str]) -> list[Finding]:
+    """Launches of several processes that started one."""
+    found = []
+    asked = processes_asked_of_accelerate(environ)
+    if (asked or 1) > 1:
+        what = f"accelerate launch was asked for {asked} processes and started one, as it does with --cpu"
+        fix = f"use torchrun --nproc_per_node {asked}, or accelerate launch --multi_gpu, which needs no GPU here"
+        found.append(problem(AREA, what, fix))
+    if is_batch_script_body(environ):
+        what = "this is the body of a Slurm batch script: one process, whatever the number of tasks asked for"
+        found.append(warning(AREA, what, "prefix the command with srun"))
+    return found
+
+
+def _check_reach(host: str) -> list[Finding]:
+    """In a world of several machines every one must reach rank 0's, and itself be reached."""
+    found = []
+    if is_loopback(host):
+        what = f"{host} means each machine itself, but the world spans several"
+        fix = "set MASTER_ADDR or parallel.master_addr to an address of rank 0's machine that the others reach"
+        found.append(warning(_ADDRESS, what, fix))
+    if own_name_is_loopback():
+        what = (
+            f"this machine's own name, {socket.gethostname()}, means 127.x to itself: torchrun gives it to the others"
+        )
+        fix = "start torchrun with --local_addr and this machine's address, or correct the name in /etc/hosts"
+        found.append(warning(_ADDRESS, what, fix))
+    return found
+
+
+def _check_agent(host: str, port: int) -> Finding:
+    answer = what_answers(host, port)
+    if answer is not None:
+        fix = "start again through torchrun, and end what is left of the launch before"
+        return problem(_ADDRESS, f"torchrun's agent does not answer at {host}:{port}: {answer}", fix)
+    return ok(_ADDRESS, f"torchrun's agent answers at {host}:{port}")
+
+
+def _listen_error(port: int) -> OSError | None:
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does; a living listener still counts
+        try:
+            trial.bind(("", port))
+            trial.listen(1)
+        except OSError as error:
+            return error
+    return None

@@ -1,0 +1,128 @@
+"""The device that a plan is for: the one at hand, or one that is named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from finetune.diagnose.plan_trace import DeviceKind
+from finetune.errors import ConfigError
+
+GIB = 2**30
+
+
+class _Known(NamedTuple):
+    gib: float
+    """What torch reports as the whole memory."""
+    bf16: float | None
+    """TFLOP/s of matrix products; None where the device does not compute in bf16."""
+    fp32: float
+    """The same in full fp32, which is what torch computes in unless told otherwise."""
+
+
+_KNOWN = {
+    "B200 180GB": _Known(178.3, bf16=2250, fp32=75),
+    "H200 141GB": _Known(139.8, bf16=989, fp32=67),
+    "H100 80GB": _Known(79.1, bf16=989, fp32=67),
+    "A100 80GB": _Known(79.2, bf16=312, fp32=19.5),
+    "A100 40GB": _Known(39.4, bf16=312, fp32=19.5),
+    "L40S 48GB": _Known(44.4, bf16=362, fp32=91.6),
+    "A6000 48GB": _Known(47.5, bf16=155, fp32=38.7),
+    "RTX 4090 24GB": _Known(23.5, bf16=165, fp32=82.6),
+    "RTX 3090 24GB": _Known(23.6, bf16=71, fp32=35.6),
+    "A10 24GB": _Known(22.0, bf16=125, fp32=31.2),
+    "L4 24GB": _Known(22.0, bf16=121, fp32=30.3),
+    "V100 32GB": _Known(31.7, bf16=None, fp32=15.7),
+    "V100 16GB": _Known(15.8, bf16=None, fp32=15.7),
+    "T4 16GB": _Known(14.6, bf16=None, fp32=8.1),
+}
+"""By name. Rates are those of NVIDIA's data sheets for the fastest form of each, dense, with sums in fp32."""
+
+_CUDA_RESERVE = 1 * GIB
+"""For CUDA's context, its libraries' workspaces and memory lost between tensors. A rule of thumb, not a measurement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Where a run will be.
+
+    Attributes:
+        name: as people call it.
+        kind: how the engine computes on it.
+        memory: bytes that the process may use.
+        reserve: bytes of these that are gone before the first tensor.
+        has_bf16: whether `training.precision=auto` means bf16 there.
+        is_here: whether it is this machine's.
+        teraflops: of matrix products, by the type of the run's numbers, at the most; without those that are not known.
+    """
+
+    name: str
+    kind: DeviceKind
+    memory: int
+    reserve: int
+    has_bf16: bool
+    is_here: bool
+    teraflops: Mapping[str, float] = field(default_factory=dict)
+
+
+def read_device(name: str) -> Device:
+    """A device by name: `H100 80GB`, `a100-40gb`, or any other with its size, `MyGPU 24GB`.
+
+    Raises:
+        ConfigError: the name is not known and has no size, or leaves a choice.
+    """
+    known = [full for full in _KNOWN if _folded(name) in (_folded(full), _folded(full.rpartition(" ")[0]))]
+    if len(known) == 1:
+        return _cuda(known[0], round(_KNOWN[known[0]].gib * GIB), has_bf16=_KNOWN[known[0]].bf16 is not None)
+    size = re.search(r"(\d+(?:\.\d+)?)\s*G(?:i?B)?$", name.strip(), re.IGNORECASE)
+    if size is None:
+        choice = f"which of {', '.join(known)}?" if known else f"known are {', '.join(_KNOWN)}; or give its size,"
+        raise ConfigError(f"--device {name}: {choice} for example --device 'H100 80GB' or 'MyGPU 24GB'.")
+    # Makers count in GiB and keep a little: what torch reports is some percent less.
+    return _cuda(name.strip(), round(0.97 * float(size[1]) * GIB), has_bf16=True)
+
+
+def find_device(wish: str) -> Device:
+    """The device at hand that a run would take.
+
+    Args:
+        wish: `training.device`.
+    """
+    if wish != "cpu" and torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found = _cuda(properties.name, properties.total_memory, has_bf16=torch.cuda.is_bf16_supported())
+        return replace(found, is_here=True)
+    taken = psutil.Process().memory_info().rss  # Python, torch and transformers: a run has them too
+    free = psutil.virtual_memory().available
+    return Device(
+        name="this machine's CPU", kind="cpu", memory=free + taken, reserve=taken, has_bf16=False, is_here=True
+    )
+
+
+def _cuda(name: str, memory: int, *, has_bf16: bool) -> Device:
+    return Device(
+        name=name,
+        kind="cuda",
+        memory=memory,
+        reserve=_CUDA_RESERVE,
+        has_bf16=has_bf16,
+        is_here=False,
+        teraflops=_teraflops(name),
+    )
+
+
+def _teraflops(name: str) -> dict[str, float]:
+    """Of a device as the driver or people call it: `NVIDIA A100-SXM4-80GB`."""
+    words = re.split(r"[\s_-]+", name.upper())
+    known = next((rates for full, rates in _KNOWN.items() if full.split()[-2] in words), None)
+    rates = {} if known is None else {"bf16": known.bf16, "fp32": known.fp32}
+    return {precision: rate for precision, rate in rates.items() if rate is not None}
+
+
+def _folded(name: str) -> str:
+    return re.sub(r"nvidia|geforce|tesla|[\s_-]", "", name.lower())

@@ -1,0 +1,162 @@
+"""How much memory a training step will take, by running the real step on tensors without memory.
+
+The engine's own forward and backward pass run on tensors without data (`plan_trace`). So nothing here repeats what an
+autograd function keeps, and nothing here grows old when it keeps something else.
+
+The layers of a decoder are alike, so a model of two layers and one of three tell what one of forty takes: in each part
+of a step the peak grows by the same amount with every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from finetune.diagnose.plan_trace import ABOVE, BELOW, FORWARD, IN_A_LAYER, Allocations, DeviceKind, Part, trace
+from finetune.engine.decoder import bare_model
+from finetune.engine.microbatch import Microbatch
+
+PARTS: tuple[Part, ...] = ("weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace")
+
+_FEW, _MORE = 2, 3
+"""Layers of the two models that are run."""
+_EXTRAPOLATED = (FORWARD, ABOVE, BELOW)
+"""Parts of a step that models of any depth have alike. What lies between them is never the highest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The moment of a step at which most memory is in use."""
+
+    when: str
+    """The part of the step."""
+    parts: Mapping[Part, int]
+    """Bytes in use then, by what they are for."""
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(self.parts.values())
+
+
+class OptimizerNeed(NamedTuple):
+    """Bytes."""
+
+    state: int
+    workspace: int
+    """More, for a moment, while it takes a step."""
+
+
+def predict_peak(
+    model: torch.nn.Module,
+    microbatch: Microbatch,
+    optimizer: OptimizerNeed,
+    *,
+    kind: DeviceKind,
+    is_bf16: bool,
+    accumulates: bool,
+    world_size: int = 1,
+) -> Peak:
+    """The highest moment of a training step, in the second step or later.
+
+    Args:
+        model: on the meta device, its weights in the types of the run, in training mode. Its layers are put aside for a
+            while and put back.
+        microbatch: the largest of the run, on the CPU.
+        optimizer: see `optimizer_need`.
+        kind: of the device that it is for.
+        is_bf16: the run computes in bf16.
+        accumulates: a step has several micro-batches on a rank.
+        world_size: of the run.
+
+    Raises:
+        RuntimeError: the model does something that cannot be known without data.
+    """
+    weights, adapter, gradients = _bytes_of_weights(model)
+    held: dict[Part, int] = {"weights": weights, "adapter": adapter, "optimizer": optimizer.state}
+    moments = _trace_deep(model, microbatch, kind=kind, is_bf16=is_bf16, accumulates=accumulates)
+    peaks = [Peak(when=when, parts={**held, **parts}) for when, parts in moments.items()]
+    at_its_end: dict[Part, int] = {**held, "gradients": gradients}
+    peaks.append(Peak(when="optimizer", parts={**at_its_end, "workspace": optimizer.workspace}))
+    if world_size > 1:  # one flat copy, see `finetune.distributed.gradients.sum_flat`
+        peaks.append(Peak(when="sum of gradients", parts={**at_its_end, "workspace": gradients}))
+    highest = max(peaks, key=lambda peak: peak.total)
+    return Peak(when=highest.when, parts={part: highest.parts.get(part, 0) for part in PARTS})
+
+
+def optimizer_need(optimizer: torch.optim.Optimizer, *, kind: DeviceKind) -> OptimizerNeed | None:
+    """What an optimizer over weights on the meta device will hold: those of a twin that takes two steps.
+
+    None for one that cannot step without data.
+    """
+    groups = [
+        {**group, "params": [torch.empty_like(weight, device="meta") for weight in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    for group in groups:
+        if kind == "cuda" and "foreach" in group and not group.get("fused"):
+            group["foreach"] = True if group["foreach"] is None else group["foreach"]  # torch's choice there
+    allocations = Allocations()
+    try:
+        twin = type(optimizer)(groups)  # type: ignore[call-arg]
+        for group in groups:
+            for weight in group["params"]:
+                weight.grad = torch.empty_like(weight)
+                allocations.ignore(weight, weight.grad)
+        with allocations:
+            twin.step()
+            state = allocations.in_use
+            allocations.enter("step")
+            twin.step()
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+        return None
+    return OptimizerNeed(state, sum(allocations.peak("step").values()) - state)
+
+
+def _bytes_of_weights(model: torch.nn.Module) -> tuple[int, int, int]:
+    """Of what is frozen or was there before, of an adapter, and of the gradients of all that trains."""
+    is_adapted = hasattr(model, "peft_config")
+    adapter = gradients = others = 0
+    for parameter in model.parameters():
+        gradients += parameter.nbytes if parameter.requires_grad else 0
+        adapter += parameter.nbytes if parameter.requires_grad and is_adapted else 0
+        others += 0 if parameter.requires_grad and is_adapted else parameter.nbytes
+    return others + sum(buffer.nbytes for buffer in model.buffers()), adapter, gradients
+
+
+def _trace_deep(model: torch.nn.Module, microbatch: Microbatch, **how: Any) -> dict[str, dict[Part, int]]:
+    """The highest moment of each part of a forward and backward pass, by what the memory is for."""
+    decoder = bare_model(model).get_decoder()
+    every: torch.nn.ModuleList = decoder.layers
+    depth = len(every)
+    if depth <= _MORE or not _are_layers_alike(model):
+        return trace(model, microbatch, **how)
+    traced: dict[int, dict[str, dict[Part, int]]] = {}
+    try:
+        for number in (_FEW, _MORE):
+            decoder.layers = torch.nn.ModuleList([*every[: number - 1], every[-1]])
+            traced[number] = trace(model, microbatch, **how)
+    finally:
+        decoder.layers = every
+    few, more = traced[_FEW], traced[_MORE]
+    return {
+        when: {
+            part: few[when].get(part, 0) + (depth - _FEW) * (more[when].get(part, 0) - few[when].get(part, 0))
+            for part in PARTS
+            if part in few[when] or part in more[when]
+        }
+        for when in _EXTRAPOLATED
+        if when in few and when in more
+    }
+
+
+def _are_layers_alike(model: torch.nn.Module) -> bool:
+    """Whether all layers have the same weights, and train the same of them."""
+    layers: dict[str, list[tuple[Any, ...]]] = {}
+    for name, weight in model.named_parameters():
+        if match := IN_A_LAYER.search(name):
+            layers.setdefault(match[1], []).append((match[2], weight.shape, weight.dtype, weight.requires_grad))
+    return len({tuple(layer) for layer in layers.values()}) == 1

@@ -1,0 +1,345 @@
+"""One forward and backward pass on tensors without memory, with the memory counted that they would have taken.
+
+The engine's own functions run, on fake tensors (`torch._subclasses.fake_tensor`): these have shapes and types and no
+data. Every tensor that is made is counted from its making to its end.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from finetune.engine.attention import plan_blocks
+from finetune.engine.attention_cuda import plan_varlen
+from finetune.engine.decoder import bare_model
+from finetune.engine.layout import Layout, PackedMicrobatch
+from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
+from finetune.engine.loss_head import CHUNK_BYTES
+from finetune.engine.microbatch import Microbatch
+from finetune.engine.mlp import CHUNK_ROWS
+
+Part = Literal["weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace"]
+"""What memory is for."""
+
+DeviceKind = Literal["cpu", "cuda"]
+
+FORWARD, ABOVE, BETWEEN, BELOW = "forward", "backward, last layer", "backward", "backward, first layers"
+"""Parts of a pass. The second ends with the first gradient of the last layer but one, the fourth begins with the first
+gradient of the first layer."""
+
+IN_A_LAYER = re.compile(r"\.layers\.(\d+)\.(.*)")
+"""The number of a weight's layer, and its name there."""
+
+
+def trace(
+    model: torch.nn.Module, microbatch: Microbatch, *, kind: DeviceKind, is_bf16: bool, accumulates: bool
+) -> dict[str, dict[Part, int]]:
+    """The highest moment of each part of a pass, by what the memory is for; what was there before is left out.
+
+    Args:
+        model: on the meta device, in training mode.
+        microbatch: on the CPU.
+        kind: of the device that it is for.
+        is_bf16: it computes in bf16.
+        accumulates: gradients are there already, and are added to.
+    """
+    _plan_attention(model, microbatch, kind)
+    masked = _choices_of_masks(microbatch)
+    compute = torch.autocast("cpu", dtype=torch.bfloat16) if is_bf16 else nullcontext()
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _one_rotation(model),
+        _fake_weights(model) as weights,
+    ):
+        vocabulary = bare_model(model).get_output_embeddings().weight.shape[0]
+        allocations = Allocations(vocabulary, masked)
+        allocations.ignore(*weights, *model.buffers(), *_tensors_of(microbatch))
+        with _watched(model, allocations, accumulates=accumulates), allocations:
+            allocations.enter(FORWARD)
+            with compute:
+                summed = summed_cross_entropy(model, microbatch, _choices_on(kind))
+            allocations.keep("activations")
+            allocations.enter(ABOVE)
+            summed.backward()  # type: ignore[no-untyped-call]
+    whole = sum(tensor.nbytes for tensor in _tensors_of(microbatch))
+    return {when: _add(allocations.peak(when), "workspace", whole) for when in allocations.phases}
+
+
+class _Block:
+    """One piece of memory."""
+
+    __slots__ = ("label", "num_bytes")
+
+    def __init__(self, label: str, num_bytes: int) -> None:
+        self.label = label
+        self.num_bytes = num_bytes
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the memory of every tensor that is made inside, for as long as something refers to it.
+
+    Args:
+        vocabulary: how many logits a position has.
+        choices: how many positions are chosen by a mask of a shape, where that is known.
+
+    Attributes:
+        in_use: bytes now.
+        phases: the highest moment of each part of a pass: bytes, and the blocks that were in use.
+    """
+
+    def __init__(self, vocabulary: int = -1, choices: Mapping[tuple[int, ...], int] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.in_use = 0
+        self.phases: dict[str, tuple[int, list[_Block]]] = {}
+        self._vocabulary = vocabulary
+        self._choices = choices or {}
+        self._phase = ""
+        self._live: dict[int, _Block] = {}
+        self._references: dict[int, Any] = {}
+
+    def enter(self, phase: str) -> None:
+        """Begin a part of the step."""
+        self._phase = phase
+        self._look()
+
+    def ignore(self, *tensors: torch.Tensor) -> None:
+        """Leave out memory that was there before."""
+        for tensor in tensors:
+            self._references[tensor.untyped_storage()._cdata] = tensor
+
+    def keep(self, label: str) -> None:
+        """Say what everything is for that is in use now and that has no purpose yet."""
+        for block in self._live.values():
+            if block.label == "workspace":
+                block.label = label
+
+    def name(self, tensor: torch.Tensor, label: str) -> None:
+        """Say what one tensor is for."""
+        block = self._live.get(tensor.untyped_storage()._cdata)
+        if block is not None:
+            block.label = label
+
+    def peak(self, phase: str) -> dict[Part, int]:
+        """Bytes at the highest moment of a part of the step, by purpose."""
+        totals: Counter[str] = Counter()
+        for block in self.phases[phase][1]:
+            totals[block.label] += block.num_bytes
+        return cast(dict[Part, int], dict(totals))
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = _stand_in(function, args, self._choices)
+        if made is None:
+            made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor)
+        return made
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._references:
+            return
+        is_logits = tensor.ndim == 2 and tensor.shape[1] == self._vocabulary
+        block = _Block("logits" if is_logits else "workspace", storage.nbytes())
+        self._live[key] = block
+        # A storage lives as long as any view of it; the callback comes when the last is gone.
+        self._references[key] = weakref.ref(storage, lambda _: self._forget(key, block))
+        self.in_use += block.num_bytes
+        self._look()
+
+    def _forget(self, key: int, block: _Block) -> None:
+        if self._live.get(key) is block:
+            del self._live[key], self._references[key]
+            self.in_use -= block.num_bytes
+
+    def _look(self) -> None:
+        if self.in_use >= self.phases.get(self._phase, (0, []))[0]:
+            self.phases[self._phase] = self.in_use, list(self._live.values())
+
+
+def _choices_of_masks(microbatch: Microbatch) -> dict[tuple[int, ...], int]:
+    """What the masks of `finetune.engine.reference` choose, by their shape: fake tensors do not know it."""
+    if isinstance(microbatch, PackedMicrobatch):
+        return {}
+    predicts = microbatch.is_target[:, 1:]
+    at_any_row = predicts.any(dim=0)
+    num_positions = int(at_any_row.sum())
+    by_shape = {tuple(predicts.shape): microbatch.num_targets, (len(predicts), num_positions): microbatch.num_targets}
+    return {**by_shape, tuple(at_any_row.shape): num_positions}
+
+
+def _stand_in(function: Any, args: Sequence[Any], choices: Mapping[tuple[int, ...], int]) -> torch.Tensor | None:
+    """What an operation would return whose result fake tensors do not know: oneDNN's products, and a mask's choice."""
+    name = str(function)
+    made: torch.Tensor | None = None
+    if name.startswith("mkldnn._linear_pointwise"):
+        x, weight = args[0], args[2] if "binary" in name else args[1]
+        made = x.new_empty(*x.shape[:-1], weight.shape[0])
+    elif name == "aten.nonzero.default" and tuple(args[0].shape) in choices:
+        made = args[0].new_empty(choices[tuple(args[0].shape)], args[0].ndim, dtype=torch.int64)
+    elif name == "aten.index.Tensor" and len(args[1]) == 1 and args[1][0] is not None:
+        (mask,) = args[1]
+        if mask.dtype == torch.bool and tuple(mask.shape) in choices:
+            made = args[0].new_empty(choices[tuple(mask.shape)], *args[0].shape[mask.ndim :])
+    return made
+
+
+@contextmanager
+def _fake_weights(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Inside, the weights and buffers of a model on the meta device are fake tensors of the CPU; tied ones stay so."""
+    fakes: dict[int, torch.Tensor] = {}
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                before.append((tensors, name, tensor))
+                if id(tensor) not in fakes:
+                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    is_weight = isinstance(tensor, torch.nn.Parameter)
+                    fakes[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
+                cast(dict[str, Any], tensors)[name] = fakes[id(tensor)]
+    try:
+        yield list(fakes.values())
+    finally:
+        for tensors, name, tensor in before:
+            tensors[name] = tensor
+
+
+@contextmanager
+def _one_rotation(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, LongRoPE does not look at positions to choose its factors; either choice takes the same memory."""
+    modules = [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
+    for module in modules:
+        module.rope_type = "default"  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.rope_type = "longrope"  # type: ignore[assignment]
+
+
+@contextmanager
+def _watched(model: torch.nn.Module, allocations: Allocations, *, accumulates: bool) -> Iterator[None]:
+    """Inside, gradients are told apart, and the backward pass says how far down it is."""
+    depth = len(bare_model(model).get_decoder().layers)
+    begun: set[int] = set()
+
+    def arrived(layer: int | None, weight: torch.Tensor) -> None:
+        assert weight.grad is not None
+        allocations.name(weight.grad, "gradients")
+        if layer is not None and layer not in begun:
+            begun.add(layer)
+            if layer == 0:
+                allocations.enter(BELOW)
+            elif layer == depth - 2:
+                allocations.enter(BETWEEN)
+
+    handles = []
+    with allocations:
+        for name, weight in model.named_parameters():
+            if not weight.requires_grad:
+                continue
+            match = IN_A_LAYER.search(name)
+            layer = int(match[1]) if match else None
+            hook = partial(arrived, layer)
+            handles.append(weight.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            if accumulates:
+                weight.grad = torch.empty_like(weight)
+                allocations.name(weight.grad, "gradients")
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _choices_on(kind: DeviceKind) -> Choices:
+    """What the engine chooses on another kind of device than the CPU: chunks as large, attention alike."""
+    if kind == "cpu":
+        return BY_DEVICE
+    return Choices(attention=_flash_attention, mlp_chunk_rows=CHUNK_ROWS[kind], logits_chunk_bytes=CHUNK_BYTES[kind])
+
+
+def _plan_attention(model: torch.nn.Module, microbatch: Microbatch, kind: DeviceKind) -> None:
+    """Work out, from data that is there, what the layers would work out inside. The layout keeps it."""
+    if not isinstance(microbatch, PackedMicrobatch):
+        return
+    window = _window(getattr(bare_model(model).config, "sliding_window", None), microbatch.layout)
+    for queries in (None, microbatch.positions):
+        if kind == "cpu":
+            microbatch.layout.planned(plan_blocks, queries, window)
+        else:
+            microbatch.layout.planned(plan_varlen, queries, window)
+
+
+def _window(window: int | None, layout: Layout) -> int | None:
+    return None if window is None or window >= layout.longest_row else window
+
+
+def _flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    *,
+    queries: torch.Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Takes the memory that variable-length flash attention takes, and computes nothing."""
+    plan = layout.planned(plan_varlen, queries, _window(window, layout))
+    if plan.key_index is not None:
+        k, v = (x.index_select(0, plan.key_index) for x in (k, v))
+    out: torch.Tensor = _FlashAttention.apply(q, k, v)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Keeps its inputs, its output and a number for each query and head, as FlashAttention does (arXiv:2307.08691)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype)
+        ctx.save_for_backward(q, k, v, out, torch.empty(q.shape[1], len(q), dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        q, k, v, _, sums = ctx.saved_tensors
+        # Sums of dq are held in fp32; where heads share keys, dk and dv are made for each head first.
+        inside = [torch.empty(q.shape, dtype=torch.float32), torch.empty_like(sums)]
+        if k.shape[1] != q.shape[1]:
+            inside += [torch.empty(len(k), q.shape[1], q.shape[2], dtype=k.dtype) for _ in "kv"]
+        made = torch.empty(q.shape, dtype=q.dtype), torch.empty_like(k), torch.empty_like(v)
+        del inside
+        return made
+
+
+def _tensors_of(microbatch: Microbatch) -> list[torch.Tensor]:
+    """All that a micro-batch and the plans of its attention hold."""
+    if not isinstance(microbatch, PackedMicrobatch):
+        return [microbatch.input_ids, microbatch.is_target]
+    plans = [plan for _, plan in microbatch.layout._planned.values()]
+    held = [*vars(microbatch).values(), *vars(microbatch.layout).values()]
+    held += [value for plan in plans for block in plan for value in (block if isinstance(block, tuple) else (block,))]
+    tensors = [value for value in held if isinstance(value, torch.Tensor)]
+    return list({tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values())
+
+
+def _add(parts: dict[Part, int], part: Part, num_bytes: int) -> dict[Part, int]:
+    return {**parts, part: parts.get(part, 0) + num_bytes}

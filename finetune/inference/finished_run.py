@@ -1,0 +1,209 @@
+"""The one way from a run's folder to the model it made: its adapter on its base, or the fully tuned model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.config.compose import load_config
+from finetune.config.schema import Config, ModelSection, ParallelSection
+from finetune.errors import CheckpointError, ConfigError, ModelError
+from finetune.fallbacks import Fallback
+from finetune.runs.checkpoint import newest_valid, verify, verify_published
+from finetune.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.distributed.runtime import Runtime
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedRun:
+    """A run's configuration, and which of its weights are meant. Nothing is loaded yet."""
+
+    folder: RunFolder
+    config: Config
+    weights: Path
+    """`adapter/` or a checkpoint; all its bytes are as they were written."""
+
+    @property
+    def weights_name(self) -> str:
+        """The weights' path within the run's folder: `adapter`, `checkpoints/step-000012`."""
+        return self.weights.relative_to(self.folder.path).as_posix()
+
+
+class LoadedRun(NamedTuple):
+    """What `load_finished_run` gives."""
+
+    model: Any
+    """Placed: a PeftModel, or a transformers model where every weight was trained."""
+    tokenizer: PreTrainedTokenizerBase
+
+
+def find_run(
+    path: Path,
+    words: Sequence[str] = (),
+    *,
+    base: str | None = None,
+    checkpoint: str | None = None,
+    is_alone: bool = False,
+) -> FinishedRun:
+    """Read a run's configuration and make sure that its weights are whole. Imports no torch.
+
+    The run is asked in the world that this command was started in, not in the one that it was trained in.
+
+    Args:
+        path: the run's folder.
+        words: override its configuration.
+        base: a hub id or folder to load the adapter's base from, in place of the one that the run names.
+        checkpoint: a step, a checkpoint's name, or `latest`; None: the published weights in `adapter/`.
+        is_alone: one process answers, whatever the launch started.
+
+    Raises:
+        CheckpointError: no run is there, or its weights are missing or damaged.
+        ConfigError: the words, or a base for a run that has no adapter.
+    """
+    folder = RunFolder(path)
+    if not folder.config_file.is_file():
+        raise CheckpointError(
+            f"{path} is not the folder of a run: it has no {folder.config_file.name}. "
+            "Give one, for example runs/quickstart."
+        )
+    weights = _published(folder, path) if checkpoint is None else _checkpoint(folder, path, checkpoint)
+    config = load_config(words, run=str(folder.config_file))
+    if not any(word.startswith(("parallel.", "parallel=")) for word in words):
+        config = config.model_copy(update={"parallel": ParallelSection()})
+    if not any(word.startswith("ddp=") for word in words):
+        config = config.model_copy(update={"ddp": False if is_alone else None})
+    model = _with_tokenizer_of_run(config.model, folder, weights, words)
+    if config.training.method == "full" and base is not None:
+        raise ConfigError(f"--base is {base}, but {path} trained every weight: no base is needed. Drop --base.")
+    if base is not None:
+        model = _pretrained(model, base)
+    elif config.training.method == "full":
+        model = _pretrained(model, str(weights))
+    elif model.init == "random":
+        model = _pretrained(model, str(folder.base))
+    return FinishedRun(folder=folder, config=config.model_copy(update={"model": model}), weights=weights)
+
+
+def load_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
+    """Load what `find_run` found, and place it.
+
+    Collective: every rank.
+
+    Raises:
+        ModelError: the base or the tokenizer cannot be loaded, or the adapter does not fit the base.
+    """
+    from finetune.model.new_tokens import build_run_tokenizer
+
+    tokenizer = build_run_tokenizer(run.config)
+    model = _load_base(runtime, run.config)
+    if run.config.training.method == "lora":
+        model = put_adapter_on(model, run.weights, str(run.config.model.path))
+    runtime.place(model)
+    runtime.agree_set_up()
+    return LoadedRun(model, tokenizer)
+
+
+def put_adapter_on(base: Any, weights: Path, name: str) -> Any:
+    """The base as a PeftModel with a saved adapter, each of whose tensors must fit.
+
+    Args:
+        base: on the CPU.
+        weights: the adapter's folder.
+        name: of the base, for messages.
+
+    Raises:
+        ModelError: the adapter does not fit the base.
+    """
+    from finetune.model.lora import load_adapter
+    from finetune.runs.checkpoint import load_model
+
+    try:
+        model = load_adapter(base, weights)
+        load_model(model, weights)  # strictly: peft passes over what is missing with a warning
+    except Exception as error:  # of several libraries, for shapes and names that differ
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"the adapter in {weights} does not fit the base {name}: {reason} "
+            "Name the base that it was trained on with --base."
+        ) from error
+    return model
+
+
+def _load_base(runtime: Runtime, config: Config) -> Any:
+    """The base as it was trained with: in 4 bits where it was and where that is possible."""
+    from finetune.model.base import build_base_model
+    from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
+
+    wanted = config.lora.quantize
+    if config.training.method == "full" or wanted == "none":
+        return build_base_model(config.model)
+    try:
+        refuse_where_quantizing_is_impossible(config.lora, config.model, runtime.device)
+    except ConfigError as error:
+        used = f"the base in {runtime.precision}"
+        runtime.fallbacks.take(Fallback(what="lora.quantize", wanted=wanted, used=used, why=str(error)))
+        return build_base_model(config.model)
+    return build_quantized_base(config.model, config.lora, runtime.device)
+
+
+def has_base(model: Any) -> bool:
+    """Whether switching an adapter off gives the base."""
+    return hasattr(model, "peft_config")
+
+
+def _published(folder: RunFolder, path: Path) -> Path:
+    if not folder.adapter.is_dir():
+        steps = folder.checkpoint_steps()
+        hint = f" Its checkpoints can be asked: --checkpoint {steps[-1]}." if steps else ""
+        raise CheckpointError(f"{path} has no adapter/ yet: the run did not end. Go on with it by resume=auto.{hint}")
+    problems = verify_published(folder.adapter)
+    if problems:
+        raise CheckpointError(
+            f"{folder.adapter} is damaged: {'; '.join(problems)}. Run the training again with resume=auto to repair it."
+        )
+    return folder.adapter
+
+
+def _checkpoint(folder: RunFolder, path: Path, wish: str) -> Path:
+    steps = folder.checkpoint_steps()
+    there = ", ".join(map(str, steps)) or "none"
+    if wish == LATEST:
+        newest = newest_valid(folder)
+        if newest is None:
+            raise CheckpointError(
+                f"{path} has no whole checkpoint (there: {there}). See `finetune checkpoints {path}`."
+            )
+        return newest
+    number = wish.rstrip("/").rpartition("/")[2].removeprefix("step-")
+    if not number.isdecimal() or int(number) not in steps:
+        raise CheckpointError(
+            f"--checkpoint is {wish}, but {path} has no such checkpoint. There are the steps {there}; or say {LATEST}."
+        )
+    found = folder.checkpoint(int(number))
+    if problems := verify(found):
+        raise CheckpointError(f"{found} is damaged: {'; '.join(problems)}. Choose another of the steps {there}.")
+    return found
+
+
+def _with_tokenizer_of_run(
+    section: ModelSection, folder: RunFolder, weights: Path, words: Sequence[str]
+) -> ModelSection:
+    """What a run was trained with lies beside its weights; a base's own tokenizer may have changed since."""
+    if any(word.startswith("model.tokenizer=") for word in words):
+        return section
+    for place in (weights, folder.adapter):
+        if (place / "tokenizer.json").is_file():
+            return section.model_copy(update={"tokenizer": str(place)})
+    return section if section.tokenizer or not section.path else section.model_copy(update={"tokenizer": section.path})
+
+
+def _pretrained(section: ModelSection, where: str) -> ModelSection:
+    return section.model_copy(update={"path": where, "init": "pretrained", "config": None, "revision": None})

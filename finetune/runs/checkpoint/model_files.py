@@ -1,0 +1,206 @@
+"""A model as the files that plain PEFT and plain transformers read, and strictly back again."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.runs.checkpoint.tensors import TensorFile, read_tensors
+from finetune.runs.checkpoint.verification import TOKENIZER_FILES
+from finetune.runs.durable import Chunks
+from finetune.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_METADATA = ("format", "pt")
+_log = logging.getLogger(__name__)
+
+
+def has_adapter(model: torch.nn.Module) -> bool:
+    """Whether a model is a PeftModel, told without importing peft: full fine-tuning never needs it."""
+    return isinstance(getattr(model, "peft_config", None), Mapping)
+
+
+def encode_model(model: torch.nn.Module, base: Path | None = None) -> dict[str, Chunks]:
+    """What a checkpoint holds of a model: its adapter where it has one, else all of it.
+
+    Args:
+        model: a PeftModel with one adapter, or a transformers model.
+        base: the folder of a base that was saved with the run; the adapter then names it.
+
+    Returns:
+        Content by file name. Tensors are read from the model as the content is consumed.
+
+    Raises:
+        CheckpointError: the adapter's base has no name and was not saved.
+    """
+    return _encode_adapter(model, base) if has_adapter(model) else encode_full_model(model)
+
+
+def load_model(model: torch.nn.Module, folder: Path) -> None:
+    """Put the weights of a checkpoint into a model of the same architecture; all of them, or an error.
+
+    Raises:
+        CheckpointError: a tensor is missing, left over, of another shape, or did not arrive in the model.
+    """
+    file = folder / ("adapter_model.safetensors" if has_adapter(model) else "model.safetensors")
+    if not file.is_file():
+        what = "an adapter" if has_adapter(model) else "a full model"
+        raise CheckpointError(
+            f"{folder} holds no {file.name}, but {what} is to be trained. Go on with the training.method that wrote it."
+        )
+    saved, _ = read_tensors(file)
+    expected = _adapter_tensors(model) if has_adapter(model) else _full_tensors(model)
+    refuse_other_tensors(file, saved=_shapes(saved), expected=_shapes(expected))
+    if has_adapter(model):
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, saved, adapter_name=_adapter_name(model))
+    else:
+        model.load_state_dict(saved, strict=False)
+    # Read back: a library that drops or renames a key on the way must not go unnoticed.
+    arrived = _adapter_tensors(model) if has_adapter(model) else _full_tensors(model)
+    lost = [name for name, tensor in saved.items() if not torch.equal(arrived[name].cpu().to(tensor.dtype), tensor)]
+    if lost:
+        raise CheckpointError(f"{file}: {len(lost)} tensors did not arrive in the model, the first is {lost[0]}.")
+
+
+def refuse_other_tensors(
+    file: Path, *, saved: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Compare names and shapes in a file with those of the objects it is meant for.
+
+    Raises:
+        CheckpointError: they differ; names the first few differences of each kind.
+    """
+    reshaped = [
+        f"{name} is {list(saved[name])} there, {list(expected[name])} here"
+        for name in sorted(saved.keys() & expected.keys())
+        if saved[name] != expected[name]
+    ]
+    kinds = {
+        "missing there": sorted(expected.keys() - saved.keys()),
+        "unknown here": sorted(saved.keys() - expected.keys()),
+        "of another shape": reshaped,
+    }
+    found = [f"{len(names)} {kind} ({_first(names)})" for kind, names in kinds.items() if names]
+    if found:
+        raise CheckpointError(
+            f"{file} is of another model or configuration: {'; '.join(found)}. Resume with the "
+            f"model and lora sections it was written with (config.yaml in the run's folder)."
+        )
+
+
+def encode_full_model(model: torch.nn.Module) -> dict[str, Chunks]:
+    """A whole transformers model as `from_pretrained` reads it; weights that are tied are written once."""
+    if has_adapter(model):
+        raise TypeError("a model that carries an adapter is not a base model")
+    # The model's own objects stay as they are: saving must not change what is trained.
+    config: Any = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = next(model.parameters()).dtype
+    # Off while training, where a cache of keys and values is of no use; to generate one needs it on.
+    config.use_cache = True
+    files: dict[str, Chunks] = {"config.json": [config.to_json_string().encode()], **_encode_generation_config(model)}
+    files["model.safetensors"] = TensorFile(_full_tensors(model), _METADATA)
+    return files
+
+
+def encode_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Chunks]:
+    """A tokenizer with its chat template, as `save_pretrained` lays it out.
+
+    Its files are made in the system's temporary folder first: a part of them is written by native code, which
+    would not tell a full disk from any other trouble.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer.save_pretrained(scratch)
+        contents = {path.name: path.read_bytes() for path in sorted(Path(scratch).iterdir()) if path.is_file()}
+    unknown = sorted(contents.keys() - set(TOKENIZER_FILES))
+    if unknown:
+        _log.warning("the tokenizer's files %s are not kept with the checkpoint", ", ".join(unknown))
+    return {name: [data] for name, data in contents.items() if name in TOKENIZER_FILES}
+
+
+def _encode_adapter(model: torch.nn.Module, base: Path | None) -> dict[str, Chunks]:
+    return {
+        "adapter_config.json": [_adapter_config(model, base)],
+        "adapter_model.safetensors": TensorFile(_adapter_tensors(model), _METADATA),
+        **_encode_generation_config(model),  # its stop ids are a list, which neither adapter nor tokenizer can say
+    }
+
+
+def _encode_generation_config(model: torch.nn.Module) -> dict[str, Chunks]:
+    generation: Any = getattr(model, "generation_config", None)
+    return {} if generation is None else {"generation_config.json": [generation.to_json_string().encode()]}
+
+
+def _adapter_config(model: torch.nn.Module, base: Path | None) -> bytes:
+    """PEFT's own description of the adapter, in one order; PEFT writes sets as they come."""
+    peft_config: Any = model.peft_config
+    record = peft_config[_adapter_name(model)].to_dict()
+    name = str(base.resolve()) if base else record.get("base_model_name_or_path")
+    if not name:
+        raise CheckpointError(
+            "The base model has neither a hub id nor a folder, so the adapter has nothing to name. "
+            "Save it with save_base first."
+        )
+    is_folder = Path(name).is_dir()
+    record["base_model_name_or_path"] = str(Path(name).resolve()) if is_folder else name
+    # The commit that was in fact read says more than the branch that was asked for.
+    commit = getattr(model.config, "_commit_hash", None)
+    record["revision"] = None if is_folder else commit or record.get("revision")
+    record["inference_mode"] = True
+    return (json.dumps(record, indent=2, sort_keys=True, default=_sorted_set) + "\n").encode()
+
+
+def _sorted_set(value: object) -> object:
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    raise TypeError(f"{type(value).__name__} in an adapter's configuration has no place in JSON")
+
+
+def _adapter_name(model: torch.nn.Module) -> str:
+    names = list(model.peft_config)  # type: ignore[arg-type]
+    if len(names) != 1:
+        raise CheckpointError(f"A checkpoint holds one adapter, the model carries {len(names)}: {names}.")
+    return str(names[0])
+
+
+def _adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    from peft import get_peft_model_state_dict
+
+    # Without "auto", which asks the hub whether the vocabulary was resized: a save must not need the network.
+    tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(
+        model, adapter_name=_adapter_name(model), save_embedding_layers=False
+    )
+    return tensors
+
+
+def _full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every tensor of a model once: of names that share memory, the first in the model's own order."""
+    tensors: dict[str, torch.Tensor] = {}
+    seen = set()
+    for name, tensor in model.state_dict().items():
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype)
+        if tensor.numel() and memory in seen:
+            continue
+        seen.add(memory)
+        tensors[name] = tensor
+    return tensors
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _first(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join(shown[:3]) + (", …" if len(shown) > 3 else "")

@@ -1,0 +1,125 @@
+"""An optimizer's state as one safetensors file, keyed by parameter names, and strictly back again.
+
+Holds for every optimizer whose state is tensors and plain numbers. Hyper-parameters are not kept: they are a
+function of the configuration and the step.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.runs.checkpoint.model_files import refuse_other_tensors
+from finetune.runs.checkpoint.tensors import TensorFile, read_tensors
+from finetune.runs.checkpoint.verification import OPTIMIZER_FILE
+from finetune.runs.durable import Chunks
+from finetune.errors import CheckpointError
+
+_METADATA_KEY = "finetune"
+
+
+def encode_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Chunks]:
+    """The state of an optimizer: tensors as `<state name>/<parameter name>`, numbers in the file's metadata.
+
+    Raises:
+        CheckpointError: a state is neither a tensor nor a number.
+    """
+    parameters = _named_parameters(model, optimizer)
+    names = list(parameters)
+    tensors: dict[str, torch.Tensor] = {}
+    numbers: dict[str, float | None] = {}
+    for index, states in optimizer.state_dict()["state"].items():
+        for state_name, value in states.items():
+            key = f"{state_name}/{names[index]}"
+            if isinstance(value, torch.Tensor):
+                tensors[key] = value
+            elif value is None or isinstance(value, (bool, int, float)):
+                numbers[key] = value
+            else:
+                raise CheckpointError(
+                    f"{_class_name(optimizer)} keeps {state_name} as {type(value).__name__}, and a "
+                    f"checkpoint holds tensors and numbers only. Choose another optim.optimizer, for example "
+                    f"torch.optim.AdamW."
+                )
+    record = {
+        "numbers": numbers,
+        "optimizer": _class_name(optimizer),
+        "parameters": {name: list(parameter.shape) for name, parameter in parameters.items()},
+    }
+    return {OPTIMIZER_FILE: TensorFile(tensors, (_METADATA_KEY, json.dumps(record, sort_keys=True)))}
+
+
+def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """Put a saved state into an optimizer over the same parameters; its hyper-parameters stay as they are.
+
+    Raises:
+        CheckpointError: the file is damaged, of another optimizer, or of other parameters.
+    """
+    file = folder / OPTIMIZER_FILE
+    tensors, metadata = read_tensors(file)
+    record = _read_record(file, metadata)
+    if record["optimizer"] != _class_name(optimizer):
+        raise CheckpointError(
+            f"{file} is the state of {record['optimizer']}, but the run uses {_class_name(optimizer)}. "
+            f"Resume with the optim.optimizer it was written with."
+        )
+    parameters = _named_parameters(model, optimizer)
+    refuse_other_tensors(
+        file,
+        saved={name: tuple(shape) for name, shape in record["parameters"].items()},
+        expected={name: tuple(parameter.shape) for name, parameter in parameters.items()},
+    )
+    states: dict[str, dict[str, Any]] = {}
+    for key, value in {**tensors, **record["numbers"]}.items():
+        state_name, _, name = key.partition("/")
+        if name not in parameters:
+            raise CheckpointError(f"{file} holds {key}, which belongs to no trained parameter.")
+        states.setdefault(name, {})[state_name] = value
+    _set_states(optimizer, parameters, states)
+
+
+def _set_states(
+    optimizer: torch.optim.Optimizer,
+    parameters: dict[str, torch.nn.Parameter],
+    states: dict[str, dict[str, Any]],
+) -> None:
+    current = optimizer.state_dict()
+    current["state"] = {index: states[name] for index, name in enumerate(parameters) if name in states}
+    optimizer.load_state_dict(current)
+    # torch puts each state where its parameter is, and gives it the parameter's dtype too. The latter loses
+    # bits where a low-precision weight has a state in fp32.
+    for name, saved in states.items():
+        held = optimizer.state[parameters[name]]
+        for state_name, value in saved.items():
+            if isinstance(value, torch.Tensor) and held[state_name].dtype != value.dtype:
+                held[state_name] = value.to(held[state_name].device)
+
+
+def _named_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
+    """The optimizer's parameters in its own order, by the names they have in the model."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {names[id(parameter)]: parameter for parameter in ordered}
+
+
+def _class_name(optimizer: torch.optim.Optimizer) -> str:
+    """Name of the optimizer's class; looks into a wrapper that has it as `.optimizer`."""
+    return type(getattr(optimizer, "optimizer", optimizer)).__name__
+
+
+def _read_record(file: Path, metadata: dict[str, str]) -> dict[str, Any]:
+    try:
+        record = json.loads(metadata[_METADATA_KEY])
+        is_whole = (
+            isinstance(record["optimizer"], str)
+            and all(isinstance(shape, list) for shape in record["parameters"].values())
+            and all(value is None or type(value) in (bool, int, float) for value in record["numbers"].values())
+        )
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file} does not say whose state it holds: its metadata is damaged.") from error
+    if not is_whole:
+        raise CheckpointError(f"{file} does not say whose state it holds: its metadata is malformed.")
+    return dict(record)

@@ -1,0 +1,102 @@
+"""Tensors to and from the safetensors format, written one tensor at a time through plain Python I/O.
+
+The library's own writer either holds a second copy of everything in memory or reports a full disk without its
+errno, and orders several metadata keys at random. The format is simple enough to be written here.
+Format: https://huggingface.co/docs/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from finetune.runs.durable import describe_os_error
+from finetune.errors import CheckpointError
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """A safetensors file to be: iterating gives its bytes, piece by piece; equal tensors give equal bytes.
+
+    Attributes:
+        tensors: any devices and strides; each is copied to the host when its turn comes.
+        metadata: the one key and value of the file's metadata.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    metadata: tuple[str, str]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors, without the header."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def copied(self) -> TensorFile:
+        """The same file from copies on the host, which no later optimizer step reaches."""
+        copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
+        return TensorFile(copies, self.metadata)
+
+    def not_finite(self) -> Iterator[str]:
+        """Names of the tensors that hold a value which is not a finite number."""
+        for name, tensor in self.tensors.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                yield name
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        """Raises CheckpointError where a tensor's dtype has no name in the format."""
+        # Wide types first: each tensor then starts at a multiple of its own item size.
+        ordered = sorted(self.tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+        header: dict[str, object] = {"__metadata__": dict([self.metadata])}
+        position = 0
+        for name, tensor in ordered:
+            if tensor.dtype not in _DTYPE_NAMES:
+                raise CheckpointError(f"{name} is of type {tensor.dtype}, which a safetensors file cannot hold.")
+            end = position + tensor.numel() * tensor.element_size()
+            header[name] = {
+                "dtype": _DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [position, end],
+            }
+            position = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        yield len(text).to_bytes(8, "little") + text
+        for _, tensor in ordered:
+            if tensor.numel():
+                flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+                yield memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy before 2: no stub
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a file, on the host, and its metadata.
+
+    Raises:
+        CheckpointError: the file is missing or is no safetensors file.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {describe_os_error(error)}.") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is not a whole safetensors file: {error}.") from error

@@ -1,0 +1,113 @@
+"""What a checkpoint holds, and whether it is whole. Imports no torch: `finetune checkpoints` answers at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from finetune.runs.durable import describe_os_error, find_damage, read_manifest
+from finetune.errors import CheckpointError
+from finetune.runs.folder import RunFolder
+from finetune.runs.state import TrainerState
+
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+FULL_FILES = ("config.json", "generation_config.json", "model.safetensors")
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+OPTIMIZER_FILE = "optimizer.safetensors"
+STATE_FILE = "state.json"
+_MOST = 1 << 62
+_log = logging.getLogger(__name__)
+
+
+def read_state(path: Path) -> TrainerState:
+    """Where training stood when a checkpoint was saved.
+
+    Raises:
+        CheckpointError: state.json is missing, damaged or of another schema.
+    """
+    file = path / STATE_FILE
+    try:
+        record = json.loads(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {describe_os_error(error)}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not JSON: {error}.") from error
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{file} is not a JSON object.")
+    state = TrainerState.from_record(record, source=str(file))
+    if not _is_possible(state):
+        raise CheckpointError(f"{file} has numbers that no run can have.")
+    return state
+
+
+def verify(path: Path) -> list[str]:
+    """What is wrong with a checkpoint folder, one line per file; empty when all bytes are as written."""
+    problems = unexpected_names(path, {OPTIMIZER_FILE, STATE_FILE}) or find_damage(path)
+    if problems:
+        return problems
+    try:
+        step = read_state(path).step
+    except CheckpointError as error:
+        return [str(error)]
+    return [] if path.name == f"step-{step:06d}" else [f"{STATE_FILE}: is of step {step}, not of {path.name}"]
+
+
+def verify_published(path: Path) -> list[str]:
+    """The same for `adapter/` and `base/`, which hold a model and no training state."""
+    return unexpected_names(path, set()) or find_damage(path)
+
+
+def newest_valid(folder: RunFolder) -> Path | None:
+    """The newest checkpoint that is whole; a damaged one on the way is named in a warning and left alone.
+
+    One whose best step is damaged yields to an older one from which the best can be trained again, where there is one.
+    """
+    without_best = None
+    for path in whole_checkpoints(folder):
+        best = read_state(path).best_step
+        if best not in folder.checkpoint_steps() or not (problems := verify(folder.checkpoint(best))):
+            return path
+        without_best = without_best or path
+        _log.warning("checkpoint %s is whole, but its best step %d is damaged: %s", path, best, "; ".join(problems))
+    return without_best
+
+
+def whole_checkpoints(folder: RunFolder) -> Iterator[Path]:
+    """Those that are whole, from the newest on; each damaged one on the way is named in a warning."""
+    for step in reversed(folder.checkpoint_steps()):
+        path = folder.checkpoint(step)
+        if problems := verify(path):
+            _log.warning("checkpoint %s is damaged and not used: %s", path, "; ".join(problems))
+        else:
+            yield path
+
+
+def unexpected_names(path: Path, required: Collection[str]) -> list[str]:
+    """Files that a manifest must not name, and files that it should."""
+    try:
+        names = read_manifest(path).keys()
+    except ValueError as error:
+        return [str(error)]
+    known = {*required, *ADAPTER_FILES, *FULL_FILES, *TOKENIZER_FILES}
+    problems = [f"{name}: not a file that finetune writes there" for name in sorted(names - known)]
+    problems += [f"{name}: missing" for name in sorted(set(required) - names)]
+    if not (set(ADAPTER_FILES) <= names or {"config.json", "model.safetensors"} <= names):
+        problems.append("neither an adapter nor a model is in it")
+    return problems
+
+
+def _is_possible(state: TrainerState) -> bool:
+    """Whether every number of a state is finite and of a size that those who count on with it can take."""
+    return all(number is None or -_MOST < number < _MOST for number in state.as_record().values())

@@ -1,0 +1,167 @@
+"""run.json: what a run was, on what, and how it ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import finetune
+from finetune.runs.durable import disk_failures_end_the_run, replace_file
+from finetune.runs.metrics import as_json
+
+Status = Literal["running", "completed", "failed", "stopped", "preempted"]
+
+_PACKAGES = ("torch", "transformers", "accelerate", "peft")
+_GIT_SECONDS = 5.0
+_log = logging.getLogger(__name__)
+
+
+class RunRecord:
+    """The file, replaced whole at each change; docs/watching.md describes its fields.
+
+    Only what is passed in by name gets here: no environment, no arguments, nothing that could be a secret.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._values: dict[str, Any] = {}
+
+    def start(
+        self,
+        *,
+        world_size: int,
+        processes_started: int,
+        launcher: str,
+        backend: str | None,
+        global_batch: Mapping[str, Any],
+        fallbacks: list[dict[str, str]],
+        fingerprints: Mapping[str, str],
+        started_with: Mapping[str, Any] | None = None,
+        resume_changes: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        """Write the record of a run that begins or goes on. Times of starts, and what they changed, are kept.
+
+        Args:
+            world_size: processes that train together.
+            processes_started: processes of the launch; more than world_size where one of them goes on alone.
+            launcher: what started them.
+            backend: that of the process group; None for a single process.
+            global_batch: how the global batch is made up, for example batch_size, world_size, accumulation.
+            fallbacks: what `Fallbacks.as_records` gives.
+            fingerprints: digests by name, for example of the data and the configuration.
+            started_with: what the next start is compared with.
+            resume_changes: what this start changed of the curve, by `resume.allow`; added to that of earlier starts.
+
+        Raises:
+            RunFailedError: the disk refused.
+        """
+        earlier = read_run_record(self.path) or {}
+        starts, changes = (_list(earlier.get(name)) for name in ("starts", "resume_changes"))
+        now = _now()
+        self._values = {
+            "status": "running",
+            "world_size": world_size,
+            "processes_started": processes_started,
+            "launcher": launcher,
+            "backend": backend,
+            "global_batch": dict(global_batch),
+            "fallbacks": fallbacks,
+            "versions": read_versions(),
+            "git_commit": read_git_commit(Path.cwd()),
+            "fingerprints": dict(fingerprints),
+            "starts": [*starts, now],
+            "num_steps": None,
+            "started_with": dict(started_with) if started_with is not None else None,
+            "resume_changes": [*changes, *({"at": now, **change} for change in resume_changes)],
+            "finished": None,
+            "result": None,
+        }
+        self._save()
+
+    def update(self, **values: Any) -> None:
+        """Change fields that `start` wrote.
+
+        Raises:
+            KeyError: there is no such field.
+            RunFailedError: the disk refused.
+        """
+        unknown = values.keys() - self._values.keys()
+        if unknown:
+            raise KeyError(f"run.json has no field {sorted(unknown)}")
+        self._values |= values
+        self._save()
+
+    def finish(self, status: Status, result: Mapping[str, Any] | None = None) -> None:
+        """Note how the run ended, when, and with what.
+
+        Raises:
+            RunFailedError: the disk refused.
+        """
+        self.update(status=status, finished=_now(), result=dict(result) if result is not None else None)
+
+    def _save(self) -> None:
+        data = json.dumps(as_json(self._values), indent=2, allow_nan=False) + "\n"
+        with disk_failures_end_the_run("Writing", self.path):
+            replace_file(self.path, data.encode())
+
+
+def read_run_record(path: Path) -> dict[str, Any] | None:
+    """What run.json says; None where it is missing, empty or torn, with a warning in the latter cases."""
+    try:
+        record = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        _log.warning("%s cannot be read and is written anew: %s", path, error)
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def read_versions() -> dict[str, str]:
+    """Versions of Python, of this package and of those below it, without importing them."""
+    found = {"python": platform.python_version(), "finetune": finetune.__version__}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def read_git_commit(folder: Path) -> str | None:
+    """The commit that is checked out where a run was started, `-dirty` behind it where tracked files were changed.
+
+    Args:
+        folder: in a repository, or not.
+
+    Returns:
+        None outside of a repository, before its first commit, and where git is not installed or does not answer.
+    """
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        said = subprocess.run(
+            ["git", "--no-optional-locks", *describe],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_GIT_SECONDS,
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return said.stdout.strip() or None
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,223 @@
+"""One view of a run, from the events of its metrics.jsonl: what a terminal shows during training, and a line for a log.
+
+Training hands it each event as it happens, `finetune watch` as it reads them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from finetune.runs.durable import in_units
+from finetune.runs.metrics_reader import Event, number_in
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+
+_KEPT_LOSSES = 400
+_SPEED_STEPS = 50
+_MOST_TREND_STEPS = 50
+_FEWEST_TREND_STEPS = 5
+_MAX_WARNINGS = 3
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE_WIDTH = 32
+_BAR_WIDTH = 32
+_SEPARATOR = " · "
+
+
+class Trend(NamedTuple):
+    """The mean loss of the last steps against that of as many before."""
+
+    change: float
+    """Relative: -0.1 is 10% lower."""
+    num_steps: int
+    is_clear: bool
+    """Beyond twice the standard error of the difference."""
+
+    def __str__(self) -> str:
+        direction = "level" if not self.is_clear else "falling" if self.change < 0 else "rising"
+        return f"{direction}, {self.change:+.1%} over {self.num_steps} steps"
+
+
+class RunView:
+    """What there is to see of a run.
+
+    Args:
+        num_steps: optimizer steps of the whole run, if that is known.
+    """
+
+    def __init__(self, num_steps: int | None = None) -> None:
+        self.num_steps = num_steps
+        self.step = 0
+        self.headline = ""
+        """A word on the run's state, for whoever watches from outside."""
+        self.seconds_left: float | None = None
+        """As whoever trains knows it; else the time of the last steps says it."""
+        self._last: Event = {}
+        self._resources: Event = {}
+        self._validation: Event = {}
+        self._best: tuple[float, int] | None = None
+        self._losses: deque[float] = deque(maxlen=_KEPT_LOSSES)
+        self._seconds: deque[float] = deque(maxlen=_SPEED_STEPS)
+        self._warnings: list[str] = []
+
+    def take(self, event: Event) -> None:
+        """One event of metrics.jsonl, of whatever kind."""
+        kind = event["event"]
+        if kind == "step":
+            self._take_step(event)
+        elif kind == "validation":
+            self._validation = event
+            loss, step = number_in(event, "loss"), number_in(event, "step")
+            if loss is not None and math.isfinite(loss) and (self._best is None or loss < self._best[0]):
+                self._best = loss, int(step or 0)
+        elif kind == "resources":
+            self._resources = event
+        elif kind == "warning":
+            self._warnings.append(f"step {event.get('step')}: {event.get('text')}")
+
+    def line(self) -> str:
+        """The last step in one line."""
+        speed = number_in(self._last, "tokens_per_second")
+        facts = [
+            f"step {self._of_all()}",
+            *self._epoch(),
+            f"loss {_figure(self._last, 'loss', '.4f')}",
+            *([] if speed is None else [f"{speed:,.0f} tokens/s"]),
+        ]
+        left = self._left()
+        return _SEPARATOR.join([*facts, *([] if left is None else [f"{in_words(left)} left"])])
+
+    def trend(self) -> Trend | None:
+        """Where the loss goes; None before there are enough steps to say."""
+        count = min(len(self._losses) // 2, _MOST_TREND_STEPS)
+        if count < _FEWEST_TREND_STEPS:
+            return None
+        losses = list(self._losses)
+        now, before = losses[-count:], losses[-2 * count : -count]
+        difference = statistics.fmean(now) - statistics.fmean(before)
+        error = math.sqrt((statistics.variance(now) + statistics.variance(before)) / count)
+        scale = abs(statistics.fmean(before)) or 1.0
+        return Trend(difference / scale, count, is_clear=abs(difference) > 2 * error)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, what in self._rows():
+            table.add_row(name, Text(what) if isinstance(what, str) else what)
+        for text in self._warnings[-_MAX_WARNINGS:]:
+            table.add_row(Text("warning", style="bold yellow"), Text(text, style="yellow"))
+        yield table
+
+    def _rows(self) -> list[tuple[str, RenderableType]]:
+        rows: list[tuple[str, RenderableType]] = []
+        if self.headline:
+            rows.append(("run", self.headline))
+        rows.append(("step", self._progress()))
+        if self._last:
+            rows.append(("loss", self._loss()))
+        if self._validation:
+            rows.append(("validation", self._validated()))
+        if self._last:
+            rate, norm = _figure(self._last, "learning_rate", ".2e"), _figure(self._last, "grad_norm", ".3g")
+            rows.append(("rate", f"learning rate {rate}{_SEPARATOR}gradient norm {norm}"))
+            rows.append(("speed", self._speed()))
+        if memory := self._memory():
+            rows.append(("memory", memory))
+        return rows
+
+    def _progress(self) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        left = self._left()
+        words = [self._of_all(), *self._epoch(), *([] if left is None else [f"{in_words(left)} left"])]
+        text = Text(_SEPARATOR.join(words))
+        if not self.num_steps:
+            return text
+        row = Table.grid(padding=(0, 2))
+        row.add_row(text, ProgressBar(total=self.num_steps, completed=min(self.step, self.num_steps), width=_BAR_WIDTH))
+        return row
+
+    def _loss(self) -> str:
+        trend = self.trend()
+        words = [_figure(self._last, "loss", ".4f"), *([] if trend is None else [str(trend)])]
+        return f"{_SEPARATOR.join(words)}  {curve(list(self._losses), _CURVE_WIDTH)}".rstrip()
+
+    def _validated(self) -> str:
+        text = f"{_figure(self._validation, 'loss', '.4f')} at step {self._validation.get('step')}"
+        if self._best is not None and self._best[1] != self._validation.get("step"):
+            text += f"{_SEPARATOR}best {self._best[0]:.4f} at step {self._best[1]}"
+        return text
+
+    def _speed(self) -> str:
+        speed = number_in(self._last, "tokens_per_second")
+        words = [] if speed is None else [f"{speed:,.0f} tokens/s"]
+        names = {"data_wait_share": "waiting for data", "slowest_rank_share": "for the slowest rank"}
+        shares = {words: number_in(self._resources, name) for name, words in names.items()}
+        words += [f"{share:.0%} {what}" for what, share in shares.items() if share is not None]
+        return _SEPARATOR.join(words)
+
+    def _memory(self) -> str:
+        names = {"host_memory": "of the main process", "device_memory": "on its device"}
+        sizes = {words: number_in(self._resources, name) for name, words in names.items()}
+        words = [f"{in_units(int(size))} {what}" for what, size in sizes.items() if size is not None]
+        return f"{_SEPARATOR.join(words)}, at most" if words else ""
+
+    def _take_step(self, event: Event) -> None:
+        self._last = event
+        self.step = int(number_in(event, "step") or 0)
+        loss = number_in(event, "loss")
+        if loss is not None and math.isfinite(loss):
+            self._losses.append(loss)
+        speed, tokens = number_in(event, "tokens_per_second"), number_in(event, "num_tokens")
+        if speed and tokens and math.isfinite(speed):
+            self._seconds.append(tokens / speed)
+
+    def _left(self) -> float | None:
+        if self.seconds_left is not None:
+            return self.seconds_left
+        if not self.num_steps or not self._seconds:
+            return None
+        return statistics.fmean(self._seconds) * max(self.num_steps - self.step, 0)
+
+    def _of_all(self) -> str:
+        return f"{self.step}/{self.num_steps}" if self.num_steps else str(self.step)
+
+    def _epoch(self) -> list[str]:
+        epoch = number_in(self._last, "epoch")
+        return [] if epoch is None else [f"epoch {epoch + 1:.0f}"]
+
+
+def curve(values: list[float], width: int) -> str:
+    """Values as bars in one line of at most `width` characters, each the mean of its share of them."""
+    if len(values) < 2:
+        return ""
+    width = min(width, len(values))
+    cuts = [round(len(values) * place / width) for place in range(width + 1)]
+    means = [statistics.fmean(values[start:end]) for start, end in itertools.pairwise(cuts)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+
+
+def in_words(seconds: float) -> str:
+    """A span of time with its two largest units."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _figure(event: Event, name: str, form: str) -> str:
+    value = number_in(event, name)
+    return "–" if value is None else format(value, form)

@@ -1,0 +1,268 @@
+"""A merged folder on the disk: whole or not there, loadable by transformers alone, equal to base and adapter."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from unittest.mock import patch
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from finetune.cli.merge import merge
+from finetune.errors import CheckpointError, ConfigError, RunFailedError
+from finetune.export import merged_folder, out_folder
+from finetune.export.merged_folder import write_merged
+from tests.export.finished_runs import write_run
+from tests.in_process import run_finetune
+from tests.launches import free_port, place_variables, run_command
+from tests.tiny_runs import random_model_words, write_base, write_rows
+
+pytestmark = pytest.mark.launch
+ANSWER_WITHOUT_US = """
+import json, sys
+sys.modules["finetune"] = sys.modules["peft"] = None  # whoever imports them fails
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+turns = [{"role": "user", "content": "three crates of oranges"}]
+ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+answer = model.generate(ids, do_sample=False, max_new_tokens=6)[0, ids.shape[1]:].tolist()
+with torch.no_grad():
+    print(json.dumps([ids[0].tolist(), answer, model(ids).logits[0, -1].tolist()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Of an adapter on a bfloat16 base with tied embeddings, like Phi-4-mini."""
+    return write_run(tmp_path_factory.mktemp("runs") / "orders", dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def merged(run):
+    return write_merged(run, run.folder.path.with_name("merged"))
+
+
+def test_it_answers_like_base_and_adapter_where_neither_we_nor_peft_are_installed(run, merged):
+    done = subprocess.run([sys.executable, "-c", ANSWER_WITHOUT_US, str(merged.folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ids, answer, logits = json.loads(done.stdout)
+
+    from finetune.export.run_to_ship import load_tuned_model
+
+    tuned = load_tuned_model(run).float().eval()
+    with torch.no_grad():
+        expected = tuned(torch.tensor([ids])).logits[0, -1]
+    assert (torch.tensor(logits) - expected).norm() < 0.05 * expected.norm()
+    assert 1 <= len(answer) <= 6
+
+
+def test_the_folder_holds_all_that_belongs_to_a_model_and_no_path_of_this_machine(run, merged):
+    names = {path.name for path in merged.folder.iterdir()}
+    assert names >= {
+        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"),
+        *("chat_template.jinja", "README.md", "manifest.json"),
+    }
+    for path in merged.folder.iterdir():
+        if path.suffix != ".safetensors":
+            assert str(run.folder.path.parent) not in path.read_text(), path.name
+    own, trained = (folder / "chat_template.jinja" for folder in (merged.folder, run.folder.adapter))
+    assert own.read_bytes() == trained.read_bytes()
+
+
+def test_stop_ids_are_a_list_in_both_configurations(merged):
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((merged.folder / name).read_text())["eos_token_id"] == merged.stop_ids
+    assert len(merged.stop_ids) == 2
+
+
+def test_the_base_s_type_and_tied_embeddings_are_kept(merged):
+    tensors = load_file(merged.folder / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert "model.embed_tokens.weight" in tensors
+    assert "lm_head.weight" not in tensors, "written once"
+    assert merged.is_tied
+    assert json.loads((merged.folder / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_the_card_says_what_is_known_and_does_not_guess_a_licence(run, merged):
+    text = (merged.folder / "README.md").read_text()
+    _, header, body = text.split("---\n", 2)
+    assert yaml.safe_load(header) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["finetune"],
+        "datasets": ["owner/rows"],
+    }
+    base = run.folder.path.with_name("orders-base").name
+    assert f"A LoRA adapter merged into {base}." in body
+    assert "| exact_match | 0.0000 | 0.7500 |" in body
+    assert "Validation loss 1.6250 nats per target token at step 3." in body
+    assert str(merged.difference) in body
+    assert f"torch {torch.__version__}" in body
+    assert re.search(r"learning_rate: 0\.0002\b", body)
+    assert "It was not looked up" in body
+
+
+def test_the_command_prints_the_difference_and_writes_a_large_model_in_parts(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(merged_folder, "MAX_SHARD_BYTES", 12_000)
+    done = run_finetune("merge", run.folder.path, tmp_path / "out", "--dtype", "float32")
+    printed = done.stdout
+    assert done.returncode == 0, printed
+    assert "as float32, embeddings tied, stop ids [" in printed
+    found = re.search(r"relative (\S+), same greedy token (\S+)% of (\d+) positions, (\S+)% of the adapter's", printed)
+    assert found, printed
+    relative, same, positions, lost = map(float, found.groups())
+    assert relative < 1e-5
+    assert same == 100
+    assert positions > 100
+    assert lost < 0.01
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert index["weight_map"] == {name: file.name for file in files for name in load_file(file)}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("taken", ["file", "folder", "link"])
+def test_nothing_is_overwritten(run, tmp_path, taken):
+    out = tmp_path / "out"
+    if taken == "file":
+        out.write_text("mine")
+    elif taken == "folder":
+        out.mkdir()
+        (out / "mine.txt").write_text("mine")
+    else:
+        (tmp_path / "elsewhere").mkdir()
+        out.symlink_to(tmp_path / "elsewhere")
+    before = sorted(tmp_path.rglob("*"))
+    done = run_finetune("merge", run.folder.path, out)
+    assert done.returncode == 2
+    assert "is there already" in done.stdout
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_weights_that_change_on_the_way_to_the_disk_are_found_and_nothing_stays(run, tmp_path, monkeypatch):
+    """The other process answers from the files: a tensor written wrongly shows in its logits."""
+    (tmp_path / "out").mkdir()
+    reload = merged_folder._reload
+
+    def spoilt(folder, *rest):
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.0.mlp.down_proj.weight"] *= -1
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return reload(folder, *rest)
+
+    monkeypatch.setattr(merged_folder, "_reload", spoilt)
+    done = run_finetune("merge", run.folder.path, tmp_path / "out")
+    assert done.returncode == 3
+    assert "does not answer like base and adapter" in done.stdout
+    assert list(tmp_path.rglob("*")) == [tmp_path / "out"], "the empty folder that was there"
+
+
+def test_a_folder_that_transformers_cannot_load_is_said(merged, tmp_path):
+    torn = shutil.copytree(merged.folder, tmp_path / "torn")
+    os.truncate(torn / "model.safetensors", 100)
+    with pytest.raises(RunFailedError, match=r"transformers alone cannot load it: .+ It was removed again"):
+        merged_folder._reload(torn, None, [[1, 2]])
+
+
+def test_too_small_a_disk_is_said_before_anything_is_written(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(out_folder, "SPARE_BYTES", 1 << 60)
+    with pytest.raises(RunFailedError, match=r"takes .* GB, and .* are free at .* Nothing was written"):
+        write_merged(run, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fully_tuned_model_is_copied_and_compared(tmp_path):
+    run = write_run(tmp_path / "full", kind="phi", full=True)
+    merged = write_merged(run, tmp_path / "out")
+    own, trained = (load_file(folder / "model.safetensors") for folder in (merged.folder, run.folder.adapter))
+    assert own.keys() == trained.keys()
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in own.items())
+    assert merged.difference.lost is None
+    assert merged.difference.relative < 1e-6
+    assert not merged.is_tied
+    assert "Full fine-tuning of full-base." in (merged.folder / "README.md").read_text()
+
+
+def test_trained_tokens_come_along_and_embeddings_stay_tied(tmp_path):
+    """The trained rows are in fp32; what is stored has the base's type all the same."""
+    settings = {"target_modules": ["o_proj"], "trainable_token_indices": {"embed_tokens": [330, 331]}}
+    run = write_run(tmp_path / "tokens", dtype=torch.bfloat16, **settings)
+    merged = write_merged(run, tmp_path / "out")
+    assert (merged.is_tied, merged.dtype) == (True, "bfloat16")
+    own, base = (load_file(folder / "model.safetensors") for folder in (merged.folder, tmp_path / "tokens-base"))
+    changed = (own["model.embed_tokens.weight"] != base["model.embed_tokens.weight"]).any(dim=1).nonzero()[:, 0]
+    assert changed.tolist() == [330, 331]
+
+
+def test_a_run_that_was_trained_here_on_a_base_of_random_weights(tmp_path):
+    """All by commands, as a user has it: trained, merged, loaded without us."""
+    write_base(tmp_path / "tokenizer")
+    write_rows(tmp_path / "rows")
+    words = [
+        *("task=finetune_lora", *random_model_words(tmp_path / "tokenizer"), f"output_dir={tmp_path / 'run'}"),
+        *(f"data.path={tmp_path / 'rows'}", f"data.cache_dir={tmp_path / 'cache'}", "training.max_steps=3"),
+        *("training.batch_size=4", "optim.learning_rate=1e-2", "training.device=cpu", "lora.dora=true"),
+        "data.on_overlap=warn",
+    ]
+    steps = [["train", *words], ["merge", tmp_path / "run", tmp_path / "out"]]
+    for step in steps:
+        done = run_finetune(*step)
+        assert done.returncode == 0, done.stdout
+    assert "Reloaded by transformers alone, against base and adapter: largest difference" in done.stdout
+    answer = run_command([sys.executable, "-c", ANSWER_WITHOUT_US, tmp_path / "out"])
+    assert answer.returncode == 0, answer.stdout
+    assert "a phi3 model of random weights (seed 0)" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_it_is_for_one_process(run, tmp_path):
+    with (
+        patch.dict(os.environ, place_variables(0, 2, free_port())),
+        pytest.raises(ConfigError, match=r"finetune merge is for one process, but 2 were started\."),
+    ):
+        merge(run.folder.path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda folder: shutil.rmtree(folder / "adapter"), "has no adapter/ yet"),
+        (lambda folder: (folder / "config.yaml").unlink(), "is not the folder of a run"),
+        (lambda folder: os.truncate(folder / "adapter" / "adapter_model.safetensors", 99), "is damaged"),
+    ],
+)
+def test_what_is_no_finished_run_is_refused(run, tmp_path, spoil, reason):
+    copy = shutil.copytree(run.folder.path, tmp_path / "copy")
+    spoil(copy)
+    done = run_finetune("merge", copy, tmp_path / "out")
+    assert done.returncode == 2
+    assert reason in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_moved_is_named(run, tmp_path):
+    copy = shutil.copytree(run.folder.path, tmp_path / "copy")
+    config = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(config.replace("orders-base", "gone"))
+    done = run_finetune("merge", copy, tmp_path / "out")
+    assert done.returncode == 2
+    assert re.search(r"model\.path is \S+gone, but there is no such folder", done.stdout)
+
+
+def test_a_file_above_is_refused(run, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match="no folder that can be written"):
+        write_merged(run, tmp_path / "file" / "out")

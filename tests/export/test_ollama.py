@@ -1,0 +1,168 @@
+"""A Modelfile says what the tokenizer's chat template says: every Phi template, and Go itself where it is here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from finetune.errors import ModelError
+from finetune.export.ollama import modelfile, read_pieces
+from finetune.shipped_files import resolve_shipped
+from tests.export.go_templates import render_go
+from tests.model.variants import VARIANTS
+from tests.tiny import tiny_tokenizer
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+PHI2 = (
+    "{%- for message in messages -%}{%- if message['role'] == 'user' -%}"
+    "{{- ('' if loop.first else '\n') + 'Instruct: ' + message['content'] + '\nOutput:' -}}"
+    "{%- elif message['role'] == 'assistant' -%}{{- ' ' + message['content'] + eos_token -}}"
+    "{%- else -%}{{- message['content'] -}}{%- endif -%}{%- endfor -%}"
+)
+TEMPLATES = {
+    **{name: variant.template for name, variant in VARIANTS.items() if variant.template},
+    "chatml": CHATML,
+    "with a beginning of its own": "{{ '<s>' }}" + CHATML,
+}
+TALK = [
+    ("user", "Hi"),
+    ("assistant", "yes"),
+    ("user", 'And "so"?\n\nTwo lines.'),
+    ("assistant", "no"),
+    ("user", "{{ a }}"),
+]
+CONVERSATIONS = [TALK[:1], TALK[:3], TALK, [("system", "Be brief."), *TALK[:1]], [("system", "Be brief."), *TALK]]
+GO_PROGRAM = """
+package main
+
+import ("encoding/json"; "os"; "strings"; "text/template")
+
+type Message struct { Role, Content string }
+type Case struct { Template string; Messages []Message }
+
+func main() {
+	var cases []Case
+	if err := json.NewDecoder(os.Stdin).Decode(&cases); err != nil { panic(err) }
+	out := []string{}
+	for _, each := range cases {
+		var text strings.Builder
+		if err := template.Must(template.New("").Parse(each.Template)).Execute(&text, each); err != nil { panic(err) }
+		out = append(out, text.String())
+	}
+	json.NewEncoder(os.Stdout).Encode(out)
+}
+"""
+
+
+def tokenizer_with(template):
+    tokenizer = tiny_tokenizer("phi4")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def turns(conversation):
+    return [{"role": role, "content": content} for role, content in conversation]
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=lambda talk: "-".join(role[0] for role, _ in talk))
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_go_template_renders_what_the_chat_template_does(name, conversation):
+    tokenizer = tokenizer_with(TEMPLATES[name])
+    meant = tokenizer.apply_chat_template(turns(conversation), tokenize=False, add_generation_prompt=True)
+    assert render_go(read_pieces(tokenizer).as_go_template(), turns(conversation)) == meant
+
+
+@pytest.mark.slow
+def test_go_itself_renders_the_same(tmp_path):
+    go = shutil.which("go")
+    if go is None:
+        pytest.skip("Go is not installed: its template language is evaluated by tests/export/go_templates.py alone")
+    cases = [
+        {"Template": read_pieces(tokenizer_with(template)).as_go_template(), "Messages": turns(conversation)}
+        for template in TEMPLATES.values()
+        for conversation in CONVERSATIONS
+    ]
+    (tmp_path / "main.go").write_text(GO_PROGRAM)
+    done = subprocess.run(
+        [go, "run", "main.go"],
+        cwd=tmp_path,
+        env={**os.environ, "GOCACHE": str(tmp_path / "cache"), "GOPATH": str(tmp_path / "path"), "GO111MODULE": "off"},
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    ours = [
+        render_go(case["Template"], [{"role": m["role"], "content": m["content"]} for m in case["Messages"]])
+        for case in cases
+    ]
+    assert json.loads(done.stdout) == ours
+
+
+def test_the_pieces_are_those_that_one_would_write():
+    pieces = read_pieces(tokenizer_with(TEMPLATES["Phi-3-mini-4k"]))
+    assert pieces.opening == ""
+    assert pieces.before == {"system": "<|system|>\n", "user": "<|user|>\n", "assistant": "<|assistant|>\n"}
+    assert set(pieces.after.values()) == {"<|end|>\n"}
+    assert pieces.answer == "<|assistant|>\n"
+
+
+def test_a_modelfile_names_the_model_the_template_and_every_stop():
+    tokenizer = tokenizer_with(TEMPLATES["phi-4"])
+    ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    assert modelfile(tokenizer, "./model.gguf", ids) == (
+        "FROM ./model.gguf\n"
+        'TEMPLATE """{{ range .Messages }}'
+        '{{ if eq .Role "system" }}<|im_start|>system<|im_sep|>{{ .Content }}<|im_end|>'
+        '{{ else if eq .Role "user" }}<|im_start|>user<|im_sep|>{{ .Content }}<|im_end|>'
+        '{{ else if eq .Role "assistant" }}<|im_start|>assistant<|im_sep|>{{ .Content }}<|im_end|>'
+        '{{ end }}{{ end }}<|im_start|>assistant<|im_sep|>"""\n'
+        'PARAMETER stop "<|im_end|>"\n'
+        'PARAMETER stop "<|endoftext|>"\n'
+    )
+
+
+def test_a_line_end_before_the_answer_is_spelled_out():
+    """At the end of a file an editor, or a parser, may trim it; the model was trained with it."""
+    template = read_pieces(tokenizer_with(TEMPLATES["Phi-3.5-mini"])).as_go_template()
+    assert template.endswith('<|assistant|>{{ "\\n" }}')
+
+
+def test_the_shipped_model_s_template_can_be_said():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_shipped("shipped:phi_tiny"))
+    assert "<|assistant|>" in read_pieces(tokenizer).as_go_template()
+
+
+def test_a_tokenizer_without_a_template_takes_prompts_as_they_stand():
+    text = modelfile(tiny_tokenizer("none"), "./model.gguf", [1])
+    assert 'TEMPLATE """{{ .Prompt }}"""' in text
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (PHI2, "the last turn ends in"),
+        ("{% for m in messages %}{{ m.role + loop.index|string + m.content }}{% endfor %}", "last turn ends in"),
+        ("{% for m in messages %}{{ m.content + m.content }}{% endfor %}", "tells one twice"),
+        ("{{ messages[-1].content }}", "leaves one out"),
+        ("{{ raise_exception('no') }}", "refuses the turns user"),
+    ],
+)
+def test_a_template_that_is_more_than_pieces_is_refused_with_a_way_out(template, reason):
+    with pytest.raises(ModelError, match=rf"cannot be said in a Modelfile: .*({reason}).*--no-modelfile"):
+        read_pieces(tokenizer_with(template))
+
+
+def test_a_template_that_spells_go_s_own_signs_is_refused():
+    template = "{% for m in messages %}{{ '{' + '{' + m.role + ' ' + m.content }}{% endfor %}"
+    with pytest.raises(ModelError, match="which a Modelfile cannot hold"):
+        read_pieces(tokenizer_with(template)).as_go_template()

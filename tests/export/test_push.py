@@ -1,0 +1,225 @@
+"""What reaches the hub, and what does not: the real client against a stand-in of the hub's API on loopback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.export.finished_runs import write_run
+from tests.export.hub_stand_in import Repository, running_hub
+from tests.in_process import Ended, run_finetune
+from tests.launches import run_command
+from tests.model.variants import VARIANTS
+
+TOKEN = "hf_tokenThatNobodySees"
+BASE = "owner/base"
+FILE_ADDRESS = "/{repo_id}/resolve/{revision}/{filename}"
+
+
+@pytest.fixture
+def hub():
+    with running_hub(TOKEN) as hub:
+        yield hub
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "orders").folder.path
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A model folder with a card, as merge writes it."""
+    folder = VARIANTS["phi-4"].write(tmp_path / "merged")
+    (folder / "README.md").write_text(f"---\nbase_model: {BASE}\nlicense: mit\n---\n\n# merged\n")
+    return folder
+
+
+@pytest.fixture
+def push(hub, monkeypatch):
+    """The command in this process, with the client's address and token as the environment would set them."""
+    from huggingface_hub import constants
+
+    def run_push(*words: str | Path, token: str | None = TOKEN) -> Ended:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.address + FILE_ADDRESS)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        if token:
+            monkeypatch.setenv("HF_TOKEN", token)
+        done = run_finetune("push", *words)
+        assert TOKEN not in done.stdout
+        return done
+
+    return run_push
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != "manifest.json"
+    }
+
+
+@pytest.mark.launch
+def test_an_adapter_arrives_as_one_private_commit_and_loads_in_plain_peft(hub, run, tmp_path):
+    """As a user has it: a process of its own, told by its environment."""
+    variables = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
+    words = [sys.executable, "-m", "finetune", "push", run, "me/orders", "--base", BASE]
+    done = run_command(words, variables=variables)
+    assert TOKEN not in done.stdout
+    assert done.returncode == 0, done.stdout
+    assert f"To {hub.address}/me/orders, a new private repository: adapter, base {BASE}" in done.stdout
+    assert done.stdout.index("adapter_model.safetensors") < done.stdout.index("Sent: ")
+    there = hub.repositories["me/orders"]
+    assert there.private
+    assert there.messages == ["Upload with finetune"]
+    ours = contents(run / "adapter")
+    assert there.files.keys() == {*ours, "README.md"}
+    assert there.files["adapter_model.safetensors"] == ours["adapter_model.safetensors"]
+    assert json.loads(there.files["adapter_config.json"])["base_model_name_or_path"] == BASE
+    for name, data in there.files.items():
+        assert str(run.parent).encode() not in data, name
+
+    received = tmp_path / "received"
+    received.mkdir()
+    for name, data in there.files.items():
+        (received / name).write_bytes(data)
+    program = (
+        "import sys; sys.modules['finetune'] = None\n"
+        "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "base = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "PeftModel.from_pretrained(base, sys.argv[2]); AutoTokenizer.from_pretrained(sys.argv[2])"
+    )
+    base = run.with_name("orders-base")
+    loaded = subprocess.run([sys.executable, "-c", program, base, received], capture_output=True, text=True)
+    assert loaded.returncode == 0, loaded.stderr
+
+
+def test_the_adapter_s_card_names_base_and_library(hub, push, run):
+    push(run, "me/orders", "--base", BASE)
+    _, header, body = hub.repositories["me/orders"].files["README.md"].decode().split("---\n", 2)
+    header = yaml.safe_load(header)
+    assert (header["base_model"], header["base_model_relation"], header["library_name"]) == (BASE, "adapter", "peft")
+    assert "license" not in header
+    assert f'from_pretrained("{BASE}")' in body
+
+
+def test_a_model_arrives_whole(hub, push, model):
+    done = push(model, "me/merged", "--public", "--message", "First words")
+    assert done.returncode == 0, done.stdout
+    assert "a new PUBLIC repository: model, base owner/base" in done.stdout
+    assert "names no licence" not in done.stdout
+    assert hub.repositories["me/merged"].files == contents(model)
+    assert not hub.repositories["me/merged"].private
+    assert hub.repositories["me/merged"].messages == ["First words"]
+
+
+def test_a_dry_run_sends_nothing(hub, push, run):
+    done = push(run, "me/orders", "--base", BASE, "--dry-run")
+    assert done.returncode == 0, done.stdout
+    assert "adapter_model.safetensors" in done.stdout
+    assert "The card names no licence" in done.stdout
+    assert "Nothing was sent." in done.stdout
+    assert hub.repositories == {}
+    assert {request.partition(" ")[0] for request in hub.requests} == {"GET"}
+
+
+@pytest.mark.parametrize("kind", ["adapter of another base", "model of another base", "model", "model without a card"])
+def test_another_model_is_not_overwritten_unless_it_is_asked_for(hub, push, run, kind):
+    card = {"model of another base": "base_model: other/base", "model": f"base_model: {BASE}"}.get(kind)
+    files = {".gitattributes": b"*", "model.safetensors": b"theirs", "config.json": b"{}"}
+    if kind.startswith("adapter"):
+        files = {
+            "adapter_model.safetensors": b"theirs",
+            "adapter_config.json": b'{"base_model_name_or_path": "other/base"}',
+        }
+    files |= {"README.md": f"---\n{card}\n---\n".encode()} if card else {}
+    there = hub.repositories["me/orders"] = Repository(private=True, files=dict(files))
+    refused = push(run, "me/orders", "--base", BASE)
+    assert refused.returncode == 2
+    assert "me/orders holds a" in refused.stdout
+    assert "--replace" in refused.stdout
+    assert there.files == files
+    done = push(run, "me/orders", "--base", BASE, "--replace")
+    assert done.returncode == 0, done.stdout
+    assert b"theirs" not in there.files.values()
+    assert "config.json" not in there.files
+    assert (".gitattributes" in there.files) == (".gitattributes" in files)
+
+
+def test_a_push_again_replaces_what_it_brought(hub, push, model):
+    assert push(model, "me/merged").returncode == 0
+    there = hub.repositories["me/merged"]
+    there.files["model-00001-of-00002.safetensors"] = b"of an earlier push"
+    (model / "config.json").write_text("{}")
+    done = push(model, "me/merged")
+    assert done.returncode == 0, done.stdout
+    assert "the private repository" in done.stdout
+    assert there.files == contents(model)
+
+
+def test_a_public_repository_is_not_written_to_by_accident(hub, push, model):
+    there = hub.repositories["me/merged"] = Repository(private=False)
+    refused = push(model, "me/merged")
+    assert refused.returncode == 2
+    assert "me/merged is public" in refused.stdout
+    assert there.files == {}
+    assert push(model, "me/merged", "--public").returncode == 0
+    assert there.files == contents(model)
+
+
+@pytest.mark.parametrize(
+    ("token", "status"), [("hf_another", "the hub refuses it"), (None, "there is no token for the hub")]
+)
+def test_without_the_right_token_it_is_said_what_to_do(hub, push, model, token, status):
+    done = push(model, "me/merged", token=token)
+    assert done.returncode == 2
+    assert status in done.stdout
+    assert "hf auth login" in done.stdout
+    assert hub.repositories == {}
+
+
+def test_a_token_that_may_not_write(hub, push, model):
+    hub.may_write = False
+    done = push(model, "me/merged")
+    assert done.returncode == 2, done.stdout
+    assert "needs the right to write" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["orders", "me/or ders", "https://huggingface.co/me/orders"])
+def test_what_is_no_name_of_a_repository_is_refused(hub, push, model, name):
+    done = push(model, name)
+    assert done.returncode == 2
+    assert "Expected OWNER/NAME" in done.stdout
+    assert hub.requests == []
+
+
+def test_a_hub_that_is_not_there(hub, push, model):
+    hub.address = "http://127.0.0.1:9"
+    done = push(model, "me/merged")
+    assert done.returncode == 3
+    assert "looking at me/merged failed" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+@pytest.mark.parametrize("spoil", ["local base", "full run", "damage", "nothing"])
+def test_what_nobody_could_use_is_not_sent(hub, push, run, model, tmp_path, spoil):
+    source = {"local base": run, "damage": model, "nothing": tmp_path}.get(spoil)
+    if spoil == "full run":
+        source = write_run(tmp_path / "full", full=True).folder.path
+    if spoil == "damage":
+        source = shutil.copytree(run / "adapter", tmp_path / "copy")
+        (source / "config.json").write_text("{}")
+        (source / "adapter_model.safetensors").write_bytes(b"cut")
+    done = push(source, "me/orders")
+    assert done.returncode == 2
+    expected = {"local base": "--base", "full run": "finetune merge", "damage": "is damaged", "nothing": "is no model"}
+    assert expected[spoil] in done.stdout
+    assert hub.requests == []

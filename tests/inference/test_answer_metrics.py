@@ -1,0 +1,87 @@
+import sys
+
+import pytest
+
+from finetune.errors import ConfigError, DataError
+from finetune.inference.answer_metrics import measure, resolve_metrics
+from finetune.inference.answers import METRICS
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "expected", "figure"),
+    [
+        ("exact_match", " a b\n", "a b", 1),
+        ("exact_match", "a  b", "a b", 0),
+        ("json_valid", '{"a": 1}', "x", 1),
+        ("json_valid", "3", "x", 0),
+        ("json_valid", "{", "x", 0),
+        ("json_equal", '{"a": 1, "b": [2]}', '{"b":[2],"a":1}', 1),
+        ("json_equal", '{"a": 1}', '{"a": 2}', 0),
+        ("json_equal", "3", "3", 0),
+        ("json_equal", "{", "{", 0),
+        ("token_f1", "the red fox", "The fox", 0.8),
+        ("token_f1", "a a", "a", 2 / 3),
+        ("token_f1", "", "", 1),
+        ("token_f1", "", "a", 0),
+    ],
+)
+def test_the_metrics_that_come_along(name, answer, expected, figure):
+    assert measure(name, METRICS[name], answer, expected) == pytest.approx(figure)
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """An installed package with metrics, and a folder that one stands in with a module of its own."""
+    installed, here = tmp_path / "site", tmp_path / "here"
+    (installed / "scores_of_mine").mkdir(parents=True)
+    (installed / "scores_of_mine" / "__init__.py").write_text("")
+    (installed / "scores_of_mine" / "orders.py").write_text(
+        "def length(answer, expected): return len(answer)\ndef bad(answer, expected): return float('nan')\n"
+        "def fails(answer, expected): return 1 / 0\nLIMIT = 3\n"
+    )
+    here.mkdir()
+    (here / "downloaded_scores.py").write_text("raise SystemExit('code of a stranger was run')\n")
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [str(here), str(installed), *sys.path])
+    yield "scores_of_mine.orders"
+    for name in [name for name in sys.modules if name.startswith("scores_of_mine")]:
+        del sys.modules[name]
+
+
+def test_a_metric_of_ones_own_needs_its_module_allowed(packages):
+    with pytest.raises(ConfigError, match=f"--metrics-from {packages}"):
+        resolve_metrics([f"{packages}.length"])
+    assert "scores_of_mine" not in sys.modules
+    with pytest.raises(ConfigError, match="may come from"):
+        resolve_metrics([f"{packages}.length"], ["scores_of_mine"])
+    found = resolve_metrics(["exact_match", f"{packages}.length"], [packages])
+    assert list(found) == ["exact_match", f"{packages}.length"]
+    assert measure("length", found[f"{packages}.length"], "four", "x") == 4
+
+
+def test_what_lies_in_the_current_folder_is_not_imported(packages):
+    path = list(sys.path)
+    with pytest.raises(ConfigError, match=r"downloaded_scores is not installed.*current folder"):
+        resolve_metrics(["downloaded_scores.metric"], ["downloaded_scores"])
+    assert sys.path == path
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("exactmatch", "none of exact_match"),
+        ("os.system", "may come from"),
+        ("{own}.gone", "no function gone"),
+        ("{own}.LIMIT", "no function LIMIT"),
+    ],
+)
+def test_other_names_are_refused(packages, name, why):
+    with pytest.raises(ConfigError, match=why):
+        resolve_metrics([name.format(own=packages)], [packages])
+
+
+@pytest.mark.parametrize(("name", "why"), [("bad", "gave nan"), ("fails", "ZeroDivisionError")])
+def test_a_metric_that_goes_wrong_is_named(packages, name, why):
+    (metric,) = resolve_metrics([f"{packages}.{name}"], [packages]).values()
+    with pytest.raises(DataError, match=why):
+        measure(name, metric, "a", "b")

@@ -1,0 +1,164 @@
+import io
+import json
+import os
+import re
+import sys
+import time
+
+import pytest
+
+from finetune.cli.chat import chat
+from finetune.cli.generate import generate
+from finetune.errors import ConfigError
+from finetune.inference.conversation import Command, Conversation, read_line
+from tests.test_outlives_shell import Terminal
+
+ORDER = "Please send 3 crates of oranges to Marta Ruiz in Porto by Friday"
+CTRL_C, CTRL_D = "\x03", "\x04"
+LIMIT_SECONDS = 60.0
+
+
+def test_a_line_is_a_command_or_what_the_user_says():
+    assert read_line("  hello /exit \n") == "hello /exit"
+    assert read_line(" \n") is None
+    assert read_line("/system  Be brief. \n") == Command("/system", "Be brief.")
+    assert read_line("//etc is a folder") == "/etc is a folder"
+
+
+def test_a_conversation_remembers_turns_and_takes_back_what_had_no_answer():
+    talk = Conversation("Be brief.")
+    talk.ask("a")
+    talk.answer("b")
+    talk.ask("c")
+    assert [turn["content"] for turn in talk.as_prompt().messages] == ["Be brief.", "a", "b", "c"]
+    talk.answer(" \n")
+    talk.forget_unanswered()
+    assert [turn["content"] for turn in talk.turns] == ["a", "b"]
+    talk.ask("d")
+    talk.forget_unanswered()
+    assert len(talk.turns) == 2
+    talk.reset()
+    assert [turn["role"] for turn in talk.as_prompt().messages] == ["system"]
+
+
+@pytest.fixture
+def piped(capsys, monkeypatch):
+    """Send lines to a chat as through a pipe: what it answers, without white space at the end of lines, and notes."""
+
+    def send(run, *lines, **options):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
+        chat(run, **{"max_new_tokens": 12, **options})
+        shown, notes = capsys.readouterr()
+        return re.sub(r"\s+\n", "\n", shown), notes
+
+    return send
+
+
+@pytest.fixture
+def answers(adapter_run, capsys):
+    """The answers of both models to the order, with a system turn, as `finetune generate` gives them."""
+
+    def ask(system=None):
+        generate(adapter_run, [ORDER], max_new_tokens=12, system=system, compare=True, as_json=True)
+        record = json.loads(capsys.readouterr().out)
+        return record["base"]["answer"], record["answer"]
+
+    return ask
+
+
+def test_lines_of_a_pipe_are_answered_one_after_the_other(piped, adapter_run, answers):
+    shown, notes = piped(
+        adapter_run,
+        *(ORDER, ORDER, "/reset", ORDER, "/system Be nice.", ORDER, "/system -", ORDER),
+        *("/reset", "/compare", ORDER, "/nonsense", "a <|end|> b", "/exit", "never read"),
+    )
+    (_, usual), (_, nice), (base, bare) = answers(), answers("Be nice."), answers("")
+    assert len({usual, nice, base, bare}) == 4
+    end = f"\n{usual}\n{nice}\n{bare}\nbase: {base}\ntuned: {bare}\n"
+    assert shown.startswith(f"{usual}\n")
+    assert shown.endswith(end)
+    second = shown.removeprefix(f"{usual}\n").removesuffix(end)
+    assert second not in ("", usual), "the turns before take part"
+    for part in ("system: Extract the order as JSON.", "/nonsense is no command", "not asked: the conversation: "):
+        assert part in notes
+    assert "never read" not in notes
+
+
+def test_a_chat_draws_with_a_seed_and_asks_a_checkpoint(piped, adapter_run):
+    options = {"temperature": 1.5, "checkpoint": "2"}
+    seven, again, eight = (piped(adapter_run, ORDER, seed=seed, **options)[0] for seed in (7, 7, 8))
+    assert seven == again != eight
+
+
+def test_a_full_run_cannot_compare_and_says_so(piped, full_run):
+    shown, notes = piped(full_run, "/compare", ORDER, "/help")
+    assert shown.strip()
+    assert "base: " not in shown
+    assert "no adapter to switch off" in notes
+    assert "/system TEXT" in notes
+    with pytest.raises(ConfigError, match="--compare switches the adapter off"):
+        piped(full_run, compare=True)
+
+
+def test_a_conversation_that_outgrows_the_context_can_begin_anew(piped, adapter_run):
+    shown, notes = piped(adapter_run, "pens " * 3000, ORDER)
+    assert re.search(r"not asked: prompt 1 of 1 has [\d,]+ tokens, and the model's context of 2,048 .*/reset", notes)
+    assert len(shown.splitlines()) >= 1
+
+
+class Screen(Terminal):
+    """A terminal that is waited for."""
+
+    def wait_for(self, text: str, *, times: int = 1) -> None:
+        end = time.monotonic() + LIMIT_SECONDS
+        while self.screen.decode(errors="replace").count(text) < times:
+            assert time.monotonic() < end, f"no {text!r} on the screen:\n{self.screen.decode(errors='replace')}"
+            time.sleep(0.02)
+
+    def press(self, key: str) -> None:
+        os.write(self._master, key.encode())
+
+
+@pytest.fixture
+def screen(adapter_run):
+    """A chat in a pseudo-terminal whose answers are long: at this temperature hardly a token ends one."""
+    words = ["chat", str(adapter_run), "--temperature", "9", "--max-new-tokens", "1500"]
+    terminal = Screen([sys.executable, "-m", "finetune", *words])
+    yield terminal
+    if terminal.process.poll() is None:
+        terminal.process.kill()
+    terminal.process.wait()
+    terminal.hang_up()
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_program(screen):
+    screen.wait_for("/help lists commands")
+    screen.wait_for("> ")
+    screen.type(ORDER)
+    screen.wait_for(ORDER)
+    before = len(screen.screen)
+    while len(screen.screen) < before + 300:  # the answer has begun, and comes piece by piece
+        time.sleep(0.02)
+        assert screen.process.poll() is None, screen.screen.decode(errors="replace")
+    assert b"stopped." not in screen.screen
+    screen.press(CTRL_C)
+    screen.wait_for("stopped.")
+    assert screen.process.poll() is None
+    screen.press(CTRL_C)  # at the prompt too
+    screen.wait_for("Ctrl-D or /exit leaves.")
+    screen.type("/system")
+    screen.wait_for("system: Extract the order as JSON.", times=2)
+    screen.type("/compare")
+    screen.wait_for("the base answers too.")
+    screen.type("Two pens.")
+    for number, name in enumerate(("base: ", "tuned: "), start=2):
+        screen.wait_for(name)
+        time.sleep(0.3)
+        screen.press(CTRL_C)
+        screen.wait_for("stopped.", times=number)
+    screen.press(CTRL_D)
+    assert screen.process.wait(LIMIT_SECONDS) == 0
+    assert b"Traceback" not in screen.screen
+    # Random tokens hold all kinds of characters; those that steer a terminal are spelled out.
+    shown = re.sub(rb"\x1b\[\?2004[hl]", b"", screen.screen)  # what the line editor itself sends
+    assert b"\x1b" not in shown

@@ -1,0 +1,147 @@
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from finetune.config.schema import LoraSection
+from finetune.errors import DataError
+from finetune.inference.decoding import (
+    Decoding,
+    Sampling,
+    generate_answers,
+    plan_batches,
+    room_for_answer,
+    stream_answer,
+)
+from finetune.model.lora import add_lora
+from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config
+
+PROMPTS = [example.input_ids.tolist() for example in tiny_examples(7, shortest=2, longest=9)]
+NO_STOP = [63]
+BOUNDARY = 12
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 1.0,
+    "short_factor": [1.0, 1.0],
+    "long_factor": [1.0, 8.0],
+    "original_max_position_embeddings": BOUNDARY,
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_tiny(tiny_phi3_config())
+
+
+@pytest.fixture(scope="module")
+def longrope_model():
+    config = tiny_phi3_config(
+        rope_parameters=LONGROPE, original_max_position_embeddings=BOUNDARY, sliding_window=None, initializer_range=0.5
+    )
+    return build_tiny(config)
+
+
+def generate(model, prompts=PROMPTS, *, batch_size=3, max_new_tokens=8, stop_ids=NO_STOP, sampling=None):
+    return generate_answers(
+        model, prompts, stop_ids=stop_ids, max_new_tokens=max_new_tokens, batch_size=batch_size, sampling=sampling
+    )
+
+
+def most_likely(model, prompt, count):
+    """Token by token, each from all before it, without a cache."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 7])
+def test_what_is_drawn_does_not_depend_on_the_batch_size(model, batch_size):
+    sampling = Sampling(temperature=0.9, top_p=0.95, top_k=40, seed=5)
+    drawn = generate(model, sampling=sampling)
+    assert generate(model, sampling=sampling, batch_size=batch_size) == drawn
+    assert drawn != generate(model)
+    assert drawn != generate(model, sampling=Sampling(temperature=0.9, top_p=0.95, top_k=40, seed=6))
+
+
+def test_tokens_are_drawn_with_their_probabilities(model):
+    num_draws = 1500
+    prompt = PROMPTS[0]
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt])).logits[0, -1]
+    expected = (logits / 2.0).softmax(-1)
+    drawn = generate(
+        model, [prompt] * num_draws, max_new_tokens=1, batch_size=num_draws, sampling=Sampling(temperature=2.0)
+    )
+    # A stop id ends an answer before it: 63 shows as an empty answer.
+    counts = torch.bincount(torch.tensor([(answer or NO_STOP)[0] for answer in drawn]), minlength=len(expected))
+    assert float((counts / num_draws - expected).abs().sum() / 2) < 0.1
+    assert float((counts / num_draws - logits.softmax(-1)).abs().sum() / 2) > 0.15, "the temperature takes part"
+
+
+def test_the_filters_leave_out_what_they_should(model):
+    greedy = generate(model)
+    assert generate(model, sampling=Sampling(top_k=1, seed=3)) == greedy
+    assert generate(model, sampling=Sampling(top_p=1e-6, seed=3)) == greedy
+
+
+def test_greedy_is_greedy_whatever_a_base_ships_with(model):
+    expected = [most_likely(model, prompt, 8) for prompt in PROMPTS]
+    own = model.generation_config
+    model.generation_config = GenerationConfig(repetition_penalty=5.0, do_sample=True, temperature=3.0, min_length=50)
+    try:
+        assert generate(model) == [answer[: (answer + NO_STOP).index(63)] for answer in expected]
+        assert model.generation_config.repetition_penalty == 5.0
+    finally:
+        model.generation_config = own
+
+
+def test_a_streamed_answer_is_the_same_and_comes_token_by_token(model):
+    (whole,) = generate(model, PROMPTS[:1])
+    for sampling in (None, Sampling(seed=2)):
+        given = []
+        decoding = Decoding(stop_ids=NO_STOP, max_new_tokens=8, sampling=sampling)
+        assert stream_answer(model, PROMPTS[0], decoding, given.append) == given
+        assert given == (whole if sampling is None else generate(model, PROMPTS[:1], sampling=sampling)[0])
+    given = []
+    stops = [whole[3]]
+    stream_answer(model, PROMPTS[0], Decoding(stop_ids=stops, max_new_tokens=8), given.append)
+    assert given == whole[: whole.index(whole[3])]
+
+
+def test_what_interrupts_an_answer_leaves_the_model_as_it_was():
+    model = add_lora(build_tiny(tiny_phi3_config()), LoraSection(r=2)).train()
+    own = model.generation_config
+
+    def stop(token):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), model.disable_adapter():
+        stream_answer(model, PROMPTS[0], Decoding(stop_ids=NO_STOP, max_new_tokens=8), stop)
+    assert model.training
+    assert model.generation_config is own
+    assert model.get_model_status().enabled is True
+
+
+def test_an_answer_ends_with_the_context_and_a_prompt_must_leave_room(model):
+    context = model.config.max_position_embeddings
+    nearly = [5] * (context - 3)
+    assert room_for_answer(model, nearly, 8) == 3
+    answers = generate(model, [nearly, PROMPTS[0]], batch_size=2)
+    assert [len(answer) for answer in answers] == [3, len(generate(model, PROMPTS[:1])[0])]
+    assert answers[1] == generate(model, PROMPTS[:1])[0]
+    with pytest.raises(DataError, match=rf"prompt 2 of 2 has {context} tokens.*Shorten"):
+        generate(model, [PROMPTS[0], [5] * context])
+
+
+def test_a_longrope_model_never_shares_a_batch_across_its_boundary(longrope_model):
+    lengths = [3, 4, 9, 10, BOUNDARY, 13, 14]
+    prompts = [[(7 * place + row) % 60 + 3 for place in range(length)] for row, length in enumerate(lengths)]
+    batches = plan_batches(longrope_model, prompts, batch_size=8, max_new_tokens=4)
+    assert batches == [[0, 1], [2], [3], [4], [5, 6]]
+    together = generate(longrope_model, prompts, batch_size=8, max_new_tokens=4)
+    assert together == [generate(longrope_model, [prompt], max_new_tokens=4)[0] for prompt in prompts]
+    # What the guard is for: put together by hand, the short rows of a batch take the factors of its longest.
+    expected = [most_likely(longrope_model, prompt, 4) for prompt in prompts]
+    assert together == [answer[: (answer + NO_STOP).index(63)] for answer in expected]

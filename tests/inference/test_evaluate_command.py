@@ -1,0 +1,174 @@
+import json
+import math
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from finetune.cli.evaluate import evaluate
+from finetune.errors import ConfigError
+from tests.inference.conftest import NUM_ROWS
+from tests.launches import run_launched
+
+METRICS = ["json_valid", "token_f1"]
+
+
+@pytest.fixture
+def measured(capsys):
+    """Call the command as the command line does; what it wrote to standard output."""
+
+    def measure(*arguments, **options):
+        evaluate(*arguments, **options)
+        return capsys.readouterr().out
+
+    return measure
+
+
+def figures(run, *words, measured, **options):
+    return json.loads(measured(run, list(words), as_json=True, **options))
+
+
+@pytest.fixture(scope="module")
+def whole(adapter_run, tmp_path_factory):
+    """The figures of the run as it is, and those of `METRICS`; measured once."""
+    output = tmp_path_factory.mktemp("whole") / "figures.json"
+    evaluate(adapter_run, [], metric=METRICS, output=output)
+    return json.loads(output.read_text())
+
+
+def own_test_events(run):
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {event["model"]: event for event in events if event["event"] == "test"}
+
+
+def test_the_figures_are_those_of_the_runs_own_test_phase(whole, adapter_run):
+    found = whole
+    events = own_test_events(adapter_run)
+    assert (found["weights"], found["split"], found["num_rows"]) == ("adapter", "test", NUM_ROWS)
+    for name in ("base", "tuned"):
+        assert found[name]["loss"] == pytest.approx(events[name]["loss"], rel=1e-6)
+        assert found[name]["exact_match"] == events[name]["exact_match"]
+        assert found[name]["perplexity"] == pytest.approx(math.exp(found[name]["loss"]))
+    assert found["tuned"]["loss"] < found["base"]["loss"]
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_the_batch_size_changes_nothing(measured, whole, adapter_run, batch_size):
+    words = [f"testing.batch_size={batch_size}", "testing.drop_last=true"]
+    found = figures(adapter_run, *words, measured=measured, metric=METRICS)
+    assert whole["num_rows"] == found["num_rows"] == NUM_ROWS
+    for name in ("base", "tuned"):
+        assert found[name].keys() == whole[name].keys() >= {"exact_match", *METRICS}
+        assert [found[name][metric] for metric in METRICS] == [whole[name][metric] for metric in METRICS]
+        assert found[name]["loss"] == pytest.approx(whole[name]["loss"], rel=1e-6)
+        assert found[name]["standard_error"] == pytest.approx(whole[name]["standard_error"], rel=1e-5)
+
+
+@pytest.mark.launch
+def test_two_processes_give_the_very_same_figures(measured, adapter_run, tmp_path):
+    options = ["--json", "--output", str(tmp_path / "two.json")]
+    names = [word for name in METRICS for word in ("--metric", name)]
+    words = ["-m", "finetune", "evaluate", str(adapter_run), "testing.batch_size=5", *names, *options]
+    done = run_launched("torchrun", words)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count('"num_targets"') == 1, "rank 0 alone prints"
+    one = tmp_path / "one.json"
+    figures(adapter_run, "testing.batch_size=5", measured=measured, metric=METRICS, output=one)
+    assert json.loads((tmp_path / "two.json").read_text()) == json.loads(one.read_text())
+    assert "world of 2" in done.stdout
+
+
+def test_a_table_and_some_answers_are_shown(measured, whole, adapter_run, full_run):
+    shown = measured(adapter_run, ["testing.num_samples=2"])
+    found = whole
+    for part in ("base", "tuned", "exact match", "perplexity", f"{found['tuned']['loss']:.4f}", f"{NUM_ROWS} rows"):
+        assert part in shown
+    assert shown.count("\n prompt ") == shown.count("\n expected ") == 2
+    only_tuned = measured(full_run, [])
+    assert "tuned" in only_tuned
+    assert "base" not in only_tuned
+
+
+def test_results_are_written_only_if_asked_and_over_nothing(measured, adapter_run, tmp_path):
+    before = sorted(adapter_run.rglob("*"))
+    output = tmp_path / "results.json"
+    shown = figures(adapter_run, measured=measured, output=output)
+    written = json.loads(output.read_text())
+    rows = written.pop("rows")
+    assert written == shown
+    assert len(rows) == NUM_ROWS
+    assert rows[0]["expected"].startswith("{")
+    assert sum(row["tuned"]["exact_match"] for row in rows) / NUM_ROWS == shown["tuned"]["exact_match"]
+    with pytest.raises(ConfigError, match=r"there already\. Nothing was measured"):
+        evaluate(adapter_run, [], output=output)
+    with pytest.raises(ConfigError, match="there is no folder"):
+        evaluate(adapter_run, [], output=tmp_path / "gone" / "results.json")
+    assert sorted(adapter_run.rglob("*")) == before
+
+
+def test_a_metric_of_ones_own_package_is_measured(measured, adapter_run, tmp_path, monkeypatch):
+    (tmp_path / "own_scores.py").write_text("def length(answer, expected):\n    return len(answer) - len(expected)\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    words = ["testing.compare_base=false", "testing.metrics=[]"]
+    options = {"metric": ["own_scores.length"], "metrics_from": ["own_scores"], "output": tmp_path / "out.json"}
+    found = figures(adapter_run, *words, measured=measured, **options)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    lengths = [len(row["tuned"]["answer"]) - len(row["expected"]) for row in rows]
+    assert found["tuned"]["own_scores.length"] == pytest.approx(sum(lengths) / NUM_ROWS)
+    assert "base" not in found
+    assert f"{sum(lengths) / NUM_ROWS:.4f}" in measured(
+        adapter_run, words, metric=["own_scores.length"], metrics_from=["own_scores"]
+    )
+
+
+def test_another_split_and_a_checkpoint_are_measured(measured, adapter_run):
+    words = ["testing.metrics=[]", "testing.num_samples=0"]
+    trained = figures(adapter_run, *words, measured=measured, split="train")
+    early = figures(adapter_run, *words, measured=measured, split="train", checkpoint="2")
+    assert (trained["split"], early["weights"]) == ("train", "checkpoints/step-000002")
+    assert trained["tuned"]["loss"] < early["tuned"]["loss"] < early["base"]["loss"]
+    assert trained["base"] == early["base"]
+
+
+def test_a_split_that_is_not_there_is_told(adapter_run, tmp_path):
+    rows = tmp_path / "train.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": role, "content": "a"} for role in ("user", "assistant")]}) + "\n")
+    with pytest.raises(ConfigError, match="no test split"):
+        evaluate(adapter_run, [f"data.path={rows}", f"data.cache_dir={tmp_path / 'cache'}"])
+
+
+def test_plain_text_has_a_loss_and_no_answers(measured, adapter_run, tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"text": f"Two pens for the {split} in Lisbon."}) + "\n")
+    words = [f"data.path={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "data.format=text"]
+    with pytest.raises(ConfigError, match=r"no answers to measure by exact_match"):
+        evaluate(adapter_run, words)
+    found = figures(adapter_run, *words, "testing.metrics=[]", measured=measured)
+    assert found["num_rows"] == 1
+    assert found["tuned"].keys() == {"loss", "standard_error", "perplexity"}
+    assert found["tuned"]["standard_error"] == 0.0
+
+
+def test_without_the_harness_the_pip_command_is_told(adapter_run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ConfigError, match=r'pip install "finetune\[harness\]"'):
+        evaluate(adapter_run, [], harness="hellaswag")
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed (finetune[harness])")
+def test_the_harness_measures_a_task_of_ones_own(adapter_run, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"q": "Two pens.", "a": "x"}\n{"q": "Three pens.", "a": "y"}\n')
+    (tmp_path / "pens.yaml").write_text(
+        f"task: pens\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path / 'rows.jsonl'}}}}}\n"
+        "test_split: test\noutput_type: generate_until\ndoc_to_text: '{{q}}'\ndoc_to_target: '{{a}}'\n"
+        "generation_kwargs: {until: ['<|end|>'], max_gen_toks: 8, do_sample: false}\n"
+        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
+    )
+    words = ["evaluate", adapter_run, "--json", "--harness", "pens", "--harness-tasks", tmp_path]
+    command = [sys.executable, "-m", "finetune", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["harness"]["pens"]["exact_match,none"] == 0.0
+    command[command.index("pens")] = "pans"
+    assert "does not know" in subprocess.run(command, capture_output=True, text=True).stderr

@@ -1,0 +1,131 @@
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from finetune.distributed.launch import launch
+from finetune.errors import CheckpointError, ConfigError, ModelError
+from finetune.inference.finished_run import find_run, load_finished_run
+from finetune.runs.checkpoint import verify
+from finetune.shipped_files import resolve_shipped
+from tests.tiny_models import build_tiny, tiny_phi3_config
+
+IDS = torch.arange(5, 25).reshape(1, -1)
+
+
+def load(path, words=(), **keys):
+    run = find_run(path, words, **keys)
+    with launch(run.config, trains=False) as runtime:
+        return run, load_finished_run(runtime, run)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+def test_an_adapter_is_loaded_on_its_base_with_the_runs_own_tokenizer(adapter_run):
+    run, (model, tokenizer) = load(adapter_run)
+    saved = load_file(adapter_run / "adapter/adapter_model.safetensors")
+    parameters = dict(model.named_parameters())
+    assert all(torch.equal(parameters[name.replace(".weight", ".default.weight")], saved[name]) for name in saved)
+    assert any(tensor.abs().sum() > 0 for name, tensor in saved.items() if "lora_B" in name)
+    assert tokenizer.name_or_path == str(adapter_run / "adapter")
+    assert run.weights_name == "adapter"
+    with model.disable_adapter():
+        assert not torch.allclose(logits(model), tuned := logits(load(adapter_run)[1].model))
+    assert torch.equal(logits(model), tuned)
+
+
+def test_a_checkpoint_is_named_by_its_step_or_as_the_latest(adapter_run):
+    two, four = (load(adapter_run, checkpoint=step) for step in ("2", "step-000004"))
+    assert (two[0].weights_name, four[0].weights_name) == ("checkpoints/step-000002", "checkpoints/step-000004")
+    assert not torch.equal(logits(two[1].model), logits(four[1].model))
+    assert find_run(adapter_run, checkpoint="latest").weights_name == "checkpoints/step-000004"
+
+
+def test_a_run_that_did_not_end_has_its_checkpoints(own_copy):
+    shutil.rmtree(own_copy / "adapter")
+    with pytest.raises(CheckpointError, match=r"no adapter/ yet.*--checkpoint 4"):
+        find_run(own_copy)
+    _, (model, tokenizer) = load(own_copy, checkpoint="2")
+    assert hasattr(model, "peft_config")
+    assert tokenizer.chat_template
+
+
+@pytest.mark.parametrize(("wish", "why"), [("3", "steps 2, 4"), ("best", "steps 2, 4"), ("step-x", "or say latest")])
+def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(adapter_run, wish, why):
+    with pytest.raises(CheckpointError, match=why):
+        find_run(adapter_run, checkpoint=wish)
+
+
+def test_what_is_damaged_is_refused(own_copy):
+    for folder in (own_copy / "adapter", own_copy / "checkpoints/step-000004"):
+        file = folder / "adapter_model.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    assert verify(own_copy / "checkpoints/step-000004")
+    with pytest.raises(CheckpointError, match=r"adapter is damaged.*adapter_model"):
+        find_run(own_copy)
+    with pytest.raises(CheckpointError, match="step-000004 is damaged"):
+        find_run(own_copy, checkpoint="4")
+    assert find_run(own_copy, checkpoint="latest").weights_name == "checkpoints/step-000002"
+
+
+def test_a_folder_without_a_run_is_told_as_such(tmp_path):
+    with pytest.raises(CheckpointError, match=r"not the folder of a run: it has no config.yaml"):
+        find_run(tmp_path)
+
+
+def test_a_base_that_moved_is_named_on_the_command_line(own_copy, tmp_path):
+    moved = shutil.copytree(resolve_shipped("shipped:phi_tiny"), tmp_path / "moved")
+    lost = "model.path=/nowhere/base"
+    with pytest.raises(ModelError, match="no such folder"):
+        load(own_copy, [lost])
+    _, (model, _) = load(own_copy, [lost], base=str(moved))
+    assert torch.equal(logits(model), logits(load(own_copy)[1].model))
+
+
+def test_a_base_that_the_adapter_does_not_fit_is_refused(adapter_run, tmp_path):
+    build_tiny(tiny_phi3_config()).save_pretrained(tmp_path / "other")
+    with pytest.raises(ModelError, match=r"adapter in .* does not fit the base .*other: .*--base"):
+        load(adapter_run, base=str(tmp_path / "other"))
+
+
+def test_a_fully_tuned_model_is_loaded_from_the_run_alone(full_run):
+    _, (model, tokenizer) = load(full_run, ["model.path=/nowhere/base"])
+    saved = load_file(full_run / "adapter/model.safetensors")
+    assert torch.equal(model.state_dict()["model.norm.weight"], saved["model.norm.weight"].float())
+    assert not hasattr(model, "peft_config")
+    assert tokenizer.chat_template
+    with pytest.raises(ConfigError, match="trained every weight"):
+        find_run(full_run, base="shipped:phi_tiny")
+
+
+def test_the_world_of_training_is_not_asked_for_again(own_copy):
+    file = own_copy / "config.yaml"
+    text = file.read_text().replace("world_size: null", "world_size: 4").replace("ddp: null", "ddp: true")
+    assert text.count("world_size: 4") == text.count("ddp: true") == 1
+    file.write_text(text)
+    run = find_run(own_copy)
+    assert (run.config.parallel.world_size, run.config.ddp) == (None, None)
+    assert find_run(own_copy, is_alone=True).config.ddp is False
+    assert find_run(own_copy, ["parallel.num_processes=2"]).config.parallel.num_processes == 2
+
+
+def test_loading_changes_nothing_in_the_folder(own_copy):
+    before = {path: path.read_bytes() for path in own_copy.rglob("*") if path.is_file()}
+    load(own_copy)
+    assert {path: path.read_bytes() for path in own_copy.rglob("*") if path.is_file()} == before
+    assert json.loads((own_copy / "run.json").read_text())["status"] == "completed"
+
+
+def test_a_run_that_was_quantized_says_where_it_is_not(own_copy, caplog):
+    run = find_run(own_copy, ["lora.quantize=nf4"])
+    with launch(run.config, trains=False) as runtime:
+        load_finished_run(runtime, run)
+        (record,) = runtime.fallbacks.as_records()
+    assert (record["what"], record["wanted"]) == ("lora.quantize", "nf4")

@@ -1,0 +1,143 @@
+import io
+import json
+
+import pytest
+
+from finetune.config.schema import DataSection
+from finetune.data.templates import AnswerTokens
+from finetune.errors import DataError
+from finetune.inference.prompts import (
+    Prompt,
+    encode_prompt,
+    read_file,
+    read_json_lines,
+    read_text,
+    read_words,
+    usual_system_turn,
+)
+from tests.tiny import tiny_tokenizer
+
+USER = {"role": "user", "content": "three crates"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+ANSWER = {"role": "assistant", "content": "oranges"}
+
+
+def lines(*rows):
+    return [json.dumps(row) for row in rows]
+
+
+def text_of(prompt, *, style="phi4_mini", system=None):
+    tokens = AnswerTokens(tiny_tokenizer(style))
+    return tokens.tokenizer.decode(encode_prompt(tokens, prompt, system=system))
+
+
+def test_each_word_is_a_user_of_its_own():
+    prompts = read_words(["one", "two"])
+    assert [prompt.messages for prompt in prompts] == [
+        ({"role": "user", "content": "one"},),
+        ({"role": "user", "content": "two"},),
+    ]
+    assert all(prompt.is_open for prompt in prompts)
+
+
+def test_a_whole_text_is_one_prompt():
+    (prompt,) = read_text("several\nlines\r\n", "standard input")
+    assert prompt.shown == "several\nlines"
+    with pytest.raises(DataError, match="standard input is blank"):
+        read_text(" \n", "standard input")
+
+
+def test_every_kind_of_row_can_be_asked_and_its_answer_is_what_is_expected():
+    rows = lines(
+        {"prompt": "a"},
+        {"prompt": "b", "completion": "c"},
+        {"messages": [SYSTEM, USER]},
+        {"messages": [SYSTEM, USER, ANSWER]},
+        {"conversations": [{"from": "human", "value": "d"}, {"from": "gpt", "value": "e"}]},
+        {"instruction": "f", "input": "g", "output": "h"},
+        {"text": "once upon"},
+        "just text",
+    )
+    prompts = read_json_lines([*rows[:2], "\n", *rows[2:]], "asked")
+    assert [prompt.expected for prompt in prompts] == [None, "c", None, "oranges", "e", "h", None, None]
+    assert [prompt.shown for prompt in prompts] == [
+        *("a", "b", "three crates", "three crates", "d", "f\n\ng", "once upon", "just text")
+    ]
+    assert [len(prompt.messages) for prompt in prompts] == [1, 1, 2, 2, 1, 1, 0, 1]
+    assert [prompt.is_open for prompt in prompts] == [True, True, False, False, False, False, False, True]
+    assert prompts[2].source == "asked:4"
+
+
+def test_rows_of_a_file_name_their_line(tmp_path):
+    path = tmp_path / "asked.jsonl"
+    path.write_text('{"prompt": "a"}\n{"messages": []}\n{"prompt": 3}\nnot json\n{"question": "q"}\n')
+    with pytest.raises(DataError, match=r"4 of 5 rows") as caught:
+        read_file(path)
+    for part in (":2: messages", ":3: prompt is 3 (int)", ":4:", ":5: no column prompt", "it has question"):
+        assert part in str(caught.value)
+    with pytest.raises(DataError, match="no such file"):
+        read_file(tmp_path / "gone.jsonl")
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(DataError, match=r"ends in \.txt"):
+        read_file(tmp_path / "a.txt")
+    with pytest.raises(DataError, match="has no rows"):
+        read_json_lines(io.StringIO(""), "standard input")
+
+
+@pytest.mark.parametrize("bad", [[USER, "x"], [{"role": "user"}, ANSWER], [{"role": "boss", "content": "a"}], [ANSWER]])
+def test_turns_that_are_none_are_refused(bad):
+    with pytest.raises(DataError, match=r"1 of 1 rows"):
+        read_json_lines(lines({"messages": bad}), "asked")
+
+
+def test_a_prompt_is_rendered_by_the_template_with_the_answers_header():
+    (prompt,) = read_words(["three crates"])
+    assert text_of(prompt) == "<|user|>three crates<|end|><|assistant|>"
+    assert text_of(prompt, system="Be brief.") == "<|system|>Be brief.<|end|><|user|>three crates<|end|><|assistant|>"
+    own = Prompt(source="row", messages=(SYSTEM, USER))
+    assert text_of(own, system="Another.") == text_of(prompt, system="Be brief."), "a system turn of its own stays"
+    assert text_of(Prompt(source="row", text="<|user|>as it stands")) == "<|user|>as it stands"
+    assert text_of(prompt, style="none") == "three crates"
+
+
+@pytest.mark.parametrize("answered", [[], [ANSWER]])
+def test_the_tools_of_a_row_are_offered(answered):
+    tools = [{"name": "weather"}]
+    (prompt,) = read_json_lines(lines({"messages": [USER, *answered], "tools": tools}), "asked")
+    offered = '<|tool|>[{"name": "weather"}]<|/tool|><|end|><|user|>three crates<|end|><|assistant|>'
+    assert text_of(prompt) == f"<|system|>{offered}"
+    assert text_of(prompt, system="Be brief.") == f"<|system|>Be brief.{offered}"
+    with pytest.raises(DataError, match="asked:1 offers tools, which this model's chat template leaves out"):
+        text_of(prompt, style="phi4")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "style", "why"),
+    [
+        (Prompt(source="row 1", messages=({"role": "user", "content": "a<|end|>b"},)), "phi4_mini", "special token"),
+        (Prompt(source="row 1", messages=(USER, ANSWER, USER)), "none", "no chat template"),
+        (Prompt(source="row 1", text=""), "phi4_mini", "empty"),
+    ],
+)
+def test_what_cannot_be_asked_says_why(prompt, style, why):
+    with pytest.raises(DataError, match=f"row 1.*{why}"):
+        text_of(prompt, style=style)
+
+
+def test_a_template_that_refuses_the_turns_is_told():
+    tokenizer = tiny_tokenizer()
+    tokens = AnswerTokens(tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match="row: the chat template refuses it: roles must alternate"):
+        encode_prompt(tokens, Prompt(source="row", messages=(USER,)))
+
+
+def test_the_usual_system_turn_is_what_most_training_rows_open_with(tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    with_one, without = {"messages": [SYSTEM, USER, ANSWER]}, {"messages": [USER, ANSWER]}
+    path.write_text("\n".join(lines(without, with_one, with_one)))
+    assert usual_system_turn(DataSection(path=str(path))) == "Be brief."
+    path.write_text("\n".join(lines(without, with_one, without)))
+    assert usual_system_turn(DataSection(path=str(path))) is None
+    assert usual_system_turn(DataSection(path=str(tmp_path / "gone.jsonl"))) is None
+    assert "no system turn is used" in caplog.text

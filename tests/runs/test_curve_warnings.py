@@ -1,0 +1,86 @@
+import math
+import random
+
+import pytest
+
+from finetune.training.curve_warnings import CurveWarnings
+from tests.runs.made_runs import step_event
+
+
+def said(losses, warnings=None, **changes):
+    """(step, kind) of each warning over a curve."""
+    warnings = warnings or CurveWarnings()
+    events = (step_event(step, loss, **changes) for step, loss in enumerate(losses, 1))
+    return [(event["step"], kind) for event in events for kind, _ in warnings.take(event)]
+
+
+def learning(num_steps, *, noise, seed, start=3.0, end=1.5):
+    rng = random.Random(seed)
+    level = (end + (start - end) * math.exp(-step / 60) for step in range(num_steps))
+    return [max(value * (1 + rng.gauss(0, noise)), 0.0) for value in level]
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1, 0.25, 0.4])
+def test_a_run_that_learns_is_no_alarm_however_noisy(noise):
+    assert [said(learning(1500, noise=noise, seed=seed)) for seed in range(12)] == [[]] * 12
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.2])
+def test_a_loss_that_never_moves_is_flat(noise):
+    rng = random.Random(1)
+    found = said([2.5 * (1 + rng.gauss(0, noise)) for _ in range(600)])
+    assert [kind for _, kind in found] == ["flat"]
+    assert 150 <= found[0][0] <= 600
+
+
+def test_a_run_that_has_learned_may_stay_where_it_is():
+    assert said(learning(400, noise=0.05, seed=3) + [1.5] * 2000) == []
+
+
+def test_a_slow_but_certain_fall_is_not_flat():
+    rng = random.Random(2)
+    assert said([3 - 0.002 * step + rng.gauss(0, 0.05) for step in range(600)]) == []
+
+
+def test_a_rate_of_zero_is_named():
+    warnings = CurveWarnings()
+    texts = [text for step in range(1, 151) for _, text in warnings.take(step_event(step, 2.0, learning_rate=0.0))]
+    assert len(texts) == 1
+    assert "the learning rate is 0" in texts[0]
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.1, 0.2])
+def test_a_loss_that_grows_again_is_exploding(noise):
+    rng = random.Random(4)
+    grows = [1.5 * math.exp(0.05 * step) * (1 + rng.gauss(0, noise)) for step in range(60)]
+    found = said(learning(300, noise=noise, seed=5) + grows)
+    assert [kind for _, kind in found] == ["exploding"]
+    assert 300 < found[0][0] <= 360
+
+
+def test_a_run_that_explodes_from_its_first_steps_is_said():
+    assert said([2.0, 2.1, 2.6, 4.0, 6.5, 8.0, 8.9, 9.5, *[10.0] * 40])[0][1] == "exploding"
+
+
+def test_one_bad_step_is_not():
+    assert said([*learning(200, noise=0.05, seed=6), 12.0, *learning(50, noise=0.05, seed=7, start=1.6)]) == []
+
+
+def test_steps_without_a_loss_are_passed_over():
+    assert said([math.nan, "NaN", "Infinity", *learning(150, noise=0.05, seed=8)]) == []
+
+
+def interval(share):
+    return {"event": "resources", "step": 10, "data_wait_share": share}
+
+
+def test_a_loader_that_is_waited_for_twice_in_a_row_is_the_brake():
+    warnings = CurveWarnings()
+    assert [len(warnings.take(interval(share))) for share in (0.6, 0.1, 0.3, 0.3, 0.5)] == [0, 0, 0, 1, 0]
+    assert CurveWarnings().take({"event": "resources", "step": 10}) == []
+
+
+def test_what_an_earlier_start_has_said_is_not_said_again():
+    warnings = CurveWarnings()
+    warnings.take({"event": "warning", "step": 100, "kind": "flat", "text": "…"})
+    assert said([2.0] * 300, warnings) == []

@@ -1,0 +1,108 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from finetune.errors import CheckpointError
+from finetune.runs.file_lock import file_lock
+from finetune.runs.listing import find_runs, list_runs
+from tests.runs.made_runs import change_record, write_run
+
+
+def states(folder):
+    return {run.name: run.state for run in find_runs(folder)}
+
+
+def test_every_run_below_is_found_and_nothing_else(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "sweep" / "b" / "1")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "x.txt").write_text("x")
+    (tmp_path / "a" / "checkpoints" / "step-000001").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert {run.name for run in find_runs(tmp_path)} == {"a", "sweep/b/1"}
+    assert [run.name for run in find_runs(tmp_path / "a")] == [str(tmp_path / "a")]
+
+
+def test_a_run_says_where_it_stands(tmp_path):
+    folder = write_run(tmp_path / "a", losses=(3.0, 2.0), status="completed")
+    (run,) = find_runs(tmp_path)
+    assert (run.step, run.num_steps, run.train_loss, run.validation_loss) == (2, 2, 2.0, 2.0)
+    assert (run.best_loss, run.best_step, run.model, run.data, run.world_size) == (2.0, 2, "owner/phi", "owner/rows", 1)
+    assert run.path == str(folder.path)
+    assert run.started <= run.finished
+
+
+@pytest.mark.parametrize("status", ["completed", "failed", "preempted", "stopped"])
+def test_a_run_that_ended_says_how(tmp_path, status):
+    write_run(tmp_path / "a", status=status, why="as asked")
+    (run,) = find_runs(tmp_path)
+    assert (run.state, run.why) == (status, "as asked")
+
+
+def test_a_run_is_running_while_a_living_process_holds_its_lock(tmp_path):
+    folder = write_run(tmp_path / "a", status="running")
+    with file_lock(folder.lock_file, waiting_for="the test"):
+        assert states(tmp_path) == {"a": "running"}
+        assert folder.lock_file.exists()
+    assert states(tmp_path) == {"a": "stopped"}, "nobody is left to say that it ended"
+
+
+def test_a_killed_run_is_stopped_though_its_lock_file_is_left(tmp_path):
+    folder = write_run(tmp_path / "a", status="running")
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom finetune.runs.file_lock import file_lock\n"
+        "held = file_lock(Path(sys.argv[1]), waiting_for='the test')\nos.kill(os.getpid(), 9)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, folder.lock_file], check=False)
+    assert folder.lock_file.exists()
+    assert states(tmp_path) == {"a": "stopped"}
+    assert json.loads(folder.record_file.read_text())["status"] == "running", "watching changes nothing"
+
+
+def test_what_is_torn_or_missing_is_left_out(tmp_path):
+    folder = write_run(tmp_path / "a", losses=(float("nan"),))
+    folder.record_file.write_text('{"status": "compl')
+    folder.config_file.write_text("training: {no_such_key: 1}\n")
+    with folder.metrics_file.open("a") as file:
+        file.write('{"event": "step", "st')
+    (run,) = find_runs(tmp_path)
+    assert (run.state, run.step, run.train_loss, run.best_loss, run.model) == ("unknown", 1, None, None, None)
+    change = write_run(tmp_path / "b")
+    change_record(change, starts="x", result=[], num_steps="many", status=7)
+    assert states(tmp_path)["b"] == "unknown"
+
+
+def test_the_table_and_the_objects_say_the_same(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    write_run(tmp_path / "a [bold]", losses=(3.0, 2.25))
+    assert list_runs(tmp_path) == 0
+    table = capsys.readouterr().out
+    for part in ("a [bold]", "completed", "2/2", "2.2500", "phi", "rows"):
+        assert part in table
+    assert list_runs(tmp_path, as_json=True) == 0
+    (run,) = json.loads(capsys.readouterr().out)
+    assert (run["name"], run["state"], run["train_loss"]) == ("a [bold]", "completed", 2.25)
+
+
+def test_no_run_and_no_folder(tmp_path, capsys):
+    assert list_runs(tmp_path) == 0
+    assert "no run in" in capsys.readouterr().out
+    assert list_runs(tmp_path, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        list_runs(tmp_path / "none")
+
+
+def test_a_folder_that_may_not_be_read_is_passed_over(tmp_path):
+    write_run(tmp_path / "a")
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0)
+    try:
+        if os.access(closed, os.R_OK):
+            pytest.skip("root reads every folder")
+        assert set(states(tmp_path)) == {"a"}
+    finally:
+        closed.chmod(0o700)

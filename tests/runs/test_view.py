@@ -1,0 +1,79 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from finetune.runs.view import RunView, curve, in_words
+from tests.runs.made_runs import step_event
+
+
+def view_of(losses, *, num_steps=None):
+    view = RunView(num_steps)
+    for step, loss in enumerate(losses, 1):
+        view.take(step_event(step, loss))
+    return view
+
+
+def shown(view, width=100):
+    screen = io.StringIO()
+    Console(file=screen, width=width).print(view)
+    return screen.getvalue()
+
+
+def test_the_view_has_everything_in_one_place():
+    view = view_of([3.0 - 0.02 * step for step in range(40)], num_steps=100)
+    view.take({"event": "validation", "step": 20, "loss": 2.2})
+    view.take({"event": "validation", "step": 40, "loss": 2.4})
+    view.take({"event": "resources", "step": 40, "host_memory": 5 * 10**8, "device_memory": 2 * 10**9,
+               "data_wait_share": 0.034, "slowest_rank_share": 0.21})  # fmt: skip
+    view.take({"event": "warning", "step": 30, "kind": "flat", "text": "the loss [is] flat"})
+    text = shown(view)
+    for part in (
+        "40/100 · epoch 1 · 6 s left", "2.2200 · falling, -14.2% over 20 steps  █",
+        "2.4000 at step 40 · best 2.2000 at step 20",
+        "learning rate 1.00e-04 · gradient norm 0.5", "1,000 tokens/s · 3% waiting for data · 21% for the slowest rank",
+        "500 MB of the main process · 2 GB on its device, at most", "step 30: the loss [is] flat",
+    ):  # fmt: skip
+        assert part in text, text
+
+
+def test_a_view_without_any_event_can_be_shown():
+    assert shown(RunView()).split() == ["step", "0"]
+    assert RunView(5).line() == "step 0/5 · loss –"
+
+
+def test_what_a_run_says_at_its_worst_is_shown_too():
+    view = view_of([2.0, "NaN", "Infinity"], num_steps=3)
+    view.take({"event": "validation", "step": 3, "loss": "NaN"})
+    assert "inf" in view.line()
+    assert "nan at step 3" in shown(view)
+    view.take({"event": "step"})
+    view.take({"event": "of a later version", "step": "x"})
+    assert view.line() == "step 0/3 · loss – · 0 s left"
+
+
+@pytest.mark.parametrize(
+    ("losses", "word"),
+    [
+        ([3 - 0.1 * n for n in range(20)], "falling"),
+        ([1 + 0.1 * n for n in range(20)], "rising"),
+        ([2, 3] * 10, "level"),
+    ],
+)
+def test_a_trend_is_called_by_its_name(losses, word):
+    assert str(view_of(losses).trend()).startswith(word)
+
+
+def test_there_is_no_trend_before_ten_steps():
+    assert view_of([3.0] * 9).trend() is None
+    assert view_of([3.0] * 10).trend() is not None
+
+
+def test_a_curve_is_as_wide_as_it_may_be():
+    assert curve([1.0], 8) == ""
+    assert curve([2.0, 2.0], 8) == "▁▁"
+    assert curve([float(n) for n in range(80)], 8) == "▁▂▃▄▅▆▇█"
+
+
+def test_time_in_words():
+    assert [in_words(seconds) for seconds in (0.4, 61, 7300)] == ["0 s", "1 min 1 s", "2 h 1 min"]
