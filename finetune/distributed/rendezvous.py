@@ -348,7 +348,7 @@ def what_answers(host: str, port: int) -> str | None:
     """None where a torch store answers at the address, else what does.
 
     A store echoes the four bytes behind a ping: torch/csrc/distributed/c10d/TCPStore.cpp, VALIDATE = 0 with the magic
-    number of TCPStoreBackend.hpp, PING = 13. `tests/distributed/test_roll_call.py` tries it on the installed torch.
+    number of TCPStoreBackend.hpp, PING = 13. `tests/distributed/test_rendezvous.py` tries it on the installed torch.
     """
     nonce = os.urandom(4)
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from finetune.distributed import roll_call
+from finetune.distributed import rendezvous
 from finetune.distributed.environment import read_environment
 from finetune.distributed.rendezvous import RollCall, Verdict, what_answers
 from finetune.errors import LaunchError
@@ -248,7 +248,7 @@ def test_a_store_that_goes_away_is_a_launch_error():
     assert second.read_verdict() == Verdict("together")
     word.join()
     first.leave()
-    roll_call._open_stores.clear()
+    rendezvous._open_stores.clear()
     del word, first
     with pytest.raises(LaunchError, match="lost the store"):
         second.read_verdict()
