@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from finetune.model.new_tokens import add_tokens as add_tokens
     from finetune.model.quantized import build_quantized_base as build_quantized_base
     from finetune.training.preference_trainer import PreferenceTrainer as PreferenceTrainer
+    from finetune.training.train import train as train
     from finetune.training.trainer import Trainer as Trainer
     from finetune.training.trainer_ddp import TrainerDDP as TrainerDDP
 
@@ -44,6 +45,7 @@ _HOMES = {
     "load_config": "finetune.config.compose",
     "load_examples": "finetune.data.examples",
     "stop_ids": "finetune.data.templates",
+    "train": "finetune.training.train",
     "PreferenceTrainer": "finetune.training.preference_trainer",
     "Trainer": "finetune.training.trainer",
     "TrainerDDP": "finetune.training.trainer_ddp",

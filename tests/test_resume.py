@@ -27,7 +27,7 @@ REFUSED = {
     "model": "path revision init config tokenizer chat_template attention trust_remote_code",
     "lora": "r alpha dropout targets rslora dora init start_from quantize new_tokens",
     "optim": "optimizer learning_rate weight_decay args schedule warmup_steps max_grad_norm lora_plus_ratio",
-    "training": "method max_steps num_epochs drop_last precision neftune_alpha dpo_beta",
+    "training": "method objective max_steps num_epochs drop_last precision neftune_alpha dpo_beta",
     "validation": "drop_last",
 }
 """Without dropout, and with rows that are the same."""

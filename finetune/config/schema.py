@@ -311,6 +311,8 @@ class TrainingSection(LoaderKeys):
 
     method: Literal["lora", "full"] = "lora"
     """What is trained: a LoRA adapter, or every weight."""
+    objective: Literal["sft", "dpo"] = "sft"
+    """sft: learn the answers of the rows; dpo: prefer the chosen answer of each pair to the rejected one."""
     max_steps: PositiveInt | None = None
     """Stop after this many optimizer steps, whatever `num_epochs` says."""
     num_epochs: PositiveInt = 1

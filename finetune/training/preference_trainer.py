@@ -34,7 +34,7 @@ class PreferenceTrainer(Trainer):
 
     Args:
         runtime: this process's place in the world.
-        config: the whole run.
+        config: the whole run; `training.objective` is recorded as dpo, even where a script leaves it out.
         model: a PEFT model, on the CPU.
         tokenizer: the model's.
         splits: encoded pairs.
@@ -44,6 +44,8 @@ class PreferenceTrainer(Trainer):
         DataError: a pair whose two sides a LongRoPE model would rotate differently.
     """
 
+    objective = "dpo"
+
     def __init__(
         self,
         runtime: Runtime,
@@ -52,16 +54,8 @@ class PreferenceTrainer(Trainer):
         tokenizer: PreTrainedTokenizerBase,
         splits: EncodedPairSplits,
     ) -> None:
-        if config.training.method != "lora":
-            raise ConfigError(
-                f"training.method is {config.training.method}, but the reference of DPO is the base with its adapter "
-                "switched off. Set training.method=lora."
-            )
-        if config.lora.start_from is not None:
-            raise ConfigError(
-                f"lora.start_from is {config.lora.start_from}, but the reference of DPO is the base without any "
-                "adapter. Merge that adapter into its base first, and name the merged model in model.path."
-            )
+        config = _with_objective(config)
+        check_reference(config)
         for split in (splits.train, splits.validation):
             _refuse_straddling(split, longrope_boundary(model))
         super().__init__(runtime, config, model, tokenizer, splits)  # type: ignore[arg-type]  # a row is a pair here
@@ -83,6 +77,35 @@ class PreferenceTrainer(Trainer):
                 "Validation: %s", ", ".join(f"{name}={mean:.3f}" for name, mean in self.validation_figures.items())
             )
         return sums
+
+
+def check_reference(config: Config) -> None:
+    """Refuse a run whose reference would not be the base.
+
+    Raises:
+        ConfigError: every weight would train, or an adapter would go on from another.
+    """
+    if config.training.method != "lora":
+        raise ConfigError(
+            f"training.method is {config.training.method}, but the reference of DPO is the base with its adapter "
+            "switched off. Set training.method=lora."
+        )
+    if config.lora.start_from is not None:
+        raise ConfigError(
+            f"lora.start_from is {config.lora.start_from}, but the reference of DPO is the base without any "
+            "adapter. Merge that adapter into its base first, and name the merged model in model.path."
+        )
+
+
+def _with_objective(config: Config) -> Config:
+    """The configuration with the objective of this trainer: scripts older than the key do not set it."""
+    origin = config.origin("training.objective")
+    if config.training.objective == "sft" and origin != "default":
+        raise ConfigError(
+            f"training.objective is sft ({origin}), but PreferenceTrainer trains on pairs of answers. Set "
+            "training.objective=dpo, or use Trainer."
+        )
+    return config.model_copy(update={"training": config.training.model_copy(update={"objective": "dpo"})})
 
 
 def _refuse_straddling(split: EncodedPairs | None, boundary: int | None) -> None:

@@ -126,6 +126,7 @@ EFFECTS: dict[str, Effect] = dict(
     **_each("optim: weight_decay args max_grad_norm", "how gradients become updates", _always),
     **_each("optim: learning_rate schedule warmup_steps lora_plus_ratio", "the learning rate of every step", _always),
     **_each("training: method", "what is trained", _always, fits=False),
+    **_each("training: objective", "which loss is minimised", _always),
     **_each("training: max_steps", "the number of steps, over which the learning rate falls", _is_rate_scaled),
     **_each(
         "training: num_epochs", "the number of steps, over which the learning rate falls", _is_rate_scaled_by_epochs

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from signal import Signals
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from finetune.config.compose import resolved_yaml
 from finetune.data.batches import BatchPlan, EvaluationLoader, TrainLoader, pad
@@ -85,6 +85,8 @@ class Trainer:
         CheckpointError: the run's folder cannot be used.
     """
 
+    objective: ClassVar[Literal["sft", "dpo"]] = "sft"
+
     def __init__(
         self,
         runtime: Runtime,
@@ -104,6 +106,7 @@ class Trainer:
         self._last_loss = math.nan
         self._last_validation: LossSums | None = None
         self.validation_figures: dict[str, float] = {}
+        self._check_objective(config)
         _check_fit(config, model, splits)
         agree_on_tokens(model, tokenizer)
         runtime.agree_set_up()
@@ -118,6 +121,15 @@ class Trainer:
         self._collate = choose_collation(runtime, config.training, model)
         if config.training.gradient_checkpointing:
             checkpoint_gradients(model)
+
+    @classmethod
+    def _check_objective(cls, config: Config) -> None:
+        if config.training.objective != cls.objective:
+            raise ConfigError(
+                f"training.objective is {config.training.objective} ({config.origin('training.objective')}), but "
+                f"{cls.__name__} trains {cls.objective}. Use PreferenceTrainer (recipes/finetune_preferences.py) or "
+                f"`finetune train`, or set training.objective={cls.objective}."
+            )
 
     @property
     def global_batch_size(self) -> int:

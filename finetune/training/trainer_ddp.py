@@ -17,17 +17,14 @@ import torch
 from finetune.config.from_dict import config_from_dict, has_section
 from finetune.config.schema import Config
 from finetune.data.batches import EvaluationLoader, TrainLoader
-from finetune.data.encode import encode_examples
-from finetune.data.examples import load_examples
 from finetune.distributed.ddp_init import cleanup_ddp, initialize_ddp, is_joined
 from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, LaunchError, PreemptedError
 from finetune.fallbacks import Fallbacks
-from finetune.model.base import build_base_model, build_tokenizer
-from finetune.model.lora import add_lora
 from finetune.runs.state import Comparison
+from finetune.training.train import build_parts
 from finetune.training.trainer import Trainer, TrainingResults
 
 if TYPE_CHECKING:
@@ -79,12 +76,7 @@ class TrainerDDP(Trainer):
             TrainerDDP._open = self
             atexit.register(self._close_at_exit)
             _check_rank(rank, runtime)
-            tokenizer = build_tokenizer(checked.model)
-            examples = load_examples(checked.data)
-            splits = encode_examples(examples, tokenizer, checked.data, fallbacks=runtime.fallbacks)
-            base = build_base_model(checked.model)
-            model = add_lora(base, checked.lora) if checked.training.method == "lora" else base
-            super().__init__(runtime, checked, model, tokenizer, splits)
+            super().__init__(runtime, checked, *build_parts(runtime, checked))
 
     @property
     def device(self) -> int | torch.device:

@@ -48,8 +48,8 @@ KEYS = {
     "cache_dir",
     "lora": "r alpha dropout targets rslora dora init start_from start_from_any_base quantize new_tokens",
     "optim": "optimizer learning_rate weight_decay args schedule warmup_steps lora_plus_ratio max_grad_norm",
-    "training": f"{LOADER_KEYS} method max_steps num_epochs global_batch_size max_tokens_per_microbatch packing "
-    "share_prefixes kernels neftune_alpha dpo_beta "
+    "training": f"{LOADER_KEYS} method objective max_steps num_epochs global_batch_size max_tokens_per_microbatch "
+    "packing share_prefixes kernels neftune_alpha dpo_beta "
     "precision gradient_checkpointing device deterministic debug log_every trackers on_nonfinite max_skipped_steps",
     "validation": f"{LOADER_KEYS} validate_every",
     "testing": f"{LOADER_KEYS} metrics compare_base max_new_tokens num_samples",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 
 import pytest
 import torch
 
 from finetune import (
     PreferenceTrainer,
+    Trainer,
     add_lora,
     build_base_model,
     build_tokenizer,
@@ -18,11 +20,15 @@ from finetune import (
     launch,
     load_config,
 )
-from finetune.errors import ConfigError
+from finetune.cli.train import train_from_words
+from finetune.errors import CheckpointError, ConfigError
 from finetune.training.preference import FIGURES
+from finetune.training.resume import _sha256
+from tests.in_process import run_finetune
 from tests.launches import REPOSITORY, run_launched
 from tests.methods import tiny_training
 from tests.methods.tiny_training import (
+    contents,
     curve,
     events,
     logits_of,
@@ -31,7 +37,7 @@ from tests.methods.tiny_training import (
     refuse_to_differ_after_a_break,
     words_for,
 )
-from tests.tiny_runs import write_base
+from tests.tiny_runs import write_base, write_rows
 
 WORDS = ["task=finetune_preferences", "lora.r=4", "optim.learning_rate=1e-2", "optim.warmup_steps=0"]
 
@@ -140,13 +146,48 @@ def test_the_model_s_own_forward_gives_the_curve_of_the_engine(trained, inputs, 
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
+def train_by_command(words):
+    train_from_words(words)
+
+
+def test_the_command_trains_pairs_and_writes_what_the_trainer_writes(trained, inputs, tmp_path, monkeypatch):
+    words = [*words_for(inputs, tmp_path / "run"), *WORDS]
+    train_by_command(words)
+    for folder in ("checkpoints/step-000002", "checkpoints/step-000004", "adapter"):
+        assert contents(tmp_path / "run" / folder) == contents(trained[0] / folder), folder
+    assert curve(tmp_path / "run") == curve(trained[0])
+    assert (tmp_path / "run/config.yaml").read_text().count("objective: dpo") == 1
+    monkeypatch.setattr(tiny_training, "train", train_by_command)
+    refuse_to_differ_after_a_break(words, trained[0], tmp_path / "broken")
+
+
+def test_the_page_of_a_run_on_pairs_shows_its_rewards(trained, tmp_path):
+    done = run_finetune("report", trained[0], "--output", tmp_path / "page.html")
+    assert done.returncode == 0, done.stdout
+    assert "completed" in (tmp_path / "page.html").read_text()
+
+
+COMMAND = ["-m", "finetune", "train"]
+RECIPE = [REPOSITORY / "recipes/finetune_preferences.py"]
+
+
 @pytest.mark.launch
-@pytest.mark.parametrize("sync", ["flat", "ddp"])
-def test_the_recipe_gives_one_curve_as_one_process_and_as_two(trained, inputs, tmp_path, sync):
+@pytest.mark.parametrize(
+    ("launcher", "program", "sync"),
+    [
+        ("torchrun", RECIPE, "flat"),
+        ("torchrun", COMMAND, "ddp"),
+        ("accelerate", COMMAND, "flat"),
+        ("python", [*COMMAND, "parallel.num_processes=2"], "flat"),
+    ],
+    ids=["recipe-flat", "torchrun-ddp", "accelerate-flat", "spawn-flat"],
+)
+def test_pairs_give_one_curve_as_one_process_and_as_two(trained, inputs, tmp_path, launcher, program, sync):
     """In the last step of an epoch one of the two has no pair."""
     words = [*words_for(inputs, tmp_path / "two"), *WORDS, f"parallel.gradient_sync={sync}"]
-    done = run_launched("torchrun", [REPOSITORY / "recipes/finetune_preferences.py", *words])
+    done = run_launched(launcher, [*program, *words])
     assert done.returncode == 0, done.stdout
+    assert record(tmp_path / "two")["world_size"] == 2
     for one, two in zip(curve(trained[0]), curve(tmp_path / "two"), strict=True):
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
         assert [one[name] for name in FIGURES] == pytest.approx([two[name] for name in FIGURES], rel=1e-5, abs=1e-6)
@@ -167,3 +208,60 @@ def test_a_reference_that_is_not_the_base_is_refused(inputs, tmp_path, words, sa
     splits = encode_preferences(config.data, build_tokenizer(config.model))
     with launch(config) as runtime, pytest.raises(ConfigError, match=said):
         PreferenceTrainer(runtime, config, None, None, splits)
+
+
+def test_a_script_without_the_objective_trains_and_records_it(inputs, tmp_path):
+    """As scripts and task files did before there was the key."""
+    words = [word for word in [*words_for(inputs, tmp_path / "run"), *WORDS] if word != "task=finetune_preferences"]
+    train([*words, "training.max_steps=1", "checkpoint.save_every=1"])
+    assert "objective: dpo" in (tmp_path / "run/config.yaml").read_text()
+
+
+def test_a_run_on_pairs_that_is_older_than_the_objective_goes_on_with_the_same_bytes(trained, inputs, tmp_path):
+    def forget_objective(folder):
+        file = folder / "config.yaml"
+        file.write_text(file.read_text().replace("  objective: dpo\n", ""))
+        older = record(folder)
+        del older["started_with"]["config"]["training"]["objective"]
+        del older["started_with"]["sha256"]
+        older["started_with"]["sha256"] = _sha256(older["started_with"])
+        (folder / "run.json").write_text(json.dumps(older))
+
+    words = [*words_for(inputs, tmp_path / "broken"), *WORDS]
+    with pytest.MonkeyPatch.context() as patch:
+        tiny_training.break_at(patch, 3)
+        with pytest.raises(RuntimeError, match="power cut"):
+            train(words)
+    forget_objective(tmp_path / "broken")
+    train_by_command(words)
+    log = (tmp_path / "broken/log.txt").read_text()
+    assert "resumed from step=2" in log
+    assert "could not be compared: training.objective" in log
+    assert contents(tmp_path / "broken/adapter") == contents(trained[0] / "adapter")
+
+
+def test_rows_without_pairs_do_not_go_on_with_a_run_on_pairs(trained, inputs, tmp_path):
+    shutil.copytree(trained[0], tmp_path / "run")
+    write_rows(tmp_path / "rows")
+    words = [*words_for(inputs, tmp_path / "run"), *WORDS, "training.objective=sft", "training.max_steps=5"]
+    with pytest.raises(CheckpointError, match=r"training\.objective: started with dpo, now sft \(command line\)"):
+        train_by_command([*words, f"data.path={tmp_path / 'rows'}"])
+
+
+def test_the_trainer_of_another_objective_is_refused(inputs, tmp_path):
+    config = load_config([*words_for(inputs, tmp_path / "run"), *WORDS, "training.objective=sft"])
+    with launch(config) as runtime:
+        with pytest.raises(ConfigError) as caught:
+            PreferenceTrainer(runtime, config, None, None, None)
+        assert str(caught.value) == (
+            "training.objective is sft (command line), but PreferenceTrainer trains on pairs of answers. Set "
+            "training.objective=dpo, or use Trainer."
+        )
+    config = load_config([*words_for(inputs, tmp_path / "run"), "training.objective=dpo"])
+    with launch(config) as runtime:
+        with pytest.raises(ConfigError) as caught:
+            Trainer(runtime, config, None, None, None)
+        assert str(caught.value) == (
+            "training.objective is dpo (command line), but Trainer trains sft. Use PreferenceTrainer "
+            "(recipes/finetune_preferences.py) or `finetune train`, or set training.objective=sft."
+        )

@@ -1,0 +1,81 @@
+"""Train what a configuration names, from the files it names to a run's folder: what recipes spell out in steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.data.encode import encode_examples
+from finetune.data.examples import load_examples
+from finetune.data.preferences import encode_preferences
+from finetune.distributed.launch import launch
+from finetune.distributed.runtime import Runtime
+from finetune.model.base import build_base_model
+from finetune.model.lora import add_lora
+from finetune.model.new_tokens import build_run_tokenizer
+from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
+from finetune.training.preference_trainer import PreferenceTrainer, check_reference
+from finetune.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.config.schema import Config
+
+
+def train(config: Config) -> None:
+    """Train the adapter or the model that the configuration describes, by its `training.objective`, and test it.
+
+    Collective: every process of the launch.
+    """
+    with launch(config) as runtime:
+        trainer = build_trainer(runtime, config)
+        train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
+        trainer.run_training(train_loader, val_loader)
+        trainer.run_test(test_loader)
+
+
+def build_trainer(runtime: Runtime, config: Config) -> Trainer:
+    """Build the trainer for the configuration's objective, with its model and rows.
+
+    Collective: every rank.
+    """
+    if config.training.objective == "dpo":
+        check_reference(config)  # before anything slow
+        return PreferenceTrainer(runtime, config, *build_parts(runtime, config))
+    return Trainer(runtime, config, *build_parts(runtime, config))
+
+
+class Parts(NamedTuple):
+    """What a trainer trains, in the order in which it takes them."""
+
+    model: Any
+    """A PEFT model, or a transformers model where every weight trains; on the CPU, or on the GPU if quantized."""
+    tokenizer: PreTrainedTokenizerBase
+    """With the tokens that the run adds."""
+    splits: Any
+    """`EncodedSplits`, or `EncodedPairSplits` for preferences."""
+
+
+def build_parts(runtime: Runtime, config: Config) -> Parts:
+    """Load the tokenizer, encode the rows and build the model.
+
+    Raises:
+        ConfigError: the configuration asks for something that this machine or model cannot do.
+        DataError: a row cannot be used.
+        ModelError: the model or the tokenizer cannot be loaded.
+    """
+    has_adapter = config.training.method == "lora"
+    is_quantized = has_adapter and config.lora.quantize != "none"
+    if is_quantized:  # before anything is read
+        refuse_where_quantizing_is_impossible(config.lora, config.model, runtime.device)
+    tokenizer = build_run_tokenizer(config)
+    splits: Any
+    if config.training.objective == "dpo":
+        splits = encode_preferences(config.data, tokenizer, fallbacks=runtime.fallbacks)
+    else:
+        splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
+    if is_quantized:
+        base = build_quantized_base(config.model, config.lora, runtime.device)
+    else:
+        base = build_base_model(config.model)
+    return Parts(add_lora(base, config.lora, tokenizer) if has_adapter else base, tokenizer, splits)
