@@ -59,11 +59,14 @@ def test_links_of_the_repositorys_own_pages_lead_somewhere(name):
 
 def test_the_pictures_are_small_and_ask_nobody():
     text = README.read_text(encoding="utf-8")
-    pictures = [REPOSITORY / path for path in sorted(set(re.findall(r"docs/assets/[\w-]+\.(?:svg|png)", text)))]
-    assert len(pictures) == 3
-    for picture in pictures:
+    shown = {"docs/assets/report-dark.png", "docs/assets/report-light.png"}
+    assert set(re.findall(r"docs/assets/[\w.-]+\.(?:svg|png)", text)) == shown, (
+        "one picture, for a light and a dark screen"
+    )
+    terminal = DOCS / "assets/quickstart.svg"
+    assert "(assets/quickstart.svg)" in (DOCS / "quickstart.md").read_text(encoding="utf-8")
+    for picture in (*(REPOSITORY / path for path in shown), terminal):
         assert picture.stat().st_size < 300_000, picture
-        if picture.suffix == ".svg":
-            drawn = picture.read_text(encoding="utf-8")
-            assert "finetune report runs/quickstart" in drawn.replace("&#160;", " ")
-            assert not re.search(r"url\([\"']?http|href=", drawn)
+    drawn = terminal.read_text(encoding="utf-8")
+    assert "finetune report runs/quickstart" in drawn.replace("&#160;", " ")
+    assert not re.search(r"url\([\"']?http|href=", drawn)
