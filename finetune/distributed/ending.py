@@ -20,7 +20,7 @@ _SIGNS_OF_NO_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
 
-_PLACE_IN_TORCH = re.compile(r"^\[enforce fail at \S+\] (data\. )?")
+_PLACE_IN_TORCH = re.compile(r"^\[enforce fail at \S+\] ((data|err == 0)\. )?")
 
 
 def explain(error: BaseException, watchdog: Watchdog | None) -> BaseException:

@@ -34,7 +34,7 @@ def marked_blocks(page: Path) -> Iterator[Block]:
 
     ``<!-- runnable: WORDS -->``: run by the tests, with these words added to each command of the block;
     ``<!-- file: NAME -->``: written beside it;
-    ``<!-- message -->`` and ``<!-- message made: HOW -->``: said by the code.
+    ``<!-- message: NAME -->``: printed by the code; `tests/docs/messages.py` has a function of that name.
     """
     text = page.read_text(encoding="utf-8")
     found = list(_BLOCK.finditer(text))

@@ -1,0 +1,346 @@
+"""How each message of docs/troubleshooting.md comes about: the code that prints it, brought to print it.
+
+Each function here brings one about and returns all that was printed meanwhile, with the numbers and names that differ
+from run to run put as the page has them. `tests/docs/test_messages.py` looks for the page's text among them, whole.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+
+from finetune import cleanup_ddp, initialize_ddp, launch, load_config
+from finetune.config.schema import Config
+from finetune.distributed import ddp_init, device, rendezvous
+from finetune.distributed import launch as launching
+from finetune.distributed.accelerate_command import AccelerateCommand, launch_options
+from finetune.distributed.ddp_init import ProcessContext
+from finetune.distributed.ending import explain
+from finetune.distributed.environment import LaunchEnvironment, read_environment
+from finetune.distributed.guardian.faults import Place, describe_late, unreachable
+from finetune.distributed.rendezvous import RollCall, Verdict
+from finetune.distributed.runtime import Runtime, forget_accelerate
+from finetune.errors import FinetuneError
+from finetune.fallbacks import Fallbacks
+from finetune.logs import configure_logs
+from finetune.runs import folder as run_folder
+from finetune.runs.folder import RunFolder
+from recipes.finetune_lora import main as finetune_lora
+from tests.launches import free_port
+from tests.test_nonfinite import words as words_with_a_bad_row
+from tests.test_nonfinite import write_model, write_row
+from tests.tiny_runs import write_rows
+
+Printed = list[str]
+MAKERS: dict[str, Callable[[Path, pytest.MonkeyPatch], Printed]] = {}
+_BEFORE_A_MESSAGE = re.compile(r"^\[RANK \d+\] \S+ \S+ [A-Z]+ [\w.]+: ")
+_ONE_SECOND = timedelta(seconds=1)
+_TORCHRUN = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2"}
+_SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
+
+
+def maker(function: Callable[[Path, pytest.MonkeyPatch], Printed]) -> Callable[[Path, pytest.MonkeyPatch], Printed]:
+    """Let this function make the message of its name."""
+    MAKERS[function.__name__] = function
+    return function
+
+
+def printed_by(call: Callable[[], object]) -> Printed:
+    """Every line that a call logs, and the error that ends it, each whole."""
+    screen = io.StringIO()
+    logging.getLogger("finetune").handlers.clear()
+    with redirect_stderr(screen):
+        configure_logs(0)
+        try:
+            call()
+            error = ""
+        except (FinetuneError, TypeError, ValueError, RuntimeError) as raised:
+            error = str(raised)
+        finally:
+            logging.getLogger("finetune").handlers.clear()
+    lines = [_BEFORE_A_MESSAGE.sub("", line) for line in screen.getvalue().splitlines()]
+    return [*lines, " ".join(error.split())]
+
+
+def put(printed: Printed, **words: str) -> Printed:
+    """Replace what differs from run to run: `put(printed, **{found: on_the_page})`."""
+    for found, on_the_page in words.items():
+        printed = [line.replace(found, on_the_page) for line in printed]
+    return printed
+
+
+@contextmanager
+def occupied_port() -> Iterator[int]:
+    with socket.socket() as held:
+        held.bind(("", 0))
+        held.listen()
+        yield held.getsockname()[1]
+
+
+def _config(**sections: object) -> Config:
+    return Config.model_validate({"training": {"device": "cpu"}, **sections})
+
+
+def _enter(config: Config) -> None:
+    with launch(config, trains=False):
+        pass
+
+
+def _set(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+# --- starting -----------------------------------------------------------------------------------------------------
+
+
+@maker
+def port_in_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    _set(monkeypatch, _SLURM)
+    with occupied_port() as port:
+        printed = printed_by(
+            lambda: initialize_ddp(
+                _ONE_SECOND, master_addr="127.0.0.1", master_port=port, fallbacks=Fallbacks(strict=True)
+            )
+        )
+    return put(printed, **{str(port): "29500"})
+
+
+@maker
+def port_in_use_for_torchrun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    with occupied_port() as port:
+        printed = printed_by(lambda: dist.TCPStore("127.0.0.1", port, 1, is_master=True))
+    return put(printed, **{str(port): "29500"})
+
+
+def _environment(rank: int, port: int) -> LaunchEnvironment:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return read_environment({name: str(value) for name, value in place.items()})
+
+
+@maker
+def rank_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    port = free_port()
+    first, second = (RollCall(_environment(rank, port), _ONE_SECOND) for rank in (0, 1))
+    printed = printed_by(lambda: RollCall(_environment(1, port), _ONE_SECOND))
+    first.leave()
+    second.leave()
+    return put(printed, **{str(port): "29500"})
+
+
+@maker
+def no_process_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    return printed_by(dist.barrier)
+
+
+@maker
+def half_a_launch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    _set(monkeypatch, {"WORLD_SIZE": "2"})
+    return printed_by(lambda: _enter(_config()))
+
+
+@maker
+def another_world_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    file = folder / "configs/parallel/lab.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("parallel:\n  world_size: 3\n")
+    monkeypatch.chdir(folder)
+    _set(monkeypatch, _TORCHRUN)
+    return printed_by(lambda: _enter(load_config(["parallel=configs/parallel/lab.yaml"], run="quickstart")))
+
+
+# --- one process --------------------------------------------------------------------------------------------------
+
+
+@maker
+def outside_of_srun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    _set(monkeypatch, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"})
+    return printed_by(lambda: _enter(_config()))
+
+
+@maker
+def ddp_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    return printed_by(lambda: _enter(_config(ddp=True)))
+
+
+@maker
+def accelerate_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    """Without the launcher itself, which tests/test_launch_forms.py starts."""
+    options = launch_options(["accelerate", "launch", "--cpu", "--num_processes", "2", "a.py"], ["python", "a.py"])
+    assert options is not None
+    monkeypatch.setattr(launching, "read_accelerate_command", lambda _: AccelerateCommand(options, {}))
+    return printed_by(lambda: _enter(_config()))
+
+
+@maker
+def nobody_came(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    port = free_port()
+    printed = printed_by(lambda: initialize_ddp(_ONE_SECOND, rank=0, worldsize=2, master_port=port, device="cpu"))
+    cleanup_ddp()
+    return put(printed, **{str(port): "29500", "within 1 s": "within 3600 s"})
+
+
+@maker
+def left_to_rank_0(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    port = free_port()
+    _set(monkeypatch, _TORCHRUN)
+    why = ddp_init._why_not_wanted(read_environment(os.environ))
+    first, second = (RollCall(_environment(rank, port), _ONE_SECOND) for rank in (0, 1))
+    first.give_verdict(Verdict("alone", why))
+
+    def leave() -> None:
+        with pytest.raises(SystemExit):
+            ddp_init._settle(second, None, Fallbacks())
+
+    printed = printed_by(leave)
+    first.leave()
+    return printed
+
+
+# --- GPUs ---------------------------------------------------------------------------------------------------------
+
+
+@maker
+def too_few_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    return printed_by(lambda: device._pick_device(1))
+
+
+@maker
+def shared_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    return printed_by(lambda: device.refuse_shared_devices(["node1 GPU-5d1a"] * 2))
+
+
+@maker
+def no_such_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    return printed_by(lambda: device._resolve_device("cuda:3"))
+
+
+@maker
+def nccl_on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    return printed_by(lambda: initialize_ddp(rank=0, worldsize=2, backend="nccl", device="cpu"))
+
+
+def _wrapped(device_ids: object) -> Printed:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrap = torch.nn.parallel.DistributedDataParallel
+        return printed_by(lambda: wrap(torch.nn.Linear(2, 2), device_ids=device_ids))
+    finally:
+        dist.destroy_process_group()
+
+
+@maker
+def device_ids_is_a_number(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    return _wrapped(0)
+
+
+@maker
+def device_ids_are_several(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    return _wrapped([0, 1])
+
+
+@maker
+def device_ids_on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    return _wrapped([0])
+
+
+@maker
+def out_of_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    """A run whose memory runs out for real is in tests/test_nonfinite.py."""
+
+    def use_a_petabyte() -> None:
+        try:
+            torch.empty(1 << 50, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise explain(error, None) from error
+
+    return printed_by(use_a_petabyte)
+
+
+# --- waiting ------------------------------------------------------------------------------------------------------
+
+
+@maker
+def who_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    monkeypatch.setattr(rendezvous, "SAY_WHO_IS_MISSING_SECONDS", 0.1)
+    port = free_port()
+    meeting = RollCall(_environment(0, port), _ONE_SECOND)
+    printed = printed_by(meeting.wait_for_all)
+    meeting.leave()
+    return put(printed, **{str(port): "29500", "since 0 s (limit 1 s)": "since 30 s (limit 3600 s)"})
+
+
+@maker
+def rank_0_not_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    port = free_port()
+    _set(monkeypatch, {**_SLURM, "SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
+    printed = printed_by(lambda: initialize_ddp(_ONE_SECOND, master_addr="localhost", master_port=port, device="cpu"))
+    return put(printed, **{str(port): "29500", "within 1 s": "within 3600 s"})
+
+
+@maker
+def late_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    waits, works = Place("training", 57, True, "barrier", 3, 1800.0), Place("training", 57, True, None, 3, 1801.0)
+    return [str(describe_late({0: waits, 1: works}, 1800.0))]
+
+
+@maker
+def unreachable_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    return [unreachable(1, Place("training", 57))]
+
+
+@maker
+def two_worlds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    """Somebody made Accelerate's state before the launch, when this was one process."""
+    state = PartialState(cpu=True)
+    assert state.num_processes == 1
+    _set(monkeypatch, _TORCHRUN)
+    context = ProcessContext(True, 0, 0, 2, torch.device("cpu"))
+    try:
+        return printed_by(lambda: Runtime(context, read_environment(os.environ), Fallbacks(), _config()))
+    finally:
+        forget_accelerate()
+
+
+# --- the folder, the loss -----------------------------------------------------------------------------------------
+
+
+@maker
+def holds_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    (folder / "adapter").mkdir()
+    (folder / "run.json").write_text("{}")
+    return put(printed_by(lambda: RunFolder(folder).check("never")), **{str(folder): "/data/runs/chats"})
+
+
+@maker
+def being_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_SECONDS", 0.1)
+    with RunFolder(folder).open():
+        printed = printed_by(lambda: RunFolder(folder).open())
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    printed = put(
+        printed, **{str(folder): "/data/runs/chats", holder: "process 4711 on node1", "after 0.1 s": "after 30 s"}
+    )
+    return [re.sub(r"since [-0-9]+T[0-9:]+\S*", "since 2026-03-02T09:30:00+00:00", line) for line in printed]
+
+
+@maker
+def loss_is_nan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    write_model(folder / "base", is_whole=False)
+    write_row(write_rows(folder / "rows", train=17, validation=4, test=0) / "train.jsonl", "send ~ to Porto")
+    printed = printed_by(lambda: finetune_lora(words_with_a_bad_row(folder, folder / "run")))
+    return [re.sub(r"^step \d+: ", "step 57: ", line) for line in printed]
