@@ -113,7 +113,7 @@ OnRow = Literal["refuse", "drop", "warn"]
 
 ROW_COLUMNS = (
     *("messages", "conversations", "prompt", "completion", "instruction", "input", "output"),
-    *("system", "history", "tools", "text"),
+    *("system", "history", "tools", "text", "label"),
 )
 """The columns that rows are read from, and so the keys of `data.columns`."""
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ENCODING_VERSION = 3
-"""Raise it when the same rows and tokenizer give other tensors than before."""
+ENCODING_VERSION = 4
+"""Raise it when the same rows and tokenizer give other tensors, or another refusal, than before."""
 
 _METADATA_KEY = "finetune"  # one key only: safetensors writes several in random order
 

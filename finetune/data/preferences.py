@@ -99,18 +99,17 @@ def encode_preferences(
     """Read and encode the pairs of the training and the validation split.
 
     Args:
-        section: where the rows are; `columns` may name the prompt's otherwise.
+        section: where the rows are; of `columns` it reads `prompt` and `label`.
         tokenizer: a fast tokenizer; its own chat template is used.
         fallbacks: see `encode_examples`.
 
     Raises:
         DataError: a row cannot be used.
     """
-    prompt = {"prompt": section.columns["prompt"]} if "prompt" in section.columns else {}
+    renamed = {name: section.columns[name] for name in ("prompt", "label") if name in section.columns}
     sides = []
     for side in ("chosen", "rejected"):
-        columns = {**prompt, "completion": side}
-        of_side = section.model_copy(update={"format": "prompt_completion", "columns": columns})
+        of_side = section.model_copy(update={"format": "prompt_completion", "columns": renamed | {"completion": side}})
         examples = load_examples(of_side)
         sides.append((examples, encode_examples(examples, tokenizer, of_side, fallbacks=fallbacks)))
     (examples, chosen), (_, rejected) = sides

@@ -240,6 +240,8 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
     source, columns = examples.source, examples.wanted.columns
     problems = RowProblems()
     found: list[Example] = []
+    labels: list[object] = []
+    label = columns.get("label", "label")
     seen: dict[str, None] = {}
     for row in raw:
         place = source.place(row.number)
@@ -253,13 +255,43 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
                     f"{_how_written(found[0].kind)}; expected all rows alike"
                 )
             found.append(Example(source=place, number=row.number, **fields._asdict()))
+            labels.append(row.value.get(label))
             seen.update(dict.fromkeys(row.value))
         except BadRowError as error:
             problems.add(place, str(error))
     problems.raise_if_any(source.label, len(found) + problems.count)
-    examples.read_as = _in_words(known, columns, found, seen)
+    is_read = label in (columns.get(name, name) for name in (*known.needs, *known.may_have))
+    note = _check_labels(label, labels, examples, found) if label in seen and not is_read else ""
+    examples.read_as = _in_words(known, columns, found, seen) + note
     _log.info("%s: %s", examples.label, examples.read_as)
     return found
+
+
+def _check_labels(column: str, labels: Sequence[object], examples: Examples, found: Sequence[Example]) -> str:
+    """Refuse a column that marks answers as good or bad: training would learn the bad ones like the good ones.
+
+    It has a boolean in it, or nothing but the words true and false: in CSV every cell is text. The numbers 0 and 1 may
+    as well be the classes of a classification set, so they stay an unused column.
+
+    Returns:
+        A note for the log where the labels are 0 and 1, else nothing.
+
+    Raises:
+        DataError: the rows are marked.
+    """
+    words = [str(label).strip().lower() for label in labels]
+    kinds = set(words) - {"", "none"}
+    if any(isinstance(label, bool) for label in labels) or (kinds and kinds <= {"true", "false"}):
+        first = words.index("false" if "false" in kinds else "true")
+        raise DataError(
+            f"{examples.label}: the column {column} is true in {words.count('true'):,} of {len(words):,} rows and "
+            f"false in {words.count('false'):,}; the first {words[first]} is {found[first].source}. Supervised "
+            "training and preference pairs do not use labels: answers marked false would be learnt like the others. "
+            f"Remove these rows and the column {column}, or set data.columns.label=none to use every row whatever its "
+            "label."
+        )
+    is_number = kinds and kinds <= {"0", "1", "0.0", "1.0"}
+    return f" ({column} is 0 or 1, which is not read as bad or good: every row is used)" if is_number else ""
 
 
 def _how_written(kind: Kind) -> str:

@@ -1,0 +1,178 @@
+"""Rows whose answers are marked as good or bad: no objective may learn the bad ones in silence."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from finetune.config.schema import DataSection
+from finetune.data.encode import encode_examples
+from finetune.data.examples import load_examples
+from finetune.data.preferences import encode_preferences
+from finetune.errors import DataError
+from tests.data.conftest import write_lines
+from tests.in_process import Ended, run_finetune
+from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny_phi3_config
+from tests.tiny_runs import MODEL_VOCABULARY
+
+ADVICE = (
+    "Supervised training and preference pairs do not use labels: answers marked false would be learnt like the "
+    "others. Remove these rows and the column label, or set data.columns.label=none to use every row whatever its "
+    "label."
+)
+NOTE = "label (label is 0 or 1, which is not read as bad or good: every row is used)"
+
+MakeSection = Callable[..., DataSection]
+
+
+def rows(*labels: Any) -> list[dict[str, Any]]:
+    return [{"prompt": f"p{number}", "completion": "yes", "label": label} for number, label in enumerate(labels)]
+
+
+def write_as_jsonl(path: Path, content: list[dict[str, Any]]) -> str:
+    return write_lines(path.with_suffix(".jsonl"), content)
+
+
+def write_as_csv(path: Path, content: list[dict[str, Any]]) -> str:
+    with path.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, content[0])
+        writer.writeheader()
+        writer.writerows(content)
+    return str(path.with_suffix(".csv"))
+
+
+def write_as_parquet(path: Path, content: list[dict[str, Any]]) -> str:
+    datasets.Dataset.from_list(content).to_parquet(str(path.with_suffix(".parquet")))
+    return str(path.with_suffix(".parquet"))
+
+
+def write_as_datasets(path: Path, content: list[dict[str, Any]]) -> str:
+    datasets.Dataset.from_list(content).save_to_disk(str(path))
+    return str(path)
+
+
+WRITERS = [write_as_jsonl, write_as_csv, write_as_parquet, write_as_datasets]
+
+
+@pytest.fixture
+def finetune(tmp_path: Path) -> Callable[..., Ended]:
+    tiny_phi3_config(vocab_size=MODEL_VOCABULARY).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+
+    def run(command: str, path: str, *words: str) -> Ended:
+        base = [f"model.path={tmp_path / 'base'}", "model.init=random", f"data.cache_dir={tmp_path / 'cache'}"]
+        short = ["training.max_steps=1", "data.max_length=64"] if command == "train" else []
+        output = [f"output_dir={tmp_path / 'run'}", *short] if command == "train" else []
+        return run_finetune(command, "task=finetune_lora", *base, f"data.path={path}", *output, *words)
+
+    return run
+
+
+def encode(section: DataSection) -> int:
+    return len(encode_examples(load_examples(section), tiny_tokenizer(), section).train)
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("command", ["train", "preview"])
+def test_rows_with_a_boolean_label_are_refused(
+    finetune: Callable[..., Ended], tmp_path: Path, command: str, write: Callable[..., str]
+) -> None:
+    path = write(tmp_path / "thumbs", rows(True, False, True, False))
+    place = {write_as_jsonl: f"{path}:2", write_as_datasets: f"{path}/train row 2"}.get(write, f"{path} row 2")
+    name = f"{path}/train" if write is write_as_datasets else path
+    ended = finetune(command, path)
+    assert ended.returncode == 2
+    said = " ".join(ended.stdout.split())
+    counts = "the column label is true in 2 of 4 rows and false in 2; the first false is"
+    assert f"{name}: {counts} {place}. {ADVICE}" in said
+    assert "Traceback" not in said
+    assert not list((tmp_path / "cache").glob("encoded-*.safetensors"))  # a second try is refused too
+    assert finetune(command, path).returncode == 2
+
+
+def test_labels_that_are_all_true_are_refused_too(make_section: MakeSection, write_jsonl: Callable[..., str]) -> None:
+    with pytest.raises(DataError, match=r"is true in 2 of 2 rows and false in 0; the first true is .*:1"):
+        encode(make_section(path=write_jsonl(rows(True, True))))
+
+
+def test_one_boolean_among_other_labels_is_enough(make_section: MakeSection, write_jsonl: Callable[..., str]) -> None:
+    with pytest.raises(DataError, match=r"is true in 0 of 3 rows and false in 1; the first false is .*:2"):
+        encode(make_section(path=write_jsonl(rows(None, False, "neutral"))))
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("labels", [("positive", "negative"), (0, 3)], ids=["text", "numbers"])
+def test_classes_stay_a_column_that_is_not_used(
+    make_section: MakeSection,
+    logged: Callable[[], list[str]],
+    tmp_path: Path,
+    labels: tuple[Any, ...],
+    write: Callable[..., str],
+) -> None:
+    assert encode(make_section(path=write(tmp_path / "classes", rows(*labels)))) == 2
+    assert any(line.endswith("; columns not used: label") for line in logged())
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+def test_of_0_and_1_the_log_says_that_they_are_not_read(
+    make_section: MakeSection, logged: Callable[[], list[str]], tmp_path: Path, write: Callable[..., str]
+) -> None:
+    section = make_section(path=write(tmp_path / "numbers", rows(0, 1, 1)))
+    assert encode(section) == 3
+    assert any(line.endswith(f"; columns not used: {NOTE}") for line in logged())
+    assert encode(section) == 3
+    assert any(NOTE in line and "encoded before" in line for line in logged())
+
+
+def test_text_that_says_true_among_other_texts_is_a_class(
+    make_section: MakeSection, write_jsonl: Callable[..., str]
+) -> None:
+    assert encode(make_section(path=write_jsonl(rows("true", "half-true", "false")))) == 3
+
+
+def test_a_user_who_wants_every_row_says_so(finetune: Callable[..., Ended], tmp_path: Path) -> None:
+    path = write_as_jsonl(tmp_path / "thumbs", rows(True, False))
+    assert finetune("preview", path, "data.columns.label=none").returncode == 0
+
+
+def test_a_label_may_have_another_name(make_section: MakeSection, write_jsonl: Callable[..., str]) -> None:
+    content = [{"prompt": "p", "completion": "yes", "thumbs_up": False}]
+    path = write_jsonl(content)
+    assert encode(make_section(path=path)) == 1
+    with pytest.raises(DataError, match="the column thumbs_up is true in 0 of 1 rows and false in 1"):
+        encode(make_section(path=path, columns={"label": "thumbs_up"}))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"instruction": "a", "output": "b"},
+        {"text": "a"},
+    ],
+    ids=lambda row: next(iter(row)),
+)
+def test_every_format_refuses_labels(
+    make_section: MakeSection, write_jsonl: Callable[..., str], row: dict[str, Any]
+) -> None:
+    with pytest.raises(DataError, match="the column label is true in 0 of 1 rows"):
+        encode(make_section(path=write_jsonl([row | {"label": False}])))
+
+
+def test_pairs_with_labels_are_refused_unless_the_user_leaves_them_unread(
+    make_section: MakeSection, write_jsonl: Callable[..., str]
+) -> None:
+    pair = {"prompt": "p", "chosen": "yes", "rejected": "no", "label": False}
+    path = write_jsonl([pair, json.dumps(pair | {"prompt": "q"})])
+    with pytest.raises(DataError, match="the column label is true in 0 of 2 rows and false in 2"):
+        encode_preferences(make_section(path=path), tiny_tokenizer())
+    pairs = encode_preferences(make_section(path=path, columns={"label": "none"}), tiny_tokenizer())
+    assert len(pairs.train) == 2
