@@ -213,7 +213,7 @@ def test_a_real_run(tmp_path):
         *(f"model.path={write_base(tmp_path / 'base')}", f"data.path={write_rows(tmp_path / 'rows', test=0)}"),
         *(f"data.cache_dir={tmp_path / 'cache'}", f"output_dir={tmp_path / 'run'}", "lora.r=2", "training.device=cpu"),
         *("training.batch_size=6", "training.max_steps=5", "checkpoint.save_every=2", "validation.validate_every=2"),
-        "checkpoint.keep=9",
+        "checkpoint.save_total_limit=9",
     ]
     train_from_words(words)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

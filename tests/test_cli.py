@@ -77,7 +77,7 @@ def test_every_problem_of_a_config_is_told_at_once():
         (["output_dir=folder"], ["not empty", "Nothing was changed"]),
         (["optim.optimizer=os.system"], ["os.system"]),
         (["optim.optimizer=torch.optim.Nonesuch"], ["torch.optim.Nonesuch"]),
-        (["lora.targets=[q_proj]"], ["q_proj", "qkv_proj"]),
+        (["lora.target_modules=[q_proj]"], ["q_proj", "qkv_proj"]),
     ],
     ids=lambda value: value[0] if value and "=" in value[0] else "",
 )

@@ -42,7 +42,7 @@ def command(tmp_path, disk):
         *(
             "training.max_steps=60",
             "checkpoint.save_every=2",
-            "checkpoint.keep=2",
+            "checkpoint.save_total_limit=2",
             "training.log_every=1",
             "checkpoint.save_every_epochs=null",
         ),

@@ -35,7 +35,7 @@ def test_killed_in_mid_epoch_and_resumed(tmp_path):
     words = [
         *("task=finetune_lora", f"model.path={write_base(tmp_path / 'base')}"),
         *(f"data.path={write_rows(tmp_path / 'rows', train=60)}", f"data.cache_dir={tmp_path / 'cache'}"),
-        *("training.batch_size=4", "training.num_epochs=6", "checkpoint.save_every=4", "checkpoint.keep=3"),
+        *("training.batch_size=4", "training.num_epochs=6", "checkpoint.save_every=4", "checkpoint.save_total_limit=3"),
         *("lora.dropout=0.1", "training.num_workers=1", "testing.num_samples=0", "training.log_every=1"),
     ]
     finish(start(words, tmp_path / "whole"))

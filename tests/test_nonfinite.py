@@ -87,7 +87,7 @@ def words(inputs: Path, output_dir: Path, *more: str) -> list[str]:
             "seed=2",
             "optim.learning_rate=1e-2",
             "checkpoint.save_every=1",
-            "checkpoint.keep=100",
+            "checkpoint.save_total_limit=100",
             "testing.num_samples=0",
         ),
         *more,

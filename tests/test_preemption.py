@@ -49,7 +49,12 @@ class Play:
         return [
             *("task=finetune_lora", *random_model_words(self.inputs / "tokenizer")),
             *(f"data.path={self.inputs / 'rows'}", f"data.cache_dir={self.inputs / 'cache'}"),
-            *(f"output_dir={self.run_folder}", "training.device=cpu", "lora.dropout=0.1", "checkpoint.keep=100"),
+            *(
+                f"output_dir={self.run_folder}",
+                "training.device=cpu",
+                "lora.dropout=0.1",
+                "checkpoint.save_total_limit=100",
+            ),
             *("training.batch_size=2", "training.global_batch_size=4", f"training.max_steps={NUM_STEPS}"),
             *("checkpoint.save_every=10", "validation.batch_size=1", "validation.validate_every=1"),
             *("training.num_workers=1", "testing.num_samples=0", "training.log_every=1"),

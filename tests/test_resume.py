@@ -25,9 +25,10 @@ ROWS = {"data.train": "aaaa", "data.validation": "bbbb", "data.test": "cccc"}
 REFUSED = {
     "": "seed",
     "model": "path revision init config tokenizer chat_template attention trust_remote_code",
-    "lora": "r alpha dropout targets rslora dora init start_from quantize new_tokens",
+    "lora": "r alpha dropout target_modules rslora dora init start_from quantize new_tokens",
     "optim": "optimizer learning_rate weight_decay args schedule warmup_steps max_grad_norm lora_plus_ratio",
-    "training": "method objective max_steps num_epochs drop_last precision neftune_alpha dpo_beta",
+    "training": "method objective max_steps num_epochs drop_last precision neftune_alpha",
+    "preference": "beta",
     "validation": "drop_last",
 }
 """Without dropout, and with rows that are the same."""
@@ -199,6 +200,26 @@ def test_a_change_is_accepted_by_key_or_section_logged_and_handed_on(started, wo
     ]
 
 
+def test_a_run_that_was_saved_with_keys_of_other_names_is_compared_by_todays(started: Started) -> None:
+    record = json.loads(started.folder.record_file.read_text())
+    config = record["started_with"]["config"]
+    config["lora"]["targets"] = config["lora"].pop("target_modules")
+    config["training"]["dpo_beta"] = config.pop("preference")["beta"]
+    config["training"]["trackers"] = config["training"].pop("report_to")
+    config["checkpoint"]["keep"] = config["checkpoint"].pop("save_total_limit")
+    values = {"config": config, "rows": ROWS}
+    record["started_with"] = {
+        **values,
+        "sha256": hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest(),
+    }
+    started.folder.record_file.write_text(json.dumps(record))
+    started.folder.config_file.write_text("")
+    assert started.go_on("checkpoint.save_total_limit=5", "training.report_to=[wandb]") == []
+    assert "lora.target_modules: started with auto, now" in started.refusal("lora.target_modules=[qkv_proj]")
+    assert "preference.beta: started with 0.1, now 0.5" in started.refusal("training.dpo_beta=0.5")
+    assert started.go_on("preference.beta=0.5", "resume.allow=training.dpo_beta") == ["preference.beta"]
+
+
 def test_accepting_one_key_accepts_no_other(started: Started) -> None:
     message = started.refusal("optim.learning_rate=1e-5", "seed=7", "resume.allow=optim")
     assert "seed" in message
@@ -351,7 +372,7 @@ def words(inputs: Path, tmp_path: Path) -> list[str]:
     return [
         *(f"model.path={inputs / 'base'}", f"data.path={inputs / 'rows'}", f"data.cache_dir={inputs / 'cache'}"),
         *(f"output_dir={tmp_path / 'run'}", "lora.r=2", "training.device=cpu", "training.batch_size=3"),
-        *("optim.schedule=constant", "training.max_steps=4", "checkpoint.keep=9", "resume=auto"),
+        *("optim.schedule=constant", "training.max_steps=4", "checkpoint.save_total_limit=9", "resume=auto"),
     ]
 
 

@@ -48,7 +48,7 @@ STEPS_PER_EPOCH = 3
 BREAKS = (2, 4)
 """Before the short step of the first epoch, and in mid-epoch of the second."""
 EVERY_BREAK = range(1, NUM_STEPS)
-WORDS = ["checkpoint.save_every=1", "checkpoint.keep=100", "lora.dropout=0.1"]
+WORDS = ["checkpoint.save_every=1", "checkpoint.save_total_limit=100", "lora.dropout=0.1"]
 """Dropout: the masks, too, are those of the run that was not interrupted."""
 _LIMIT_SECONDS = 240
 

@@ -64,7 +64,7 @@ class Place:
             *("task=finetune_lora", *random_model_words(inputs / "tokenizer"), f"output_dir={folder / 'run'}"),
             *(f"data.path={inputs / 'rows'}", f"data.cache_dir={folder / 'cache'}", "training.device=cpu"),
             *("training.batch_size=2", "training.global_batch_size=4", "training.max_steps=3", "training.debug=true"),
-            *("checkpoint.save_every=1", "checkpoint.keep=5", "validation.validate_every=1"),
+            *("checkpoint.save_every=1", "checkpoint.save_total_limit=5", "validation.validate_every=1"),
         ]
 
     def run(self, *words: str, program: tuple[str, ...] = ("-m", "finetune", "train"), **variables: str) -> str:

@@ -42,7 +42,7 @@ def _words(order: Order) -> list[str]:
         f"seed={job.seed}",
         f"lora.r={LORA_RANK}",
         f"lora.alpha={LORA_ALPHA}",
-        f"lora.targets={json.dumps(LORA_TARGETS)}",
+        f"lora.target_modules={json.dumps(LORA_TARGETS)}",
         f"optim.learning_rate={LEARNING_RATE}",
         f"optim.max_grad_norm={MAX_GRAD_NORM}",
         f"training.max_steps={job.steps}",

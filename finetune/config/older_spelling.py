@@ -1,4 +1,4 @@
-"""The one table that maps the keys of earlier systems to ours.
+"""The one table that maps older keys to ours: those of earlier systems, and those that this project renamed.
 
 It works on the settings of one file, or of the command line, before anything is merged: whatever an older key
 says, it says at its place. Types were written ``!pyobject package.Class``; none is resolved here.
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from finetune.config.yaml_reader import Setting
 
@@ -49,6 +50,7 @@ _NOT_CAUSAL = (
     "Choose one with model=NAME or model.path=…, and remove model.type."
 )
 
+_HOLDS_KEYS = ("resume_allow", "resume.allow")
 
 _CAUSAL_LM_NAME = re.compile(r"(?i)causal_?lm|\w*forcausallm|phi|phi[-_]?[0-9][\w.-]*|phi[-_]?(tiny|moe)")
 
@@ -76,7 +78,16 @@ def _class_name(value: object) -> object:
     return f"torch.optim.{value}" if isinstance(value, str) and value.isidentifier() else value
 
 
+RENAMED = {
+    "lora.targets": "lora.target_modules",
+    "training.trackers": "training.report_to",
+    "training.dpo_beta": "preference.beta",
+    "checkpoint.keep": "checkpoint.save_total_limit",
+}
+"""Keys of this project that have another name now. Runs of earlier versions are saved with the older one."""
+
 TABLE: dict[str, tuple[Rule, ...]] = {
+    **{older: (Renamed(key),) for older, key in RENAMED.items()},
     "training.optimizer_type": (Renamed("optim.optimizer", _class_name),),
     "training.optimizer_args": (
         Dropped("it is empty", _is_nothing),
@@ -119,7 +130,7 @@ TABLE: dict[str, tuple[Rule, ...]] = {
 
 
 def translate(settings: list[Setting], problems: list[str]) -> list[Setting]:
-    """The settings of one file or of the command line in our spelling, with one warning for each older key.
+    """The settings of one file or of the command line in our spelling, with one warning for all renamed keys.
 
     Args:
         settings: as they were written.
@@ -138,9 +149,22 @@ def translate(settings: list[Setting], problems: list[str]) -> list[Setting]:
         elif rule is not None:
             kept.append(_renamed(setting, older, rule))
         else:
-            kept.append(setting)
+            kept.append(_with_our_names(setting) if setting.dotted in _HOLDS_KEYS else setting)
+    _warn_of_renamed([setting for setting in kept if setting.older_key])
     _report_both_spellings(kept, problems)
     return kept
+
+
+def saved_with_our_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that an earlier version saved as sections, with today's keys."""
+    found = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    for older, key in RENAMED.items():
+        (section, name), (new_section, new_name) = older.split("."), key.split(".")
+        if isinstance(found.get(section), dict) and name in found[section]:
+            found.setdefault(new_section, {})[new_name] = found[section].pop(name)
+    if isinstance(found.get("resume_allow"), list):
+        found["resume_allow"] = [RENAMED.get(name, name) for name in found["resume_allow"]]
+    return found
 
 
 def _rule(setting: Setting) -> tuple[str, Rule | None]:
@@ -161,9 +185,24 @@ def _renamed(setting: Setting, older: str, rule: Renamed) -> Setting:
         if value is not setting.value:
             _log.warning("%s: %s is read as the number %s", setting.origin, setting.dotted, value)
         return replace(setting, value=value)
-    new = replace(setting, key=key, value=value, older_key=setting.dotted)
-    _log.warning("%s: %s is an older spelling of %s", setting.origin, setting.dotted, new.dotted)
-    return new
+    return replace(setting, key=key, value=value, older_key=setting.dotted)
+
+
+def _with_our_names(setting: Setting) -> Setting:
+    """A setting whose value is a list of keys, or one text with commas between them."""
+    if isinstance(setting.value, str):
+        names = [name.strip() for name in setting.value.split(",")]
+        return replace(setting, value=",".join(RENAMED.get(name, name) for name in names))
+    if isinstance(setting.value, list):
+        return replace(setting, value=[RENAMED.get(str(name), name) for name in setting.value])
+    return setting
+
+
+def _warn_of_renamed(settings: list[Setting]) -> None:
+    if settings:
+        first = f"{settings[0].older_key} is an older spelling of {settings[0].dotted}"
+        others = [f"{setting.older_key} of {setting.dotted}" for setting in settings[1:]]
+        _log.warning("%s: %s", settings[0].origin, ", ".join([first, *others]))
 
 
 def _report_both_spellings(settings: list[Setting], problems: list[str]) -> None:

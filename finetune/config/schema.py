@@ -224,7 +224,7 @@ class LoraSection(Section):
     """The update is scaled by alpha / r."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on each adapter's input."""
-    targets: Literal["auto"] | list[str] = "auto"
+    target_modules: Literal["auto"] | list[str] = "auto"
     """Names or regular expressions of the layers to adapt; auto: all linear layers but the head."""
     rslora: bool = False
     """Scale the update by alpha / sqrt(r) in place of alpha / r (Kalajdzievski, 2023, arXiv:2312.03732)."""
@@ -329,8 +329,6 @@ class TrainingSection(LoaderKeys):
     """auto: the engine's own forward and backward where it knows the model; reference: transformers' on padded rows."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """auto: bf16 where the accelerator has it, fp32 elsewhere. fp16 is refused: its range is too small."""
-    dpo_beta: PositiveFloat = 0.1
-    """How dear it is to leave the reference, with pairs of answers (Rafailov et al., 2023, arXiv:2305.18290)."""
     neftune_alpha: NonNegativeFloat = 0.0
     """Size of the noise on embedded tokens while training (NEFTune: Jain et al., 2023, arXiv:2310.05914); 0: none."""
     gradient_checkpointing: bool = False
@@ -343,7 +341,7 @@ class TrainingSection(LoaderKeys):
     """Log shapes and devices of the first batches and show full tracebacks."""
     log_every: PositiveInt = 10
     """Optimizer steps between two lines of the log without a terminal. metrics.jsonl has every step."""
-    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(default_factory=list)
+    report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(default_factory=list)
     """Where the figures of metrics.jsonl go besides, each by its own package: `[tensorboard]`."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A step whose loss or gradient is NaN or infinite ends the run, or is left out; weights stay as before it."""
@@ -369,6 +367,13 @@ class TrainingSection(LoaderKeys):
                 "65504 without notice. Use bf16 (same memory, range of fp32) or fp32"
             )
         return value
+
+
+class PreferenceSection(Section):
+    """Direct preference optimization (DPO: Rafailov et al., 2023, arXiv:2305.18290)."""
+
+    beta: PositiveFloat = 0.1
+    """How closely the trained model stays to the base model; a larger value allows smaller changes."""
 
 
 class ValidationSection(LoaderKeys):
@@ -409,7 +414,7 @@ class CheckpointSection(Section):
     """Optimizer steps between two checkpoints; null: by epochs alone."""
     save_every_epochs: PositiveInt | None = 1
     """Epochs between two checkpoints; null: by steps alone."""
-    keep: PositiveInt = 2
+    save_total_limit: PositiveInt = 2
     """Newest checkpoints kept; the best one is kept besides."""
     background: bool = True
     """Write while training goes on, from a copy in the main process's memory; false: training waits."""
@@ -438,6 +443,7 @@ class Config(Section):
     lora: LoraSection = Field(default_factory=LoraSection)
     optim: OptimSection = Field(default_factory=OptimSection)
     training: TrainingSection = Field(default_factory=TrainingSection)
+    preference: PreferenceSection = Field(default_factory=PreferenceSection)
     validation: ValidationSection = Field(default_factory=ValidationSection)
     testing: TestingSection = Field(default_factory=TestingSection)
     early_stopping: EarlyStoppingSection = Field(default_factory=EarlyStoppingSection)

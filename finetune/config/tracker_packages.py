@@ -21,11 +21,11 @@ def refuse_missing_trackers(config: Config) -> None:
     Raises:
         ConfigError: names it and the command that installs it.
     """
-    missing = [name for name in dict.fromkeys(config.training.trackers) if not is_installed(name)]
+    missing = [name for name in dict.fromkeys(config.training.report_to) if not is_installed(name)]
     if missing:
         packages = " ".join(_PACKAGES.get(name, name) for name in missing)
         raise ConfigError(
-            f"training.trackers ({config.origin('training.trackers')}) names {', '.join(missing)}, which is not "
+            f"training.report_to ({config.origin('training.report_to')}) names {', '.join(missing)}, which is not "
             f"installed. Run pip install {packages}, or drop it; metrics.jsonl has every figure anyway."
         )
 

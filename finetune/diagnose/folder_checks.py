@@ -64,7 +64,10 @@ def judge_space(free_bytes: int, needed_bytes: int | None, place: str) -> Findin
         place: where, for the message.
     """
     free, needed = f"{free_bytes / 1e9:.1f} GB", f"{(needed_bytes or 0) / 1e9:.1f} GB"
-    fix = "free space there, or name a folder on a larger disk with output_dir=, or keep fewer with checkpoint.keep="
+    fix = (
+        "free space there, or name a folder on a larger disk with output_dir=, "
+        "or keep fewer with checkpoint.save_total_limit="
+    )
     if needed_bytes is not None and free_bytes < needed_bytes:
         return problem(AREA, f"{free} free in {place}, but the checkpoints of this run take about {needed}", fix)
     if free_bytes < _LEAST_BYTES:
@@ -149,7 +152,7 @@ def _needed_bytes(config: Config) -> int | None:
         with safe_open(file, "pt") as tensors:
             num_parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
     # Kept ones, the best, and the one that is being written.
-    return num_parameters * _BYTES_PER_PARAMETER * (config.checkpoint.keep + 2) or None
+    return num_parameters * _BYTES_PER_PARAMETER * (config.checkpoint.save_total_limit + 2) or None
 
 
 def _check_cache(cache_dir: str) -> Finding:

@@ -338,7 +338,7 @@ def _disk(config: Config, model: Any, need: OptimizerNeed | None, *, has_best: b
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     folder = Path(config.output_dir).expanduser().absolute()
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
-    at_once = config.checkpoint.keep + has_best + 1  # one is being written
+    at_once = config.checkpoint.save_total_limit + has_best + 1  # one is being written
     return DiskNeed(trained, None if need is None else need.state, at_once, shutil.disk_usage(there).free)
 
 
@@ -354,7 +354,7 @@ def _judge(plan: Plan, config: Config) -> Iterator[Finding]:
     """What to change where the run does not fit."""
     if plan.disk.total > plan.disk.free:
         what = f"the checkpoints take {in_units(plan.disk.total)} and {in_units(plan.disk.free)} are free"
-        yield problem("Disk", what, "make room, or lower checkpoint.keep")
+        yield problem("Disk", what, "make room, or lower checkpoint.save_total_limit")
     if plan.fits is not False or plan.needed is None:
         return
     what = f"a step takes {in_units(plan.needed)}, but {plan.device.name} has {in_units(plan.device.memory)}"

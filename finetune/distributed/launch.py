@@ -61,7 +61,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
 
     Raises:
         CheckpointError: the folder holds another run.
-        ConfigError: a tracker of `training.trackers` is not installed where rank 0 runs.
+        ConfigError: a tracker of `training.report_to` is not installed where rank 0 runs.
         LaunchError: the launcher, the configuration and Accelerate do not describe the same world.
         SystemExit: this process only started others, or rank 0 goes on alone (`LeftToMain`).
     """

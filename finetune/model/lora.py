@@ -47,7 +47,7 @@ def add_lora(
     ids = ids_of_new_tokens(tokenizer, section)
     if ids:
         grow_embeddings(model, ids[-1] + 1)
-    targets = resolve_targets(model, section.targets)
+    targets = resolve_targets(model, section.target_modules)
     with _quiet_peft():
         adapted: PeftModel = get_peft_model(model, _adapter_config(model, section, targets, ids))
     if ids:

@@ -40,9 +40,9 @@ def resolve_targets(model: PreTrainedModel, wish: Literal["auto"] | list[str]) -
         if useless or not matches:
             there = sorted({name.rpartition(".")[2] for name in linear})
             raise ModelError(
-                f"lora.targets: {', '.join(useless) or 'the empty list'} matches no linear layer of this "
+                f"lora.target_modules: {', '.join(useless) or 'the empty list'} matches no linear layer of this "
                 f"{model.config.model_type} model. There are: {', '.join(there)}. Use some of these, or "
-                "lora.targets=auto."
+                "lora.target_modules=auto."
             )
         chosen = set().union(*matches.values())
     if not chosen:
@@ -114,8 +114,8 @@ def _tell_of_experts(model: PreTrainedModel) -> None:
     if inside:
         share = 100 * sum(inside) / sum(p.numel() for p in model.parameters())
         _log.info(
-            "lora.targets=auto leaves the experts as they are: %s parameters (%.0f %%) in tensors over all experts, "
-            "which no LoRA layer reaches",
+            "lora.target_modules=auto leaves the experts as they are: %s parameters (%.0f %%) in tensors over all "
+            "experts, which no LoRA layer reaches",
             f"{sum(inside):,}",
             share,
         )
@@ -128,5 +128,5 @@ def _is_match(name: str, pattern: str) -> bool:
         return re.fullmatch(pattern, name) is not None
     except re.error as error:
         raise ModelError(
-            f"lora.targets: {pattern} is neither a layer's name nor a regular expression ({error})."
+            f"lora.target_modules: {pattern} is neither a layer's name nor a regular expression ({error})."
         ) from error

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from finetune.config.older_spelling import translate
 from finetune.config.yaml_reader import read_file
 from finetune.runs.durable import describe_os_error
 from finetune.errors import CheckpointError
@@ -136,7 +137,7 @@ def _read(folder: RunFolder, label: str) -> RecordedRun:
     settings = []
     if folder.config_file.is_file():
         unreadable: list[str] = []
-        settings = read_file(folder.config_file, folder.config_file.name, unreadable)
+        settings = translate(read_file(folder.config_file, folder.config_file.name, unreadable), unreadable)
         problems += unreadable
     return RecordedRun(
         label=label,

@@ -44,7 +44,9 @@ def say_what_disk_it_takes(
     _log.info("disk: %s", need)
     held = sum(path.lstat().st_size for path in folder.checkpoints.rglob("*"))
     if need.total > need.free + held:
-        _log.warning("the checkpoints do not fit the disk of %s: make room, or lower checkpoint.keep", folder.path)
+        _log.warning(
+            "the checkpoints do not fit the disk of %s: make room, or lower checkpoint.save_total_limit", folder.path
+        )
 
 
 def publish_best(

@@ -64,11 +64,11 @@ class PreferenceTrainer(Trainer):
     @property
     def loss_function(self) -> LossFunction:
         """See `Trainer.loss_function`."""
-        return LossWithFigures(partial(summed_preferences, beta=self.config.training.dpo_beta), FIGURES)
+        return LossWithFigures(partial(summed_preferences, beta=self.config.preference.beta), FIGURES)
 
     def measure(self, loader: EvaluationLoader) -> LossSums:
         """See `Trainer.measure`."""
-        beta = self.config.training.dpo_beta
+        beta = self.config.preference.beta
         sums, figures = sum_preference_losses(self.runtime, self.model, loader, beta=beta)
         num_pairs, num_cut_short, *totals = self.runtime.sum([sums.num_targets, sums.num_cut_short, *figures])
         if num_pairs and not num_cut_short:

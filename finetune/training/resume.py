@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import ValidationError
 
 from finetune.config.compose import compose
+from finetune.config.older_spelling import saved_with_our_keys
 from finetune.config.schema import Config
 from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.checkpoint import newest_valid, read_state
@@ -117,7 +118,7 @@ EFFECTS: dict[str, Effect] = dict(
     ),
     **_each("data: cache_dir num_processes", "how rows are encoded and where they are kept", _never),
     **_each("lora: r", "the shape of the adapter", _has_adapter, fits=False),
-    **_each("lora: alpha dropout targets rslora", "what the adapter adds to the model", _has_adapter),
+    **_each("lora: alpha dropout target_modules rslora", "what the adapter adds to the model", _has_adapter),
     **_each("lora: dora init new_tokens", "which weights the adapter has", _has_adapter, fits=False),
     **_each("lora: start_from", "the adapter's first weights", _has_adapter),
     **_each("lora: start_from_any_base", "whether the adapter's first weights are accepted", _never),
@@ -136,13 +137,13 @@ EFFECTS: dict[str, Effect] = dict(
         "how a global batch is cut, and with it the dropout masks",
         _has_dropout,
     ),
-    **_each("training: dpo_beta", "how much a preferred answer counts", _always),
+    **_each("preference: beta", "how much a preferred answer counts", _always),
     **_each("training: neftune_alpha", "the noise on the embedded tokens", _always),
     **_each("training: drop_last", "which rows are trained on", _always),
     **_each("training: precision", "in which numbers a step is computed", _always),
     **_each("training: global_batch_size", "the rows of a step; the checkpoint knows their number", _never),
     **_each("training: gradient_checkpointing deterministic device", "how a step is computed, not what", _never),
-    **_each("training: debug log_every trackers", "what is logged", _never),
+    **_each("training: debug log_every report_to", "what is logged", _never),
     # Where it matters the run had ended before, so that no curve is changed: it goes on where there was none.
     **_each("training: on_nonfinite max_skipped_steps", "whether a step that is not finite ends the run", _never),
     **_each("training: num_workers pin_memory prefetch_factor", _LOADING, _never),
@@ -157,7 +158,9 @@ EFFECTS: dict[str, Effect] = dict(
     ),
     **_each("early_stopping: patience min_delta", "when training ends, and which step is the best", _never),
     **_each(
-        "checkpoint: save_every save_every_epochs keep background on_disk_failure", "what is saved and kept", _never
+        "checkpoint: save_every save_every_epochs save_total_limit background on_disk_failure",
+        "what is saved and kept",
+        _never,
     ),
 )
 """Every key of the schema; `dict` refuses one that is judged twice."""
@@ -282,7 +285,7 @@ def _recorded_start(folder: RunFolder) -> Mapping[str, Any] | None:
 def _config_in(start: Mapping[str, Any] | None) -> Config | None:
     """None too where it is of a schema that we cannot read."""
     try:
-        return Config.model_validate(start["config"]) if start else None
+        return Config.model_validate(saved_with_our_keys(start["config"])) if start else None
     except ValidationError:
         return None
 

@@ -83,7 +83,7 @@ class Saver:
             self._in_background = False
         if self._in_background:
             snapshot = snapshot.copied()
-        self._writer = _Writer(snapshot, self._folder, keep=self._keys.keep, best=best, before=self._before)
+        self._writer = _Writer(snapshot, self._folder, keep=self._keys.save_total_limit, best=best, before=self._before)
         if self._in_background:
             self._writer.start()
         else:

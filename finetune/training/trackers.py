@@ -43,7 +43,7 @@ class Trackers:
         Raises:
             ConfigError: one cannot be opened, as where it wants a login.
         """
-        for name in dict.fromkeys(self._config.training.trackers):
+        for name in dict.fromkeys(self._config.training.report_to):
             try:
                 tracker = open_tracker(name, self._folder.path / _FOLDER, self._folder.path.name, first_step=first_step)
                 if name == "tensorboard":
@@ -52,7 +52,7 @@ class Trackers:
                     tracker.store_init_configuration(_flat(self._config.model_dump(mode="json")))
             except Exception as error:
                 raise ConfigError(
-                    f"training.trackers: {name} cannot be started: {_in_a_line(error)}. Set it up as its "
+                    f"training.report_to: {name} cannot be started: {_in_a_line(error)}. Set it up as its "
                     "own documentation has it (wandb: WANDB_MODE=offline needs no login), or drop it."
                 ) from error
             self._open[name] = tracker
@@ -71,7 +71,7 @@ class Trackers:
             except Exception as error:  # theirs are of every kind: a network, a disk, a service
                 del self._open[name]
                 why = f"{_in_a_line(error)}; metrics.jsonl has every figure"
-                self._fallbacks.take(Fallback(what="training.trackers", wanted=name, used="none", why=why))
+                self._fallbacks.take(Fallback(what="training.report_to", wanted=name, used="none", why=why))
 
     def close(self) -> None:
         """Let each finish what it writes. May be called twice."""
@@ -79,7 +79,7 @@ class Trackers:
             try:
                 tracker.finish()
             except Exception as error:  # the run is over, and must say how it ended
-                _log.warning("training.trackers: %s could not finish: %s", name, _in_a_line(error))
+                _log.warning("training.report_to: %s could not finish: %s", name, _in_a_line(error))
         self._open.clear()
 
 

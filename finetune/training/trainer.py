@@ -215,7 +215,7 @@ class Trainer:
         def start(journal: Journal) -> None:
             fresh = self._fresh_state()
             snapshot = take_snapshot(journal.folder, 0, model=self.model, optimizer=optimizer, state=fresh)
-            keep, has_best = config.checkpoint.keep, self.splits.validation is not None
+            keep, has_best = config.checkpoint.save_total_limit, self.splits.validation is not None
             say_what_disk_it_takes(journal.folder, snapshot, optimizer, cadence, keep=keep, has_best=has_best)
             journal.start_training(state, cadence.num_steps)
 
@@ -452,7 +452,7 @@ class Trainer:
             state,
             cadence,
             self.tokenizer,
-            keep=self.config.checkpoint.keep,
+            keep=self.config.checkpoint.save_total_limit,
             has_trained=not math.isnan(self._last_loss),
         )
         if published is not None:

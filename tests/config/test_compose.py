@@ -110,10 +110,10 @@ def test_files_here_win_over_shipped_ones(write: Write) -> None:
 
 
 def test_mappings_merge_lists_are_replaced_and_braces_empty(write: Write) -> None:
-    write("r.yaml", "optim: {args: {eps: 1e-6, betas: [0.1, 0.2]}}\nlora.targets: [a, b]\n")
-    merged = compose(["optim.args.betas=[0.5, 0.6]", "lora.targets=[c]"], run="r.yaml", complete=False)
+    write("r.yaml", "optim: {args: {eps: 1e-6, betas: [0.1, 0.2]}}\nlora.target_modules: [a, b]\n")
+    merged = compose(["optim.args.betas=[0.5, 0.6]", "lora.target_modules=[c]"], run="r.yaml", complete=False)
     assert merged.optim.args == {"eps": 1e-6, "betas": [0.5, 0.6]}
-    assert merged.lora.targets == ["c"]
+    assert merged.lora.target_modules == ["c"]
     emptied = compose(["optim.args={}", "optim.args.momentum=0.9"], run="r.yaml", complete=False)
     assert emptied.optim.args == {"momentum": 0.9}
 
@@ -247,7 +247,7 @@ def test_devices_are_normalised(word: str, device: str) -> None:
         ),
         ("ddp=maybe", "ddp: expected true or false or null, got 'maybe'"),
         ("resume=true", "resume: expected one of never, auto, got 'true'"),
-        ("lora.targets=[1]", "lora.targets: expected 'auto' or a list ([a, b]), each text, got [1]"),
+        ("lora.target_modules=[1]", "lora.target_modules: expected 'auto' or a list ([a, b]), each text, got [1]"),
         (
             "testing.metrics=[bleu]",
             "testing.metrics: expected a list ([a, b]), each one of exact_match, json_valid, got ['bleu']",

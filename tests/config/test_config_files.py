@@ -46,15 +46,16 @@ KEYS = {
     "data": "path mixture name revision train validation test split_seed format columns train_on max_length max_rows "
     "stream on_long_row on_no_target on_truncated_answer on_doubled_bos on_untrained_end on_overlap num_processes "
     "cache_dir",
-    "lora": "r alpha dropout targets rslora dora init start_from start_from_any_base quantize new_tokens",
+    "lora": "r alpha dropout target_modules rslora dora init start_from start_from_any_base quantize new_tokens",
     "optim": "optimizer learning_rate weight_decay args schedule warmup_steps lora_plus_ratio max_grad_norm",
     "training": f"{LOADER_KEYS} method objective max_steps num_epochs global_batch_size max_tokens_per_microbatch "
-    "packing share_prefixes kernels neftune_alpha dpo_beta "
-    "precision gradient_checkpointing device deterministic debug log_every trackers on_nonfinite max_skipped_steps",
+    "packing share_prefixes kernels neftune_alpha precision gradient_checkpointing device deterministic debug "
+    "log_every report_to on_nonfinite max_skipped_steps",
+    "preference": "beta",
     "validation": f"{LOADER_KEYS} validate_every",
     "testing": f"{LOADER_KEYS} metrics compare_base max_new_tokens num_samples",
     "early_stopping": "patience min_delta",
-    "checkpoint": "save_every save_every_epochs keep background on_disk_failure",
+    "checkpoint": "save_every save_every_epochs save_total_limit background on_disk_failure",
 }
 
 

@@ -15,7 +15,7 @@ from tests.crash import IS_FULL
 from tests.crash.runs import Nursery, assert_same_end, contents, explained
 
 PLACES = 20 if IS_FULL else 5
-KEEP_ALL = ["checkpoint.keep=9"]
+KEEP_ALL = ["checkpoint.save_total_limit=9"]
 NEWEST = "step-000006"
 FILES = [
     *("adapter_config.json", "adapter_model.safetensors", "generation_config.json"),
@@ -171,7 +171,7 @@ def test_a_best_checkpoint_that_cannot_be_trained_again(
     nursery: Nursery, best_between: tuple[list[str], int], progress: str
 ) -> None:
     """Nothing older is left: a complete run keeps its whole adapter, another publishes its last step and says so."""
-    words, best = ["checkpoint.keep=1", *best_between[0]], best_between[1]
+    words, best = ["checkpoint.save_total_limit=1", *best_between[0]], best_between[1]
     nursery.put(None)
     assert nursery.train(*words).status == 0
     assert {path.name for path in (nursery.run / "checkpoints").iterdir()} == {f"step-{best:06d}", "step-000010"}

@@ -15,7 +15,7 @@ NUM_STEPS = 10
 STEPS_PER_EPOCH = 4
 WORDS = [
     *("training.global_batch_size=2", "training.batch_size=1", f"training.max_steps={NUM_STEPS}"),
-    *("checkpoint.save_every=1", "checkpoint.keep=99", "validation.validate_every=3", *DATA_WORKERS),
+    *("checkpoint.save_every=1", "checkpoint.save_total_limit=99", "validation.validate_every=3", *DATA_WORKERS),
 ]
 
 

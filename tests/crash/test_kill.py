@@ -66,7 +66,7 @@ def test_killed_at_any_operation(nursery: Nursery, tried: Callable[..., None], r
 def test_killed_at_random_times(nursery: Nursery, tried: Callable[..., None], ranks: int) -> None:
     """A random one of the ranks, started again and again until the run is complete; then the next run."""
     words = [
-        *(f"training.max_steps={STEPS[ranks]}", "checkpoint.save_every=3", "checkpoint.keep=2"),
+        *(f"training.max_steps={STEPS[ranks]}", "checkpoint.save_every=3", "checkpoint.save_total_limit=2"),
         *("validation.validate_every=5", *DATA_WORKERS, *(ONE_EACH if ranks > 2 else [])),
     ]
     begun = time.monotonic()

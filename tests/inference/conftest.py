@@ -46,7 +46,7 @@ def train(folder: Path, *words: str) -> Path:
 @pytest.fixture(scope="session")
 def adapter_run(tmp_path_factory):
     """A run with an adapter and the checkpoints of its steps 2 and 4. Read only."""
-    return train(tmp_path_factory.mktemp("adapter"), "checkpoint.save_every=2", "checkpoint.keep=9")
+    return train(tmp_path_factory.mktemp("adapter"), "checkpoint.save_every=2", "checkpoint.save_total_limit=9")
 
 
 @pytest.fixture(scope="session")

@@ -61,13 +61,13 @@ def test_a_regular_expression_takes_exactly_the_layers_it_matches():
         "model.layers.1.mlp.down_proj",
         "model.layers.1.mlp.gate_up_proj",
     ]
-    adapted = add_lora(base, section(targets=[r".*layers\.0\..*qkv_proj"]))
+    adapted = add_lora(base, section(target_modules=[r".*layers\.0\..*qkv_proj"]))
     assert adapted_layers(adapted) == ["base_model.model.model.layers.0.self_attn.qkv_proj"]
 
 
 def test_a_target_that_matches_nothing_is_refused_with_what_is_there():
     with pytest.raises(ModelError) as caught:
-        add_lora(build_tiny(CONFIGS["phi3"]), section(targets=["qkv_proj", "q_proj", "v_.*"]))
+        add_lora(build_tiny(CONFIGS["phi3"]), section(target_modules=["qkv_proj", "q_proj", "v_.*"]))
     message = str(caught.value)
     assert "q_proj, v_.* matches no linear layer of this phi3 model" in message
     assert ", ".join(PHI3_TARGETS) in message

@@ -93,6 +93,17 @@ def test_settings_are_compared_with_the_schema(tmp_path):
     assert all(row.meaning for row in setting_rows(run))
 
 
+def test_settings_under_older_names_are_shown_under_todays(tmp_path):
+    folder = write_run(tmp_path / "a")
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("  save_total_limit: 2", "  keep: 7"))
+    (run,) = read_runs([folder])
+    assert [row[:4] for row in setting_rows(run) if row.key.startswith("checkpoint.save_t")] == [
+        ("checkpoint.save_total_limit", "7", "2", True)
+    ]
+    assert not [row for row in setting_rows(run) if row.meaning == "not a key of this version"]
+
+
 def test_the_points_are_those_of_metrics_jsonl(tmp_path):
     folder = write_run(tmp_path / "a")
     charts = charts_of(page_of(folder), folder)

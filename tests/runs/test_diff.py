@@ -20,13 +20,13 @@ def test_two_equal_runs_are_equal_wherever_they_lie(tmp_path, capsys):
 
 def test_keys_versions_data_world_and_results_are_compared(tmp_path):
     a = write_run(tmp_path / "a")
-    b = write_run(tmp_path / "b", "optim.learning_rate=1e-5", "lora.targets=[qkv_proj]", losses=(3.0, 2.5, 2.25))
+    b = write_run(tmp_path / "b", "optim.learning_rate=1e-5", "lora.target_modules=[qkv_proj]", losses=(3.0, 2.5, 2.25))
     record = json.loads(b.record_file.read_text())
     change_record(
         b, world_size=2, versions={**record["versions"], "torch": "0.1"}, fingerprints={"data.train": "b" * 64}
     )
     assert differences(a, b) == [
-        ("config", "lora.targets", "auto", ["qkv_proj"]),
+        ("config", "lora.target_modules", "auto", ["qkv_proj"]),
         ("config", "optim.learning_rate", 2e-4, 1e-5),
         ("versions", "torch", record["versions"]["torch"], "0.1"),
         ("data", "data.train", "a" * 64, "b" * 64),

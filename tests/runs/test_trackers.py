@@ -55,7 +55,7 @@ def test_what_is_not_installed_is_refused_with_its_command(tmp_path, inputs):
     missing = next((name for name in ("trackio", "mlflow", "wandb", "tensorboard") if not is_there(name)), None)
     if missing is None:
         pytest.skip("every tracker is installed here")
-    done = train(tmp_path, inputs, f"training.trackers=[{missing}]", "training.max_steps=2")
+    done = train(tmp_path, inputs, f"training.report_to=[{missing}]", "training.max_steps=2")
     assert done.returncode == 2, done.stdout
     assert f"names {missing}, which is not installed. Run pip install {missing}" in done.stdout
     assert "Traceback" not in done.stdout
@@ -63,7 +63,7 @@ def test_what_is_not_installed_is_refused_with_its_command(tmp_path, inputs):
 
 
 def test_it_is_refused_before_any_model_is_looked_for(tmp_path):
-    words = ["train", "model.path=no/such/model", "data.path=no/such/rows", "training.trackers=[tensorboard]"]
+    words = ["train", "model.path=no/such/model", "data.path=no/such/rows", "training.report_to=[tensorboard]"]
     code = "import sys; sys.modules['tensorboard'] = None; from finetune.cli import main; main()"
     done = run_command([sys.executable, "-c", code, *words], cwd=tmp_path)
     assert done.returncode == 2, done.stdout
@@ -87,7 +87,7 @@ def test_a_run_without_trackers_asks_for_none():
 def test_every_missing_one_is_named_with_the_key_that_asks(monkeypatch):
     for name in ("tensorboard", "mlflow"):
         monkeypatch.setitem(sys.modules, name, None)
-    config = load_config(["model.path=a", "data.path=b", "training.trackers=[mlflow,tensorboard,mlflow]"])
+    config = load_config(["model.path=a", "data.path=b", "training.report_to=[mlflow,tensorboard,mlflow]"])
     with pytest.raises(
         ConfigError,
         match=r"names mlflow, tensorboard, .* Run pip install mlflow-skinny sqlalchemy alembic tensorboard, or",
@@ -118,7 +118,7 @@ def test_one_that_fails_is_dropped_and_recorded(tmp_path):
         trackers.take({"event": "step", "step": step, "loss": 2.0, "grad_norm": "NaN", "skipped": True})
     assert broken.taken == [(1, {"step/loss": 2.0, "step/skipped": True})]
     (record,) = fallbacks.as_records()
-    assert (record["what"], record["wanted"], record["used"]) == ("training.trackers", "wandb", "none")
+    assert (record["what"], record["wanted"], record["used"]) == ("training.report_to", "wandb", "none")
     assert record["why"].startswith("ConnectionError: the service is gone")
 
 
@@ -139,7 +139,7 @@ def test_a_strict_run_refuses_to_go_on_without_its_tracker(tmp_path):
 
 @pytest.mark.skipif(not is_there("tensorboard"), reason="tensorboard is not installed")
 def test_tensorboard_has_the_figures_of_metrics_jsonl_after_a_restart_too(tmp_path, inputs):
-    words = ["training.trackers=[tensorboard]", "optim.schedule=constant"]
+    words = ["training.report_to=[tensorboard]", "optim.schedule=constant"]
     secret = {"HF_TOKEN": "hf_very_secret"}
     for steps, resume in (("4", "never"), ("6", "auto")):
         done = train(tmp_path, inputs, *words, f"training.max_steps={steps}", f"resume={resume}", **secret)
@@ -161,7 +161,7 @@ def test_tensorboard_has_the_figures_of_metrics_jsonl_after_a_restart_too(tmp_pa
 
 @pytest.mark.skipif(not is_there("wandb"), reason="wandb is not installed")
 def test_wandb_works_offline(tmp_path, inputs):
-    words = ["training.trackers=[wandb]", "training.max_steps=4"]
+    words = ["training.report_to=[wandb]", "training.max_steps=4"]
     done = train(tmp_path, inputs, *words, WANDB_MODE="offline", WANDB_SILENT="true", WANDB_API_KEY="k" * 40)
     assert done.returncode == 0, done.stdout
     (file,) = (tmp_path / "run" / "trackers").rglob("*.wandb")
@@ -173,7 +173,7 @@ def test_wandb_works_offline(tmp_path, inputs):
 
 @pytest.mark.skipif(not is_there("trackio"), reason="trackio is not installed")
 def test_trackio_has_the_figures_in_its_own_folder(tmp_path, inputs):
-    words = ["training.trackers=[trackio]", "training.max_steps=4"]
+    words = ["training.report_to=[trackio]", "training.max_steps=4"]
     done = train(tmp_path, inputs, *words, TRACKIO_DIR=str(tmp_path / "trackio"))
     assert done.returncode == 0, done.stdout
     with closing(sqlite3.connect(tmp_path / "trackio" / "finetune.db")) as database:
@@ -188,7 +188,7 @@ def test_trackio_has_the_figures_in_its_own_folder(tmp_path, inputs):
     reason="mlflow-skinny sqlalchemy alembic: not installed",
 )
 def test_mlflow_has_the_figures_in_its_database(tmp_path, inputs):
-    words = ["training.trackers=[mlflow]", "training.max_steps=4"]
+    words = ["training.report_to=[mlflow]", "training.max_steps=4"]
     address = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}"}
     done = train(tmp_path, inputs, *words, **address)
     assert done.returncode == 0, done.stdout

@@ -115,7 +115,7 @@ def test_a_save_that_is_over_is_told_once_without_waiting(folder, model, optimiz
 
 
 def test_older_checkpoints_go_once_the_new_one_is_on_the_disk(folder, model, optimizer):
-    saves = saver(folder, keep=1)
+    saves = saver(folder, save_total_limit=1)
     for step in (1, 2, 3):
         saves.save(snapshot(folder, model, optimizer, step), best=1)
     saves.finish()

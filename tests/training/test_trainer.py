@@ -56,7 +56,7 @@ def words(inputs, tmp_path):
         "training.global_batch_size=8",
         "training.batch_size=3",
         "training.max_steps=5",
-        "checkpoint.keep=9",
+        "checkpoint.save_total_limit=9",
         "testing.num_samples=1",
         "testing.max_new_tokens=3",
     ]
@@ -263,7 +263,13 @@ def test_every_layer_of_the_adapter_was_trained(words, tmp_path):
 def test_the_adapter_folder_holds_the_best_step(words, tmp_path, monkeypatch):
     give_validation_losses(monkeypatch, [3.0, 1.0, 2.0])
     train(
-        [*words, "training.max_steps=6", "validation.validate_every=2", "checkpoint.save_every=2", "checkpoint.keep=1"]
+        [
+            *words,
+            "training.max_steps=6",
+            "validation.validate_every=2",
+            "checkpoint.save_every=2",
+            "checkpoint.save_total_limit=1",
+        ]
     )
     run = tmp_path / "run"
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-000004", "step-000006"}
