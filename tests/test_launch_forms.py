@@ -103,8 +103,8 @@ def test_if_the_other_rank_never_comes_the_curve_stays_the_same(tmp_path):
     assert codes == [0], said
     fallback = assert_one_trained_alone(tmp_path, Row("rank 1 of 2 never comes", 1, CASE.split, "0"))
     assert (fallback["what"], fallback["wanted"], fallback["used"]) == ("ddp", "2 processes", "one process")
-    assert "rank 1 of 2 did not come" in fallback["why"]
-    assert "[Trainer] Warning: DDP was requested but rank 1 of 2 did not come" in said
+    assert "rank 1 of 2 did not join" in fallback["why"]
+    assert "[Trainer] Warning: DDP was requested but rank 1 of 2 did not join" in said
 
 
 def test_ranks_that_were_given_different_words_are_refused_on_all_of_them(tmp_path):

@@ -20,8 +20,7 @@ from finetune.distributed.environment import (
     requested_accumulation,
     requested_precision,
 )
-from finetune.distributed.network import is_loopback, is_own_address, own_name_is_loopback
-from finetune.distributed.rendezvous import what_answers
+from finetune.distributed.network import is_loopback, is_own_address, own_name_is_loopback, what_answers
 from finetune.findings import Finding, ok, problem, warning
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Start and end the process group: the only calls of `init_process_group` and `destroy_process_group`.
 
 `initialize_ddp` and `cleanup_ddp` are twins. The first changes only launch variables that are missing or would mislead
-Accelerate, the second takes back only what the first changed, so that a launcher's own settings survive us.
+Accelerate, the second undoes only those changes, so that a launcher's own settings survive.
 """
 
 from __future__ import annotations
@@ -9,25 +9,26 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not in __all__
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from finetune.distributed.device import _pick_device, _resolve_device, device_identity, refuse_shared_devices
+from finetune.distributed.device import _resolve_device, device_identity, device_of_rank, refuse_shared_devices
 from finetune.distributed.environment import (
     GLOO_INTERFACE_VARIABLE,
+    WORLD_VARIABLES,
     LaunchEnvironment,
     read_environment,
     with_place,
 )
-from finetune.distributed.launch_variables import hide_world, restore, write_missing
 from finetune.distributed.network import interface_towards, is_own_address, own_address_towards
-from finetune.distributed.rendezvous import RollCall, Verdict
+from finetune.distributed.rendezvous import Rendezvous, Verdict
 from finetune.errors import LaunchError, LeftToMain
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs, is_configured
@@ -50,21 +51,23 @@ class ProcessContext(NamedTuple):
     device: torch.device
 
 
-class _State:
-    """What this process joined: one for each process, for `cleanup_ddp` to take back."""
-
-    group_is_ours = False
-    num_meetings = 0
-    roll_call: RollCall | None = None
-    alone: Joined | None = None
-    fallbacks: tuple[Fallback, ...] = ()
-
-
 class Joined(NamedTuple):
-    """Who this process is although no group is up: rank 0 of a launch that it trains for alone."""
+    """Rank 0 of a launch that it trains for alone: no group is up, but its place is settled."""
 
     context: ProcessContext
     environment: LaunchEnvironment
+
+
+class _State:
+    """What this process joined and changed, for `cleanup_ddp` to undo; one for each process."""
+
+    group_is_ours = False
+    num_rendezvous = 0
+    rendezvous: Rendezvous | None = None
+    alone: Joined | None = None
+    fallbacks: tuple[Fallback, ...] = ()
+    variables: ClassVar[dict[str, tuple[str | None, str | None]]] = {}
+    """The launch variables that we changed: their value before and ours; None where there was or is none."""
 
 
 def initialize_ddp(
@@ -79,12 +82,12 @@ def initialize_ddp(
     flag: bool | None = None,
     fallbacks: Fallbacks | None = None,
 ) -> ProcessContext | None:
-    """Join the world that the launcher described, or the one given in words.
+    """Join the world that the launcher described, or the one that the arguments describe.
 
-    If the world cannot be formed, rank 0 goes on alone and says so, and the other ranks leave once they have its word;
-    under strict fallbacks it is an error on all of them.
+    If the world cannot be formed, rank 0 goes on alone and says so, and the other ranks leave once they know it; under
+    strict fallbacks it is an error on all of them.
 
-    Collective: called by every process of the launch; returns when all have arrived.
+    Collective: called by every process of the launch; returns when all have joined.
 
     Args:
         timeout: how long the ranks wait for each other, now and in a collective; 60 minutes by default.
@@ -114,32 +117,31 @@ def initialize_ddp(
     fallbacks = Fallbacks() if fallbacks is None else fallbacks  # an empty list of them is false
     if environment.world_size == 1:
         return _alone(environment, device, flag, fallbacks)
-    forced_cpu = device is not None and _resolve_device(device).type == "cpu"
-    place = torch.device("cpu") if forced_cpu else _pick_device(environment.local_rank)
-    chosen = _choose_backend(backend, place)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+    own_device = device_of_rank(environment.local_rank, device)
+    chosen = _choose_backend(backend, own_device)
+    if own_device.type == "cuda":
+        torch.cuda.set_device(own_device)
     try:
-        write_missing(environment.as_variables())
+        _write_missing(environment.as_variables())
         why_alone = _initialize_distributed(
             environment, chosen, DEFAULT_TIMEOUT if timeout is None else timeout, flag=flag, fallbacks=fallbacks
         )
         if why_alone is not None:
-            return _go_on_alone(environment, why_alone, place, fallbacks)
-        _compare_devices(place)
+            return _go_on_alone(environment, why_alone, own_device, fallbacks)
+        _compare_devices(own_device)
     except BaseException:
         cleanup_ddp()
         raise
-    return ProcessContext(True, environment.rank, environment.local_rank, environment.world_size, place)
+    return ProcessContext(True, environment.rank, environment.local_rank, environment.world_size, own_device)
 
 
 def is_joined() -> bool:
-    """Whether `initialize_ddp` has settled this process's world already, or somebody else has."""
+    """Whether `initialize_ddp` or somebody else has settled this process's world already."""
     return dist.is_initialized() or _State.alone is not None
 
 
 def joined_environment() -> LaunchEnvironment:
-    """What the launcher said, also where its variables are hidden since this process goes on alone."""
+    """This process's launch, also where its variables are hidden because this process goes on alone."""
     return _State.alone.environment if _State.alone is not None else read_environment(os.environ)
 
 
@@ -148,9 +150,9 @@ def joined_fallbacks() -> tuple[Fallback, ...]:
     return _State.fallbacks
 
 
-def meeting_store() -> PrefixStore | None:
-    """Where the ranks of this world can leave words for each other; None alone, and in a group that others made."""
-    return None if _State.roll_call is None else _State.roll_call.store
+def rendezvous_store() -> PrefixStore | None:
+    """The store that the ranks of this world share; None for a process alone and in a group that others made."""
+    return None if _State.rendezvous is None else _State.rendezvous.store
 
 
 def current_context(device: str | torch.device | None = None) -> ProcessContext:
@@ -159,34 +161,35 @@ def current_context(device: str | torch.device | None = None) -> ProcessContext:
     Args:
         device: the device of this process, by default the GPU with its local rank or the CPU.
     """
-    local_rank = read_environment(os.environ).local_rank
-    forced_cpu = device is not None and _resolve_device(device).type == "cpu"
-    place = torch.device("cpu") if forced_cpu else _pick_device(local_rank)
-    return ProcessContext(dist.get_world_size() > 1, dist.get_rank(), local_rank, dist.get_world_size(), place)
+    local_rank, world_size = read_environment(os.environ).local_rank, dist.get_world_size()
+    return ProcessContext(world_size > 1, dist.get_rank(), local_rank, world_size, device_of_rank(local_rank, device))
 
 
 def cleanup_ddp() -> None:
-    """End the group and take back our changes to the launch variables. Safe to call twice and after a failure."""
+    """End the group and undo our changes to the launch variables. Safe to call twice and after a failure."""
     if _State.group_is_ours and dist.is_initialized():
         # Leaving without this aborts small gloo runs.
         dist.destroy_process_group()
     _State.group_is_ours = False
-    if _State.roll_call is not None:
+    if _State.rendezvous is not None:
         try:
-            _State.roll_call.leave()
+            _State.rendezvous.leave()
         except LaunchError as error:
             _log.debug("%s", error)
-        _State.roll_call = None
+        _State.rendezvous = None
     _State.alone, _State.fallbacks = None, ()
-    restore()
+    while _State.variables:
+        name, (before, ours) = _State.variables.popitem()
+        if os.environ.get(name) == ours:  # nobody else has changed it since
+            _set_variable(name, before)
 
 
-# A script that ends without it aborts small gloo runs, and leaves a rank waiting for rank 0's word.
+# A script that ends without it aborts small gloo runs, and leaves other ranks waiting for rank 0's verdict.
 atexit.register(cleanup_ddp)
 
 
 def _is_env_distributed() -> bool:
-    """True where a launcher started this process as one of several."""
+    """Whether a launcher started this process as one of several."""
     return read_environment(os.environ).world_size > 1
 
 
@@ -204,11 +207,11 @@ def _environment_with(
         environment = read_environment(os.environ)
     else:
         environment = read_environment(with_place(os.environ, rank, worldsize))
-    if master_addr is not None:
-        environment = replace(environment, master_addr=master_addr)
-    if master_port is not None:
-        environment = replace(environment, master_port=int(master_port))
-    return environment
+    return replace(
+        environment,
+        master_addr=environment.master_addr if master_addr is None else master_addr,
+        master_port=environment.master_port if master_port is None else int(master_port),
+    )
 
 
 def _choose_backend(backend: str | None, device: torch.device) -> str:
@@ -230,26 +233,22 @@ def _initialize_distributed(
     fallbacks: Fallbacks,
 ) -> str | None:
     """Form the group; None when it is up, else (on rank 0 only) why this process goes on alone. Collective."""
-    if backend == "nccl" and environment.world_size > 1 and not fallbacks.strict:
-        candidates = [backend, "gloo"]
-    else:
-        candidates = [backend]
-    _State.num_meetings += 1
+    _State.num_rendezvous += 1
     try:
-        roll_call = _State.roll_call = RollCall(environment, timeout, _State.num_meetings)
+        rendezvous = _State.rendezvous = Rendezvous(environment, timeout, _State.num_rendezvous)
     except LaunchError as error:
-        # Without its port rank 0 cannot be heard: the others do not find it, and leave with an error.
+        # Without its port nobody hears rank 0: the others do not find it, and leave with an error.
         if environment.rank != 0 or fallbacks.strict:
             raise
         return str(error)
     why = None
     if environment.rank == 0:
-        why = _why_not_wanted(environment) if flag is False else roll_call.wait_for_all()
-    why = _settle(roll_call, why, fallbacks)
+        why = _why_not_wanted(environment) if flag is False else rendezvous.wait_for_all()
+    why = _settle(rendezvous, why, fallbacks)
     if why is not None:
         return why
-    for candidate in candidates:
-        failure = _start_backend(roll_call, environment, candidate, timeout)
+    for candidate in (backend,) if backend != "nccl" or fallbacks.strict else (backend, "gloo"):
+        failure = _start_backend(rendezvous, candidate, timeout)
         if failure is None:
             if candidate != backend:
                 _take(fallbacks, Fallback(what="parallel.backend", wanted=backend, used=candidate, why=str(why)))
@@ -257,7 +256,7 @@ def _initialize_distributed(
         why = failure
         if dist.is_initialized():
             dist.destroy_process_group()
-    return _settle(roll_call, why, fallbacks)
+    return _settle(rendezvous, why, fallbacks)
 
 
 def _why_not_wanted(environment: LaunchEnvironment) -> str:
@@ -267,19 +266,19 @@ def _why_not_wanted(environment: LaunchEnvironment) -> str:
     )
 
 
-def _settle(roll_call: RollCall, why: str | None, fallbacks: Fallbacks) -> str | None:
+def _settle(rendezvous: Rendezvous, why: str | None, fallbacks: Fallbacks) -> str | None:
     """Rank 0 gives its verdict, the others obey it. None: together; else, on rank 0, why it goes on alone.
 
     Raises:
         LaunchError: rank 0 is strict.
         LeftToMain: on the others, where rank 0 goes on alone.
     """
-    environment = roll_call.environment
+    environment = rendezvous.environment
     if environment.rank == 0:
         verdict = Verdict("together") if why is None else Verdict("refused" if fallbacks.strict else "alone", why)
-        roll_call.give_verdict(verdict)
+        rendezvous.give_verdict(verdict)
     else:
-        verdict = roll_call.read_verdict()
+        verdict = rendezvous.read_verdict()
     if verdict.kind == "refused":
         raise LaunchError(f"{verdict.why}. No rank goes on alone.")
     if verdict.kind == "alone" and environment.rank != 0:
@@ -293,18 +292,19 @@ def _settle(roll_call: RollCall, why: str | None, fallbacks: Fallbacks) -> str |
     return None if verdict.kind == "together" else verdict.why
 
 
-def _start_backend(roll_call: RollCall, environment: LaunchEnvironment, backend: str, timeout: timedelta) -> str | None:
+def _start_backend(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> str | None:
     """Connect the ranks, which are all present; None, or which of them could not and why. Collective."""
-    seconds = min(_MOST_START_SECONDS, max(roll_call.seconds_left, _LEAST_START_SECONDS))
-    roll_call.store.set_timeout(timedelta(seconds=seconds))
-    interface = interface_towards(_address_of_a_peer(roll_call, seconds) or environment.master_addr)
+    environment = rendezvous.environment
+    seconds = min(_MOST_START_SECONDS, max(rendezvous.seconds_left, _LEAST_START_SECONDS))
+    rendezvous.store.set_timeout(timedelta(seconds=seconds))
+    interface = interface_towards(_address_of_a_peer(rendezvous, seconds) or environment.master_addr)
     if interface is not None:
-        write_missing({GLOO_INTERFACE_VARIABLE: interface})
+        _write_missing({GLOO_INTERFACE_VARIABLE: interface})
     problem = ""
     try:
         dist.init_process_group(
             backend,
-            store=PrefixStore(backend, roll_call.store),
+            store=PrefixStore(backend, rendezvous.store),
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=timedelta(seconds=seconds),
@@ -315,8 +315,8 @@ def _start_backend(roll_call: RollCall, environment: LaunchEnvironment, backend:
         _set_pg_timeout(timeout)
     except (dist.DistError, RuntimeError, ValueError) as error:
         problem = str(error).split("\n", 1)[0]
-    notes = roll_call.exchange(f"start of {backend}", problem, seconds + _LEAST_START_SECONDS)
-    failed = {rank: notes.get(rank, "said nothing") for rank in range(environment.world_size) if notes.get(rank) != ""}
+    notes = rendezvous.exchange(f"start of {backend}", problem, seconds + _LEAST_START_SECONDS)
+    failed = {rank: notes.get(rank, "no answer") for rank in range(environment.world_size) if notes.get(rank) != ""}
     if failed:
         rank, text = next(iter(failed.items()))
         return f"{backend} did not start on {len(failed)} of {environment.world_size} ranks (rank {rank}: {text})"
@@ -329,22 +329,23 @@ def _start_backend(roll_call: RollCall, environment: LaunchEnvironment, backend:
     return None
 
 
-def _address_of_a_peer(roll_call: RollCall, seconds: float) -> str | None:
-    """An address of another machine in this world; None where there is none. On rank 0's machine its own name may mean
-    127.0.1.1, so that MASTER_ADDR does not tell by which way the others come. Collective.
+def _address_of_a_peer(rendezvous: Rendezvous, seconds: float) -> str | None:
+    """An address of another machine in this world; None where there is none. Collective.
+
+    On rank 0's machine its own name may mean 127.0.1.1, so MASTER_ADDR does not tell which way the others come.
     """
-    mine = own_address_towards(roll_call.environment.master_addr) or ""
-    notes = roll_call.exchange("address", mine, seconds)
+    mine = own_address_towards(rendezvous.environment.master_addr) or ""
+    notes = rendezvous.exchange("address", mine, seconds)
     return next((address for address in notes.values() if address and not is_own_address(address)), None)
 
 
-def _compare_devices(place: torch.device) -> None:
+def _compare_devices(device: torch.device) -> None:
     """Two ranks that see one GPU each may see the same one. Collective."""
-    roll_call = _State.roll_call
-    if roll_call is None or place.type != "cuda":
+    rendezvous = _State.rendezvous
+    if rendezvous is None or device.type != "cuda":
         return
-    notes = roll_call.exchange("device", device_identity(place) or "", _MOST_START_SECONDS)
-    refuse_shared_devices([notes.get(rank) or None for rank in range(roll_call.environment.world_size)])
+    notes = rendezvous.exchange("device", device_identity(device) or "", _MOST_START_SECONDS)
+    refuse_shared_devices([notes.get(rank) or None for rank in range(rendezvous.environment.world_size)])
 
 
 def _alone(
@@ -352,21 +353,21 @@ def _alone(
 ) -> ProcessContext:
     """A world of one, as it was launched."""
     if flag is True:
-        why = f"{environment.launcher} started one process; use torchrun, accelerate launch, srun or"
+        why = (
+            f"{environment.launcher} started one process; use torchrun, accelerate launch, srun or "
+            "parallel.num_processes for more"
+        )
         fallbacks.take(
-            Fallback(
-                what="ddp",
-                wanted="several processes",
-                used="one process",
-                why=f"{why} parallel.num_processes for more",
-            ),
+            Fallback(what="ddp", wanted="several processes", used="one process", why=why),
             warning="[Trainer] Warning: DDP was requested but WORLD_SIZE is 1: this process trains alone",
         )
-    hide_world()
+    _hide_world()
     return ProcessContext(False, 0, 0, 1, _resolve_device(device))
 
 
-def _go_on_alone(environment: LaunchEnvironment, why: str, place: torch.device, fallbacks: Fallbacks) -> ProcessContext:
+def _go_on_alone(
+    environment: LaunchEnvironment, why: str, device: torch.device, fallbacks: Fallbacks
+) -> ProcessContext:
     """Rank 0 of a world that was not formed."""
     _take(
         fallbacks,
@@ -374,13 +375,40 @@ def _go_on_alone(environment: LaunchEnvironment, why: str, place: torch.device, 
         warning=f"[Trainer] Warning: DDP was requested but {why}. Rank 0 trains alone with the same global batch: the "
         "curve stays the same, only slower",
     )
-    hide_world()
-    context = ProcessContext(False, 0, environment.local_rank, 1, place)
+    _hide_world()
+    context = ProcessContext(False, 0, environment.local_rank, 1, device)
     _State.alone = Joined(context, environment)
     return context
 
 
 def _take(fallbacks: Fallbacks, fallback: Fallback, *, warning: str | None = None) -> None:
-    """A run that adopts this world later records it too."""
+    """Take a downgrade that a run which adopts this world later records too."""
     fallbacks.take(fallback, warning=warning)
     _State.fallbacks = (*_State.fallbacks, fallback)
+
+
+def _write_missing(variables: Mapping[str, str]) -> None:
+    """Set those that are not set: Accelerate adopts a group only where the launch variables are there."""
+    for name, value in variables.items():
+        if name not in os.environ:
+            _change_variable(name, value)
+
+
+def _hide_world() -> None:
+    """Make this process look alone: Accelerate would wait for the other ranks of a launch."""
+    for name in WORLD_VARIABLES:
+        if name in os.environ:
+            _change_variable(name, None)
+
+
+def _change_variable(name: str, value: str | None) -> None:
+    before = _State.variables[name][0] if name in _State.variables else os.environ.get(name)
+    _State.variables[name] = (before, value)
+    _set_variable(name, value)
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value

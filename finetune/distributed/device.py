@@ -64,6 +64,13 @@ def _pick_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def device_of_rank(local_rank: int, wish: str | torch.device | None) -> torch.device:
+    """The CPU where it is wished for, else `_pick_device`: a launch of several processes settles the index itself."""
+    if wish is not None and _resolve_device(wish).type == "cpu":
+        return torch.device("cpu")
+    return _pick_device(local_rank)
+
+
 def device_identity(device: torch.device) -> str | None:
     """What tells this GPU from every other one, on whatever node and under whatever index: host and UUID.
 

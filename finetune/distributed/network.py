@@ -1,9 +1,11 @@
-"""Which of this machine's addresses and interfaces the other nodes reach. Sends nothing."""
+"""This machine's addresses and interfaces as other nodes reach them, and what listens at an address."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
+import struct
 
 
 def is_loopback(host: str) -> bool:
@@ -71,6 +73,28 @@ def interface_towards(host: str) -> str | None:
         if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in entries):
             return str(name)
     return None
+
+
+def what_answers(host: str, port: int) -> str | None:
+    """None where a torch store answers at the address, else what is wrong there.
+
+    A store echoes the four bytes behind a ping: torch/csrc/distributed/c10d/TCPStore.cpp, VALIDATE = 0 with the magic
+    number of TCPStoreBackend.hpp, PING = 13. `tests/distributed/test_rendezvous.py` tries it on the installed torch.
+    """
+    nonce = os.urandom(4)
+    try:
+        connection = socket.create_connection((host, port), timeout=2.0)
+    except socket.gaierror:
+        return f"the name {host} cannot be resolved here"
+    except OSError as error:
+        return error.strerror or "no answer"
+    with connection:
+        try:
+            connection.sendall(struct.pack("<BIB", 0, 0x3C85F7CE, 13) + nonce)
+            answer = connection.recv(4)
+        except OSError:
+            answer = b""
+    return None if answer == nonce else "something other than a torch store listens there"
 
 
 def _resolve(host: str) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int]]]:

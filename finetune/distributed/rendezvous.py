@@ -1,8 +1,8 @@
 """Find every rank of a launch at one address, and settle together who trains. The only module that opens a TCPStore.
 
-torch waits in silence, for about twice its timeout, and forever where something other than a store answers. So the
-ranks find each other here first: each says that it is present, the missing are named while the others wait, and rank 0
-gives one verdict that all of them read. Only then is a process group made.
+torch waits silently for about twice its timeout, and forever where something other than a store answers. So the ranks
+meet here first: each one joins, the missing ones are named while the others wait, and rank 0 gives one verdict that all
+of them read. Only then is a process group made.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import json
 import logging
 import os
 import secrets
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,43 +23,47 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
 from finetune.distributed.environment import LaunchEnvironment, has_agent_store, launcher_pid
-from finetune.distributed.network import is_own_address
+from finetune.distributed.network import is_own_address, what_answers
 from finetune.errors import LaunchError, RunFailedError
 
 _log = logging.getLogger(__name__)
 
-SAY_WHO_IS_MISSING_SECONDS = 30.0
+REPORT_SECONDS = 30.0
+"""How often a waiting rank logs who is missing."""
 _POLL_SECONDS = 0.05
 _MARGIN_SECONDS = 5.0
-"""What a rank waits longer than the timeout for rank 0's verdict: rank 0 gives it at the timeout."""
+"""Added to the timeout when a rank waits for rank 0, which gives its verdict at the timeout."""
 _STORE_TIMEOUT = timedelta(seconds=10)
-_FAREWELL_SECONDS = 10.0
+_LEAVE_SECONDS = 10.0
+_IDENTITY = "finetune/identity"
+_open_stores: dict[int, TCPStore] = {}
+"""By port. A closed store would free its port only once torch has let go of it everywhere."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What rank 0 says, once, to all ranks of the launch."""
+    """Rank 0's decision for all ranks of the launch, with its reason."""
 
     kind: Literal["together", "alone", "refused"]
     why: str = ""
 
 
-class RollCall:
-    """One meeting of the ranks of a launch.
+class Rendezvous:
+    """One rendezvous of the ranks of a launch.
 
-    A launcher's store outlives its workers: after a restart it holds what the dead ones said, with nothing in the
-    environment to tell. So rank 0 makes a token for the meeting, and hands it to each rank that says hello with a
-    number of its own; whatever is said under the token is new.
+    A launcher's store outlives its workers: after a restart it still holds the keys of the dead ones, and nothing in
+    the environment tells. So rank 0 makes a token for each rendezvous and hands it to every rank that asks with a
+    number of its own; all keys under the token are new.
 
     Collective: every rank makes one, then calls the same methods in the same order.
 
     Args:
-        environment: what the launcher said about this process.
-        timeout: how long the ranks wait for each other, in all.
-        number: of this process's meetings, so that a rank that is early for the next one does not walk into the last.
+        environment: this process's place in the launch.
+        timeout: how long the ranks wait for each other, in total.
+        number: counts this process's rendezvous, so that a rank that is early for the next one cannot join the last.
 
     Attributes:
-        store: for the process group, under names of this meeting.
+        store: for the process group; its keys belong to this rendezvous.
 
     Raises:
         LaunchError: on rank 0, its port cannot be opened; on the others, rank 0 was not found in time.
@@ -69,241 +71,239 @@ class RollCall:
 
     def __init__(self, environment: LaunchEnvironment, timeout: timedelta, number: int = 1) -> None:
         self.environment = environment
-        self._hall = f"finetune/{environment.launch_id}/{number}"
+        self._prefix = f"finetune/{environment.launch_id}/{number}"
         self._began = time.monotonic()
         self._timeout = timeout.total_seconds()
-        self._next_word = self._began + SAY_WHO_IS_MISSING_SECONDS
+        self._next_report = self._began + REPORT_SECONDS
         self._num_verdicts = 0
-        self._is_store_lost = False
         self._num_missing = 0
         self._num_owed = 0
-        self._over = threading.Event()
-        self._welcoming: threading.Thread | None = None
-        self._hosts = environment.rank == 0 and not has_agent_store(os.environ)
+        self._is_over = threading.Event()
+        self._token_thread: threading.Thread | None = None
+        self._uses_agent_store = has_agent_store(os.environ)
         if environment.rank == 0:
-            self._server = self._open_store() if self._hosts else self._find_store()
+            self._server = self._find_store() if self._uses_agent_store else self._open_store()
             token = secrets.token_hex(8)
-            self._welcoming = threading.Thread(target=self._welcome, args=(token,), name="roll-call", daemon=True)
-            self._welcoming.start()
+            self._token_thread = threading.Thread(target=self._hand_out, args=(token,), name="rendezvous", daemon=True)
+            self._token_thread.start()
         else:
-            token = self._come_in()
+            token = self._join()
         self.store = PrefixStore(f"finetune/{token}", self._server)
-        if self._store("add", f"present/{environment.rank}", 1) > 1:
+        if self._ask("add", f"joined/{environment.rank}", 1) > 1:
             raise LaunchError(
-                f"rank {environment.rank} has joined at {self.address} already: two processes were started as this "
+                f"rank {environment.rank} has already joined at {self.address}: two processes were started as this "
                 "rank, or another launch uses the same address and port. Give each launch a port of its own "
                 "(MASTER_PORT, --master_port, --main_process_port)."
             )
-        self._store("add", "arrived", 1)
+        self._ask("add", "num_joined", 1)
 
     @property
     def address(self) -> str:
-        """Where the ranks meet."""
+        """The host and port where the ranks meet."""
         return f"{self.environment.master_addr}:{self.environment.master_port}"
 
     @property
     def seconds_left(self) -> float:
-        """Of the timeout, at least 0."""
+        """What is left of the timeout, at least 0."""
         return max(0.0, self._began + self._timeout - time.monotonic())
 
     def wait_for_all(self) -> str | None:
-        """Rank 0 only: wait until every rank is present. None, or who is missing and what to do."""
+        """Wait until every rank has joined. Rank 0 only.
+
+        Returns:
+            None, or who is missing and what to do about it.
+        """
         for _ in self._polls(self.seconds_left, self._who_is_missing):
-            if self._store("add", "arrived", 0) >= self.environment.world_size:
+            if self._ask("add", "num_joined", 0) >= self.environment.world_size:
                 return None
         missing = self._missing()
         self._num_missing = len(missing)
+        is_here = is_own_address(self.environment.master_addr)
+        hint = "" if is_here else "; this address does not belong to rank 0's machine"
         return (
-            f"{_ranks(missing)} of {self.environment.world_size} did not come to {self.address} within "
-            f"{self._timeout:g} s (present: {_ranks(self._present())}){self._strange_address()}. Start every rank with "
-            "the same MASTER_ADDR and MASTER_PORT, let the nodes reach this port, or raise parallel.timeout_minutes"
+            f"{_ranks(missing)} of {self.environment.world_size} did not join at {self.address} within "
+            f"{self._timeout:g} s (joined: {_ranks(self._joined())}){hint}. Start every rank with the same MASTER_ADDR "
+            "and MASTER_PORT, let the nodes reach this port, or raise parallel.timeout_minutes"
         )
 
     def give_verdict(self, verdict: Verdict) -> None:
-        """Rank 0 only."""
+        """Tell all ranks. Rank 0 only."""
         if verdict.kind != "together":
             self._num_owed = self.environment.world_size - 1 - self._num_missing
         self._num_verdicts += 1
-        self._store("set", f"verdict/{self._num_verdicts}", json.dumps([verdict.kind, verdict.why]))
+        self._ask("set", f"verdict/{self._num_verdicts}", json.dumps([verdict.kind, verdict.why]))
 
     def read_verdict(self) -> Verdict:
-        """The other ranks: what rank 0 says; it is awaited.
+        """Wait for rank 0's verdict. All ranks but rank 0.
 
         Raises:
-            LaunchError: rank 0 says nothing, so that nobody knows whether it trains.
+            LaunchError: rank 0 gives none, so that nobody knows whether it trains.
         """
         self._num_verdicts += 1
         key = f"verdict/{self._num_verdicts}"
         for _ in self._polls(self.seconds_left + _MARGIN_SECONDS, self._who_is_missing):
-            if self._store("check", [key]):
-                kind, why = json.loads(self._store("get", key))
+            if self._ask("check", [key]):
+                kind, why = json.loads(self._ask("get", key))
                 if kind != "together":
-                    self._store("add", "told", 1)
+                    self._ask("add", "num_told", 1)
                 return Verdict(kind, why)
         raise LaunchError(
-            f"rank {self.environment.rank} heard no word from rank 0 at {self.address} within {self._timeout:g} s "
-            f"(present: {_ranks(self._present())}; missing: {_ranks(self._missing())}). See what rank 0 says, start "
+            f"rank {self.environment.rank} heard nothing from rank 0 at {self.address} within {self._timeout:g} s "
+            f"(joined: {_ranks(self._joined())}; missing: {_ranks(self._missing())}). Look at rank 0's output, start "
             "every rank with the same MASTER_ADDR and MASTER_PORT, or raise parallel.timeout_minutes."
         )
 
     def exchange(self, topic: str, note: str, seconds: float) -> dict[int, str]:
-        """Every rank's note by rank; a rank that says nothing in that time has no entry. Collective."""
+        """Every rank's note by rank; a rank that sends none in this time has no entry. Collective."""
         rank, world_size = self.environment.rank, self.environment.world_size
-        self._store("set", f"{topic}/{rank}", note)
-        self._store("add", topic, 1)
+        self._ask("set", f"{topic}/{rank}", note)
+        self._ask("add", topic, 1)
         for _ in self._polls(seconds, lambda: f"{topic} on the other ranks"):
-            if self._store("add", topic, 0) >= world_size:
+            if self._ask("add", topic, 0) >= world_size:
                 break
         keys = {other: f"{topic}/{other}" for other in range(world_size)}
-        return {other: self._store("get", key).decode() for other, key in keys.items() if self._store("check", [key])}
+        return {other: self._ask("get", key).decode() for other, key in keys.items() if self._ask("check", [key])}
 
     def leave(self) -> None:
-        """End the meeting. Rank 0 waits until the others have heard that there is no world. May be called twice."""
-        deadline = time.monotonic() + _FAREWELL_SECONDS
+        """End the rendezvous. Rank 0 waits until the others have read that there is no world. May be called twice."""
+        deadline = time.monotonic() + _LEAVE_SECONDS
         try:
-            while (
-                not self._over.is_set()
-                and time.monotonic() < deadline
-                and self._store("add", "told", 0) < self._num_owed
-            ):
+            while not self._is_over.is_set() and time.monotonic() < deadline:
+                if self._ask("add", "num_told", 0) >= self._num_owed:
+                    break
                 time.sleep(_POLL_SECONDS)
         finally:
-            self._over.set()
-            if self._welcoming is not None:
-                self._welcoming.join()
+            self._is_over.set()
+            if self._token_thread is not None:
+                self._token_thread.join()
 
-    def _welcome(self, token: str) -> None:
-        """Rank 0's thread: hand the token to every rank that comes, until the meeting is over."""
-        hall = PrefixStore(self._hall, self._server)
-        num_welcomed = dict.fromkeys(range(1, self.environment.world_size), 0)
+    def _hand_out(self, token: str) -> None:
+        """Rank 0's thread: give the token to every rank that asks, until the rendezvous is over."""
+        store = PrefixStore(self._prefix, self._server)
+        num_answered = dict.fromkeys(range(1, self.environment.world_size), 0)
         try:
-            while not self._over.wait(_POLL_SECONDS):
-                for rank, before in num_welcomed.items():
-                    hello = f"hello/{rank}/{before + 1}"
-                    if hall.check([hello]):
-                        hall.set(f"welcome/{hall.get(hello).decode()}", token)
-                        num_welcomed[rank] += 1
+            while not self._is_over.wait(_POLL_SECONDS):
+                for rank, before in num_answered.items():
+                    request = f"request/{rank}/{before + 1}"
+                    if store.check([request]):
+                        store.set(f"token/{store.get(request).decode()}", token)
+                        num_answered[rank] += 1
         except (dist.DistError, RuntimeError):
-            pass  # the store is gone; the main thread hears it from its own question
+            pass  # the store is gone; the main thread learns it from its own question
 
-    def _come_in(self) -> str:
-        """The meeting's token. A store that closes meanwhile was that of the meeting before."""
+    def _join(self) -> str:
+        """Find the store and get the token. A store that closes meanwhile was that of the rendezvous before."""
         while True:
             self._server = self._find_store()
             try:
                 self._refuse_another_launch()
-                return self._greet()
-            except LaunchError:
-                if not self._is_store_lost or self.seconds_left == 0:
-                    raise
-                self._is_store_lost = False
+                return self._request_token()
+            except (dist.DistError, RuntimeError) as error:
+                if self.seconds_left == 0:
+                    raise self._lost_store() from error
 
-    def _greet(self) -> str:
-        """The meeting's token, from rank 0."""
-        hall = PrefixStore(self._hall, self._server)
+    def _request_token(self) -> str:
+        store = PrefixStore(self._prefix, self._server)
         rank, number = self.environment.rank, secrets.token_hex(8)
-        count = self._store("add", f"hello/{rank}", 1, on=hall)
-        self._store("set", f"hello/{rank}/{count}", number, on=hall)
-        for _ in self._polls(self.seconds_left + _MARGIN_SECONDS, lambda: "missing: rank 0 (its store is there)"):
-            if self._store("check", [f"welcome/{number}"], on=hall):
-                return str(self._store("get", f"welcome/{number}", on=hall).decode())
+        count = store.add(f"request/{rank}", 1)
+        store.set(f"request/{rank}/{count}", number)
+        for _ in self._polls(self.seconds_left + _MARGIN_SECONDS, lambda: "missing: rank 0 (a store is open there)"):
+            if store.check([f"token/{number}"]):
+                return store.get(f"token/{number}").decode()
         raise LaunchError(
-            f"rank {rank} was not greeted by rank 0 of {self.environment.world_size} at {self.address} within "
-            f"{self._timeout:g} s, although a store answers there. See what rank 0 says, and whether it was started."
+            f"rank {rank} got no answer from rank 0 of {self.environment.world_size} at {self.address} within "
+            f"{self._timeout:g} s, although a store is open there. Check that rank 0 was started, and look at its "
+            "output."
         )
 
     def _open_store(self) -> TCPStore:
-        """The store of this process at its port, which stays open for a next launch: the others may be there before."""
+        """This process's store. It stays open for a next launch: the other ranks may be there first."""
         environment = self.environment
         try:
-            store = _open_stores.get(environment.master_port) or TCPStore(
-                # Rank 0 talks to its own store over loopback, whatever the others call this machine.
-                "127.0.0.1",
-                environment.master_port,
-                environment.world_size,
-                is_master=True,
-                timeout=_STORE_TIMEOUT,
-                wait_for_workers=False,
-            )
+            # Rank 0 talks to its own store over loopback, whatever the others call this machine.
+            store = _open_stores.get(environment.master_port) or self._tcp_store("127.0.0.1", is_master=True)
         except (dist.DistError, RuntimeError) as error:
             in_use = "EADDRINUSE" in str(error) or "in use" in str(error)
             raise LaunchError(
-                f"rank 0 cannot open port {environment.master_port} for the {environment.world_size - 1} other ranks "
-                f"({environment.launcher}): {'the port is in use' if in_use else error}. Choose a free port "
-                "(MASTER_PORT, --master_port, --main_process_port or parallel.master_port), the same on every rank."
+                f"rank 0 cannot open port {environment.master_port} for the other ranks ({environment.launcher}): "
+                f"{'the port is in use' if in_use else error}. Choose a free port (MASTER_PORT, --master_port, "
+                "--main_process_port or parallel.master_port), the same on every rank."
             ) from error
-        identity = {"launch_id": environment.launch_id, "world_size": environment.world_size}
-        store.set(_IDENTITY, json.dumps(identity))
+        store.set(_IDENTITY, json.dumps(self._identity))
         _open_stores[environment.master_port] = store
         return store
 
+    def _tcp_store(self, host: str, *, is_master: bool) -> TCPStore:
+        port, size = self.environment.master_port, self.environment.world_size
+        return TCPStore(host, port, size, is_master=is_master, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+
     def _find_store(self) -> TCPStore:
-        """Connect once a store answers: torch's own client waits without a word, and can wait forever."""
+        """Connect once a store answers: torch's own client waits silently, and may wait forever."""
         environment = self.environment
-        place = (environment.master_addr, environment.master_port)
-        # torchrun's agent opens its store before it starts a worker: one that does not answer went with its agent.
-        seconds = (0.0 if has_agent_store(os.environ) else self.seconds_left) + _MARGIN_SECONDS
-        for _ in self._polls(seconds, lambda: f"rank 0: {what_answers(*place)}"):
-            if what_answers(*place) is not None:
-                continue
-            with suppress(dist.DistError):  # it may close between the two
-                return TCPStore(
-                    *place, environment.world_size, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False
-                )
-        if has_agent_store(os.environ):
+        host, port = environment.master_addr, environment.master_port
+        # torchrun's agent opens its store before it starts a worker: one that does not answer is gone with its agent.
+        seconds = (0.0 if self._uses_agent_store else self.seconds_left) + _MARGIN_SECONDS
+        for _ in self._polls(seconds, lambda: f"rank 0: {what_answers(host, port)}"):
+            if what_answers(host, port) is None:
+                with suppress(dist.DistError):  # it may close between the two
+                    return self._tcp_store(host, is_master=False)
+        found = what_answers(host, port) or "the store answered too late"
+        if self._uses_agent_store:
             raise RunFailedError(
                 f"rank {environment.rank} did not find the store of its launcher ({environment.launcher}) at "
-                f"{self.address} within {seconds:g} s: {what_answers(*place) or 'too late'}. The launcher of rank 0 is "
-                "gone, or its machine cannot be reached any more. Start the launch again."
+                f"{self.address} within {seconds:g} s: {found}. The launcher of rank 0 has ended, or its machine "
+                "cannot be reached any more. Start the launch again."
             )
         raise LaunchError(
             f"rank {environment.rank} did not find rank 0 of {environment.world_size} at {self.address} within "
-            f"{self._timeout:g} s ({environment.launcher}): {what_answers(*place) or 'too late'}. Check that rank 0 "
-            "was started, that MASTER_ADDR and MASTER_PORT name its machine on every rank, and that no firewall stands "
-            "between; or raise parallel.timeout_minutes."
+            f"{self._timeout:g} s ({environment.launcher}): {found}. Check that rank 0 was started, that MASTER_ADDR "
+            "and MASTER_PORT name its machine on every rank, and that no firewall blocks the port; or raise "
+            "parallel.timeout_minutes."
         )
 
+    @property
+    def _identity(self) -> dict[str, str | int]:
+        return {"launch_id": self.environment.launch_id, "world_size": self.environment.world_size}
+
     def _refuse_another_launch(self) -> None:
-        """A port that two launches share would mix their ranks."""
-        if self._hosts or has_agent_store(os.environ):
+        """Two launches that share a port would mix their ranks."""
+        if self._uses_agent_store:
             return
-        environment = self.environment
-        for _ in self._polls(_MARGIN_SECONDS, lambda: "the store to say whose it is"):
-            if self._store("check", [_IDENTITY], on=self._server):
+        for _ in self._polls(_MARGIN_SECONDS, lambda: "the identity of the store"):
+            if self._server.check([_IDENTITY]):
                 break
         else:
-            raise LaunchError(f"the store at {self.address} is not one of finetune's. Choose another port.")
-        theirs = json.loads(self._store("get", _IDENTITY, on=self._server))
-        ours = {"launch_id": environment.launch_id, "world_size": environment.world_size}
-        if theirs != ours:
-            different = [
-                f"{name} {ours[name]!r} here, {theirs.get(name)!r} on rank 0"
-                for name in ours
-                if ours[name] != theirs.get(name)
-            ]
+            raise LaunchError(f"the store at {self.address} does not belong to finetune. Choose another port.")
+        theirs, ours = json.loads(self._server.get(_IDENTITY)), self._identity
+        different = [
+            f"{name} {ours[name]!r} here, {theirs.get(name)!r} on rank 0"
+            for name in ours
+            if ours[name] != theirs.get(name)
+        ]
+        if different:
             raise LaunchError(
-                f"rank {environment.rank} met another launch at {self.address}: {'; '.join(different)}. "
+                f"rank {self.environment.rank} found another launch at {self.address}: {'; '.join(different)}. "
                 "Start all ranks with the same world size, and give each launch a port of its own."
             )
 
     def _polls(self, seconds: float, waits_for: Callable[[], str]) -> Iterator[None]:
-        """Come by at least once, then until the time is over, and say from time to time what is waited for."""
+        """Yield at least once and until the time is over; log now and then what this rank waits for."""
         deadline = time.monotonic() + seconds
         launcher = launcher_pid(os.environ, self.environment)
         while True:
             yield
             if launcher is not None and os.getppid() != launcher:
                 raise RunFailedError(
-                    f"rank {self.environment.rank} lost its launcher, process {launcher}, before all ranks had met at "
-                    f"{self.address}. Start the launch again."
+                    f"rank {self.environment.rank} lost its launcher, process {launcher}, before all ranks had joined "
+                    f"at {self.address}. Start the launch again."
                 )
             now = time.monotonic()
             if now >= deadline:
                 return
-            if now >= self._next_word:
-                self._next_word = now + SAY_WHO_IS_MISSING_SECONDS
+            if now >= self._next_report:
+                self._next_report = now + REPORT_SECONDS
                 _log.warning(
-                    "[Distributed] rank %d of %d waits at %s since %.0f s (limit %g s): %s",
+                    "[Distributed] rank %d of %d has waited at %s for %.0f s (limit %g s): %s",
                     self.environment.rank,
                     self.environment.world_size,
                     self.address,
@@ -316,54 +316,24 @@ class RollCall:
     def _who_is_missing(self) -> str:
         return f"missing: {_ranks(self._missing())}"
 
-    def _present(self) -> list[int]:
-        ranks = range(self.environment.world_size)
-        return [rank for rank in ranks if self._store("check", [f"present/{rank}"])]
+    def _joined(self) -> list[int]:
+        return [rank for rank in range(self.environment.world_size) if self._ask("check", [f"joined/{rank}"])]
 
     def _missing(self) -> list[int]:
-        return sorted(set(range(self.environment.world_size)) - set(self._present()))
+        return sorted(set(range(self.environment.world_size)) - set(self._joined()))
 
-    def _store(self, verb: str, *args: Any, on: Any = None) -> Any:
-        """Ask the store; where it is gone, rank 0 or the launcher's agent is."""
+    def _ask(self, verb: str, *args: Any) -> Any:
+        """Call a method of the store. Where the store is gone, rank 0 or the launcher's agent is gone too."""
         try:
-            return getattr(on or self.store, verb)(*args)
+            return getattr(self.store, verb)(*args)
         except (dist.DistError, RuntimeError) as error:
-            self._is_store_lost = True
-            raise LaunchError(
-                f"rank {self.environment.rank} lost the store at {self.address}: rank 0 or its launcher has ended. "
-                "See what rank 0 says."
-            ) from error
+            raise self._lost_store() from error
 
-    def _strange_address(self) -> str:
-        """A word of warning where the address is not this machine's, although rank 0 is here."""
-        return "" if is_own_address(self.environment.master_addr) else "; that address is not one of rank 0's machine"
-
-
-_IDENTITY = "finetune/identity"
-_open_stores: dict[int, TCPStore] = {}
-"""By port. A closed store would free its port only once torch has let go of it everywhere."""
-
-
-def what_answers(host: str, port: int) -> str | None:
-    """None where a torch store answers at the address, else what does.
-
-    A store echoes the four bytes behind a ping: torch/csrc/distributed/c10d/TCPStore.cpp, VALIDATE = 0 with the magic
-    number of TCPStoreBackend.hpp, PING = 13. `tests/distributed/test_rendezvous.py` tries it on the installed torch.
-    """
-    nonce = os.urandom(4)
-    try:
-        connection = socket.create_connection((host, port), timeout=2.0)
-    except socket.gaierror:
-        return f"the name {host} is not known here"
-    except OSError as error:
-        return error.strerror or "no answer"
-    with connection:
-        try:
-            connection.sendall(struct.pack("<BIB", 0, 0x3C85F7CE, 13) + nonce)
-            answer = connection.recv(4)
-        except OSError:
-            answer = b""
-    return None if answer == nonce else "what listens there is no store of torch"
+    def _lost_store(self) -> LaunchError:
+        return LaunchError(
+            f"rank {self.environment.rank} lost the store at {self.address}: rank 0 or its launcher has ended. "
+            "Look at rank 0's output."
+        )
 
 
 def _ranks(ranks: Iterable[int]) -> str:

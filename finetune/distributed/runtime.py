@@ -25,7 +25,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 
 from finetune import __version__
-from finetune.distributed.ddp_init import ProcessContext, meeting_store
+from finetune.distributed.ddp_init import ProcessContext, rendezvous_store
 from finetune.distributed.ending import explain, in_a_line
 from finetune.distributed.environment import (
     LaunchEnvironment,
@@ -312,12 +312,12 @@ class Runtime:
     def is_anyone_told_to_stop(self) -> bool:
         """The same of any rank, for a phase of many batches without a collective. Not a collective itself.
 
-        A rank that was told to stop passes it on through the store of the ranks' meeting, where the others look twice a
-        second. In a group that others made there is none: False, on the rank that was told too.
+        A rank that was told to stop passes it on through the store of the rendezvous, where the others look twice a
+        second. In a group that others made there is no store: False, on the rank that was told too.
         """
         if not self.context.distributed:
             return self.is_told_to_stop
-        store, now = meeting_store(), time.monotonic()
+        store, now = rendezvous_store(), time.monotonic()
         if store is None or (now < self._next_look and not self.is_told_to_stop):
             return False
         self._next_look = now + _LOOK_SECONDS

@@ -134,7 +134,7 @@ def test_a_run_adopts_what_became_of_the_world_before_it():
 
 def test_a_strict_world_that_is_not_formed_is_a_launch_error_and_leaves_nothing():
     port = free_port()
-    with pytest.raises(LaunchError, match=f"rank 1 of 2 did not come to 127.0.0.1:{port} within 1 s"):
+    with pytest.raises(LaunchError, match=f"rank 1 of 2 did not join at 127.0.0.1:{port} within 1 s"):
         initialize_ddp(
             timedelta(seconds=1),
             rank=0,

@@ -15,7 +15,8 @@ from torch.distributed import TCPStore
 
 from finetune.distributed import rendezvous
 from finetune.distributed.environment import read_environment
-from finetune.distributed.rendezvous import RollCall, Verdict, what_answers
+from finetune.distributed.network import what_answers
+from finetune.distributed.rendezvous import Rendezvous, Verdict
 from finetune.errors import LaunchError
 from tests.launches import REPOSITORY, free_port
 
@@ -59,7 +60,7 @@ def test_all_present_are_one_world(tmp_path):
 
 
 def test_processes_that_leave_a_world_can_join_the_next(tmp_path):
-    """Whoever is early for the second meeting must neither walk into the first nor find its port shut."""
+    """Whoever is early for the second rendezvous must neither walk into the first nor find its port shut."""
     port = free_port()
     codes, reports, outputs = ends([start(tmp_path, rank, port, worlds=4) for rank in range(2)], tmp_path)
     assert codes == [0, 0], outputs
@@ -75,7 +76,7 @@ def test_if_one_never_comes_rank_0_goes_on_alone_and_the_others_leave_with_its_w
     assert reports[0]["seconds"] < 3 + 10
     (fallback,) = reports[0]["fallbacks"]
     assert (fallback["what"], fallback["wanted"], fallback["used"]) == ("ddp", "3 processes", "one process")
-    assert f"rank 2 of 3 did not come to 127.0.0.1:{port} within 3 s (present: ranks 0, 1)" in fallback["why"]
+    assert f"rank 2 of 3 did not join at 127.0.0.1:{port} within 3 s (joined: ranks 0, 1)" in fallback["why"]
     assert "[Trainer] Warning: DDP was requested but rank 2 of 3" in outputs[0]
     assert "the curve stays the same, only slower" in outputs[0]
     assert reports[1]["error"] == "LeftToMain"
@@ -101,7 +102,7 @@ def test_a_strict_run_is_refused_on_all_ranks(tmp_path):
     assert codes == [2, 2], outputs
     for report in reports:
         assert report["error"] == "LaunchError"
-        assert "rank 2 of 3 did not come" in report["text"]
+        assert "rank 2 of 3 did not join" in report["text"]
         assert report["text"].endswith("No rank goes on alone.")
         assert report["seconds"] < 2 + 10
         assert report["fallbacks"] == []
@@ -126,9 +127,9 @@ def test_a_wrong_address_is_named_on_both_sides(tmp_path):
     codes, reports, outputs = ends(processes, tmp_path)
     assert codes == [0, 2], outputs
     why = reports[0]["fallbacks"][0]["why"]
-    assert f"rank 1 of 2 did not come to {address}:{port}" in why
-    assert "that address is not one of rank 0's machine" in why
-    assert f"the name {address} is not known here" in reports[1]["text"]
+    assert f"rank 1 of 2 did not join at {address}:{port}" in why
+    assert "this address does not belong to rank 0's machine" in why
+    assert f"the name {address} cannot be resolved here" in reports[1]["text"]
     assert all(report["seconds"] < 2 + 10 for report in reports)
 
 
@@ -162,7 +163,7 @@ def test_a_port_in_use_lets_rank_0_go_on_and_refuses_the_others(tmp_path):
     assert codes == [0, 2], outputs
     assert f"rank 0 cannot open port {port}" in reports[0]["fallbacks"][0]["why"]
     assert "the port is in use" in reports[0]["fallbacks"][0]["why"]
-    assert "what listens there is no store of torch" in reports[1]["text"]
+    assert "something other than a torch store listens there" in reports[1]["text"]
 
 
 def test_two_launches_on_one_port_never_mix(tmp_path):
@@ -176,7 +177,7 @@ def test_two_launches_on_one_port_never_mix(tmp_path):
     stranger = start(tmp_path / "b", 1, port, world_size=3, timeout=6)
     output, _ = stranger.communicate(timeout=60)
     assert stranger.returncode == 2, output
-    assert "met another launch" in output or "met another launch" in (tmp_path / "b" / "rank-1.json").read_text()
+    assert "found another launch" in output or "found another launch" in (tmp_path / "b" / "rank-1.json").read_text()
     codes, _, outputs = ends([first, start(tmp_path, 1, port, timeout=30)], tmp_path)
     assert codes == [0, 0], outputs
 
@@ -191,7 +192,7 @@ def test_a_rank_that_was_started_twice_is_refused(tmp_path):
     first = start(tmp_path, 0, port, world_size=3, timeout=5)
     outputs = [process.communicate(timeout=60)[0] for process in (*processes, first)]
     assert sorted(process.returncode for process in processes) == [0, 2], outputs
-    assert sum("has joined" in file.read_text() for file in tmp_path.rglob("rank-1.json")) == 1
+    assert sum("has already joined" in file.read_text() for file in tmp_path.rglob("rank-1.json")) == 1
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -213,24 +214,23 @@ def test_gloo_takes_over_from_an_nccl_that_does_not_start(tmp_path, strict):
 
 
 def test_while_waiting_a_rank_says_who_is_missing(monkeypatch, caplog):
-    monkeypatch.setattr(roll_call, "SAY_WHO_IS_MISSING_SECONDS", 0.2)
+    monkeypatch.setattr(rendezvous, "REPORT_SECONDS", 0.2)
     port = free_port()
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    meeting = RollCall(read_environment(place), timedelta(seconds=1))
-    why = meeting.wait_for_all()
-    meeting.leave()
+    waiting = Rendezvous(read_environment(place), timedelta(seconds=1))
+    why = waiting.wait_for_all()
+    waiting.leave()
     assert why is not None
-    assert f"rank 0 of 3 waits at 127.0.0.1:{port}" in caplog.text
-    assert "missing: ranks 1, 2" in caplog.text
+    assert f"rank 0 of 3 has waited at 127.0.0.1:{port} for 0 s (limit 1 s): missing: ranks 1, 2" in caplog.text
 
 
 def test_what_answers_at_an_address_is_told_apart():
     assert what_answers("127.0.0.1", free_port()) == "Connection refused"
-    assert "not known" in str(what_answers("no-such-host.invalid", 80))
+    assert str(what_answers("no-such-host.invalid", 80)) == "the name no-such-host.invalid cannot be resolved here"
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        assert what_answers("127.0.0.1", silent.getsockname()[1]) == "what listens there is no store of torch"
+        assert what_answers("127.0.0.1", silent.getsockname()[1]) == "something other than a torch store listens there"
     for use_libuv in (True, False):
         store = TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=5), wait_for_workers=False, use_libuv=use_libuv)
         for _ in range(3):
@@ -242,7 +242,7 @@ def test_a_store_that_goes_away_is_a_launch_error():
     places = [
         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)} for rank in range(2)
     ]
-    first, second = (RollCall(read_environment(place), timedelta(seconds=5)) for place in places)
+    first, second = (Rendezvous(read_environment(place), timedelta(seconds=5)) for place in places)
     word = threading.Timer(0.3, first.give_verdict, [Verdict("together")])
     word.start()
     assert second.read_verdict() == Verdict("together")

@@ -30,7 +30,7 @@ from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.ending import explain
 from finetune.distributed.environment import LaunchEnvironment, read_environment
 from finetune.distributed.guardian.faults import Place, describe_late, unreachable
-from finetune.distributed.rendezvous import RollCall, Verdict
+from finetune.distributed.rendezvous import Rendezvous, Verdict
 from finetune.distributed.runtime import Runtime, forget_accelerate
 from finetune.errors import FinetuneError
 from finetune.fallbacks import Fallbacks
@@ -133,8 +133,8 @@ def _environment(rank: int, port: int) -> LaunchEnvironment:
 @maker
 def rank_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     port = free_port()
-    first, second = (RollCall(_environment(rank, port), _ONE_SECOND) for rank in (0, 1))
-    printed = printed_by(lambda: RollCall(_environment(1, port), _ONE_SECOND))
+    first, second = (Rendezvous(_environment(rank, port), _ONE_SECOND) for rank in (0, 1))
+    printed = printed_by(lambda: Rendezvous(_environment(1, port), _ONE_SECOND))
     first.leave()
     second.leave()
     return put(printed, **{str(port): "29500"})
@@ -197,7 +197,7 @@ def left_to_rank_0(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     port = free_port()
     _set(monkeypatch, _TORCHRUN)
     why = ddp_init._why_not_wanted(read_environment(os.environ))
-    first, second = (RollCall(_environment(rank, port), _ONE_SECOND) for rank in (0, 1))
+    first, second = (Rendezvous(_environment(rank, port), _ONE_SECOND) for rank in (0, 1))
     first.give_verdict(Verdict("alone", why))
 
     def leave() -> None:
@@ -276,12 +276,12 @@ def out_of_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 
 @maker
 def who_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    monkeypatch.setattr(rendezvous, "SAY_WHO_IS_MISSING_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "REPORT_SECONDS", 0.1)
     port = free_port()
-    meeting = RollCall(_environment(0, port), _ONE_SECOND)
-    printed = printed_by(meeting.wait_for_all)
-    meeting.leave()
-    return put(printed, **{str(port): "29500", "since 0 s (limit 1 s)": "since 30 s (limit 3600 s)"})
+    waiting = Rendezvous(_environment(0, port), _ONE_SECOND)
+    printed = printed_by(waiting.wait_for_all)
+    waiting.leave()
+    return put(printed, **{str(port): "29500", "for 0 s (limit 1 s)": "for 30 s (limit 3600 s)"})
 
 
 @maker
