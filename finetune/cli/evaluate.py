@@ -95,7 +95,7 @@ def _measure(runtime: Runtime, run: FinishedRun, split: Split, metrics: Mapping[
     from finetune.data.examples import load_examples
     from finetune.inference.evaluation import evaluate_model
     from finetune.inference.finished_run import load_finished_run
-    from finetune.training.forward import choose_collation
+    from finetune.training.forward import agree_on_forward
 
     config = run.config
     model, tokenizer = load_finished_run(runtime, run)
@@ -109,7 +109,7 @@ def _measure(runtime: Runtime, run: FinishedRun, split: Split, metrics: Mapping[
             "--metric, and set testing.metrics=[] where the run's config names some."
         )
     runtime.refuse_differences(f"the {split} rows", examples.fingerprint)
-    collate = choose_collation(runtime, config.training, model)
+    collate = agree_on_forward(runtime, config.training, model).collate
     return evaluate_model(runtime, model, tokenizer, examples, config.testing, metrics=metrics, collate=collate)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from finetune.distributed.environment import (
     requested_precision,
 )
 from finetune.distributed.gradients import LossFunction, Reducer, sum_flat
+from finetune.distributed.precision import choose_precision, convert_weights
 from finetune.distributed.watchdog import Watchdog, WatchedRank
 from finetune.errors import FinetuneError, LaunchError, PeerFailedError, PreemptedError, RunFailedError
 from finetune.fallbacks import Fallbacks
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config
 
 Value = TypeVar("Value")
-Precision = Literal["fp32", "bf16"]
 
 _log = logging.getLogger(__name__)
 _WORD_OF_FAULT_SECONDS = 5.0
@@ -70,7 +70,8 @@ class Runtime:
         self.context = context
         self.environment = environment
         self.fallbacks = fallbacks
-        self.precision: Precision = _resolve_precision(config.training.precision, context.device)
+        has_bf16 = context.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        self.precision = choose_precision(config.training.precision, has_bf16=has_bf16)
         self._parallel = config.parallel
         self._is_set_up = False
         self._next_look = 0.0
@@ -120,10 +121,7 @@ class Runtime:
         Trained weights are fp32 always; frozen ones take the precision of the run. Collective: rank 0's trained weights
         are copied to all, so that every rank starts equal whatever its own random numbers were.
         """
-        frozen = torch.bfloat16 if self.precision == "bf16" else torch.float32
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else frozen)
+        convert_weights(model, self.precision)
         self._accelerator.prepare_model(model, evaluation_mode=True)
         if self.context.distributed:
             with self._collective("copying rank 0's weights"):
@@ -246,6 +244,20 @@ class Runtime:
         if isinstance(error, FinetuneError):
             error.is_said_by_another = mine != failed[0] and mine[2] == text
         raise error
+
+    @contextmanager
+    def failing_together(self, during: str) -> Iterator[None]:
+        """A block that fails on all ranks if it fails on one. Collective: every rank enters and leaves it.
+
+        Raises:
+            PeerFailedError: another rank failed; the ranks that failed raise their own error.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        self.agree(error, during)
 
     def fail_in_next_step(self, error: BaseException, during: str) -> None:
         """Let all ranks raise at the beginning of the next step, for what failed beside training. Not a collective."""
@@ -478,13 +490,6 @@ def open_tracker(name: str, folder: Path, run: str, *, first_step: int) -> Any:
     if hasattr(tracker, "start"):  # older ones start when they are made
         tracker.start()
     return tracker
-
-
-def _resolve_precision(wish: Literal["auto", "fp32", "bf16"], device: torch.device) -> Precision:
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
-    if wish == "auto":
-        return "bf16" if has_bf16 else "fp32"
-    return wish
 
 
 def _kind(kind: DistributedType) -> str:

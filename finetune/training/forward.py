@@ -2,45 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
 from finetune.data.batches import Collate, packer, pad
-from finetune.distributed.runtime import Runtime
 from finetune.engine.supported import own_layers, unsupported_reason
 from finetune.fallbacks import Fallback
 
 if TYPE_CHECKING:
     from finetune.config.schema import TrainingSection
+    from finetune.distributed.runtime import Runtime
 
 
-def choose_collation(runtime: Runtime, section: TrainingSection, model: torch.nn.Module) -> Collate:
-    """How rows become micro-batches; the loss takes either kind. That the engine does not know a model is told.
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """The way through a model."""
 
-    Collective: every rank. All go one way, since the rows of a micro-batch depend on it.
+    collate: Collate
+    """Puts rows together for it; the loss takes either kind of micro-batch."""
+    why_not_engine: str | None = None
+    """Why rows are padded for the model's own forward; None where the engine computes them packed."""
+    called_layers: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Linear layers that the engine calls as PEFT made them: why, and their names."""
+
+
+def choose_forward(section: TrainingSection, model: torch.nn.Module) -> Forward:
+    """Choose the forward of a model, as one process sees it. Nothing is exchanged and no fallback is taken.
+
+    Args:
+        section: `kernels`, `packing` and `share_prefixes`.
+        model: a transformers causal language model or a PEFT model around one, on any device.
+    """
+    if section.kernels == "reference":
+        return Forward(collate=pad, why_not_engine="training.kernels=reference")
+    reason = unsupported_reason(model)
+    if reason is not None:
+        return Forward(collate=pad, why_not_engine=reason)
+    collate = packer(share_prefixes=section.packing and section.share_prefixes)
+    return Forward(collate=collate, called_layers=own_layers(model))
+
+
+def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn.Module) -> Forward:
+    """Choose one forward for all ranks, since the rows of a micro-batch depend on it, and record any fallback.
+
+    Collective: every rank.
 
     Args:
         runtime: takes the fallback.
-        section: `kernels`, `packing` and `share_prefixes`.
+        section: see `choose_forward`.
         model: placed.
 
     Raises:
         ConfigError: the engine does not know the model, and the run is strict.
     """
+    forward = choose_forward(section, model)
     if section.kernels == "reference":
-        return pad
-    reason = unsupported_reason(model)
+        return forward
+    reason = forward.why_not_engine
     num_others = int(runtime.sum([float(reason is not None)])[0]) - (reason is not None)
     if reason is None and num_others:
         reason = f"{num_others} of {runtime.world_size} ranks cannot use it; their own logs say why"
     if reason is not None:
         wanted, used = "the engine's own forward", "transformers' own on padded rows"
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=reason))
-        return pad
-    own = own_layers(model)
-    if own:
+        return Forward(collate=pad, why_not_engine=reason)
+    if forward.called_layers:
         wanted, used = "the engine's own layers", "layers as PEFT made them for some"
-        why = "; ".join(f"{len(names)} linear layers are {what}" for what, names in own.items())
+        why = "; ".join(f"{len(names)} linear layers are {kind}" for kind, names in forward.called_layers.items())
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=why))
-    return packer(share_prefixes=section.packing and section.share_prefixes)
+    return forward

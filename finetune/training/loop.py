@@ -1,4 +1,4 @@
-"""Epochs, cadence, and the agreed stop. The loop counts and decides; it never sees a tensor, a file or a model."""
+"""Epochs, cadence, early stopping, and the agreed stop. The loop counts and decides; it sees no tensor and no file."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.errors import RunFailedError
 from finetune.runs.state import TrainerState
-from finetune.training.early_stopping import after_validation, is_patience_exhausted
 from finetune.training.step import StepResult
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,17 @@ class Cadence:
     validate_every: int | None = None
     save_every: int | None = None
     save_every_epochs: int | None = None
+
+    @classmethod
+    def of(cls, config: Config, steps_per_epoch: int) -> Cadence:
+        """The cadence of a run."""
+        return cls(
+            steps_per_epoch=steps_per_epoch,
+            num_steps=config.training.max_steps or config.training.num_epochs * steps_per_epoch,
+            validate_every=config.validation.validate_every,
+            save_every=config.checkpoint.save_every,
+            save_every_epochs=config.checkpoint.save_every_epochs,
+        )
 
     def is_last(self, step: int) -> bool:
         """True when the run is complete after this step."""
@@ -139,6 +152,18 @@ def _after_step(
     if cadence.saves_after(state.step) or stops or is_told:
         actions.save(state)
     return state, stops, is_told
+
+
+def after_validation(state: TrainerState, loss: float, *, min_delta: float) -> TrainerState:
+    """The state after one more validation. A loss that is not finite is no improvement."""
+    if math.isfinite(loss) and loss < (math.inf if state.best_loss is None else state.best_loss - min_delta):
+        return replace(state, best_loss=loss, best_step=state.step, validations_without_improvement=0)
+    return replace(state, validations_without_improvement=state.validations_without_improvement + 1)
+
+
+def is_patience_exhausted(state: TrainerState, patience: int | None) -> bool:
+    """Whether training should stop; never with a patience of None."""
+    return patience is not None and state.validations_without_improvement >= patience
 
 
 def _advanced(state: TrainerState, cadence: Cadence, result: StepResult) -> TrainerState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ from finetune.model.pissa import is_half_frozen
 
 if TYPE_CHECKING:
     from finetune.config.schema import OptimSection
+
+_log = logging.getLogger(__name__)
 
 _RATIO = "ratio_to_learning_rate"
 """Of a group of weights; the optimizer keeps it and does not look at it."""
@@ -112,6 +115,17 @@ def learning_rate_at(step: int, num_steps: int, section: OptimSection) -> float:
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
     }[section.schedule]
     return section.learning_rate * factor
+
+
+def warn_of_long_warmup(section: OptimSection, num_steps: int) -> None:
+    """Log that the highest learning rate is never reached, where the warm-up takes all steps."""
+    if section.warmup_steps >= num_steps:
+        _log.warning(
+            "optim.warmup_steps is %d and the run has %d steps: the learning rate never reaches %g",
+            section.warmup_steps,
+            num_steps,
+            section.learning_rate,
+        )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from finetune.runs.state import TrainerState
-from finetune.training.early_stopping import after_validation, is_patience_exhausted
+from finetune.training.loop import after_validation, is_patience_exhausted
 
 
 def after(losses, *, min_delta=0.0, patience=2):

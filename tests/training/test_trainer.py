@@ -423,5 +423,5 @@ def test_an_unset_global_batch_is_batch_size_times_the_world_and_is_recorded(wor
 def test_a_debug_run_logs_what_passes_through(words, tmp_path):
     train(words, task="debug")
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "DEBUG finetune.training.trainer: step 1 micro-batch 0: 3 rows, " in log
+    assert "DEBUG finetune.training.loaders: step 1 micro-batch 0: 3 rows, " in log
     assert "targets, on cpu; it begins: " in log

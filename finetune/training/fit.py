@@ -1,0 +1,55 @@
+"""Whether model, rows, configuration and trainer fit each other. Nothing is written before they do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from finetune.errors import ConfigError
+from finetune.model.base import max_context
+from finetune.training.optim import build_optimizer
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+
+
+def named_splits(splits: Any) -> dict[str, Any]:
+    """The splits that there are, by name: `train`, `validation`, `test`."""
+    return {name: split for name, split in vars(splits).items() if split is not None}
+
+
+def check_objective(config: Config, objective: str, trainer: str) -> None:
+    """Refuse a trainer that minimises another loss than the configuration asks for.
+
+    Raises:
+        ConfigError: names both.
+    """
+    if config.training.objective != objective:
+        raise ConfigError(
+            f"training.objective is {config.training.objective} ({config.origin('training.objective')}), but "
+            f"{trainer} trains {objective}. Use PreferenceTrainer (recipes/finetune_preferences.py) or "
+            f"`finetune train`, or set training.objective={objective}."
+        )
+
+
+def check_fit(config: Config, model: Any, splits: Any) -> None:
+    """Refuse a model that would train something else than the configuration says, and rows it cannot hold.
+
+    Raises:
+        ConfigError: names both sides.
+    """
+    has_adapter = hasattr(model, "peft_config")
+    if has_adapter != (config.training.method == "lora"):
+        raise ConfigError(
+            f"training.method is {config.training.method} ({config.origin('training.method')}) but the model "
+            f"that was built {'carries an adapter' if has_adapter else 'has no adapter'}. Use the recipe "
+            f"for this method, or set training.method={'lora' if has_adapter else 'full'}."
+        )
+    build_optimizer(model, config.optim)  # refuses here what it would refuse after the folder was opened
+    context = max_context(model)
+    for name, split in named_splits(splits).items():
+        longest = int(split.lengths.max()) if len(split) else 0
+        if context is not None and longest > context:
+            raise ConfigError(
+                f"the {name} split has a row of {longest} tokens, but the model's context ends at {context}. "
+                f"Set data.max_length={context} (it is {config.data.max_length}, {config.origin('data.max_length')})."
+            )

@@ -1,0 +1,142 @@
+"""How the rows of a run become steps, and which of them this rank loads."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.data.batches import BatchPlan, Collate, EvaluationLoader, TrainLoader, pad
+from finetune.errors import DataError
+from finetune.signals import leave_signals_to_parent
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.config.schema import Config, LoaderKeys
+    from finetune.distributed.runtime import Runtime
+    from finetune.engine.microbatch import Microbatch
+
+_log = logging.getLogger(__name__)
+
+
+def global_batch_size(config: Config, world_size: int) -> int:
+    """Examples per optimizer step: as configured, else `training.batch_size` for each of the processes asked for.
+
+    Args:
+        config: the whole run.
+        world_size: of the launch, for a configuration without `parallel.world_size`.
+    """
+    asked = config.parallel.world_size or world_size
+    return config.training.global_batch_size or config.training.batch_size * asked
+
+
+def plan_batches(
+    config: Config, rows: Any, *, collate: Collate, boundary: int | None, global_batch_size: int
+) -> BatchPlan:
+    """Plan how training rows become global batches and micro-batches.
+
+    Args:
+        config: the whole run.
+        rows: `EncodedExamples` or `EncodedPairs`.
+        collate: of the run's `Forward`. Rows that it packs are cut by what they share, padded ones by their lengths.
+        boundary: see `BatchPlan`.
+        global_batch_size: examples per optimizer step.
+    """
+    training = config.training
+    return BatchPlan(
+        lengths=rows.lengths.tolist(),
+        global_batch_size=global_batch_size,
+        batch_size=training.batch_size,
+        max_tokens=training.max_tokens_per_microbatch,
+        boundary=boundary,
+        drop_last=training.drop_last,
+        seed=config.seed,
+        tokens=rows.tokens if collate is not pad and training.packing else None,
+        share_prefixes=training.share_prefixes,
+    )
+
+
+class Loaders(NamedTuple):
+    """The loaders of a run. Training and validation are shared out among the ranks; testing is rank 0's alone."""
+
+    train: TrainLoader
+    validation: EvaluationLoader | None
+    test: EvaluationLoader | None
+
+
+def build_loaders(
+    runtime: Runtime, config: Config, splits: Any, *, collate: Collate, boundary: int | None, global_batch_size: int
+) -> Loaders:
+    """Build the loaders of this rank. For the other arguments see `plan_batches`.
+
+    Args:
+        runtime: this process's place in the world.
+        config: the whole run.
+        splits: `EncodedSplits` or `EncodedPairSplits`.
+        collate: puts rows together.
+        boundary: see `BatchPlan`.
+        global_batch_size: examples per optimizer step.
+
+    Raises:
+        DataError: there is no full global batch, and `training.drop_last` leaves out the rest.
+    """
+    plan = plan_batches(config, splits.train, collate=collate, boundary=boundary, global_batch_size=global_batch_size)
+    if plan.steps_per_epoch == 0:
+        raise DataError(
+            f"the training split has {len(plan.lengths)} rows, fewer than one global batch of "
+            f"{plan.global_batch_size}, and training.drop_last leaves them out. "
+            "Lower training.global_batch_size, or drop training.drop_last."
+        )
+
+    def evaluation(split: Any, keys: LoaderKeys, rank: int, world_size: int) -> EvaluationLoader | None:
+        if split is None:
+            return None
+        return EvaluationLoader(split, keys, boundary=boundary, rank=rank, world_size=world_size, collate=collate)
+
+    rank, world_size = runtime.rank, runtime.world_size
+    loaders = Loaders(
+        TrainLoader(splits.train, plan, config.training, rank=rank, world_size=world_size, collate=collate),
+        evaluation(splits.validation, config.validation, rank, world_size),
+        evaluation(splits.test, config.testing, 0, 1),
+    )
+    for loader in loaders:
+        if loader is not None:
+            loader.worker_init_fn = leave_signals_to_parent
+    _log.info(
+        "Training set size: %s, Validation set size: %s, Test set size: %s",
+        *(f"{len(split or ()):,}" for split in (splits.train, splits.validation, splits.test)),
+    )
+    return loaders
+
+
+def log_batches(config: Config, plan: BatchPlan, *, num_steps: int, world_size: int) -> None:
+    """Log how the global batch is made up, and the number of steps."""
+    _log.info(
+        "global batch of %d examples (%s): micro-batches of at most %d over %d process%s; %d steps an epoch, %d in all",
+        plan.global_batch_size,
+        "training.global_batch_size" if config.training.global_batch_size else "batch_size x world size",
+        plan.batch_size,
+        world_size,
+        "" if world_size == 1 else "es",
+        plan.steps_per_epoch,
+        num_steps,
+    )
+
+
+def log_share(
+    step: int, share: list[tuple[int, Microbatch]], tokenizer: PreTrainedTokenizerBase, device: torch.device
+) -> None:
+    """Log the shapes and the first tokens of a rank's share of a step, for `training.debug`."""
+    for index, microbatch in share:
+        _log.debug(
+            "step %d micro-batch %d: %d rows, %d tokens of which %d are computed, %d targets, on %s; it begins: %r",
+            step,
+            index,
+            microbatch.num_rows,
+            microbatch.num_tokens,
+            microbatch.num_computed,
+            microbatch.num_targets,
+            device,
+            tokenizer.decode(microbatch.input_ids.flatten()[:40]),
+        )

@@ -1,0 +1,51 @@
+"""How a run ends that a signal told to stop: which ranks were told, by what, and what the user does next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from signal import Signals
+from typing import TYPE_CHECKING
+
+from finetune.errors import PreemptedError
+from finetune.signals import Terminated, told_to_stop
+
+if TYPE_CHECKING:
+    from finetune.distributed.runtime import Runtime
+
+
+def preempted_in_training(runtime: Runtime, step: int) -> PreemptedError:
+    """Make the error to leave training with, once the checkpoint of the step is committed. Collective."""
+    mine = float(told_to_stop() or 0)
+    signals = runtime.sum([mine if rank == runtime.rank else 0.0 for rank in range(runtime.world_size)])
+    told = {rank: Signals(int(signal)).name for rank, signal in enumerate(signals) if signal}
+    by = f" by {next(iter(told.values()))}" if told else ""
+    if told and runtime.world_size > 1:
+        by += f" on rank{'s' if len(told) > 1 else ''} {', '.join(map(str, list(told)[:12]))}"
+    error = PreemptedError(f"stopped at step {step} as asked{by}; checkpoint committed: go on with resume=auto")
+    error.is_said_by_another = not runtime.is_main_process
+    return error
+
+
+@contextmanager
+def preempted_in_test(runtime: Runtime) -> Iterator[None]:
+    """A test phase of this process alone, which a signal ends at once, or before it begins.
+
+    Raises:
+        PreemptedError: this process was told to stop.
+    """
+    try:
+        if runtime.is_told_to_stop:  # in its very last step, and what comes now may take long
+            raise Terminated
+        yield
+    except (Exception, Terminated, KeyboardInterrupt) as error:
+        # A library in the middle of a call can make an error of its own out of the signal's.
+        if not (runtime.is_told_to_stop or isinstance(error, (Terminated, KeyboardInterrupt))):
+            raise
+        signal = told_to_stop()
+        by = f" by {Signals(signal).name}" if signal else ""
+        if by and runtime.world_size > 1:
+            by += f" on rank {runtime.rank}"
+        raise PreemptedError(
+            f"stopped in the test phase as asked{by}; training is complete: resume=auto measures again"
+        ) from error
