@@ -21,21 +21,12 @@ from transformers import AutoModelForCausalLM, Phi3Config, PhiConfig
 from transformers.optimization import Adafactor
 
 from finetune.errors import CheckpointError, RunFailedError
-from finetune.runs.checkpoint import (
-    commit_snapshot,
-    load_checkpoint,
-    newest_valid,
-    prune,
-    publish_adapter,
-    save_base,
-    take_snapshot,
-    verify,
-    verify_published,
-)
-from finetune.runs.checkpoint.model_files import load_model
-from finetune.runs.checkpoint.tensors import TensorFile, read_tensors
+from finetune.runs.checkpoints import commit_snapshot, load_checkpoint, prune, publish_adapter, save_base, take_snapshot
 from finetune.runs.folder import RunFolder
+from finetune.runs.model_files import load_model
 from finetune.runs.state import TrainerState
+from finetune.runs.tensors import TensorFile, read_tensors
+from finetune.runs.verification import newest_valid, verify, verify_published
 
 SIZES = {
     "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -12,11 +12,11 @@ import pytest
 
 from finetune.cli.train import train_from_words
 from finetune.errors import CheckpointError
-from finetune.runs.checkpoint import newest_valid
 from finetune.runs.durable import committed_folder
 from finetune.runs.folder import RunFolder
 from finetune.runs.saved import examine_run, list_checkpoints
 from finetune.runs.state import TrainerState
+from finetune.runs.verification import newest_valid
 from tests.tiny_runs import write_base, write_rows
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")

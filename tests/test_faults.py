@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from finetune.runs.checkpoint import newest_valid
 from finetune.runs.folder import RunFolder
+from finetune.runs.verification import newest_valid
 from tests.launches import LAUNCHERS, REPOSITORY, free_port
 from tests.tiny_runs import random_model_words, write_base, write_rows
 

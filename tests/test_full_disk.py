@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from finetune.runs.checkpoint import newest_valid
 from finetune.runs.folder import RunFolder
+from finetune.runs.verification import newest_valid
 from tests.launches import run_command
 from tests.tiny_runs import write_base, write_rows
 

@@ -26,9 +26,9 @@ from safetensors.torch import load_file
 from finetune.data.batches import BatchPlan
 from finetune.distributed.ending import explain
 from finetune.errors import CheckpointError, RunFailedError
-from finetune.runs.checkpoint import newest_valid, verify
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
+from finetune.runs.verification import newest_valid, verify
 from recipes.finetune_lora import main
 from tests.launches import run_command, start_command
 from tests.tiny import tiny_tokenizer

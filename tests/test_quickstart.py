@@ -115,7 +115,7 @@ def test_the_adapter_gives_the_same_logits_in_plain_peft(quickstart):
     from finetune.config.compose import load_config
     from finetune.model.base import build_base_model
     from finetune.model.lora import add_lora
-    from finetune.runs.checkpoint import load_model
+    from finetune.runs.model_files import load_model
 
     config = load_config([], run=str(adapter.parent / "config.yaml"))
     model = add_lora(build_base_model(config.model).float(), config.lora)

@@ -31,7 +31,7 @@ from finetune.model.base import (
 )
 from finetune.model.lora import add_lora
 from finetune.model.new_tokens import build_run_tokenizer
-from finetune.runs.checkpoint.disk_space import DiskNeed
+from finetune.runs.disk_space import DiskNeed
 from finetune.runs.durable import in_units
 from finetune.training.optim import build_optimizer
 

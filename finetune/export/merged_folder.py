@@ -24,9 +24,9 @@ from finetune.export.out_folder import refuse_small_disk, refuse_taken
 from finetune.export.plain_reload import logits_in_fp32, prompt_ids
 from finetune.export.run_to_ship import RunToShip, load_tokenizer, load_tuned_model
 from finetune.model.tokens import agree_on_tokens
-from finetune.runs.checkpoint.model_files import encode_full_model, encode_tokenizer
-from finetune.runs.checkpoint.tensors import TensorFile, read_tensors
 from finetune.runs.durable import Chunks, committed_folder, disk_failures_end_the_run
+from finetune.runs.model_files import encode_full_model, encode_tokenizer
+from finetune.runs.tensors import TensorFile, read_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9
 """A larger model is written as several files, as transformers does."""

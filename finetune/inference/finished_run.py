@@ -11,8 +11,8 @@ from finetune.config.compose import load_config
 from finetune.config.schema import Config, ModelSection, ParallelSection
 from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.fallbacks import Fallback
-from finetune.runs.checkpoint import newest_valid, verify, verify_published
 from finetune.runs.folder import RunFolder
+from finetune.runs.verification import newest_valid, verify, verify_published
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -123,7 +123,7 @@ def put_adapter_on(base: Any, weights: Path, name: str) -> Any:
         ModelError: the adapter does not fit the base.
     """
     from finetune.model.lora import load_adapter
-    from finetune.runs.checkpoint import load_model
+    from finetune.runs.model_files import load_model
 
     try:
         model = load_adapter(base, weights)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.keys import fields
-from finetune.runs.listing import mapping_in, read_config, refuse_what_is_no_run, summarise
 from finetune.logs import configure_logs
+from finetune.runs.listing import mapping_in, read_config, refuse_what_is_no_run, summarise
 from finetune.runs.record import read_run_record
 
 if TYPE_CHECKING:

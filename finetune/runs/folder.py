@@ -7,8 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from finetune.runs.durable import clear_leftovers, describe_os_error, is_leftover
 from finetune.errors import CheckpointError
+from finetune.runs.durable import clear_leftovers, describe_os_error, is_leftover
 from finetune.runs.file_lock import FileLock, file_lock
 
 LOCK_TIMEOUT_SECONDS = 30.0

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.compose import compose
 from finetune.errors import CheckpointError, ConfigError
 from finetune.logs import configure_logs
-from finetune.runs.metrics_reader import Event, number_in, read_events
 from finetune.runs.folder import RunFolder
+from finetune.runs.metrics_reader import Event, number_in, read_events
 from finetune.runs.record import read_run_record
 
 if TYPE_CHECKING:

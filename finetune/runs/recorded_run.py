@@ -11,10 +11,10 @@ from typing import Any
 
 from finetune.config.older_spelling import translate
 from finetune.config.yaml_reader import read_file
-from finetune.runs.durable import describe_os_error
 from finetune.errors import CheckpointError
-from finetune.runs.metrics_reader import Event, examine_events, number_in
+from finetune.runs.durable import describe_os_error
 from finetune.runs.folder import RunFolder
+from finetune.runs.metrics_reader import Event, examine_events, number_in
 from finetune.runs.record import read_run_record
 
 Points = list[tuple[int, float]]

@@ -12,13 +12,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.runs.checkpoint import newest_valid, read_state, verify, verify_published
-from finetune.runs.durable import MANIFEST, in_units
 from finetune.errors import CheckpointError
 from finetune.findings import EXIT_PROBLEM
 from finetune.logs import configure_logs
-from finetune.runs.metrics_reader import number_in, read_events
+from finetune.runs.durable import MANIFEST, in_units
 from finetune.runs.folder import RunFolder
+from finetune.runs.metrics_reader import number_in, read_events
+from finetune.runs.verification import newest_valid, read_state, verify, verify_published
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -9,12 +9,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.runs.listing import is_being_written, mapping_in, read_state_of, refuse_what_is_no_run
 from finetune.logs import configure_logs
-from finetune.runs.metrics_reader import Event, MetricsReader, number_in
-from finetune.runs.view import RunView
 from finetune.runs.folder import RunFolder
+from finetune.runs.listing import is_being_written, mapping_in, read_state_of, refuse_what_is_no_run
+from finetune.runs.metrics_reader import Event, MetricsReader, number_in
 from finetune.runs.record import read_run_record
+from finetune.runs.view import RunView
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -32,7 +32,7 @@ from finetune.training.trackers import Trackers
 if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.fallbacks import Fallbacks
-    from finetune.runs.checkpoint import Snapshot
+    from finetune.runs.checkpoints import Snapshot
 
 _log = logging.getLogger(__name__)
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from finetune.runs.checkpoint import Snapshot, disk_need, prune, publish_adapter, verify, verify_published
+from finetune.runs.checkpoints import Snapshot, prune, publish_adapter
+from finetune.runs.disk_space import disk_need
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
+from finetune.runs.verification import verify, verify_published
 from finetune.training.loop import Cadence
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from finetune.config.compose import compose
 from finetune.config.older_spelling import saved_with_our_keys
 from finetune.config.schema import Config
 from finetune.errors import CheckpointError, ConfigError
-from finetune.runs.checkpoint import newest_valid, read_state
 from finetune.runs.record import read_run_record
+from finetune.runs.verification import newest_valid, read_state
 
 if TYPE_CHECKING:
     from finetune.runs.folder import RunFolder

@@ -14,7 +14,7 @@ import psutil
 
 from finetune.errors import RunFailedError
 from finetune.fallbacks import Fallback, Fallbacks
-from finetune.runs.checkpoint import Snapshot, commit_snapshot, prune
+from finetune.runs.checkpoints import Snapshot, commit_snapshot, prune
 from finetune.runs.folder import RunFolder
 
 if TYPE_CHECKING:

@@ -26,9 +26,11 @@ from finetune.model.base import checkpoint_gradients, longrope_boundary
 from finetune.model.embedding_noise import add_embedding_noise
 from finetune.model.lora import without_adapter
 from finetune.model.tokens import agree_on_tokens
-from finetune.runs.checkpoint import load_checkpoint, load_model, newest_valid, save_base, take_snapshot
+from finetune.runs.checkpoints import load_checkpoint, save_base, take_snapshot
 from finetune.runs.folder import RunFolder
+from finetune.runs.model_files import load_model
 from finetune.runs.state import Comparison, TrainerState
+from finetune.runs.verification import newest_valid
 from finetune.signals import no_step_is_left
 from finetune.training.fit import check_fit, check_objective, named_splits
 from finetune.training.forward import agree_on_forward

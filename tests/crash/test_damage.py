@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.runs.checkpoint import verify
+from finetune.runs.verification import verify
 from tests.crash import IS_FULL
 from tests.crash.runs import Nursery, assert_same_end, contents, explained
 

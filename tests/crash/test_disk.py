@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.runs.checkpoint import newest_valid
 from finetune.runs.folder import RunFolder
+from finetune.runs.verification import newest_valid
 from tests.crash import IS_FULL
 from tests.crash.runs import Ended, Nursery, assert_same_end, explained
 

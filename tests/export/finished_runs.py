@@ -11,9 +11,9 @@ from peft import LoraConfig, get_peft_model
 
 from finetune.config.compose import load_config, resolved_yaml
 from finetune.export.run_to_ship import RunToShip, read_run
-from finetune.runs.checkpoint.model_files import encode_model, encode_tokenizer
 from finetune.runs.durable import committed_folder
 from finetune.runs.folder import RunFolder
+from finetune.runs.model_files import encode_model, encode_tokenizer
 from finetune.runs.record import read_versions
 from tests.tiny import Style, tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config, tiny_phi_config

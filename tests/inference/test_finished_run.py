@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from finetune.distributed.launch import launch
 from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.inference.finished_run import find_run, load_finished_run
-from finetune.runs.checkpoint import verify
+from finetune.runs.verification import verify
 from finetune.shipped_files import resolve_shipped
 from tests.tiny_models import build_tiny, tiny_phi3_config
 

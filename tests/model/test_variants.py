@@ -27,7 +27,7 @@ from finetune.model.base import build_base_model, build_tokenizer, longrope_boun
 from finetune.model.lora import add_lora
 from finetune.model.targets import resolve_targets
 from finetune.model.tokens import agree_on_tokens
-from finetune.runs.checkpoint.model_files import encode_full_model
+from finetune.runs.model_files import encode_full_model
 from finetune.training.trainer import Trainer
 from tests.launches import REPOSITORY
 from tests.model.phi_table import COLUMNS, Fact, record_row, rows_of_page

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.compose import load_config, resolved_yaml
-from finetune.runs.metrics import MetricsWriter
 from finetune.runs.folder import RunFolder
+from finetune.runs.metrics import MetricsWriter
 from finetune.runs.record import RunRecord
 
 

@@ -15,8 +15,8 @@ from finetune.fallbacks import Fallbacks
 from finetune.runs.folder import RunFolder
 from finetune.training.trackers import Trackers
 from tests.launches import REPOSITORY, run_command
-from tests.tiny_runs import write_base, write_rows
 from tests.runs.screens import FINETUNE
+from tests.tiny_runs import write_base, write_rows
 
 _READ = """
 import json, sys

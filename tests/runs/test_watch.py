@@ -6,9 +6,9 @@ import pytest
 from finetune.runs.file_lock import file_lock
 from finetune.runs.metrics import MetricsWriter
 from tests.launches import REPOSITORY, run_command, start_command
-from tests.tiny_runs import write_base, write_rows
 from tests.runs.made_runs import change_record, step_figures, write_run
 from tests.runs.screens import FINETUNE, Screen
+from tests.tiny_runs import write_base, write_rows
 
 
 def watch(path, *options):

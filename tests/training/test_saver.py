@@ -11,11 +11,13 @@ from safetensors.torch import load_file
 from finetune.config.schema import CheckpointSection
 from finetune.errors import ConfigError, RunFailedError
 from finetune.fallbacks import Fallbacks
-from finetune.runs.checkpoint import disk_need, take_snapshot, verify
-from finetune.runs.checkpoint.tensors import TensorFile
+from finetune.runs.checkpoints import take_snapshot
+from finetune.runs.disk_space import disk_need
 from finetune.runs.durable import is_leftover
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
+from finetune.runs.tensors import TensorFile
+from finetune.runs.verification import verify
 from finetune.signals import Terminated
 from finetune.training.saver import Saver
 from tests.tiny_models import build_tiny, tiny_phi3_config

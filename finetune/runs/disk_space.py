@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from finetune.runs.checkpoint.checkpoints import Snapshot
-from finetune.runs.checkpoint.tensors import TensorFile
-from finetune.runs.checkpoint.verification import OPTIMIZER_FILE
+from finetune.runs.checkpoints import Snapshot
 from finetune.runs.durable import in_units
 from finetune.runs.folder import RunFolder
+from finetune.runs.tensors import TensorFile
+from finetune.runs.verification import OPTIMIZER_FILE
 
 
 class DiskNeed(NamedTuple):

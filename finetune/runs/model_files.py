@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.runs.checkpoint.tensors import TensorFile, read_tensors
-from finetune.runs.checkpoint.verification import TOKENIZER_FILES
-from finetune.runs.durable import Chunks
 from finetune.errors import CheckpointError
+from finetune.runs.durable import Chunks
+from finetune.runs.tensors import TensorFile, read_tensors
+from finetune.runs.verification import TOKENIZER_FILES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

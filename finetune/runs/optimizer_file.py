@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from finetune.runs.checkpoint.model_files import refuse_other_tensors
-from finetune.runs.checkpoint.tensors import TensorFile, read_tensors
-from finetune.runs.checkpoint.verification import OPTIMIZER_FILE
-from finetune.runs.durable import Chunks
 from finetune.errors import CheckpointError
+from finetune.runs.durable import Chunks
+from finetune.runs.model_files import refuse_other_tensors
+from finetune.runs.tensors import TensorFile, read_tensors
+from finetune.runs.verification import OPTIMIZER_FILE
 
 _METADATA_KEY = "finetune"
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from finetune.runs.durable import describe_os_error
 from finetune.errors import CheckpointError
+from finetune.runs.durable import describe_os_error
 
 _DTYPE_NAMES = {
     torch.float64: "F64",

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from finetune.runs.durable import describe_os_error, find_damage, read_manifest
 from finetune.errors import CheckpointError
+from finetune.runs.durable import describe_os_error, find_damage, read_manifest
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 

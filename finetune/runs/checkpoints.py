@@ -11,10 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.runs.checkpoint.model_files import encode_full_model, encode_model, encode_tokenizer, load_model
-from finetune.runs.checkpoint.optimizer_file import encode_optimizer, load_optimizer
-from finetune.runs.checkpoint.tensors import TensorFile
-from finetune.runs.checkpoint.verification import (
+from finetune.errors import CheckpointError, RunFailedError
+from finetune.runs.durable import (
+    Chunks,
+    committed_folder,
+    disk_failures_end_the_run,
+    read_manifest,
+    remove_folder,
+)
+from finetune.runs.folder import RunFolder
+from finetune.runs.model_files import encode_full_model, encode_model, encode_tokenizer, load_model
+from finetune.runs.optimizer_file import encode_optimizer, load_optimizer
+from finetune.runs.state import TrainerState
+from finetune.runs.tensors import TensorFile
+from finetune.runs.verification import (
     ADAPTER_FILES,
     FULL_FILES,
     OPTIMIZER_FILE,
@@ -25,16 +35,6 @@ from finetune.runs.checkpoint.verification import (
     verify_published,
     whole_checkpoints,
 )
-from finetune.runs.durable import (
-    Chunks,
-    committed_folder,
-    disk_failures_end_the_run,
-    read_manifest,
-    remove_folder,
-)
-from finetune.errors import CheckpointError, RunFailedError
-from finetune.runs.folder import RunFolder
-from finetune.runs.state import TrainerState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
