@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 
+from finetune.cli.checkpoints import checkpoints
 from finetune.cli.train import train_from_words
 from finetune.errors import CheckpointError
 from finetune.runs.durable import committed_folder
 from finetune.runs.folder import RunFolder
-from finetune.runs.saved import examine_run, list_checkpoints
+from finetune.runs.saved import examine_run
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
 from tests.tiny_runs import write_base, write_rows
@@ -53,7 +55,9 @@ def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def listed(path: Path, capsys: pytest.CaptureFixture[str], *, code: int = 0) -> str:
-    assert list_checkpoints(path) == code
+    with pytest.raises(typer.Exit) as caught:
+        checkpoints(path)
+    assert caught.value.exit_code == code
     return capsys.readouterr().out
 
 

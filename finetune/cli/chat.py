@@ -176,15 +176,15 @@ class Chat:
         self._note(f"the base answers {'too' if self._compare else 'no longer'}.")
 
     def _write(self, text: str) -> None:
-        from finetune.inference.visible_text import escape_controls
+        from finetune.terminal import visible
 
-        sys.stdout.write(escape_controls(text))
+        sys.stdout.write(visible(text))
         sys.stdout.flush()
 
     def _note(self, text: str) -> None:
         """What the program says, apart from what the model does."""
-        from finetune.inference.visible_text import escape_controls
+        from finetune.terminal import visible
 
         sys.stdout.flush()
-        sys.stderr.write(f"{escape_controls(text)}\n")
+        sys.stderr.write(f"{visible(text)}\n")
         sys.stderr.flush()

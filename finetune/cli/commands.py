@@ -11,12 +11,14 @@ import typer
 
 from finetune import __version__
 from finetune.cli.chat import chat
+from finetune.cli.checkpoints import checkpoints
 from finetune.cli.diff import diff
 from finetune.cli.evaluate import evaluate
 from finetune.cli.export import export
 from finetune.cli.generate import generate
 from finetune.cli.merge import merge
 from finetune.cli.push import push
+from finetune.cli.report import report
 from finetune.cli.runs import runs
 from finetune.cli.watch import watch
 
@@ -60,9 +62,6 @@ Words = Annotated[
         autocompletion=_complete_word,
     ),
 ]
-RunFolderArgument = Annotated[
-    Path, typer.Argument(metavar="RUN_FOLDER", help="A run's folder, for example runs/quickstart.")
-]
 
 
 def _show_version(wanted: bool) -> None:
@@ -98,34 +97,8 @@ app.command()(push)
 app.command()(watch)
 app.command()(runs)
 app.command()(diff)
-
-
-@app.command()
-def checkpoints(
-    run_folder: RunFolderArgument,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
-) -> None:
-    """List what a run has saved: validation loss, size, whole or what is wrong, and where resume=auto goes on."""
-    from finetune.runs.saved import list_checkpoints
-
-    raise typer.Exit(list_checkpoints(run_folder, as_json=as_json))
-
-
-@app.command()
-def report(
-    run_folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN_FOLDER…", help="One run's folder, or several to lay over each other.")
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option(help="The page's file. Default: report.html in the run's folder; for several, where you are."),
-    ] = None,
-    data: Annotated[bool, typer.Option(help="Read the data of the runs again, to show a row of it.")] = True,
-) -> None:
-    """Write one page about one run or several: curves, what differs, data, answers. It opens without a network."""
-    from finetune.cli.report import write_report
-
-    raise typer.Exit(write_report(run_folders, output=output, with_data=data))
+app.command()(checkpoints)
+app.command()(report)
 
 
 @app.command()

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from finetune.cli.run_options import JsonOption
+
+if TYPE_CHECKING:
+    from finetune.runs.comparison import Difference
 
 
 def diff(
@@ -16,6 +21,27 @@ def diff(
     as_json: JsonOption = False,
 ) -> None:
     """Say what two runs have different: config, versions, data, world, results. Exit code 1 where anything is."""
-    from finetune.runs.diff import diff_runs
+    from finetune.logs import configure_logs
+    from finetune.runs.comparison import compare_runs
+    from finetune.runs.recorded_run import open_run
+    from finetune.terminal import print_json, print_table
 
-    raise typer.Exit(diff_runs(first, second, as_json=as_json))
+    configure_logs(0, level=logging.ERROR)
+    runs = [open_run(first), open_run(second)]
+    found = compare_runs(runs)
+    unread = [str(run.folder.config_file) for run in runs if run.config is None]
+    if as_json:
+        a, b = (str(run.folder.path) for run in runs)
+        print_json({"a": a, "b": b, "differences": [_as_record(one) for one in found], "not_compared": unread})
+    elif found:
+        print_table(["", "what", str(first), str(second)], [[one.part, one.name, *one.shown()] for one in found])
+    else:
+        sys.stdout.write(f"{first} and {second}: nothing is different, but where they lie and when they ran\n")
+    for file in [] if as_json else unread:
+        sys.stdout.write(f"{file} is missing or cannot be read: the configurations were not compared\n")
+    raise typer.Exit(1 if found else 0)
+
+
+def _as_record(difference: Difference) -> dict[str, object]:
+    a, b = difference.values
+    return {"part": difference.part, "name": difference.name, "a": a, "b": b}

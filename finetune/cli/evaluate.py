@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -186,9 +185,9 @@ def _finite(value: float) -> float | None:
 
 
 def _print_json(record: Mapping[str, Any]) -> None:
-    from finetune.inference.visible_text import json_line
+    from finetune.terminal import print_json
 
-    sys.stdout.write(f"{json_line(json.loads(json.dumps(record, default=str)))}\n")
+    print_json(record, indent=None)
 
 
 def _show(split: Split, evaluation: Evaluation, num_samples: int) -> None:
@@ -196,7 +195,7 @@ def _show(split: Split, evaluation: Evaluation, num_samples: int) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from finetune.inference.visible_text import escape_controls
+    from finetune.terminal import visible
 
     table = Table(title=f"{split.capitalize()} split, {evaluation.num_rows:,} rows")
     table.add_column("")
@@ -216,7 +215,7 @@ def _show(split: Split, evaluation: Evaluation, num_samples: int) -> None:
         sample = Table(box=None, show_header=False, padding=(0, 1))
         for label, text in pairs:
             # As it stands, since rich could take a part of it for markup.
-            sample.add_row(Text(label, style="bold"), Text(escape_controls(text)))
+            sample.add_row(Text(label, style="bold"), Text(visible(text)))
         console.print(sample)
 
 

@@ -163,14 +163,15 @@ def _answer_all(answering: Answering, prompts: list[Prompt], names: list[str], b
 
 
 def _show(answers: list[_Answered], *, as_json: bool, compare: bool) -> None:
-    from finetune.inference.visible_text import escape_controls, json_line
+    from finetune.terminal import print_json, visible
 
     if as_json:
-        sys.stdout.writelines(f"{json_line(answer.as_record())}\n" for answer in answers)
+        for answer in answers:
+            print_json(answer.as_record(), indent=None)
     elif compare:
         _show_beside(answers)
     else:
-        sys.stdout.writelines(f"{escape_controls(answer.texts['tuned'])}\n" for answer in answers)
+        sys.stdout.writelines(f"{visible(answer.texts['tuned'])}\n" for answer in answers)
 
 
 def _show_beside(answers: list[_Answered]) -> None:
@@ -179,13 +180,13 @@ def _show_beside(answers: list[_Answered]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from finetune.inference.visible_text import escape_controls
+    from finetune.terminal import visible
 
     console = Console()
     for answer in answers:
-        table = Table(title=Text(escape_controls(answer.prompt.shown)), title_justify="left", expand=False)
+        table = Table(title=Text(visible(answer.prompt.shown)), title_justify="left", expand=False)
         shown = {**answer.texts, **({} if answer.prompt.expected is None else {"expected": answer.prompt.expected})}
         for name in shown:
             table.add_column(name, overflow="fold", ratio=1)
-        table.add_row(*(Text(escape_controls(text)) for text in shown.values()))
+        table.add_row(*(Text(visible(text)) for text in shown.values()))
         console.print(table)

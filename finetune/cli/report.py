@@ -7,6 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from finetune.distributed.environment import is_first_process
 from finetune.errors import ConfigError
@@ -16,7 +19,21 @@ from finetune.runs.durable import describe_os_error, replace_file
 FILE_NAME = "report.html"
 
 
-def write_report(folders: Sequence[Path], *, output: Path | None = None, with_data: bool = True) -> int:
+def report(
+    run_folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN_FOLDER…", help="One run's folder, or several to lay over each other.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="The page's file. Default: report.html in the run's folder; for several, where you are."),
+    ] = None,
+    data: Annotated[bool, typer.Option(help="Read the data of the runs again, to show a row of it.")] = True,
+) -> None:
+    """Write one page about one run or several: curves, what differs, data, answers. It opens without a network."""
+    write_report(run_folders, output=output, with_data=data)
+
+
+def write_report(folders: Sequence[Path], *, output: Path | None = None, with_data: bool = True) -> None:
     """Write the page. Nothing of a run is changed. Under a launcher the first process does it for all.
 
     Args:
@@ -25,22 +42,19 @@ def write_report(folders: Sequence[Path], *, output: Path | None = None, with_da
             report that stands there is replaced, anything else is not.
         with_data: read the data of the runs again, to show a row.
 
-    Returns:
-        The exit code.
-
     Raises:
         CheckpointError: a folder holds no run.
         ConfigError: a library is missing, or the page cannot be written there.
     """
     if not is_first_process(os.environ):
-        return 0
+        return
     configure_logs(0, level=logging.ERROR)  # what could not be read stands on the page
 
     from finetune.report.page import build_page, require_libraries
-    from finetune.runs.recorded_run import read_runs
+    from finetune.runs.recorded_run import open_runs
 
     require_libraries()
-    runs = read_runs(folders)
+    runs = open_runs(folders)
     path = output or (runs[0].folder.path / FILE_NAME if len(runs) == 1 else Path(FILE_NAME))
     _refuse_to_replace(path)
     data = []
@@ -56,7 +70,6 @@ def write_report(folders: Sequence[Path], *, output: Path | None = None, with_da
             f"{path} cannot be written: {describe_os_error(error)}. Name another file with --output."
         ) from error
     sys.stdout.write(f"wrote {path} ({len(page) / 1e6:.1f} MB). Open it in a browser; it needs no network.\n")
-    return 0
 
 
 def _refuse_to_replace(path: Path) -> None:

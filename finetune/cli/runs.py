@@ -1,13 +1,22 @@
-"""`finetune runs`: which runs there are."""
+"""`finetune runs`: which runs there are, how each stands, and its losses."""
 
 from __future__ import annotations
 
+import logging
+import sys
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from finetune.cli.run_options import JsonOption
+
+if TYPE_CHECKING:
+    from finetune.runs.recorded_run import RecordedRun
+
+_STYLES = {"running": "cyan", "completed": "green", "failed": "red", "stopped": "yellow", "preempted": "yellow"}
+_LOSSES = {"train_loss": "train loss", "validation_loss": "validation", "best_loss": "best"}
 
 
 def runs(
@@ -15,6 +24,61 @@ def runs(
     as_json: JsonOption = False,
 ) -> None:
     """List the runs in a folder: state, step, losses, when, model, data."""
-    from finetune.runs.listing import list_runs
+    from finetune.logs import configure_logs
+    from finetune.runs.recorded_run import find_runs
+    from finetune.terminal import print_json, print_table
 
-    raise typer.Exit(list_runs(folder, as_json=as_json))
+    configure_logs(0, level=logging.ERROR)
+    found = [summary(run) for run in find_runs(folder)]
+    if as_json:
+        print_json(found)
+    elif found:
+        head = ("run", "state", "step", *_LOSSES.values(), "started", "model", "data")
+        print_table(head, [_row(run) for run in found], right=("step", *_LOSSES.values()))
+    else:
+        sys.stdout.write(f"no run in {folder}\n")
+
+
+def summary(run: RecordedRun) -> dict[str, Any]:
+    """What the list says of a run. What is not known is None; losses are in nats per target token."""
+    config, best = run.config, run.best_validation
+    world_size = run.record.get("world_size")
+    return {
+        "name": run.name,
+        "path": str(run.folder.path),
+        "state": run.state,
+        "why": run.why,
+        "step": run.last_step,
+        "num_steps": run.num_steps,
+        "train_loss": run.last("step", "loss"),
+        "validation_loss": run.last("validation", "loss"),
+        "best_loss": best[1] if best else None,
+        "best_step": best[0] if best else None,
+        "started": run.started,
+        "finished": run.finished,
+        "model": config.model.path or config.model.init if config else None,
+        "data": (config.data.path or "mixture") if config else None,
+        "world_size": world_size if type(world_size) is int else None,
+    }
+
+
+def _row(run: dict[str, Any]) -> list[str | tuple[str, str]]:
+    step = "" if run["step"] is None else f"{run['step']}/{run['num_steps']}" if run["num_steps"] else str(run["step"])
+    losses = ["" if run[name] is None else f"{run[name]:.4f}" for name in _LOSSES]
+    names = [Path(path).name if path else "" for path in (run["model"], run["data"])]
+    return [
+        run["name"],
+        (run["state"], _STYLES.get(run["state"], "")),
+        step,
+        *losses,
+        local_time(run["started"]),
+        *names,
+    ]
+
+
+def local_time(moment: str | None) -> str:
+    """A time in ISO 8601 as a clock here would show it; empty where there is none."""
+    try:
+        return datetime.fromisoformat(moment or "").astimezone().strftime("%Y-%m-%d %H:%M")
+    except ValueError:
+        return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -16,6 +18,11 @@ def watch(
     """Follow a run from another terminal, or look at one that has ended. Ctrl-C leaves; the run goes on."""
     from rich.console import Console
 
-    from finetune.runs.watch import watch_run
+    from finetune.logs import configure_logs
+    from finetune.runs.recorded_run import open_run
+    from finetune.runs.watch import Watch
 
-    raise typer.Exit(watch_run(run_folder, Console(), once=once))
+    configure_logs(0, level=logging.ERROR)
+    folder = open_run(run_folder).folder
+    with suppress(KeyboardInterrupt):
+        Watch(folder, Console()).follow(once=once)

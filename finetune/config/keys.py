@@ -29,6 +29,15 @@ def fields() -> dict[str, FieldInfo]:
     return found
 
 
+def values(config: Config) -> dict[str, Any]:
+    """The value of every dotted key, in the order of the schema."""
+    found = {}
+    for key in fields():
+        section, _, name = key.rpartition(".")
+        found[key] = getattr(getattr(config, section) if section else config, name)
+    return found
+
+
 def section_class(name: str) -> type[Section] | None:
     """The model of a section, or None where ``name`` is not a section."""
     field = Config.model_fields.get(name)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from finetune import terminal
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -38,7 +40,7 @@ def visible(text: str) -> str:
     itself, so that two texts never look alike.
     """
     escaped = _LOOKS_LIKE_A_SIGN.sub("<U+003C>", text)
-    return "".join(_SIGNS.get(c) or (c if c.isprintable() else f"<U+{ord(c):04X}>") for c in escaped)
+    return "".join(_SIGNS.get(c) or terminal.visible(c, also_unseen=True) for c in escaped)
 
 
 def on_one_line(text: str) -> str:

@@ -84,7 +84,7 @@ def _card(
     base: str | None = None,
 ) -> str:
     name = base or base_name(run)
-    versions = ", ".join(f"{package} {number}" for package, number in run.record.get("versions", {}).items())
+    versions = ", ".join(f"{package} {number}" for package, number in run.recorded.part("versions").items())
     sections = [
         f"# {run.folder.path.name}",
         f"{how} {name}.",
@@ -112,10 +112,10 @@ def _header(run: RunToShip, relation: str, library: str, base: str | None) -> st
 
 def _measured(run: RunToShip) -> str:
     lines = []
-    best = run.record.get("result") or {}
+    best = run.recorded.result
     if isinstance(best.get("best_loss"), (int, float)):
         lines.append(f"Validation loss {best['best_loss']:.4f} nats per target token at step {best.get('best_step')}.")
-    scores = run.scores()
+    scores = run.recorded.scores()
     models = [name for name in ("base", "tuned") if name in scores]
     figures = sorted({figure for name in models for figure in scores[name]})
     if figures:
@@ -151,8 +151,8 @@ def _data_name(run: RunToShip) -> str:
 
 
 def _rows(run: RunToShip) -> str:
-    steps = (run.record.get("result") or {}).get("step")
-    size = (run.record.get("global_batch") or {}).get("global_batch_size")
+    steps = run.recorded.result.get("step")
+    size = run.recorded.part("global_batch").get("global_batch_size")
     return f"{steps} steps of {size} rows" if steps and size else "not recorded"
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.compose import load_config
 from finetune.inference.finished_run import find_run
 from finetune.runs.folder import RunFolder
-from finetune.runs.metrics_reader import read_events
-from finetune.runs.record import read_run_record
+from finetune.runs.recorded_run import RecordedRun
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,29 +26,19 @@ class RunToShip:
         weights: `adapter/` or a checkpoint.
         model: the section that loads the base, or the fully tuned model, and the tokenizer of the run.
         config: as it was resolved when the run started.
-        record: run.json.
-        events: the lines of metrics.jsonl, torn ones left out.
+        recorded: what its folder says of it.
     """
 
     folder: RunFolder
     weights: Path
     model: ModelSection
     config: Config
-    record: dict[str, Any]
-    events: tuple[dict[str, Any], ...]
+    recorded: RecordedRun
 
     @property
     def is_full(self) -> bool:
         """Every weight was trained: the weights are those of a whole model."""
         return self.config.training.method == "full"
-
-    def scores(self) -> dict[str, dict[str, float]]:
-        """The last test of `base` and `tuned`: figure by name."""
-        tests = {str(event.get("model")): event for event in self.events if event.get("event") == "test"}
-        return {
-            model: {name: value for name, value in event.items() if isinstance(value, (int, float))}
-            for model, event in tests.items()
-        }
 
 
 def read_run(path: Path, *, base: str | None = None, checkpoint: str | None = None) -> RunToShip:
@@ -70,8 +59,7 @@ def read_run(path: Path, *, base: str | None = None, checkpoint: str | None = No
         weights=found.weights,
         model=found.config.model,
         config=load_config([], run=str(found.folder.config_file)),
-        record=read_run_record(found.folder.record_file) or {},
-        events=tuple(read_events(found.folder.metrics_file)),
+        recorded=RecordedRun(found.folder.path),
     )
 
 

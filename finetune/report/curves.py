@@ -208,7 +208,7 @@ def smoothed(points: Points) -> Points:
 def _losses(runs: Sequence[RecordedRun]) -> Iterator[Curve]:
     is_alone = len(runs) == 1
     for index, run in enumerate(runs):
-        name = "" if is_alone else f"{run.label}: "
+        name = "" if is_alone else f"{run.name}: "
         hue = 0 if is_alone else index % COLOURS
         yield from _raw_and_smoothed(run.points("step", "loss"), f"{name}training", index, hue)
         validation = run.points("validation", "loss")
@@ -239,7 +239,7 @@ def _chart(
     curves: list[Curve] = []
     for index, run in enumerate(runs):
         points = run.points(kind, figure)
-        curve_name = title.lower() if len(runs) == 1 else run.label
+        curve_name = title.lower() if len(runs) == 1 else run.name
         hue = index % COLOURS
         if smooth:
             curves += _raw_and_smoothed(points, curve_name, index, hue)
@@ -259,7 +259,7 @@ def _resources(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
         curves = []
         for index, run in enumerate(runs):
             points = [(step, value * factor) for step, value in run.points("resources", figure)]
-            label = title.lower() if len(runs) == 1 else run.label
+            label = title.lower() if len(runs) == 1 else run.name
             curves.append(Curve(name=label, run=index, hue=index % COLOURS, points=points))
         yield Chart(name=name, title=title, unit=unit, curves=curves, starts_at_zero=True)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from finetune.config.compose import load_config
 from finetune.errors import FinetuneError
-from finetune.runs.recorded_run import RecordedRun, mapping
+from finetune.runs.recorded_run import RecordedRun
 
 if TYPE_CHECKING:
     from finetune.diagnose.preview_splits import SplitSummary
@@ -53,13 +53,13 @@ def preview_data_of(runs: Sequence[RecordedRun]) -> list[PreviewedData]:
 
 
 def _identity(run: RecordedRun) -> str:
-    prints = mapping(run.record.get("fingerprints"))
+    prints = run.part("fingerprints")
     rows = {name: value for name, value in prints.items() if name.startswith("data.") or name == "chat_template"}
     return repr(sorted(rows.items())) if rows else str(run.folder.path)
 
 
 def _preview(runs: Sequence[RecordedRun]) -> PreviewedData:
-    labels = [run.label for run in runs]
+    labels = [run.name for run in runs]
     try:
         return _read(runs[0], labels)
     except FinetuneError as error:

@@ -15,17 +15,20 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
+from finetune.config.keys import fields, values
+from finetune.config.schema import Config
 from finetune.errors import ConfigError
 from finetune.report import sentences
 from finetune.report.curves import COLOURS, Chart, build_charts
 from finetune.report.data_preview import PreviewedData
-from finetune.runs.differences import difference_rows, setting_rows
+from finetune.runs.comparison import compare_runs, shown
 from finetune.runs.durable import in_units
 from finetune.runs.metrics_reader import number_in
 from finetune.runs.record import Status
 from finetune.runs.recorded_run import RecordedRun, mapping, step_of
+from finetune.terminal import visible
 
 MARK = "<!-- written by finetune report -->"
 """Stands in the first line of each page, and tells it from what others have written."""
@@ -34,6 +37,16 @@ _DIGITS = 16
 """Of a digest: enough to see whether two are the same."""
 _STATUSES = get_args(Status)
 _NEEDED = {"vl_convert": "vl-convert-python", "jinja2": "jinja2"}
+
+
+class SettingRow(NamedTuple):
+    """One key of a run's configuration."""
+
+    key: str
+    value: str
+    default: str
+    is_changed: bool
+    meaning: str
 
 
 def require_libraries() -> None:
@@ -63,7 +76,7 @@ def build_page(runs: Sequence[RecordedRun], data: Sequence[PreviewedData]) -> st
         loader=folder,
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=_readable_unless_markup,
+        finalize=_visible_unless_markup,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -76,25 +89,17 @@ def build_page(runs: Sequence[RecordedRun], data: Sequence[PreviewedData]) -> st
         style=_markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
         scripts=[_markup(script) for script in scripts],
         payload=_markup(script_data([chart.as_record() for chart in charts])),
-        title=runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
+        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         headline=sentences.headline(runs),
         second_line=sentences.second_line(runs),
         runs=[_run_values(run, index) for index, run in enumerate(runs)],
         charts=[_chart_values(chart) for chart in charts],
         summary_head=sentences.SUMMARY_HEAD,
         summary=sentences.summary_rows(runs),
-        differences=difference_rows(runs) if len(runs) > 1 else [],
+        differences=compare_runs(runs) if len(runs) > 1 else [],
         data=data,
     )
     return text
-
-
-def readable(text: str) -> str:
-    """Text in which every character can be seen but the plain space, tabs and line breaks.
-
-    Control characters, lone surrogates and characters that turn the direction of writing are shown by their number.
-    """
-    return "".join(c if c in "\n\t" or c.isprintable() else f"<U+{ord(c):04X}>" for c in text)
 
 
 def script_data(value: object) -> str:
@@ -103,8 +108,8 @@ def script_data(value: object) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _readable_unless_markup(value: object) -> object:
-    return readable(str(value)) if isinstance(value, str) and not hasattr(value, "__html__") else value
+def _visible_unless_markup(value: object) -> object:
+    return visible(str(value), also_unseen=True) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def _markup(text: str) -> Any:
@@ -162,10 +167,27 @@ def _in_words(chart: Chart) -> str:
     return f"{chart.title}. {'; '.join(parts)}."
 
 
+def setting_rows(run: RecordedRun) -> list[SettingRow]:
+    """Every key of a run's configuration, with its default and its meaning."""
+    if run.config is None:
+        return []
+    defaults = values(Config())
+    return [
+        SettingRow(
+            key=key,
+            value=shown(value),
+            default=shown(defaults[key]),
+            is_changed=value != defaults[key],
+            meaning=(fields()[key].description or "").replace("`", ""),
+        )
+        for key, value in values(run.config).items()
+    ]
+
+
 def _run_values(run: RecordedRun, index: int) -> dict[str, Any]:
     rows = setting_rows(run)
     return {
-        "label": run.label,
+        "label": run.name,
         "index": index,
         "hue": index % COLOURS,
         "path": str(run.folder.path),
@@ -176,12 +198,12 @@ def _run_values(run: RecordedRun, index: int) -> dict[str, Any]:
         "warnings": [{"step": step_of(event), "text": str(event.get("text", ""))} for event in run.of("warning")],
         "settings": rows,
         "changed": [row for row in rows if row.is_changed],
-        "fallbacks": [_fallback(one) for one in _list(run.record.get("fallbacks"))],
-        "resume_changes": [mapping(one) for one in _list(run.record.get("resume_changes"))],
+        "fallbacks": [_fallback(one) for one in run.entries("fallbacks")],
+        "resume_changes": [mapping(one) for one in run.entries("resume_changes")],
         "scores": _score_rows(run),
         "answers": _answers(run),
         "checkpoints": _checkpoint_rows(run),
-        "versions": {str(name): str(value) for name, value in mapping(run.record.get("versions")).items()},
+        "versions": {str(name): str(value) for name, value in run.part("versions").items()},
         "facts": _facts(run),
     }
 
@@ -193,9 +215,9 @@ def _fallback(record: object) -> dict[str, str]:
 def _facts(run: RecordedRun) -> dict[str, str]:
     names = ("launcher", "world_size", "processes_started", "backend", "git_commit", "finished")
     facts = {name.replace("_", " "): str(run.record[name]) for name in names if run.record.get(name) is not None}
-    starts = [str(start) for start in _list(run.record.get("starts"))]
-    batch = {name.replace("_", " "): str(value) for name, value in mapping(run.record.get("global_batch")).items()}
-    prints = mapping(run.record.get("fingerprints"))
+    starts = [str(start) for start in run.entries("starts")]
+    batch = {name.replace("_", " "): str(value) for name, value in run.part("global_batch").items()}
+    prints = run.part("fingerprints")
     digests = {f"digest of {name}": str(value)[:_DIGITS] for name, value in prints.items()}
     return {**({"started": ", ".join(starts)} if starts else {}), **facts, **batch, **digests}
 
@@ -207,15 +229,16 @@ def _score_rows(run: RecordedRun) -> list[tuple[str, str, str]]:
     forms = {"exact_match": sentences.percent, "json_valid": sentences.percent, "loss": sentences.number}
     words = {"exact_match": "exactly right", "json_valid": "valid JSON", "loss": "loss, nats per target token"}
 
-    def shown(model: dict[str, float], name: str) -> str:
+    def figure(model: dict[str, float], name: str) -> str:
         return forms[name](model[name]) if name in model else "–"
 
-    return [(words[name], shown(base, name), shown(tuned, name)) for name in forms if name in base or name in tuned]
+    return [(words[name], figure(base, name), figure(tuned, name)) for name in forms if name in base or name in tuned]
 
 
 def _answers(run: RecordedRun) -> list[dict[str, str | None]]:
     """Prompts with what was expected and what both models said, where run.json has them."""
-    found = [mapping(answer) for answer in _list(run.result.get("answers"))]
+    answers = run.result.get("answers")
+    found = [mapping(answer) for answer in answers] if isinstance(answers, list) else []
     names = ("prompt", "expected", "base", "tuned")
     return [{name: None if (text := one.get(name)) is None else str(text) for name in names} for one in found]
 
@@ -241,7 +264,3 @@ def _checkpoint_rows(run: RecordedRun) -> list[dict[str, str]]:
 
 def _size(num_bytes: float | None) -> str:
     return in_units(int(num_bytes)) if num_bytes is not None and math.isfinite(num_bytes) else "–"
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []

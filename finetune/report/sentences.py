@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
-from finetune.runs.differences import differing_settings
-from finetune.runs.recorded_run import RecordedRun, finite, mapping
+from finetune.runs.comparison import compare_runs
+from finetune.runs.recorded_run import RecordedRun, finite
 
 _ENDED_EARLY = {
     "failed": "It failed",
@@ -48,12 +48,11 @@ def second_line(runs: Sequence[RecordedRun]) -> str:
     """What one should know besides; may be empty."""
     if len(runs) == 1:
         run = runs[0]
-        said = [run.result.get("error"), run.result.get("why")]
-        reason = next((str(text) for text in said if text), "")
+        reason = run.why or ""
         return reason if len(reason) <= _WORDS_OF_AN_ERROR else f"{reason[:_WORDS_OF_AN_ERROR]}…"
     if len(_validation_rows(runs)) > 1:
         return "They were validated on different rows: their losses cannot be compared."
-    changed = differing_settings(runs)
+    changed = [row for row in compare_runs(runs) if row.part == "config"]
     if not changed:
         return "Their settings are the same."
     names = ", ".join(row.name for row in changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
@@ -68,12 +67,7 @@ def figures_of(run: RecordedRun) -> list[Figure]:
 def summary_rows(runs: Sequence[RecordedRun]) -> list[SummaryRow]:
     """A line for each run."""
     best = _best_run(runs)
-    return [SummaryRow(run.label, run.status, _summary(run), run is best) for run in runs]
-
-
-def best_validation(run: RecordedRun) -> tuple[int, float] | None:
-    """Step and value of the lowest validation loss."""
-    return min(finite(run.points("validation", "loss")), key=lambda point: point[1], default=None)
+    return [SummaryRow(run.name, run.status, _summary(run), run is best) for run in runs]
 
 
 def number(value: float) -> str:
@@ -112,28 +106,26 @@ def _of_one(run: RecordedRun) -> str:
 
 def _of_several(runs: Sequence[RecordedRun]) -> str:
     best = _best_run(runs)
-    found = best_validation(best) if best else None
+    found = best.best_validation if best else None
     if best is None or found is None:
         return f"{len(runs)} runs side by side."
-    others = [lowest[1] for run in runs if run is not best and (lowest := best_validation(run))]
+    others = [lowest[1] for run in runs if run is not best and (lowest := run.best_validation)]
     if not others:
-        return f"{best.label} is the only one of {len(runs)} runs that was validated: {number(found[1])}."
-    return (
-        f"{best.label} has the lowest validation loss: {number(found[1])}, against {number(min(others))} of the next."
-    )
+        return f"{best.name} is the only one of {len(runs)} runs that was validated: {number(found[1])}."
+    return f"{best.name} has the lowest validation loss: {number(found[1])}, against {number(min(others))} of the next."
 
 
 def _best_run(runs: Sequence[RecordedRun]) -> RecordedRun | None:
     """The one with the lowest validation loss; None where that cannot be said."""
     if len(runs) < 2 or len(_validation_rows(runs)) > 1:
         return None
-    known = [(lowest[1], index) for index, run in enumerate(runs) if (lowest := best_validation(run))]
+    known = [(lowest[1], index) for index, run in enumerate(runs) if (lowest := run.best_validation)]
     return runs[min(known)[1]] if known else None
 
 
 def _validation_rows(runs: Sequence[RecordedRun]) -> set[str]:
     """Digests of what runs were validated on."""
-    digests = (mapping(run.record.get("fingerprints")).get("data.validation") for run in runs)
+    digests = (run.part("fingerprints").get("data.validation") for run in runs)
     return {str(digest) for digest in digests if digest}
 
 
@@ -154,13 +146,12 @@ def _steps(run: RecordedRun) -> str:
 
 def _count(run: RecordedRun) -> str:
     """`375`, or `120 of 375`."""
-    planned = run.record.get("num_steps")
-    of = f" of {planned:,}" if type(planned) is int and planned != run.last_step else ""
-    return f"{run.last_step:,}{of}"
+    done, planned = run.last_step or 0, run.num_steps
+    return f"{done:,} of {planned:,}" if planned is not None and planned != done else f"{done:,}"
 
 
 def _figures(run: RecordedRun) -> Iterator[Figure]:
-    validation, training = best_validation(run), finite(run.points("step", "loss"))
+    validation, training = run.best_validation, finite(run.points("step", "loss"))
     if validation:
         yield Figure("best validation loss", number(validation[1]), f"at step {validation[0]:,}")
     if training:
@@ -183,11 +174,11 @@ def _figures(run: RecordedRun) -> Iterator[Figure]:
 
 
 def _summary(run: RecordedRun) -> list[str]:
-    lowest, training = best_validation(run), finite(run.points("step", "loss"))
+    lowest, training = run.best_validation, finite(run.points("step", "loss"))
     tuned = run.scores().get("tuned", {})
     speeds = [value for _, value in finite(run.points("step", "tokens_per_second"))]
     return [
-        f"{run.last_step:,}",
+        f"{run.last_step or 0:,}",
         number(lowest[1]) if lowest else "–",
         f"{lowest[0]:,}" if lowest else "–",
         number(training[-1][1]) if training else "–",
@@ -210,11 +201,9 @@ def _world(run: RecordedRun) -> str:
 
 def _took(run: RecordedRun) -> str:
     """From the last start to the end, or to the last line where there is none."""
-    starts = run.record.get("starts")
     try:
-        start = datetime.fromisoformat(str(starts[-1])) if isinstance(starts, list) and starts else None
-        finished = run.record.get("finished")
-        end = datetime.fromisoformat(finished) if finished else run.written
+        start = datetime.fromisoformat(run.started) if run.started else None
+        end = datetime.fromisoformat(run.finished) if run.finished else run.written
         return in_time(end - start) if start and end else ""
     except (ValueError, TypeError, OverflowError):
         return ""

@@ -133,6 +133,23 @@ def try_file_lock(path: Path) -> FileLock | None:
         os.close(descriptor)
 
 
+def is_held(path: Path) -> bool:
+    """Whether a living process holds a lock. Nothing is written, and the lock is kept from nobody."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def read_holder(path: Path) -> LockHolder | None:
     """Who holds the lock at `path`; None where that cannot be told."""
     try:

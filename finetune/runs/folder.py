@@ -41,6 +41,10 @@ class RunFolder:
         """Where the checkpoint of a step is, or would be."""
         return self.checkpoints / f"step-{step:06d}"
 
+    def holds_run(self) -> bool:
+        """Whether something lies there that only a run writes, its lock left out of account."""
+        return any(path.exists() for path in (self.record_file, self.metrics_file, self.checkpoints))
+
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a checkpoint folder, whole or not, in rising order."""
         if not self.checkpoints.is_dir():

@@ -62,7 +62,10 @@ class RunRecord:
         Raises:
             RunFailedError: the disk refused.
         """
-        earlier = read_run_record(self.path) or {}
+        earlier = read_run_record(self.path)
+        if earlier is None and self.path.exists():
+            _log.warning("%s cannot be read and is written anew", self.path)
+        earlier = earlier or {}
         starts, changes = (_list(earlier.get(name)) for name in ("starts", "resume_changes"))
         now = _now()
         self._values = {
@@ -113,13 +116,10 @@ class RunRecord:
 
 
 def read_run_record(path: Path) -> dict[str, Any] | None:
-    """What run.json says; None where it is missing, empty or torn, with a warning in the latter cases."""
+    """What run.json says; None where it is missing, empty or torn."""
     try:
         record = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        _log.warning("%s cannot be read and is written anew: %s", path, error)
+    except (OSError, ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 

@@ -1,61 +1,140 @@
-"""What a run's folder says of it, however far the run came: nothing is written, and a torn file is no error."""
+"""The one reader of runs: what a run's folder says, however far the run came. Nothing in it is changed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
-from finetune.config.older_spelling import translate
-from finetune.config.yaml_reader import read_file
-from finetune.errors import CheckpointError
+from finetune.config.compose import compose
+from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.durable import describe_os_error
+from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
 from finetune.runs.metrics_reader import Event, examine_events, number_in
-from finetune.runs.record import read_run_record
+from finetune.runs.record import Status, read_run_record
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
 
 Points = list[tuple[int, float]]
 """Step and value. A value may be NaN or infinite."""
 
+_DEEPEST = 4
+"""Folders below the given one, so that a whole disk is not searched by mistake."""
 _LARGEST_STEP = 2**53
 """JavaScript counts no further."""
+_SCORES = ("exact_match", "json_valid", "loss")
 
 
-@dataclass(frozen=True, kw_only=True)
 class RecordedRun:
-    """A run, as its files have it. Every text in it may be hostile."""
+    """A run as its files have it. Each file is read once, when it is first needed. Every text in it may be hostile.
 
-    label: str
-    """The folder's name; of two that are called alike, enough of their paths to tell them apart."""
-    folder: RunFolder
-    record: dict[str, Any]
-    """run.json; empty where there is none."""
-    settings: dict[str, object]
-    """config.yaml, by dotted key; empty where there is none."""
-    events: list[Event]
-    """metrics.jsonl."""
-    written: datetime | None
-    """When metrics.jsonl was last written, in UTC."""
-    problems: list[str] = field(default_factory=list)
-    """What could not be read, as sentences without a full stop."""
+    Args:
+        path: the run's folder.
+        name: what the run is called beside others; default: its path.
+    """
+
+    def __init__(self, path: str | Path, name: str | None = None) -> None:
+        self.folder = RunFolder(path)
+        self.name = name or str(path)
+
+    @property
+    def config(self) -> Config | None:
+        """config.yaml, with former spellings of keys read as today's; None where it cannot be read."""
+        return self._config[0]
+
+    @property
+    def why_no_config(self) -> str:
+        """Why config.yaml cannot be read; empty where it can."""
+        return self._config[1]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """run.json; empty where it is missing or torn."""
+        return self._record[0]
+
+    @property
+    def events(self) -> list[Event]:
+        """metrics.jsonl; lines that are torn or not ours are left out."""
+        return self._events[0]
+
+    @property
+    def problems(self) -> list[str]:
+        """What could not be read, as sentences without a full stop."""
+        return [problem for problem in (self._config[1], self._record[1], self._events[1]) if problem]
 
     @property
     def status(self) -> str:
-        """As in run.json, or unknown."""
+        """As run.json has it, `unknown` where it does not say. The run may have been killed since."""
         return str(self.record.get("status") or "unknown")
 
     @property
-    def result(self) -> dict[str, Any]:
-        """What run.json says of the outcome, which may be nothing."""
-        return mapping(self.record.get("result"))
+    def state(self) -> str:
+        """`running`, `completed`, `failed`, `stopped`, `preempted` or `unknown`.
+
+        A run that is killed leaves run.json as it was; only the kernel's lock tells it from one that goes on.
+        """
+        if is_held(self.folder.lock_file):
+            return "running"
+        if self.status == "running":
+            return "stopped"
+        return self.status if self.status in get_args(Status) else "unknown"
 
     @property
-    def last_step(self) -> int:
-        """The last optimizer step; 0 before the first."""
-        return max((step for event in self.of("step") if (step := step_of(event)) is not None), default=0)
+    def result(self) -> dict[str, Any]:
+        """The outcome in run.json; empty before the end."""
+        return self.part("result")
+
+    @property
+    def why(self) -> str | None:
+        """Why the run failed or stopped, where it could say so."""
+        return text(self.result.get("why") or self.result.get("error"))
+
+    @property
+    def num_steps(self) -> int | None:
+        """Optimizer steps of the whole run, where they are known."""
+        return whole(self.record.get("num_steps"))
+
+    @property
+    def started(self) -> str | None:
+        """The last start, in UTC, ISO 8601."""
+        return next((text(start) for start in reversed(self.entries("starts"))), None)
+
+    @property
+    def finished(self) -> str | None:
+        """The end, in the same form; None before it."""
+        return text(self.record.get("finished"))
+
+    @property
+    def last_step(self) -> int | None:
+        """The last optimizer step; None before the first."""
+        return max((step for event in self.of("step") if (step := step_of(event)) is not None), default=None)
+
+    @property
+    def best_validation(self) -> tuple[int, float] | None:
+        """Step and value of the lowest validation loss."""
+        return min(finite(self.points("validation", "loss")), key=lambda point: point[1], default=None)
+
+    @property
+    def written(self) -> datetime | None:
+        """When metrics.jsonl was last written, in UTC."""
+        try:
+            return datetime.fromtimestamp(self.folder.metrics_file.stat().st_mtime, UTC)
+        except OSError:
+            return None
+
+    def part(self, name: str) -> dict[str, Any]:
+        """A mapping in run.json; empty where it is missing or something else."""
+        return mapping(self.record.get(name))
+
+    def entries(self, name: str) -> list[Any]:
+        """A list in run.json; empty where it is missing or something else."""
+        value = self.record.get(name)
+        return value if isinstance(value, list) else []
 
     def of(self, kind: str) -> list[Event]:
         """The events of one kind, in their order."""
@@ -70,28 +149,120 @@ class RecordedRun:
         }
         return sorted(found.items())
 
+    def last(self, kind: str, name: str) -> float | None:
+        """The last value of a figure; None where there is none, or it is not finite."""
+        points = finite(self.points(kind, name)[-1:])
+        return points[0][1] if points else None
+
     def scores(self) -> dict[str, dict[str, float]]:
-        """What the test phase measured, by model (base, tuned) and figure."""
-        figures = ("exact_match", "json_valid", "loss")
+        """The figures of the test phase, by model (base, tuned) and name."""
         return {
             str(event.get("model")): {
                 name: value
-                for name in figures
+                for name in _SCORES
                 if (value := number_in(event, name)) is not None and math.isfinite(value)
             }
             for event in self.of("test")
         }
 
+    @cached_property
+    def _config(self) -> tuple[Config | None, str]:
+        file = self.folder.config_file
+        try:
+            # Each line is a key, and each line ends: what was cut within one must not be taken for its value.
+            if not file.read_bytes().endswith(b"\n"):
+                return None, f"{file.name} is empty or cut short"
+            return compose([], run=str(file), complete=False), ""
+        except FileNotFoundError:
+            return None, f"{file.name} is missing"
+        except OSError as error:
+            return None, f"{file.name} cannot be read: {describe_os_error(error)}"
+        except ConfigError as error:
+            return None, f"{file.name} cannot be read: {error}"
 
-def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
-    """Read runs from their folders.
+    @cached_property
+    def _record(self) -> tuple[dict[str, Any], str]:
+        file = self.folder.record_file
+        record = read_run_record(file)
+        return (
+            record or {},
+            "" if record is not None else f"{file.name} is {'torn and is left out' if file.exists() else 'missing'}",
+        )
+
+    @cached_property
+    def _events(self) -> tuple[list[Event], str]:
+        file = self.folder.metrics_file
+        try:
+            found = examine_events(file)
+        except OSError as error:
+            return [], f"{file.name} cannot be read: {describe_os_error(error)}"
+        if found.num_left_out:
+            what = f"{found.num_left_out} of {found.num_lines} lines are torn or being written, and left out"
+            return found.events, f"{file.name}: {what}"
+        return found.events, "" if file.exists() else f"{file.name} is missing"
+
+
+def open_run(path: Path, name: str | None = None) -> RecordedRun:
+    """The run in a folder; one that has only just begun has its lock alone.
+
+    Raises:
+        CheckpointError: nothing of a run is there.
+    """
+    run = RecordedRun(path, name)
+    folder = run.folder
+    if not (folder.holds_run() or folder.config_file.is_file() or is_held(folder.lock_file)):
+        raise CheckpointError(
+            f"{path} is not the folder of a run: it has none of config.yaml, run.json, metrics.jsonl and checkpoints/. "
+            "Give one, for example runs/quickstart; `finetune runs FOLDER` lists those in a folder."
+        )
+    return run
+
+
+def open_runs(paths: Sequence[Path]) -> list[RecordedRun]:
+    """Runs to lay beside each other, each called by the fewest last parts of its path that tell it from the others.
 
     Raises:
         CheckpointError: one of them is no folder of a run, or is named twice.
     """
-    folders = [RunFolder(path) for path in paths]
-    labels = _labels([folder.path.resolve() for folder in folders])
-    return [_read(folder, label) for folder, label in zip(folders, labels, strict=True)]
+    resolved = [RunFolder(path).path.resolve() for path in paths]
+    if twice := [path for path in resolved if resolved.count(path) > 1]:
+        raise CheckpointError(f"{twice[0]} is named twice. Name each run once.")
+    names = []
+    for path in resolved:
+        others = [other for other in resolved if other != path]
+        ends = ("/".join(path.parts[-count:]) for count in range(1, len(path.parts) + 1))
+        names.append(next(end for end in ends if not any(f"/{other}".endswith(f"/{end}") for other in others)))
+    return [open_run(path, name) for path, name in zip(paths, names, strict=True)]
+
+
+def find_runs(folder: Path) -> list[RecordedRun]:
+    """The runs in a folder and below, by the time of their last start, each called by its path from there.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder. Give the one that holds your runs; the default is runs.")
+    found = [
+        RecordedRun(path, str(path) if path == folder else path.relative_to(folder).as_posix())
+        for path in _run_folders(folder, _DEEPEST)
+    ]
+    return sorted(found, key=lambda run: (run.started or "", run.name))
+
+
+def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
+    if RunFolder(folder).holds_run():
+        yield folder
+        return
+    if depth == 0:
+        return
+    try:
+        below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    except OSError:
+        return
+    for path in below:
+        if not path.name.startswith("."):
+            yield from _run_folders(path, depth - 1)
 
 
 def finite(points: Points) -> Points:
@@ -101,69 +272,20 @@ def finite(points: Points) -> Points:
 
 def step_of(event: Event) -> int | None:
     """The step that an event belongs to, where that is a step."""
-    step = event.get("step")
-    return step if type(step) is int and 0 <= step < _LARGEST_STEP else None
+    step = whole(event.get("step"))
+    return step if step is not None and 0 <= step < _LARGEST_STEP else None
 
 
 def mapping(value: object) -> dict[str, Any]:
-    """The value, where it is a mapping; else an empty one."""
+    """The value where it is a mapping, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
-def _labels(paths: Sequence[Path]) -> list[str]:
-    """The fewest last parts of each path that no other path ends with."""
-    twice = [path for path in paths if paths.count(path) > 1]
-    if twice:
-        raise CheckpointError(f"{twice[0]} is named twice. Name each run once.")
-    labels = []
-    for path in paths:
-        others = [other for other in paths if other != path]
-        ends = ("/".join(path.parts[-count:]) for count in range(1, len(path.parts) + 1))
-        labels.append(next(end for end in ends if not any(f"/{other}".endswith(f"/{end}") for other in others)))
-    return labels
+def whole(value: object) -> int | None:
+    """The value where it is a whole number."""
+    return value if type(value) is int else None
 
 
-def _read(folder: RunFolder, label: str) -> RecordedRun:
-    files = (folder.config_file, folder.record_file, folder.metrics_file)
-    if not any(file.is_file() for file in files):
-        names = ", ".join(file.name for file in files)
-        raise CheckpointError(
-            f"{folder.path} is not the folder of a run: it has none of {names}. Give one, for example runs/quickstart."
-        )
-    problems = [f"{file.name} is missing" for file in files if not file.is_file()]
-    record = read_run_record(folder.record_file)
-    if record is None and folder.record_file.is_file():
-        problems.append(f"{folder.record_file.name} is torn and is left out")
-    settings = []
-    if folder.config_file.is_file():
-        unreadable: list[str] = []
-        settings = translate(read_file(folder.config_file, folder.config_file.name, unreadable), unreadable)
-        problems += unreadable
-    return RecordedRun(
-        label=label,
-        folder=folder,
-        record=record or {},
-        settings={setting.dotted: setting.value for setting in settings},
-        events=_read_events(folder.metrics_file, problems),
-        written=_written(folder.metrics_file),
-        problems=problems,
-    )
-
-
-def _read_events(path: Path, problems: list[str]) -> list[Event]:
-    try:
-        found = examine_events(path)
-    except OSError as error:
-        problems.append(f"{path.name} cannot be read: {describe_os_error(error)}")
-        return []
-    if found.num_left_out:
-        what = f"{found.num_left_out} of {found.num_lines} lines"
-        problems.append(f"{path.name}: left out, since torn or just being written: {what}")
-    return found.events
-
-
-def _written(path: Path) -> datetime | None:
-    try:
-        return datetime.fromtimestamp(path.stat().st_mtime, UTC)
-    except OSError:
-        return None
+def text(value: object) -> str | None:
+    """The value where it is text."""
+    return value if isinstance(value, str) else None

@@ -1,27 +1,16 @@
-"""`finetune checkpoints`: what a run has saved, whether it is whole, and what `resume=auto` would go on from."""
+"""All that a run has saved, and whether it is whole. Imports no torch."""
 
 from __future__ import annotations
 
-import json
-import logging
-import math
-import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from finetune.errors import CheckpointError
 from finetune.findings import EXIT_PROBLEM
-from finetune.logs import configure_logs
-from finetune.runs.durable import MANIFEST, in_units
+from finetune.runs.durable import MANIFEST
 from finetune.runs.folder import RunFolder
-from finetune.runs.metrics_reader import number_in, read_events
+from finetune.runs.recorded_run import finite, open_run
 from finetune.runs.verification import newest_valid, read_state, verify, verify_published
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,52 +43,26 @@ class SavedRun:
     """`adapter/` and `base/`, those that are there."""
 
     @property
+    def folders(self) -> list[SavedFolder]:
+        """The checkpoints, then what is published."""
+        return [*self.checkpoints, *self.published]
+
+    @property
     def exit_code(self) -> int:
         """0 where there is something whole to go on from, or nothing was saved yet."""
         return EXIT_PROBLEM if self.checkpoints and self.resumes_from is None else 0
 
 
-def list_checkpoints(path: Path, *, as_json: bool = False) -> int:
-    """Print what a run has saved; every byte is read and compared with what was written. Nothing is changed.
-
-    Args:
-        path: the run's folder.
-        as_json: write the figures as JSON in place of a table.
-
-    Returns:
-        The exit code, see `SavedRun.exit_code`.
-
-    Raises:
-        CheckpointError: there is no run in the folder.
-    """
-    configure_logs(0, level=logging.ERROR)  # what is damaged is told below
-    run = examine_run(path)
-    if as_json:
-        text = json.dumps({**asdict(run), "exit_code": run.exit_code}, indent=2, ensure_ascii=False)
-        sys.stdout.write(f"{text}\n")
-        return run.exit_code
-    if run.checkpoints or run.published:
-        from rich.console import Console
-
-        Console().print(_table(run))
-    sys.stdout.write(f"{_in_words(run)}\n")
-    return run.exit_code
-
-
 def examine_run(path: Path) -> SavedRun:
-    """Read and verify everything with a manifest in a run's folder.
+    """Read every byte of what a run has saved and compare it with what was written. Nothing is changed.
 
     Raises:
         CheckpointError: there is no run in the folder.
     """
-    folder = RunFolder(path)
-    folder.check("auto")
-    if not any(file.exists() for file in (folder.record_file, folder.metrics_file, folder.checkpoints)):
-        raise CheckpointError(
-            f"{path} is not the folder of a run: it has neither {folder.record_file.name} nor "
-            f"{folder.metrics_file.name} nor {folder.checkpoints.name}/. Give one, for example runs/quickstart."
-        )
-    losses = dict(_validation_losses(folder.metrics_file))
+    RunFolder(path).check("auto")
+    run = open_run(path)
+    folder = run.folder
+    losses = dict(finite(run.points("validation", "loss")))
     checkpoints = [
         saved
         for step in folder.checkpoint_steps()
@@ -135,60 +98,3 @@ def _examine(path: Path, *, step: int | None = None, validation_loss: float | No
         saved=datetime.fromtimestamp(written, UTC).isoformat(timespec="seconds"),
         problems=problems,
     )
-
-
-def _validation_losses(metrics_file: Path) -> Iterator[tuple[int, float]]:
-    """Step and loss of each validation; lines that are torn or not ours are passed over."""
-    for event in read_events(metrics_file):
-        step, loss = event.get("step"), number_in(event, "loss")
-        if event["event"] == "validation" and type(step) is int and loss is not None and math.isfinite(loss):
-            yield step, loss
-
-
-def _table(run: SavedRun) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=run.run_folder)
-    table.add_column("saved")
-    table.add_column("validation loss", justify="right")
-    table.add_column("size", justify="right")
-    table.add_column("written", no_wrap=True)
-    table.add_column("is", overflow="fold")
-    for saved in (*run.checkpoints, *run.published):
-        loss = "" if saved.validation_loss is None else f"{saved.validation_loss:.4f}"
-        written = datetime.fromisoformat(saved.saved).astimezone().strftime("%Y-%m-%d %H:%M")
-        what = "; ".join([*(saved.problems or ["whole"]), *_marks(saved, run)])
-        # A file's name could be taken for markup.
-        table.add_row(
-            saved.name, loss, in_units(saved.num_bytes), written, Text(what, style="red" * bool(saved.problems))
-        )
-    return table
-
-
-def _marks(saved: SavedFolder, run: SavedRun) -> Iterator[str]:
-    if saved.step is None:
-        return
-    if saved.step == run.best_step:
-        yield "the best"
-    if saved.step == run.resumes_from:
-        yield "resume=auto goes on from here"
-
-
-def _in_words(run: SavedRun) -> str:
-    damaged = [saved.name for saved in (*run.checkpoints, *run.published) if saved.problems]
-    lines = [f"{len(damaged)} damaged: {', '.join(damaged)}."] if damaged else []
-    whole = [saved.step for saved in run.checkpoints if not saved.problems]
-    if not run.checkpoints:
-        lines.append("No checkpoint was saved yet: resume=auto starts from the beginning.")
-    elif not whole:
-        lines.append("No checkpoint is whole: resume=auto would start from the beginning.")
-    else:
-        lines.append(f"resume=auto goes on from step {run.resumes_from}.")
-    if whole and whole[-1] != run.resumes_from:
-        lines.append(f"Step {whole[-1]} is whole, but its best step, {run.best_step}, must be trained again.")
-    if run.best_step is not None and run.best_step not in [saved.step for saved in run.checkpoints]:
-        lines.append(
-            f"The lowest validation loss, {run.best_loss:.4f}, was at step {run.best_step}, which was not kept."
-        )
-    return "\n".join(lines)

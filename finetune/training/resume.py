@@ -12,16 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
-from finetune.config.compose import compose
 from finetune.config.older_spelling import saved_with_our_keys
 from finetune.config.schema import Config
-from finetune.errors import CheckpointError, ConfigError
-from finetune.runs.record import read_run_record
+from finetune.errors import CheckpointError
+from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.verification import newest_valid, read_state
 
 if TYPE_CHECKING:
@@ -210,8 +208,11 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
     """
     if config.resume != "auto" or not folder.checkpoint_steps():
         return []
-    start = _recorded_start(folder)
-    before = _config_in(start) or _config_in_file(folder.config_file)
+    run = RecordedRun(folder.path)
+    start = _recorded_start(run)
+    before = _config_in(start) or run.config
+    if before is None:
+        _log.warning("%s, so nothing in it could be compared with this start", run.why_no_config)
     rows = _other_rows(folder, start, fingerprints)
     sides = Sides(before or config, config, has_same_rows=rows == [])
     found = list(_differences(sides))
@@ -273,32 +274,18 @@ def at_its_place(state: TrainerState, steps_per_epoch: int) -> TrainerState:
     return replace(state, epoch=epoch, steps_in_epoch=steps_in_epoch)
 
 
-def _recorded_start(folder: RunFolder) -> Mapping[str, Any] | None:
+def _recorded_start(run: RecordedRun) -> Mapping[str, Any] | None:
     """What `record_of_start` gave; None where it is missing or damaged."""
-    start = (read_run_record(folder.record_file) or {}).get("started_with")
-    if not isinstance(start, Mapping):
-        return None
+    start = run.part("started_with")
     values = {name: value for name, value in start.items() if name != "sha256"}
     return values if values.keys() == {"config", "rows"} and start.get("sha256") == _sha256(values) else None
 
 
 def _config_in(start: Mapping[str, Any] | None) -> Config | None:
-    """None too where it is of a schema that we cannot read."""
+    """Former spellings of keys are read as today's; None too where it is of a schema that we cannot read."""
     try:
         return Config.model_validate(saved_with_our_keys(start["config"])) if start else None
     except ValidationError:
-        return None
-
-
-def _config_in_file(file: Path) -> Config | None:
-    """What config.yaml says; None, with a warning, where it is missing or torn, or of a schema we cannot read."""
-    try:
-        # Each line is a key, and each line ends: what was cut within one must not be taken for its value.
-        if not file.read_bytes().endswith(b"\n"):
-            raise ConfigError("it is empty or cut short")
-        return compose([], run=str(file), complete=False)
-    except (OSError, ConfigError) as error:
-        _log.warning("%s cannot be read, so nothing in it could be compared with this start: %s", file, error)
         return None
 
 

@@ -125,8 +125,8 @@ def test_control_characters_of_an_answer_do_not_reach_the_screen(asked, adapter_
     from finetune.cli.answering import Answering
 
     monkeypatch.setattr(Answering, "text", lambda self, ids: "\x1b[2J\x9bgone\u202e\nnext")
-    assert asked(adapter_run, PROMPTS[:1]) == "\\x1b[2J\\x9bgone\\u202e\nnext\n"
-    assert "\\x1b[2J" in asked(adapter_run, PROMPTS[:1], compare=True)
+    assert asked(adapter_run, PROMPTS[:1]) == "<U+001B>[2J<U+009B>gone<U+202E>\nnext\n"
+    assert "<U+001B>[2J" in asked(adapter_run, PROMPTS[:1], compare=True)
     assert "\x1b" not in asked(adapter_run, PROMPTS[:1], compare=True)
     line = asked(adapter_run, PROMPTS[:1], as_json=True)
     assert "\x1b" not in line

@@ -5,9 +5,10 @@ import sys
 
 import pytest
 
+from finetune.cli.runs import runs, summary
 from finetune.errors import CheckpointError
 from finetune.runs.file_lock import file_lock
-from finetune.runs.listing import find_runs, list_runs
+from finetune.runs.recorded_run import find_runs
 from tests.runs.made_runs import change_record, write_run
 
 
@@ -28,11 +29,13 @@ def test_every_run_below_is_found_and_nothing_else(tmp_path):
 
 def test_a_run_says_where_it_stands(tmp_path):
     folder = write_run(tmp_path / "a", losses=(3.0, 2.0), status="completed")
-    (run,) = find_runs(tmp_path)
-    assert (run.step, run.num_steps, run.train_loss, run.validation_loss) == (2, 2, 2.0, 2.0)
-    assert (run.best_loss, run.best_step, run.model, run.data, run.world_size) == (2.0, 2, "owner/phi", "owner/rows", 1)
-    assert run.path == str(folder.path)
-    assert run.started <= run.finished
+    (run,) = map(summary, find_runs(tmp_path))
+    assert run.pop("started") <= run.pop("finished")
+    assert run == {
+        **{"name": "a", "path": str(folder.path), "state": "completed", "why": None, "step": 2, "num_steps": 2},
+        **{"train_loss": 2.0, "validation_loss": 2.0, "best_loss": 2.0, "best_step": 2, "model": "owner/phi"},
+        **{"data": "owner/rows", "world_size": 1},
+    }
 
 
 @pytest.mark.parametrize("status", ["completed", "failed", "preempted", "stopped"])
@@ -68,8 +71,9 @@ def test_what_is_torn_or_missing_is_left_out(tmp_path):
     folder.config_file.write_text("training: {no_such_key: 1}\n")
     with folder.metrics_file.open("a") as file:
         file.write('{"event": "step", "st')
-    (run,) = find_runs(tmp_path)
-    assert (run.state, run.step, run.train_loss, run.best_loss, run.model) == ("unknown", 1, None, None, None)
+    (run,) = map(summary, find_runs(tmp_path))
+    figures = [run[name] for name in ("state", "step", "train_loss", "best_loss", "model")]
+    assert figures == ["unknown", 1, None, None, None]
     change = write_run(tmp_path / "b")
     change_record(change, starts="x", result=[], num_steps="many", status=7)
     assert states(tmp_path)["b"] == "unknown"
@@ -78,22 +82,22 @@ def test_what_is_torn_or_missing_is_left_out(tmp_path):
 def test_the_table_and_the_objects_say_the_same(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
     write_run(tmp_path / "a [bold]", losses=(3.0, 2.25))
-    assert list_runs(tmp_path) == 0
+    runs(tmp_path)
     table = capsys.readouterr().out
     for part in ("a [bold]", "completed", "2/2", "2.2500", "phi", "rows"):
         assert part in table
-    assert list_runs(tmp_path, as_json=True) == 0
+    runs(tmp_path, as_json=True)
     (run,) = json.loads(capsys.readouterr().out)
     assert (run["name"], run["state"], run["train_loss"]) == ("a [bold]", "completed", 2.25)
 
 
 def test_no_run_and_no_folder(tmp_path, capsys):
-    assert list_runs(tmp_path) == 0
+    runs(tmp_path)
     assert "no run in" in capsys.readouterr().out
-    assert list_runs(tmp_path, as_json=True) == 0
+    runs(tmp_path, as_json=True)
     assert json.loads(capsys.readouterr().out) == []
     with pytest.raises(CheckpointError, match="is not a folder"):
-        list_runs(tmp_path / "none")
+        runs(tmp_path / "none")
 
 
 def test_a_folder_that_may_not_be_read_is_passed_over(tmp_path):

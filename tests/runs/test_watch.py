@@ -91,10 +91,9 @@ def test_once_leaves_a_run_that_goes_on(tmp_path):
 def test_watching_runs_and_diff_need_no_torch(tmp_path):
     write_run(tmp_path / "a")
     code = (
-        "import sys\nfrom pathlib import Path\nfrom rich.console import Console\n"
-        "from finetune.runs.diff import diff_runs\nfrom finetune.runs.listing import list_runs\n"
-        "from finetune.runs.watch import watch_run\npath = Path(sys.argv[1])\n"
-        "list_runs(path), diff_runs(path, path), watch_run(path, Console())\n"
+        "import sys\nfrom finetune.cli.commands import app\n"
+        "for words in (['runs', sys.argv[1]], ['diff', sys.argv[1], sys.argv[1]], ['watch', sys.argv[1]]):\n"
+        "    app(words, standalone_mode=False)\n"
         "assert not {'torch', 'transformers', 'peft'} & sys.modules.keys()\n"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path / "a"], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE)

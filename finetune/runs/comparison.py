@@ -1,0 +1,91 @@
+"""What is not the same: of two configurations, and of several runs. `resume`, `finetune diff` and the report use it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from finetune.config.checks import without_passwords
+from finetune.config.keys import values
+from finetune.runs.recorded_run import RecordedRun, mapping
+
+MISSING = "–"
+_PLACES = {"output_dir", "resume", "resume_allow"}
+"""Keys that say where a run lies and how it was started again."""
+_WORLD = ("world_size", "launcher", "backend", "num_steps")
+_RESULTS = ("step", "best_step", "best_loss", "num_skipped_steps")
+_SCORES = ("loss", "exact_match", "json_valid")
+_DIGITS = 12
+"""Of a digest: enough to see whether two are the same."""
+
+
+class Difference(NamedTuple):
+    """One fact that is not the same for all runs."""
+
+    part: str
+    """`config`, `versions`, `data`, `world` or `result`."""
+    name: str
+    values: list[Any]
+    """One for each run; None too where the run does not say."""
+
+    def shown(self) -> list[str]:
+        """The values in words."""
+        return [self._shown(value) for value in self.values]
+
+    def _shown(self, value: Any) -> str:
+        if value is None and self.part != "config":
+            return MISSING
+        if isinstance(value, float) and self.part == "result":
+            return f"{value:.6g}"
+        return shown(value)[:_DIGITS] if self.part == "data" else shown(value)
+
+
+def differing(sides: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
+    """Names whose values are not the same on all sides, with the values: None where a side has none."""
+    for name in dict.fromkeys(name for side in sides for name in side):
+        found = [side.get(name) for side in sides]
+        if any(value != found[0] for value in found):
+            yield name, found
+
+
+def compare_runs(runs: Sequence[RecordedRun]) -> list[Difference]:
+    """What runs have different, settings first; places and times are left out.
+
+    Settings are compared where every run has some that can be read.
+    """
+    facts = [_facts(run) for run in runs]
+    if not all(of_run["config"] for of_run in facts):
+        facts = [{**of_run, "config": {}} for of_run in facts]
+    return [
+        Difference(part, name, found)
+        for part in facts[0]
+        for name, found in differing([of_run[part] for of_run in facts])
+    ]
+
+
+def shown(value: object) -> str:
+    """A value as a word on the command line would give it, without passwords."""
+    return without_passwords(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+
+
+def _facts(run: RecordedRun) -> dict[str, dict[str, Any]]:
+    """What is compared, by part and name."""
+    settings = values(run.config) if run.config else {}
+    results = {
+        "state": run.state,
+        "train_loss": run.last("step", "loss"),
+        "validation_loss": run.last("validation", "loss"),
+        **{name: run.result.get(name) for name in _RESULTS},
+    }
+    for model in ("test_base", "test_tuned"):
+        scores = mapping(run.result.get(model))
+        results |= {f"{model}.{name}": scores.get(name) for name in _SCORES}
+    return {
+        "config": {key: value for key, value in settings.items() if key not in _PLACES},
+        "versions": run.part("versions") | {"git_commit": run.record.get("git_commit")},
+        # The digest of the configuration says where the run lies.
+        "data": {name: value for name, value in run.part("fingerprints").items() if name != "config"},
+        "world": {name: run.record.get(name) for name in _WORLD} | run.part("global_batch"),
+        "result": results,
+    }

@@ -1,0 +1,48 @@
+import json
+
+import pytest
+
+from finetune.terminal import json_text, print_table, visible
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain\n\ttext, ümläut 日本 🙂", "plain\n\ttext, ümläut 日本 🙂"),
+        ("\x1b[31mred\x1b[0m", "<U+001B>[31mred<U+001B>[0m"),
+        ("over\rwritten\x08", "over<U+000D>written<U+0008>"),
+        ("\x9b2J\x7f", "<U+009B>2J<U+007F>"),
+        ("abc\u202edef\u2066", "abc<U+202E>def<U+2066>"),
+        ("half \ud800", "half <U+D800>"),
+        ("", ""),
+    ],
+)
+def test_what_would_steer_a_terminal_is_written_as_its_number(text, shown):
+    assert visible(text) == shown
+    assert visible(text, also_unseen=True) == shown
+
+
+def test_what_cannot_be_seen_stays_unless_it_is_asked_for():
+    text = "5\u00a0kg 👩\u200d💻"
+    assert visible(text) == text
+    assert visible(text, also_unseen=True) == "5<U+00A0>kg 👩<U+200D>💻"
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_json_says_the_text_exactly_and_holds_no_control_character(indent):
+    value = {"answer": "\x1b[2J\x9b\x7f\u202e\u2028\ud800 ü \\u009b 🙂\n"}
+    text = json_text(value, indent=indent)
+    assert json.loads(text) == value
+    assert "ü" in text
+    assert "🙂" in text
+    assert visible(text) == text
+    assert ("\n" in text) == (indent is not None)
+
+
+def test_no_cell_of_a_table_is_markup_or_steers_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    print_table(["na\x1bme", "n"], [["[bold]a\x1b[2J", ("[red]", "green")]], right=["n"], title="[b]\x9b")
+    text = capsys.readouterr().out
+    for part in ("na<U+001B>me", "[bold]a<U+001B>[2J", "[red]", "[b]<U+009B>"):
+        assert part in text
+    assert "\x1b" not in text
