@@ -1,4 +1,4 @@
-"""`finetune plan`: what a run will be and whether it fits."""
+"""`finetune plan`: predict a run and whether it fits."""
 
 from __future__ import annotations
 
@@ -6,27 +6,38 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from finetune.config.compose import load_config
 from finetune.distributed.environment import is_first_process
+from finetune.findings import count, exit_code
+from finetune.findings import show as show_findings
 from finetune.logs import configure_logs
+from finetune.runs.durable import in_units
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from finetune.diagnose.plan import Plan
+
+_WIDEST_BAR = 30
 
 
 def plan_from_words(
     words: Sequence[str], *, run: str | None, device: str | None = None, is_probed: bool = False, as_json: bool = False
 ) -> int:
-    """Say what a run will be. Under a launcher the first process does it for all.
+    """Predict a run and print the plan. Under a launcher the first process does it for all.
 
     Args:
         words: as for `finetune train`.
         run: a run file.
-        device: one by name, in place of the one at hand.
+        device: the name of a device, in place of the one at hand.
         is_probed: measure a few steps for the time.
         as_json: write the figures as JSON.
 
     Returns:
-        The exit code: 0, or 2 where the run does not fit (strict: or there is a warning).
+        The exit code: 0, or 2 where the run does not fit (with strict: also where there is a warning).
     """
     config = load_config(words, run=run)
     if not is_first_process(os.environ):
@@ -35,7 +46,6 @@ def plan_from_words(
 
     from finetune.diagnose.plan import make_plan
     from finetune.diagnose.plan_devices import find_device, read_device
-    from finetune.findings import exit_code
 
     where = find_device(config.training.device) if device is None else read_device(device)
     plan = make_plan(config, where, is_probed=is_probed)
@@ -45,8 +55,92 @@ def plan_from_words(
     else:
         from rich.console import Console
 
-        from finetune.diagnose.plan_text import show_plan
-
         show_plan(plan, Console())
     sys.stdout.flush()
     return code
+
+
+def show_plan(plan: Plan, console: Console) -> None:
+    """Print a plan, findings last."""
+    for title, lines in (
+        ("Model", _model(plan)),
+        ("Steps", _steps(plan)),
+        ("Memory", _memory(plan)),
+        ("Disk", iter([str(plan.disk)])),
+        ("Time", _time(plan)),
+    ):
+        console.print(title, style="bold", markup=False, highlight=False)
+        for line in lines:
+            console.print(f"  {line}", soft_wrap=True, markup=False, highlight=False)
+    show_findings(plan.findings, console)
+    console.print(count(plan.findings), markup=False, highlight=False)
+
+
+def _model(plan: Plan) -> Iterator[str]:
+    share = plan.trainable_parameters / plan.parameters
+    yield f"{plan.model_type}, {plan.layers} layers, {plan.parameters:,} parameters"
+    what = f"LoRA on {', '.join(plan.targets)}" if plan.targets else "full fine-tuning"
+    what += ", on preferences (DPO)" if plan.objective == "dpo" else ""
+    yield f"{plan.trainable_parameters:,} parameters train ({share:.2%}): {what}"
+    yield f"{plan.precision} (trained weights in fp32); forward: {plan.forward}"
+
+
+def _steps(plan: Plan) -> Iterator[str]:
+    batches, rows = plan.batches, "pairs" if plan.objective == "dpo" else "rows"
+    if batches.rows is not None:
+        computed = "" if batches.computed_share is None else f", {batches.computed_share:.1%} of them computed"
+        tokens = f"{batches.tokens:,} tokens ({batches.target_tokens:,} with loss){computed}"
+        yield f"an epoch: {batches.rows:,} {rows}, {tokens}"
+    yield f"global batch: {batches.global_batch_size} {rows} = {batches.global_batch_from}"
+    if batches.steps is not None:
+        epoch = "" if batches.steps_per_epoch is None else f", {batches.steps_per_epoch:,} an epoch"
+        yield f"{batches.steps:,} steps{epoch}"
+    largest = f"{batches.largest_microbatch_rows} {rows} and computes {batches.largest_microbatch_tokens:,} tokens"
+    yield f"micro-batches per step and rank: up to {batches.microbatches_per_step}; the largest has {largest}"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    device = plan.device
+    yield f"{device.name}: {in_units(device.memory)}"
+    if plan.peak is None or plan.needed is None:
+        yield "cannot be predicted, see below"
+        return
+    sizes = [*plan.peak.parts.items(), ("reserved", device.reserve)]
+    most = max(size for _, size in sizes)
+    for name, size in sizes:
+        yield f"{name:<12} {in_units(size):>8} {'#' * round(_WIDEST_BAR * size / most)}".rstrip()
+    verdict = f"{'fits' if plan.fits else 'does not fit'} (peak: {plan.peak.when})"
+    yield f"{'at most':<12} {in_units(plan.needed):>8}, {plan.needed / device.memory:.1%}: {verdict}"
+    if plan.largest_batch_size is not None:
+        bound = " (a larger one makes no difference, or was not tried)" if plan.is_largest_tried else ""
+        yield f"largest training.batch_size that fits: {plan.largest_batch_size}{bound}"
+    elif plan.fits is False:
+        yield "not even training.batch_size=1 fits"
+    if plan.checkpointing is not None:
+        without, with_it, extra = plan.checkpointing
+        state = "on" if plan.is_checkpointing else "off"
+        sizes_in_words = f"{in_units(without + device.reserve)} without, {in_units(with_it + device.reserve)} with"
+        yield f"gradient checkpointing ({state}): {sizes_in_words}, which takes about {extra:.0%} longer"
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    steps = plan.batches.steps
+    if plan.seconds_at_limit is not None:
+        limit = f"{plan.device.teraflops[plan.precision]:g} TFLOP/s in {plan.precision}"
+        whole = "" if steps is None else f", {_duration(plan.seconds_at_limit * steps)} in all"
+        yield f"at least {plan.seconds_at_limit:.3g} s a step{whole}: matrix products alone, at the limit of {limit}"
+    if plan.seconds_per_step is not None:
+        yield f"{plan.seconds_per_step:.3g} s a step, measured on this machine"
+        if steps is not None:
+            whole = _duration(plan.seconds_per_step * steps)
+            yield f"about {whole} in all, without validation, saves and the test phase"
+    elif plan.device.is_here:
+        yield "not measured: --probe runs a few steps here"
+    elif plan.seconds_at_limit is None:
+        yield f"not known: there is no rate for {plan.device.name}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.2g} seconds"
+    return f"{seconds / 60:.1f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

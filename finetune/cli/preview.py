@@ -1,4 +1,7 @@
-"""`finetune preview`: rows on a terminal, as plain text, or as JSON."""
+"""`finetune preview`: rows on a terminal, as plain text, or as JSON.
+
+A terminal shows them in colours; where there are none, a margin says the same.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,33 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Literal
 
 from finetune.config.compose import load_config
+from finetune.data.rows import kind_in_words
+from finetune.diagnose.preview_tokens import Piece, on_one_line, visible
 from finetune.distributed.environment import is_first_process
+from finetune.findings import count, exit_code
+from finetune.findings import show as show_findings
 from finetune.logs import configure_logs
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
+
+    from finetune.diagnose.preview import Preview, PreviewedRow
+
+MOST_TOKENS = 1500
+"""Of a row that is shown beside others: the middle of a longer row is left out."""
+_TOKENS_AT_THE_END = 300
+_WIDEST_BAR = 40
+
+_LOSS, _NO_LOSS = "bold green", "bright_black"
+_SPECIAL = {True: "bold black on green", False: "black on bright_black"}
+_MARGIN = {True: "loss | ", False: "     | "}
 
 
 def preview_from_words(
@@ -32,13 +52,13 @@ def preview_from_words(
     Args:
         words: as for `finetune train`.
         run: a run file.
-        split: whose rows are shown.
-        num_rows: show so many from the first on.
-        rows: show these instead, whole, counted from 1.
+        split: the split whose rows are shown.
+        num_rows: show this many rows from the first on.
+        rows: show these instead, in full, counted from 1.
         form: running text, a line for each token, or JSON.
 
     Returns:
-        The exit code: 0 without a problem (strict: and without a warning), else 2.
+        The exit code: 2 with a problem (with strict: also with a warning), else 0.
     """
     config = load_config(words, run=run)
     if not is_first_process(os.environ):
@@ -46,29 +66,26 @@ def preview_from_words(
     configure_logs(0, level=logging.WARNING)
 
     from finetune.diagnose.preview import preview_data
-    from finetune.findings import exit_code
 
     preview = preview_data(config, split=split, num_rows=num_rows, rows=rows)
     try:
         if form == "json":
             _write_json(preview.as_record(strict=config.strict))
         else:
-            from finetune.diagnose.preview_text import show_preview
-
             show_preview(preview, _console(), whole_rows=bool(rows), as_table=form == "table")
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read it has seen enough
+    except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return exit_code(preview.findings, strict=config.strict)
 
 
 def _write_json(record: dict[str, object]) -> None:
-    # ASCII alone, and DEL is the one control character among it that JSON leaves as it is.
+    # DEL is the only ASCII control character that JSON leaves as it is.
     sys.stdout.write(json.dumps(record).replace("\x7f", "\\u007f") + "\n")
 
 
 def _console() -> Console:
-    """In colours on a terminal that has them, unless NO_COLOR is set; without any style elsewhere."""
+    """Make a console with colours for a terminal that has them, unless NO_COLOR is set; elsewhere without any style."""
     from rich.console import Console
 
     class Screen(Console):
@@ -76,8 +93,204 @@ def _console() -> Console:
             raise BrokenPipeError  # rich would leave with exit code 1
 
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a screen in another encoding lacks some signs
+        sys.stdout.reconfigure(errors="backslashreplace")  # other encodings lack some signs
     console = Screen(markup=False, highlight=False, emoji=False)
     if console.no_color or not console.is_terminal or console.color_system is None:
         return Screen(markup=False, highlight=False, emoji=False, color_system=None)
     return console
+
+
+def show_preview(preview: Preview, console: Console, *, whole_rows: bool, as_table: bool) -> None:
+    """Print a preview.
+
+    Args:
+        preview: nothing in it can steer the terminal.
+        console: where to print. Without colours, a margin marks the tokens that carry loss.
+        whole_rows: leave nothing out of long rows.
+        as_table: print a line for each token in place of the running text.
+    """
+
+    def say(line: Text | str = "") -> None:
+        console.print(line, soft_wrap=True)
+
+    for line in _head(preview):
+        say(line)
+    say()
+    for line in _split_table(preview):
+        say(line)
+    say()
+    for line in _bars(preview):
+        say(line)
+    is_coloured = console.color_system is not None
+    for row in preview.rows:
+        say()
+        say(_title(row, preview.splits[row.split].rows))
+        for note in row.notes:
+            say(f"  note: {on_one_line(note)}")
+        say()
+        pieces = _without_shared(row)
+        pieces = pieces if whole_rows else _shortened(pieces)
+        lines = _table(pieces) if as_table else _coloured(pieces) if is_coloured else _with_margin(pieces)
+        for text in lines:
+            say(text)
+    say()
+    if preview.rows and not as_table:
+        say(_legend(is_coloured))
+    show_findings(preview.findings, console)
+    say(count(preview.findings))
+
+
+def _head(preview: Preview) -> Iterator[Text]:
+    end_id, end_text = preview.end_of_turn
+    context = "" if preview.context is None else f"; the model's context is {preview.context:,}"
+    facts = {
+        "data": preview.data,
+        "tokenizer": preview.tokenizer,
+        "chat template": "found" if preview.has_chat_template else "none",
+        "end of turn": f"{on_one_line(end_text)} ({end_id})",
+        "rows end at": f"{preview.max_length:,} tokens (data.max_length){context}",
+    }
+    for name, value in facts.items():
+        yield _plain(f"{name + ':':<15}{value}")
+
+
+def _split_table(preview: Preview) -> Iterator[Text]:
+    """Tabulate all splits, aligned by hand: a table that is drawn to the screen's width would cut the figures."""
+    rows = "pairs" if preview.objective == "dpo" else "rows"
+    columns = ("split", rows, "tokens", "with loss", "", "median", "99 %", "longest", "truncated", "repeated")
+    lines: list[tuple[str, ...]] = [columns]
+    for name, split in preview.splits.items():
+        figures = (split.rows, split.tokens, split.target_tokens)
+        lengths = (split.median, split.percentile_99, split.longest)
+        counted = (split.truncated.count, split.duplicates.count)
+        cells = [*(f"{n:,}" for n in figures), f"{split.target_share:.1%}", *(f"{n:,}" for n in (*lengths, *counted))]
+        lines.append((name, *cells))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        first, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        yield _plain("  ".join([first.strip().ljust(widths[0]), *rest]))
+
+
+def _bars(preview: Preview) -> Iterator[Text]:
+    split = preview.splits[preview.shown_split]
+    row = "the longer side of a pair" if preview.objective == "dpo" else "a row"
+    yield _plain(f"tokens of {row} ({preview.shown_split}, {kind_in_words(split.kind)})")
+    most = max(bin_.rows for bin_ in split.histogram)
+    width = len(f"{split.histogram[-1].longest:,}")
+    digits = len(f"{most:,}")
+    for bin_ in split.histogram:
+        bar = "#" * (-(-bin_.rows * _WIDEST_BAR // most))  # rounded up: no row is invisible
+        yield _plain(f"  {bin_.shortest:>{width},} – {bin_.longest:>{width},} {bin_.rows:>{digits},} {bar}".rstrip())
+
+
+def _title(row: PreviewedRow, num_rows: int) -> Text:
+    from rich.text import Text
+
+    share = row.num_targets / row.num_tokens if row.num_tokens else 0.0
+    facts = f"{row.num_tokens:,} tokens, {row.num_targets:,} with loss ({share:.1%})"
+    kind, side = ("row", "") if row.side is None else ("pair", f", {row.side}")
+    title = f"{row.split} {kind} {row.location.row:,} of {num_rows:,}, {row.location.source}{side}: {facts}"
+    return Text(f"{title}{', truncated' if row.is_truncated else ''}", style="bold")
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """Tokens that are not shown, and the text in their place."""
+
+    text: str
+    num_tokens: int
+    carries_loss: bool = False
+    is_special: bool = True
+
+
+def _without_shared(row: PreviewedRow) -> list[Piece | _Gap]:
+    """The pieces of a row, without those that the chosen side of its pair has shown already."""
+    own = row.own_pieces()
+    num_hidden = row.num_tokens - sum(len(piece.token_ids) for piece in own)
+    if not num_hidden:
+        return list(own)
+    return [_Gap(f"… {num_hidden:,} tokens as on the chosen side …\n", num_hidden), *own]
+
+
+def _shortened(pieces: Sequence[Piece | _Gap]) -> list[Piece | _Gap]:
+    """A long row without its middle; the text in its place says how much of it carries loss."""
+    if len(pieces) <= MOST_TOKENS:
+        return list(pieces)
+    first, last = MOST_TOKENS - _TOKENS_AT_THE_END, len(pieces) - _TOKENS_AT_THE_END
+    hidden = pieces[first:last]
+    tokens = sum(_num_tokens(piece) for piece in hidden)
+    targets = sum(_num_tokens(piece) for piece in hidden if piece.carries_loss)
+    text = f"\n… {tokens:,} tokens, {targets:,} of them with loss, are not shown: --row shows all …\n"
+    return [*pieces[:first], _Gap(text, tokens), *pieces[last:]]
+
+
+def _num_tokens(piece: Piece | _Gap) -> int:
+    return piece.num_tokens if isinstance(piece, _Gap) else len(piece.token_ids)
+
+
+def _text(piece: Piece | _Gap) -> str:
+    return piece.text if isinstance(piece, _Gap) else visible(piece.text)
+
+
+def _coloured(pieces: Sequence[Piece | _Gap]) -> list[Text]:
+    from rich.text import Text
+
+    text = Text()
+    for piece in pieces:
+        style = _SPECIAL[piece.carries_loss] if piece.is_special else _LOSS if piece.carries_loss else _NO_LOSS
+        text.append(_text(piece), style=style)
+    return [text]
+
+
+def _with_margin(pieces: Sequence[Piece | _Gap]) -> Iterator[Text]:
+    """Start a new line where loss begins or ends, and at each line break of the row, which is shown by its sign."""
+    line, carries_loss = "", None
+    for piece in pieces:
+        if carries_loss is not None and piece.carries_loss != carries_loss and line:
+            yield _plain(f"{_MARGIN[carries_loss]}{line}")
+            line = ""
+        carries_loss = piece.carries_loss
+        *ended, begun = _text(piece).split("\n")
+        for part in ended:
+            yield _plain(f"{_MARGIN[carries_loss]}{line}{part}")
+            line = ""
+        line += begun
+    if line and carries_loss is not None:
+        yield _plain(f"{_MARGIN[carries_loss]}{line}")
+
+
+def _table(pieces: Sequence[Piece | _Gap]) -> Iterator[Text]:
+    """Position, id, loss, kind and text of each token."""
+    from rich.text import Text
+
+    position = 0
+    for piece in pieces:
+        if isinstance(piece, _Gap):
+            yield _plain(piece.text.strip())
+            position += piece.num_tokens
+            continue
+        ids = " ".join(map(str, piece.token_ids))
+        mark = "loss" if piece.carries_loss else ""
+        kind = "special" if piece.is_special else ""
+        line = f"{position:>7} {ids:>8} {mark:<4} {kind:<7} {on_one_line(piece.text)}"
+        yield Text(line, style=_LOSS if piece.carries_loss else "")
+        position += len(piece.token_ids)
+
+
+def _legend(is_coloured: bool) -> Text:
+    from rich.text import Text
+
+    signs = "↵ line break, ⇥ tab, <U+001B> a character that cannot be seen"
+    if not is_coloured:
+        return _plain(f"{_MARGIN[True]}marks what the model must predict; {signs}")
+    return Text.assemble(
+        ("carries loss", _LOSS), "  ", ("does not", _NO_LOSS), "  ",
+        ("special", _SPECIAL[True]), " ", ("special", _SPECIAL[False]), f"  {signs}",
+    )  # fmt: skip
+
+
+def _plain(line: str) -> Text:
+    """A line without markup."""
+    from rich.text import Text
+
+    return Text(line)

@@ -88,6 +88,11 @@ class EncodedExamples(Dataset[EncodedExample]):
         ids: Tokens = self.rows.token_ids[start:end].numpy()
         return ids
 
+    @property
+    def sides(self) -> tuple[EncodedExamples, ...]:
+        """Itself: a pair of answers has two sides, other rows have one."""
+        return (self,)
+
     @cached_property
     def lengths(self) -> torch.Tensor:
         """Tokens of each row, int64, shape (rows,)."""

@@ -65,6 +65,16 @@ class EncodedPairs(Dataset[EncodedPair]):
     def __getitem__(self, index: int) -> EncodedPair:
         return EncodedPair(self.chosen[index], self.rejected[index])
 
+    @property
+    def sides(self) -> tuple[EncodedExamples, EncodedExamples]:
+        """The chosen and the rejected answers, each with its prompt."""
+        return self.chosen, self.rejected
+
+    @property
+    def kind(self) -> str:
+        """As `EncodedExamples.kind`."""
+        return "preference"
+
     @cached_property
     def lengths(self) -> torch.Tensor:
         """Tokens of the longer side of each pair, int64, shape (pairs,)."""
@@ -76,12 +86,16 @@ class EncodedPairs(Dataset[EncodedPair]):
         return f"{self.chosen.fingerprint}/{self.rejected.fingerprint}"
 
     def tokens(self, index: int) -> Tokens:
-        """What is computed of a pair, shape (time,): the chosen side, then what the rejected one has of its own."""
+        """The tokens of a pair that are computed, shape (time,): the chosen side, then the rest of the rejected one."""
+        chosen, rejected = self.chosen.tokens(index), self.rejected.tokens(index)
+        return numpy.concatenate([chosen, rejected[self.num_shared(index) :]])
+
+    def num_shared(self, index: int) -> int:
+        """How many tokens both sides of a pair begin with."""
         chosen, rejected = self.chosen.tokens(index), self.rejected.tokens(index)
         shorter = min(len(chosen), len(rejected))
         differs = numpy.flatnonzero(chosen[:shorter] != rejected[:shorter])
-        shared = int(differs[0]) if len(differs) else shorter
-        return numpy.concatenate([chosen, rejected[shared:]])
+        return int(differs[0]) if len(differs) else shorter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +108,11 @@ class EncodedPairSplits:
 
 
 def encode_preferences(
-    section: DataSection, tokenizer: PreTrainedTokenizerBase, *, fallbacks: Fallbacks | None = None
+    section: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    fallbacks: Fallbacks | None = None,
+    is_gated: bool = True,
 ) -> EncodedPairSplits:
     """Read and encode the pairs of the training and the validation split.
 
@@ -102,6 +120,7 @@ def encode_preferences(
         section: where the rows are; of `columns` it reads `prompt` and `label`.
         tokenizer: a fast tokenizer; its own chat template is used.
         fallbacks: see `encode_examples`.
+        is_gated: see `encode_examples`.
 
     Raises:
         DataError: a row cannot be used.
@@ -111,7 +130,7 @@ def encode_preferences(
     for side in ("chosen", "rejected"):
         of_side = section.model_copy(update={"format": "prompt_completion", "columns": renamed | {"completion": side}})
         examples = load_examples(of_side)
-        sides.append((examples, encode_examples(examples, tokenizer, of_side, fallbacks=fallbacks)))
+        sides.append((examples, encode_examples(examples, tokenizer, of_side, fallbacks=fallbacks, is_gated=is_gated)))
     (examples, chosen), (_, rejected) = sides
     has_validation = chosen.validation is not None and rejected.validation is not None
     return EncodedPairSplits(

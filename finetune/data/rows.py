@@ -23,6 +23,7 @@ _IN_WORDS = {
     "prompt_completion": "prompt and completion",
     "text": "plain text",
     "several": "several kinds",
+    "preference": "pairs of answers",
 }
 _MAX_SHOWN = 5
 

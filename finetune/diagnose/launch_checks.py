@@ -21,6 +21,7 @@ from finetune.distributed.environment import (
     requested_precision,
 )
 from finetune.distributed.network import is_loopback, is_own_address, own_name_is_loopback, what_answers
+from finetune.distributed.precision import choose_precision
 from finetune.findings import Finding, ok, problem, warning
 
 if TYPE_CHECKING:
@@ -112,9 +113,8 @@ def _check_accelerate(config: Config, environ: Mapping[str, str]) -> list[Findin
         reason, _, fix = why.partition(". ")
         found.append(problem(AREA, f"accelerate launch asks for {setting}: {reason}", fix or reason))
     asked, accumulation = requested_precision(environ), requested_accumulation(environ)
-    ours = config.training.precision
-    if ours == "auto":
-        ours = "bf16" if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else "fp32"
+    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    ours = choose_precision(config.training.precision, has_bf16=has_bf16)
     if asked == "bf16" != ours:
         fix = (
             f"set training.precision=bf16, or mixed_precision: 'no' (training.precision is {config.training.precision})"

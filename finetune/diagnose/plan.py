@@ -1,4 +1,4 @@
-"""`finetune plan`: what a run will be and whether it fits, from its configuration alone; no weights are read."""
+"""`finetune plan`: predict a run and whether it fits, from its configuration alone; no weights are read."""
 
 from __future__ import annotations
 
@@ -6,34 +6,35 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from finetune.data.encode import encode_examples
-from finetune.data.encoded import EncodedExamples
-from finetune.data.examples import load_examples
-from finetune.diagnose.plan_batches import Batches, Batching, Largest
+from finetune.data.encoded import EncodedSplits
+from finetune.data.objective import encode_for_objective
+from finetune.data.preferences import EncodedPairSplits
+from finetune.diagnose.plan_batches import Batches, Batching
 from finetune.diagnose.plan_devices import Device
-from finetune.diagnose.plan_limit import operations_of_step
 from finetune.diagnose.plan_memory import OptimizerNeed, Peak, optimizer_need, predict_peak
+from finetune.diagnose.plan_time import measure_seconds, operations_of_step
 from finetune.diagnose.preview_tokens import on_one_line
 from finetune.distributed.environment import read_environment
-from finetune.engine.supported import unsupported_reason
+from finetune.distributed.precision import choose_precision, convert_weights
 from finetune.errors import ConfigError, DataError, ModelError
 from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, problem, warning
-from finetune.model.base import (
-    build_base_model,
-    checkpoint_gradients,
-    count_parameters,
-)
-from finetune.model.lora import add_lora
+from finetune.model.base import build_base_model, checkpoint_gradients, count_parameters, longrope_boundary
+from finetune.model.embedding_noise import add_embedding_noise
+from finetune.model.lora import attach_adapter
 from finetune.model.new_tokens import build_run_tokenizer
+from finetune.model.targets import resolve_targets
 from finetune.runs.disk_space import DiskNeed
 from finetune.runs.durable import in_units
+from finetune.training.forward import choose_forward
 from finetune.training.optim import build_optimizer
+from finetune.training.train import trainer_for
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -43,61 +44,62 @@ SCHEMA_VERSION = 1
 
 _MOST_TRIALS = 7
 _FAR_BELOW = 0.8
-"""Of a limit: what a straight line puts below it need not be tried."""
+"""Of a limit: where a straight line predicts less for the largest number, that number is not tried."""
 
 
 class Trade(NamedTuple):
-    """What computing layers again in the backward pass would save and cost."""
+    """The effect of gradient checkpointing, which computes layers again in the backward pass."""
 
     bytes_without: int
     bytes_with: int
     extra_time: float
-    """Of the time of a step without it, as a share: one more forward pass through the layers."""
+    """As a share of a step without it: one more forward pass through the layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that `finetune plan` says. Sizes are in bytes."""
+    """The prediction for a run. Sizes are in bytes."""
 
     model_type: str
     layers: int
     parameters: int
     trainable_parameters: int
     targets: list[str]
-    """What LoRA adapts, by the last part of the name; empty for full fine-tuning."""
+    """The layers that LoRA adapts, by the last part of their names; empty for full fine-tuning."""
     method: str
+    objective: str
     precision: str
     forward: str
-    """Which way a model goes: the engine's own, or why not."""
+    """The forward pass that computes the run: the engine's own, or another and why."""
     batches: Batches
     device: Device
     peak: Peak | None
     """None where it cannot be known without data."""
     largest_batch_size: int | None
-    """The largest `training.batch_size` that fits; None where none does, or nothing is known."""
+    """The largest `training.batch_size` that fits; None where none fits, or nothing is known."""
     is_largest_tried: bool
-    """There may be larger ones: the search has an end."""
+    """No larger one was tried, or a larger one makes no difference."""
     checkpointing: Trade | None
     is_checkpointing: bool
     disk: DiskNeed
     seconds_per_step: float | None
-    """Measured (`--probe`); None where it was not."""
+    """Measured with `--probe`; None without it."""
     seconds_at_limit: float | None
-    """Of a step, at the least: see `finetune.diagnose.plan_limit`; None where the device's limit is not known."""
+    """A lower bound for a step, see `finetune.diagnose.plan_time`; None where the device's limit is not known."""
     findings: list[Finding]
 
     @property
     def needed(self) -> int | None:
-        """Memory of a device, with what is gone before the first tensor."""
+        """Memory of the device that a step needs, `device.reserve` included."""
         return None if self.peak is None else self.peak.total + self.device.reserve
 
     @property
     def fits(self) -> bool | None:
-        """Whether the device has as much."""
+        """Whether the device has enough memory."""
         return None if self.needed is None else self.needed <= self.device.memory
 
     def as_record(self) -> dict[str, Any]:
-        """As plain values for JSON, see docs/plan.md."""
+        """Convert to plain values for JSON, see docs/plan.md."""
         disk = {**self.disk._asdict(), "checkpoint": self.disk.checkpoint, "total": self.disk.total}
         trade = None if self.checkpointing is None else self.checkpointing._asdict()
         record = {**asdict(replace(self, disk=self.disk)), "disk": disk, "checkpointing": trade}
@@ -113,33 +115,23 @@ class Plan:
 
 
 def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Plan:
-    """Work out a run. The data cache is all that is written.
+    """Predict a run. Nothing is written but the data cache.
 
     Args:
         config: a complete run.
-        device: where it will be.
+        device: where it will run.
         is_probed: measure a few steps of a shallow model with random weights on this machine, for the time.
 
     Raises:
-        ConfigError: the run needs what a plan cannot know.
+        ConfigError: the run cannot be trained, or a plan does not support it.
         ModelError: there is no such model, or LoRA's targets match nothing.
     """
     _refuse_quantized(config)
-    findings: list[Finding] = []
-    planner = _Planner(config, device, findings)
-    model = planner.build_model(checkpointed=config.training.gradient_checkpointing)
-    rows = planner.read_rows()
-    packs = planner.packs(model)
-    batching = Batching(config, model, rows, packs=packs, world_size=planner.world_size)
-    largest = batching.largest(config.training.batch_size)
-    need = optimizer_need(build_optimizer(model, config.optim), kind=device.kind)
-    if need is None:
-        what = f"{config.optim.optimizer} does not say without data what it keeps: its memory is not counted"
-        findings.append(warning("Memory", what, "leave room for it"))
-    peak = planner.predict(model, largest, need)
-    trade = planner.trade(largest, need, peak) if peak is not None else None
-    best, is_end = planner.search(model, batching, need, peak) if peak is not None else (None, False)
+    planner = _Planner(config, device)
+    model, peak = planner.model, planner.predict(planner.batching)
+    best, is_end = planner.search(peak) if peak is not None else (None, False)
     trainable, total = count_parameters(model)
+    reason = planner.why_padded
     plan = Plan(
         model_type=model.config.model_type,
         layers=model.config.num_hidden_layers,
@@ -147,117 +139,103 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
         trainable_parameters=trainable,
         targets=sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if hasattr(layer, "lora_A")}),
         method=config.training.method,
+        objective=config.training.objective,
         precision=planner.precision,
-        forward=planner.forward,
-        batches=batching.describe(largest, rows),
+        forward="the engine's own" if reason is None else f"transformers' own on padded rows: {reason}",
+        batches=planner.batching.describe(),
         device=device,
         peak=peak,
         largest_batch_size=best,
         is_largest_tried=is_end,
-        checkpointing=trade,
+        checkpointing=planner.trade(peak) if peak is not None else None,
         is_checkpointing=config.training.gradient_checkpointing,
-        disk=_disk(config, model, need, has_best=planner.validates),
-        seconds_at_limit=planner.at_limit(model, batching),  # before a probe, which cuts the model short
-        seconds_per_step=planner.probe(model, batching, largest) if is_probed else None,
-        findings=findings,
+        disk=planner.disk(),
+        seconds_at_limit=planner.at_limit(),  # before a probe, which cuts the model short
+        seconds_per_step=planner.probe() if is_probed else None,
+        findings=planner.findings,
     )
-    findings.extend(_judge(plan, config))
+    planner.findings.extend(_judge(plan, config))
     return plan
 
 
 class _Planner:
-    """One run on one device."""
+    """One run on one device; the choices are those of training, made by the same functions."""
 
-    def __init__(self, config: Config, device: Device, findings: list[Finding]) -> None:
+    def __init__(self, config: Config, device: Device) -> None:
         self._config = config
         self._device = device
-        self._findings = findings
-        self.forward = "the engine's own"
-        self.validates = False
+        self.findings: list[Finding] = []
+        self._trainer = trainer_for(config)
+        self.precision = choose_precision(config.training.precision, has_bf16=device.has_bf16)
         parallel = config.parallel
-        self.world_size = parallel.world_size or parallel.num_processes or read_environment(os.environ).world_size
+        self._world_size = parallel.world_size or parallel.num_processes or read_environment(os.environ).world_size
+        self.model = self._build_model(checkpointed=config.training.gradient_checkpointing)
+        forward = choose_forward(config.training, self.model)
+        self.why_padded = forward.why_not_engine
+        self._splits = self._encode()
+        self.batching = Batching(
+            config=config,
+            rows=None if self._splits is None else self._splits.train,
+            collate=self._trainer.collation_of(forward.collate),
+            is_padded=self.why_padded is not None,
+            boundary=longrope_boundary(self.model),
+            world_size=self._world_size,
+        )
+        self._need = optimizer_need(build_optimizer(self.model, config.optim), kind=device.kind)
+        if self._need is None:
+            what = f"the memory of {config.optim.optimizer} is not counted: it cannot take a step without data"
+            self.findings.append(warning("Memory", what, "leave room for it"))
 
-    @property
-    def precision(self) -> str:
-        """What a step is computed in."""
-        return "bf16" if self.is_bf16(self._config) else "fp32"
-
-    def is_bf16(self, config: Config) -> bool:
-        """What `training.precision` means on the device."""
-        wish = config.training.precision
-        return self._device.has_bf16 if wish == "auto" else wish == "bf16"
-
-    def build_model(self, *, checkpointed: bool) -> Any:
-        """The model that trains, without memory: weights in the types that `Runtime.place` gives them."""
+    def _build_model(self, *, checkpointed: bool) -> Any:
+        """Build the model on the meta device, as `Trainer` prepares it."""
         config = self._config
         with torch.device("meta"):
             model: Any = build_base_model(config.model.model_copy(update={"init": "random"}))
             if config.training.method == "lora":
-                # PiSSA's adapter has twice the rank (finetune.model.pissa); what it starts as takes no memory.
-                rank = config.lora.r * (1 if config.lora.init == "default" else 2)
-                plain = {"r": rank, "init": "default", "start_from": None, "new_tokens": []}
-                model = add_lora(model, config.lora.model_copy(update=plain))
-        frozen = torch.bfloat16 if self.is_bf16(config) else torch.float32
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else frozen)
+                model = attach_adapter(model, config.lora, resolve_targets(model, config.lora.target_modules))
+        convert_weights(model, self.precision)
+        if config.training.neftune_alpha:
+            add_embedding_noise(model, config.training.neftune_alpha)
         if checkpointed:
             checkpoint_gradients(model)
         return model.train()
 
-    def read_rows(self) -> EncodedExamples | None:
-        """The training rows; None where they cannot be read, which becomes a finding."""
+    def _encode(self) -> EncodedSplits | EncodedPairSplits | None:
+        """Encode the rows; None where they cannot be used, which becomes a finding."""
         config = self._config
         try:
-            tokenizer = build_run_tokenizer(config)
-            splits = encode_examples(
-                load_examples(config.data), tokenizer, config.data, fallbacks=Fallbacks(strict=config.strict)
-            )
+            return encode_for_objective(config, build_run_tokenizer(config), fallbacks=Fallbacks(strict=config.strict))
         except (DataError, ModelError) as error:
-            limit = config.data.max_length
-            what = f"the plan takes every row to be {limit:,} tokens (data.max_length), all with loss, since the rows "
             first = on_one_line(str(error).splitlines()[0]).rstrip(".")
-            fix = "`finetune preview` with the same words says more"
-            self._findings.append(warning("Data", f"{what}cannot be used: {first}", fix))
+            assumed = f"the plan assumes rows of {config.data.max_length:,} tokens (data.max_length), all with loss"
+            fix = "run `finetune preview` with the same words to see more"
+            self.findings.append(warning("Data", f"the rows cannot be used, so {assumed}: {first}", fix))
             return None
-        self.validates = splits.validation is not None
-        return splits.train
 
-    def packs(self, model: Any) -> bool:
-        """Whether micro-batches go through the engine, by the rule of `finetune.training.forward`."""
-        if self._config.training.kernels == "reference":
-            self.forward = "transformers' own on padded rows (training.kernels=reference)"
-            return False
-        reason = unsupported_reason(model)
-        if reason is None and self._config.training.method == "full" and self.is_bf16(self._config):
-            reason = "it trains the base's weights in fp32 and computes in bf16"
-        if reason is not None:
-            self.forward = f"transformers' own on padded rows: {reason}"
-        return reason is None
-
-    def predict(self, model: Any, largest: Largest, need: OptimizerNeed | None) -> Peak | None:
-        """The peak of a step; None where it cannot be known, which becomes a finding."""
+    def predict(self, batching: Batching, model: Any = None) -> Peak | None:
+        """Predict the peak of a step; None where it cannot be known, which becomes a finding."""
         try:
             return predict_peak(
-                model,
-                largest.microbatch,
-                need or OptimizerNeed(0, 0),
+                self.model if model is None else model,
+                batching.largest.microbatch,
+                self._need or OptimizerNeed(0, 0),
+                partial(self._trainer.loss_of, self._config),
                 kind=self._device.kind,
-                is_bf16=self.is_bf16(self._config),
-                accumulates=largest.per_step > 1,
-                world_size=self.world_size,
+                is_bf16=self.precision == "bf16",
+                accumulates=batching.largest.per_step > 1,
+                world_size=self._world_size,
             )
         except (RuntimeError, NotImplementedError) as error:
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             what = f"memory cannot be predicted: the model's own forward needs data ({type(error).__name__}: {first})"
             fix = "start with a small training.batch_size and look at the memory that the run reports"
-            self._findings.append(warning("Memory", what, fix))
+            self.findings.append(warning("Memory", what, fix))
             return None
 
-    def trade(self, largest: Largest, need: OptimizerNeed | None, peak: Peak) -> Trade | None:
-        """The same step with and without gradient checkpointing, of which one is known."""
+    def trade(self, peak: Peak) -> Trade | None:
+        """Predict the same step with gradient checkpointing switched over."""
         is_on = self._config.training.gradient_checkpointing
-        other = self.predict(self.build_model(checkpointed=not is_on), largest, need)
+        other = self.predict(self.batching, self._build_model(checkpointed=not is_on))
         if other is None:
             return None
         with_it, without = (peak, other) if is_on else (other, peak)
@@ -265,54 +243,63 @@ class _Planner:
         extra = 1 / 2 if self._config.training.method == "lora" else 1 / 3
         return Trade(without.total, with_it.total, extra)
 
-    def search(self, model: Any, batching: Batching, need: OptimizerNeed | None, peak: Peak) -> tuple[int | None, bool]:
-        """The largest `training.batch_size` that fits, and whether larger ones were not tried."""
+    def search(self, peak: Peak) -> tuple[int | None, bool]:
+        """Find the largest `training.batch_size` that fits, and whether larger ones were not tried."""
+        configured = self._config.training.batch_size
 
         def total(batch_size: int) -> int:
-            if batch_size == self._config.training.batch_size:
-                return peak.total + self._device.reserve
-            found = self.predict(model, batching.largest(batch_size), need)
+            found = peak if batch_size == configured else self.predict(self.batching.with_batch_size(batch_size))
             return self._device.reserve + (0 if found is None else found.total)
 
-        return find_largest(total, self._device.memory, first=self._config.training.batch_size, end=batching.end)
+        return find_largest(total, self._device.memory, first=configured, end=self.batching.end)
 
-    def at_limit(self, model: Any, batching: Batching) -> float | None:
+    def disk(self) -> DiskNeed:
+        """What the checkpoints take."""
+        trained = sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
+        folder = Path(self._config.output_dir).expanduser().absolute()
+        there = next(path for path in (folder, *folder.parents) if path.is_dir())
+        has_best = self._splits is not None and self._splits.validation is not None
+        at_once = self._config.checkpoint.save_total_limit + has_best + 1  # one is being written
+        return DiskNeed(trained, self._need and self._need.state, at_once, shutil.disk_usage(there).free)
+
+    def at_limit(self) -> float | None:
         """Seconds of a step at the device's limit."""
         rate = self._device.teraflops.get(self.precision)
         if rate is None:
             return None
         operations = operations_of_step(
-            model,
-            num_computed=batching.computed_per_step() / self.world_size,
-            num_targets=batching.targets_per_step() / self.world_size,
+            self.model,
+            num_computed=self.batching.computed_per_step / self._world_size,
+            num_targets=self.batching.targets_per_step / self._world_size,
             is_checkpointing=self._config.training.gradient_checkpointing,
+            has_reference=self._config.training.objective == "dpo",
         )
         return operations / (rate * 1e12)
 
-    def probe(self, model: Any, batching: Batching, largest: Largest) -> float | None:
-        """Seconds of a step here, measured; see `finetune.diagnose.plan_probe`."""
-        from finetune.diagnose.plan_probe import seconds_of
-
+    def probe(self) -> float | None:
+        """Measure the seconds of a step here; None for another device, which becomes a finding."""
         if not self._device.is_here:
-            fix = "leave --device out, on a machine that has it"
-            self._findings.append(warning("Time", f"--probe measures this machine, not a {self._device.name}", fix))
+            fix = "leave out --device, on a machine that has it"
+            self.findings.append(warning("Time", f"--probe measures this machine, not {self._device.name}", fix))
             return None
-        seconds = seconds_of(model, largest.microbatch, self._config, kind=self._device.kind)
-        per_token = seconds / max(1, largest.microbatch.num_computed)
-        return per_token * batching.computed_per_step() / self.world_size
+        config, microbatch = self._config, self.batching.largest.microbatch
+        loss = self._trainer.loss_of(config)
+        seconds = measure_seconds(self.model, microbatch, loss, config.optim, self._device.kind)
+        per_token: float = seconds / max(1, microbatch.num_computed)
+        return per_token * self.batching.computed_per_step / self._world_size
 
 
 def find_largest(total: Callable[[int], int], limit: int, *, first: int, end: int) -> tuple[int | None, bool]:
-    """The largest number whose total is within a limit, for totals that grow about evenly.
+    """Find the largest number whose total is within a limit, for totals that grow about evenly.
 
     Args:
-        total: of a number.
-        limit: what it may be.
-        first: where to begin.
+        total: the total for a number.
+        limit: the highest total allowed.
+        first: the number to begin with.
         end: the largest number that makes a difference.
 
     Returns:
-        The number, None where not even 1 is within the limit; and whether it is `end`, so that no larger was tried.
+        The number, or None where not even 1 is within the limit; and whether it is `end`, so that no larger was tried.
     """
     known: dict[int, int] = {}
     guess = min(first, end)
@@ -334,26 +321,18 @@ def find_largest(total: Callable[[int], int], limit: int, *, first: int, end: in
     return good or None, good == end
 
 
-def _disk(config: Config, model: Any, need: OptimizerNeed | None, *, has_best: bool) -> DiskNeed:
-    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    folder = Path(config.output_dir).expanduser().absolute()
-    there = next(path for path in (folder, *folder.parents) if path.is_dir())
-    at_once = config.checkpoint.save_total_limit + has_best + 1  # one is being written
-    return DiskNeed(trained, None if need is None else need.state, at_once, shutil.disk_usage(there).free)
-
-
 def _refuse_quantized(config: Config) -> None:
     if config.training.method == "lora" and config.lora.quantize != "none":
         raise ConfigError(
-            f"lora.quantize is {config.lora.quantize}: a plan does not know yet what bitsandbytes keeps. Plan with "
-            "lora.quantize=none; the base's weights then count with 16 bits in place of about 4.5."
+            f"lora.quantize is {config.lora.quantize}, but a plan cannot predict yet what bitsandbytes keeps. Plan "
+            "with lora.quantize=none; the base's weights then count with 16 bits in place of about 4.5."
         )
 
 
 def _judge(plan: Plan, config: Config) -> Iterator[Finding]:
-    """What to change where the run does not fit."""
+    """Say what to change where the run does not fit."""
     if plan.disk.total > plan.disk.free:
-        what = f"the checkpoints take {in_units(plan.disk.total)} and {in_units(plan.disk.free)} are free"
+        what = f"the checkpoints take {in_units(plan.disk.total)}, but {in_units(plan.disk.free)} are free"
         yield problem("Disk", what, "make room, or lower checkpoint.save_total_limit")
     if plan.fits is not False or plan.needed is None:
         return

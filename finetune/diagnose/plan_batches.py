@@ -1,15 +1,20 @@
-"""How the rows of a run become steps and micro-batches, and which micro-batch takes most."""
+"""How the rows of a run become steps and micro-batches, and which micro-batch computes most."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.data.batches import BatchPlan, packer, pad
+import torch
+
+from finetune.data.batches import BatchPlan
 from finetune.data.encoded import EncodedExamples
-from finetune.engine.microbatch import Microbatch
-from finetune.model.base import longrope_boundary
+from finetune.data.preferences import EncodedPairs
+from finetune.engine.prefixes import Cut
+from finetune.training.loaders import global_batch_size, plan_batches
+from finetune.training.loop import Cadence
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -21,7 +26,7 @@ _FILLER_TOKEN = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """How rows become steps."""
+    """How rows become steps. A row is a pair of answers where preferences are trained."""
 
     rows: int | None
     """Of an epoch; None where the data could not be read."""
@@ -44,119 +49,124 @@ class Batches:
 
 
 class Largest(NamedTuple):
-    """The micro-batch of a run that takes most."""
+    """The micro-batch of a run that computes most."""
 
-    microbatch: Microbatch
+    microbatch: Any
     per_step: int
     """Micro-batches in a step, on the busiest rank."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Batching:
-    """How the rows of a run become micro-batches, for any `training.batch_size`."""
+    """How the rows of a run become micro-batches.
 
-    def __init__(
-        self, config: Config, model: Any, rows: EncodedExamples | None, *, packs: bool, world_size: int
-    ) -> None:
-        self._config = config
-        self._boundary = longrope_boundary(model)
-        self._packs = packs
-        self._collate = (
-            packer(share_prefixes=config.training.packing and config.training.share_prefixes) if packs else pad
-        )
-        self._is_known = rows is not None
-        self.world_size = world_size
-        self._rows = rows if rows is not None else _filler(config, self.global_batch_size(config.training.batch_size))
-        self._weights: dict[int, list[list[int]]] = {}
+    Attributes:
+        config: the whole run.
+        rows: the training rows; None where they cannot be read: then every row has the greatest length.
+        collate: what makes a micro-batch of rows.
+        is_padded: rows are padded and go through the model's own forward.
+        boundary: see `BatchPlan`.
+        world_size: the number of processes.
+    """
 
-    def global_batch_size(self, batch_size: int) -> int:
-        """As `Trainer.global_batch_size`, for another batch size."""
-        return self._config.training.global_batch_size or batch_size * self.world_size
+    config: Config
+    rows: EncodedExamples | EncodedPairs | None
+    collate: Callable[[Sequence[Any]], Any]
+    is_padded: bool
+    boundary: int | None
+    world_size: int
+
+    def with_batch_size(self, batch_size: int) -> Batching:
+        """The same rows with another `training.batch_size`."""
+        training = self.config.training.model_copy(update={"batch_size": batch_size})
+        return replace(self, config=self.config.model_copy(update={"training": training}))
 
     @property
     def end(self) -> int:
         """The largest batch size that makes a difference."""
-        most = self._config.training.global_batch_size or _LARGEST_BATCH_TRIED
-        return max(1, min(most, len(self._rows) if self._is_known else most, _LARGEST_BATCH_TRIED))
+        most = self.config.training.global_batch_size or _LARGEST_BATCH_TRIED
+        return max(1, min(most, most if self.rows is None else len(self.rows), _LARGEST_BATCH_TRIED))
 
-    def plan(self, batch_size: int) -> BatchPlan:
-        """As `Trainer.prepare_dataloaders` makes it."""
-        training = self._config.training
-        rows = self._rows
-        if not self._is_known and batch_size > len(rows):
-            rows = self._rows = _filler(self._config, self.global_batch_size(batch_size))
-        return BatchPlan(
-            lengths=rows.lengths.tolist(),
-            global_batch_size=self.global_batch_size(batch_size),
-            batch_size=batch_size,
-            max_tokens=training.max_tokens_per_microbatch,
-            boundary=self._boundary,
-            drop_last=training.drop_last,
-            seed=self._config.seed,
-            tokens=rows.tokens if self._packs and training.packing else None,
-            share_prefixes=training.share_prefixes,
-        )
+    @cached_property
+    def largest(self) -> Largest:
+        """The micro-batch of the first epoch that computes most."""
+        per_step = max(1, *(-(-len(cuts) // self.world_size) for cuts in self._cuts))
+        most = max((cut for cuts in self._cuts for cut in cuts), key=self._num_computed)
+        return Largest(self.collate([self._rows[row] for row in most.rows]), per_step)
 
-    def largest(self, batch_size: int) -> Largest:
-        """The micro-batch of the first epoch that computes most; of very many steps some are looked at."""
-        plan = self.plan(batch_size)
-        best: tuple[int, list[int]] = (-1, [])
-        per_step, weights = 1, []
-        for rows in _some_global_batches(plan):
-            cuts = plan.cut(rows)
-            per_step = max(per_step, -(-len(cuts) // self.world_size))
-            weights.append([cut.num_tokens for cut in cuts])
-            best = max(best, *((cut.num_tokens, cut.rows) for cut in cuts))
-        self._weights[batch_size] = weights
-        return Largest(self._collate([self._rows[row] for row in best[1]]), per_step)
-
+    @cached_property
     def computed_per_step(self) -> float:
         """Tokens that go through the model in a step, on all ranks: the mean."""
-        weights = self._weights[self._config.training.batch_size]
-        return sum(map(sum, weights)) / max(1, len(weights))
+        return sum(self._num_computed(cut) for cuts in self._cuts for cut in cuts) / len(self._cuts)
 
+    @property
     def targets_per_step(self) -> float:
         """Tokens with loss in a step, on all ranks: the mean."""
-        each = int(self._rows.num_targets.sum()) / max(1, len(self._rows))
-        return each * self.global_batch_size(self._config.training.batch_size)
+        num_targets = sum(int(side.num_targets.sum()) for side in self._rows.sides)
+        return num_targets / max(1, len(self._rows)) * self._plan.global_batch_size
 
-    def describe(self, largest: Largest, rows: EncodedExamples | None) -> Batches:
-        """The figures of the run as it is configured."""
-        training = self._config.training
-        plan = self.plan(training.batch_size)
-        steps = training.max_steps or training.num_epochs * plan.steps_per_epoch
-        size = self.global_batch_size(training.batch_size)
+    def describe(self) -> Batches:
+        """The figures of the run."""
+        training, plan, is_known = self.config.training, self._plan, self.rows is not None
         words = f"training.batch_size={training.batch_size} x {self.world_size} processes"
         if training.global_batch_size is not None:
             words = "training.global_batch_size, whatever the number of processes"
-        share = None
-        if rows is not None:
-            share = self.computed_per_step() * plan.steps_per_epoch / int(rows.lengths.sum())
+        num_tokens = sum(int(side.lengths.sum()) for side in self._rows.sides)
+        num_steps = Cadence.of(self.config, plan.steps_per_epoch).num_steps
         return Batches(
-            rows=None if rows is None else len(rows),
-            tokens=None if rows is None else int(rows.lengths.sum()),
-            target_tokens=None if rows is None else int(rows.num_targets.sum()),
-            computed_share=share,
-            global_batch_size=size,
+            rows=len(self._rows) if is_known else None,
+            tokens=num_tokens if is_known else None,
+            target_tokens=sum(int(side.num_targets.sum()) for side in self._rows.sides) if is_known else None,
+            computed_share=self.computed_per_step * plan.steps_per_epoch / num_tokens if is_known else None,
+            global_batch_size=plan.global_batch_size,
             global_batch_from=words,
             world_size=self.world_size,
-            steps_per_epoch=None if rows is None else plan.steps_per_epoch,
-            steps=steps if rows is not None else training.max_steps,
-            microbatches_per_step=largest.per_step,
-            largest_microbatch_rows=largest.microbatch.num_rows,
-            largest_microbatch_tokens=largest.microbatch.num_computed,
+            steps_per_epoch=plan.steps_per_epoch if is_known else None,
+            steps=num_steps if is_known else training.max_steps,
+            microbatches_per_step=self.largest.per_step,
+            largest_microbatch_rows=self.largest.microbatch.num_rows,
+            largest_microbatch_tokens=self.largest.microbatch.num_computed,
         )
 
+    @cached_property
+    def _rows(self) -> EncodedExamples | EncodedPairs:
+        if self.rows is not None:
+            return self.rows
+        number, length = global_batch_size(self.config, self.world_size), self.config.data.max_length
+        first = _longest_rows(number, length, 0)
+        if self.config.training.objective == "sft":
+            return first
+        return EncodedPairs(first, _longest_rows(number, length, number), "train")
 
-def _filler(config: Config, number: int) -> EncodedExamples:
-    """Rows of the greatest length, with loss on all of it and nothing in common, where the real ones are not known."""
-    length = config.data.max_length
+    @cached_property
+    def _plan(self) -> BatchPlan:
+        return plan_batches(
+            self.config,
+            self._rows,
+            collate=self.collate,
+            boundary=self.boundary,
+            global_batch_size=global_batch_size(self.config, self.world_size),
+        )
+
+    @cached_property
+    def _cuts(self) -> list[list[Cut]]:
+        """The micro-batches of each step of the first epoch; of very many steps those of some, evenly spread."""
+        plan = self._plan
+        order, size, steps = plan.order(0), plan.global_batch_size, max(1, plan.steps_per_epoch)
+        stride = -(-steps // _MOST_STEPS_LOOKED_AT)
+        return [plan.cut(order[step * size : (step + 1) * size]) for step in range(0, steps, stride)]
+
+    def _num_computed(self, cut: Cut) -> int:
+        """Tokens of a micro-batch that go through the model, padding included."""
+        training = self.config.training
+        if not self.is_padded and training.packing and training.share_prefixes:
+            return cut.num_tokens
+        lengths = torch.cat([side.lengths[cut.rows] for side in self._rows.sides])
+        return int(lengths.max()) * len(lengths) if self.is_padded else int(lengths.sum())
+
+
+def _longest_rows(number: int, length: int, first: int) -> EncodedExamples:
+    """Rows of the greatest length, with loss on all of it and nothing in common."""
     ids = [_FILLER_TOKEN] * (length - 1)
-    rows = [([row, *ids], [False] + [True] * (length - 1)) for row in range(max(1, number))]
+    rows = [([first + row, *ids], [False] + [True] * (length - 1)) for row in range(max(1, number))]
     return EncodedExamples.from_rows(rows, end_id=_FILLER_TOKEN)
-
-
-def _some_global_batches(plan: BatchPlan) -> Iterator[Sequence[int]]:
-    """The global batches of the first epoch, or some of them, evenly."""
-    order, size, steps = plan.order(0), plan.global_batch_size, max(1, plan.steps_per_epoch)
-    stride = -(-steps // _MOST_STEPS_LOOKED_AT)
-    return (order[step * size : (step + 1) * size] for step in range(0, steps, stride))

@@ -1,10 +1,9 @@
-"""How much memory a training step will take, by running the real step on tensors without memory.
+"""Predict how much memory a training step takes, by running the real step on tensors without data (`plan_trace`).
 
-The engine's own forward and backward pass run on tensors without data (`plan_trace`). So nothing here repeats what an
-autograd function keeps, and nothing here grows old when it keeps something else.
+Nothing here repeats what an autograd function keeps, so nothing here goes stale when it keeps something else.
 
-The layers of a decoder are alike, so a model of two layers and one of three tell what one of forty takes: in each part
-of a step the peak grows by the same amount with every layer.
+The layers of a decoder are alike: in each part of a step the peak grows by the same amount with every layer. So a model
+of two layers and one of three are enough to predict one of forty.
 """
 
 from __future__ import annotations
@@ -15,21 +14,32 @@ from typing import Any, NamedTuple
 
 import torch
 
-from finetune.diagnose.plan_trace import ABOVE, BELOW, FORWARD, IN_A_LAYER, Allocations, DeviceKind, Part, trace
+from finetune.diagnose.plan_trace import (
+    ABOVE,
+    BELOW,
+    FORWARD,
+    IN_A_LAYER,
+    Allocations,
+    DeviceKind,
+    LossOf,
+    Part,
+    trace,
+)
 from finetune.engine.decoder import bare_model
 from finetune.engine.microbatch import Microbatch
+from finetune.training.preference import PreferenceMicrobatch
 
 PARTS: tuple[Part, ...] = ("weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace")
 
 _FEW, _MORE = 2, 3
 """Layers of the two models that are run."""
 _EXTRAPOLATED = (FORWARD, ABOVE, BELOW)
-"""Parts of a step that models of any depth have alike. What lies between them is never the highest."""
+"""The parts of a step that can hold its peak, whatever the model's depth."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The moment of a step at which most memory is in use."""
+    """The moment of a step at which the most memory is in use."""
 
     when: str
     """The part of the step."""
@@ -47,37 +57,39 @@ class OptimizerNeed(NamedTuple):
 
     state: int
     workspace: int
-    """More, for a moment, while it takes a step."""
+    """In addition, while it takes a step."""
 
 
 def predict_peak(
     model: torch.nn.Module,
-    microbatch: Microbatch,
+    microbatch: Microbatch | PreferenceMicrobatch,
     optimizer: OptimizerNeed,
+    loss_of: LossOf,
     *,
     kind: DeviceKind,
     is_bf16: bool,
     accumulates: bool,
     world_size: int = 1,
 ) -> Peak:
-    """The highest moment of a training step, in the second step or later.
+    """Predict the peak of a training step: of the second step or a later one.
 
     Args:
-        model: on the meta device, its weights in the types of the run, in training mode. Its layers are put aside for a
-            while and put back.
+        model: on the meta device, its weights in the types of the run, in training mode. Most of its layers are taken
+            out meanwhile and then put back.
         microbatch: the largest of the run, on the CPU.
         optimizer: see `optimizer_need`.
-        kind: of the device that it is for.
+        loss_of: the loss of the run.
+        kind: the kind of device to predict for.
         is_bf16: the run computes in bf16.
         accumulates: a step has several micro-batches on a rank.
         world_size: of the run.
 
     Raises:
-        RuntimeError: the model does something that cannot be known without data.
+        RuntimeError: the model cannot run without data.
     """
     weights, adapter, gradients = _bytes_of_weights(model)
     held: dict[Part, int] = {"weights": weights, "adapter": adapter, "optimizer": optimizer.state}
-    moments = _trace_deep(model, microbatch, kind=kind, is_bf16=is_bf16, accumulates=accumulates)
+    moments = _trace_deep(model, microbatch, loss_of, kind=kind, is_bf16=is_bf16, accumulates=accumulates)
     peaks = [Peak(when=when, parts={**held, **parts}) for when, parts in moments.items()]
     at_its_end: dict[Part, int] = {**held, "gradients": gradients}
     peaks.append(Peak(when="optimizer", parts={**at_its_end, "workspace": optimizer.workspace}))
@@ -88,9 +100,9 @@ def predict_peak(
 
 
 def optimizer_need(optimizer: torch.optim.Optimizer, *, kind: DeviceKind) -> OptimizerNeed | None:
-    """What an optimizer over weights on the meta device will hold: those of a twin that takes two steps.
+    """Measure an optimizer over weights on the meta device: a twin of it takes two steps.
 
-    None for one that cannot step without data.
+    None for an optimizer that cannot step without data.
     """
     groups = [
         {**group, "params": [torch.empty_like(weight, device="meta") for weight in group["params"]]}
@@ -117,7 +129,7 @@ def optimizer_need(optimizer: torch.optim.Optimizer, *, kind: DeviceKind) -> Opt
 
 
 def _bytes_of_weights(model: torch.nn.Module) -> tuple[int, int, int]:
-    """Of what is frozen or was there before, of an adapter, and of the gradients of all that trains."""
+    """Bytes of frozen weights and buffers, of the adapter, and of all gradients."""
     is_adapted = hasattr(model, "peft_config")
     adapter = gradients = others = 0
     for parameter in model.parameters():
@@ -127,18 +139,18 @@ def _bytes_of_weights(model: torch.nn.Module) -> tuple[int, int, int]:
     return others + sum(buffer.nbytes for buffer in model.buffers()), adapter, gradients
 
 
-def _trace_deep(model: torch.nn.Module, microbatch: Microbatch, **how: Any) -> dict[str, dict[Part, int]]:
-    """The highest moment of each part of a forward and backward pass, by what the memory is for."""
+def _trace_deep(model: torch.nn.Module, *args: Any, **how: Any) -> dict[str, dict[Part, int]]:
+    """`trace` of a model of any depth."""
     decoder = bare_model(model).get_decoder()
     every: torch.nn.ModuleList = decoder.layers
     depth = len(every)
     if depth <= _MORE or not _are_layers_alike(model):
-        return trace(model, microbatch, **how)
+        return trace(model, *args, **how)
     traced: dict[int, dict[str, dict[Part, int]]] = {}
     try:
         for number in (_FEW, _MORE):
             decoder.layers = torch.nn.ModuleList([*every[: number - 1], every[-1]])
-            traced[number] = trace(model, microbatch, **how)
+            traced[number] = trace(model, *args, **how)
     finally:
         decoder.layers = every
     few, more = traced[_FEW], traced[_MORE]

@@ -1,7 +1,7 @@
-"""One forward and backward pass on tensors without memory, with the memory counted that they would have taken.
+"""Run one forward and backward pass on tensors without memory, and count the memory that they would have taken.
 
-The engine's own functions run, on fake tensors (`torch._subclasses.fake_tensor`): these have shapes and types and no
-data. Every tensor that is made is counted from its making to its end.
+The run's own loss is computed on fake tensors (`torch._subclasses.fake_tensor`), which have shapes and types and no
+data. Each tensor counts from its creation until nothing refers to it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast
@@ -19,14 +19,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from finetune.distributed.gradients import LossFunction
 from finetune.engine.attention import plan_blocks
 from finetune.engine.attention_cuda import plan_varlen
 from finetune.engine.decoder import bare_model
 from finetune.engine.layout import Layout, PackedMicrobatch
-from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
+from finetune.engine.loss import BY_DEVICE, Choices
 from finetune.engine.loss_head import CHUNK_BYTES
 from finetune.engine.microbatch import Microbatch
 from finetune.engine.mlp import CHUNK_ROWS
+from finetune.training.preference import PreferenceMicrobatch
 
 Part = Literal["weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace"]
 """What memory is for."""
@@ -34,27 +36,40 @@ Part = Literal["weights", "adapter", "gradients", "optimizer", "activations", "l
 DeviceKind = Literal["cpu", "cuda"]
 
 FORWARD, ABOVE, BETWEEN, BELOW = "forward", "backward, last layer", "backward", "backward, first layers"
-"""Parts of a pass. The second ends with the first gradient of the last layer but one, the fourth begins with the first
+"""Parts of a pass. The second ends with the first gradient of the last layer but one; the fourth begins with the first
 gradient of the first layer."""
 
 IN_A_LAYER = re.compile(r"\.layers\.(\d+)\.(.*)")
 """The number of a weight's layer, and its name there."""
 
 
+LossOf = Callable[[Choices], LossFunction]
+"""The loss of a run, given how the engine computes packed rows."""
+
+
 def trace(
-    model: torch.nn.Module, microbatch: Microbatch, *, kind: DeviceKind, is_bf16: bool, accumulates: bool
+    model: torch.nn.Module,
+    microbatch: Microbatch | PreferenceMicrobatch,
+    loss_of: LossOf,
+    *,
+    kind: DeviceKind,
+    is_bf16: bool,
+    accumulates: bool,
 ) -> dict[str, dict[Part, int]]:
-    """The highest moment of each part of a pass, by what the memory is for; what was there before is left out.
+    """Find the most memory in use during each part of a pass, by purpose, without what was in use before the pass.
 
     Args:
         model: on the meta device, in training mode.
         microbatch: on the CPU.
-        kind: of the device that it is for.
-        is_bf16: it computes in bf16.
-        accumulates: gradients are there already, and are added to.
+        loss_of: the loss of the run.
+        kind: the kind of device to predict for.
+        is_bf16: the run computes in bf16.
+        accumulates: there are gradients already, and the pass adds to them.
     """
-    _plan_attention(model, microbatch, kind)
-    masked = _choices_of_masks(microbatch)
+    rows = microbatch.rows if isinstance(microbatch, PreferenceMicrobatch) else microbatch
+    _prepare_attention(model, rows, kind)
+    masked = _choices_of_masks(rows)
+    loss = loss_of(_choices_on(kind))
     compute = torch.autocast("cpu", dtype=torch.bfloat16) if is_bf16 else nullcontext()
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -63,15 +78,15 @@ def trace(
     ):
         vocabulary = bare_model(model).get_output_embeddings().weight.shape[0]
         allocations = Allocations(vocabulary, masked)
-        allocations.ignore(*weights, *model.buffers(), *_tensors_of(microbatch))
+        allocations.ignore(*weights, *model.buffers(), *_tensors_of(rows))
         with _watched(model, allocations, accumulates=accumulates), allocations:
             allocations.enter(FORWARD)
             with compute:
-                summed = summed_cross_entropy(model, microbatch, _choices_on(kind))
+                summed = loss(model, microbatch).reshape(-1)[0]
             allocations.keep("activations")
             allocations.enter(ABOVE)
             summed.backward()  # type: ignore[no-untyped-call]
-    whole = sum(tensor.nbytes for tensor in _tensors_of(microbatch))
+    whole = sum(tensor.nbytes for tensor in _tensors_of(rows))
     return {when: _add(allocations.peak(when), "workspace", whole) for when in allocations.phases}
 
 
@@ -86,15 +101,15 @@ class _Block:
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the memory of every tensor that is made inside, for as long as something refers to it.
+    """Counts the memory of every tensor that is created inside, for as long as something refers to it.
 
     Args:
-        vocabulary: how many logits a position has.
-        choices: how many positions are chosen by a mask of a shape, where that is known.
+        vocabulary: the number of logits at a position.
+        choices: how many positions a mask of a given shape chooses, where that is known.
 
     Attributes:
         in_use: bytes now.
-        phases: the highest moment of each part of a pass: bytes, and the blocks that were in use.
+        phases: for each part of a pass, the most bytes in use and the blocks that made them up.
     """
 
     def __init__(self, vocabulary: int = -1, choices: Mapping[tuple[int, ...], int] | None = None) -> None:
@@ -118,19 +133,19 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._references[tensor.untyped_storage()._cdata] = tensor
 
     def keep(self, label: str) -> None:
-        """Say what everything is for that is in use now and that has no purpose yet."""
+        """Label everything that is in use now and has no purpose yet."""
         for block in self._live.values():
             if block.label == "workspace":
                 block.label = label
 
     def name(self, tensor: torch.Tensor, label: str) -> None:
-        """Say what one tensor is for."""
+        """Label one tensor."""
         block = self._live.get(tensor.untyped_storage()._cdata)
         if block is not None:
             block.label = label
 
     def peak(self, phase: str) -> dict[Part, int]:
-        """Bytes at the highest moment of a part of the step, by purpose."""
+        """The most bytes in use during a part of the step, by purpose."""
         totals: Counter[str] = Counter()
         for block in self.phases[phase][1]:
             totals[block.label] += block.num_bytes
@@ -171,7 +186,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _choices_of_masks(microbatch: Microbatch) -> dict[tuple[int, ...], int]:
-    """What the masks of `finetune.engine.reference` choose, by their shape: fake tensors do not know it."""
+    """How many positions each mask of `finetune.engine.reference` chooses, by its shape: fake tensors cannot tell."""
     if isinstance(microbatch, PackedMicrobatch):
         return {}
     predicts = microbatch.is_target[:, 1:]
@@ -182,7 +197,7 @@ def _choices_of_masks(microbatch: Microbatch) -> dict[tuple[int, ...], int]:
 
 
 def _stand_in(function: Any, args: Sequence[Any], choices: Mapping[tuple[int, ...], int]) -> torch.Tensor | None:
-    """What an operation would return whose result fake tensors do not know: oneDNN's products, and a mask's choice."""
+    """The result of an operation that fake tensors cannot run: oneDNN's products, and what a mask chooses."""
     name = str(function)
     made: torch.Tensor | None = None
     if name.startswith("mkldnn._linear_pointwise"):
@@ -222,7 +237,7 @@ def _fake_weights(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def _one_rotation(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, LongRoPE does not look at positions to choose its factors; either choice takes the same memory."""
+    """Inside, LongRoPE does not choose its factors by the positions; either choice takes the same memory."""
     modules = [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
     for module in modules:
         module.rope_type = "default"  # type: ignore[assignment]
@@ -235,7 +250,7 @@ def _one_rotation(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _watched(model: torch.nn.Module, allocations: Allocations, *, accumulates: bool) -> Iterator[None]:
-    """Inside, gradients are told apart, and the backward pass says how far down it is."""
+    """Inside, gradients are labelled, and the parts of the backward pass are told apart."""
     depth = len(bare_model(model).get_decoder().layers)
     begun: set[int] = set()
 
@@ -269,14 +284,14 @@ def _watched(model: torch.nn.Module, allocations: Allocations, *, accumulates: b
 
 
 def _choices_on(kind: DeviceKind) -> Choices:
-    """What the engine chooses on another kind of device than the CPU: chunks as large, attention alike."""
+    """Let the engine compute as on another kind of device: chunks of the same size, attention with the same memory."""
     if kind == "cpu":
         return BY_DEVICE
     return Choices(attention=_flash_attention, mlp_chunk_rows=CHUNK_ROWS[kind], logits_chunk_bytes=CHUNK_BYTES[kind])
 
 
-def _plan_attention(model: torch.nn.Module, microbatch: Microbatch, kind: DeviceKind) -> None:
-    """Work out, from data that is there, what the layers would work out inside. The layout keeps it."""
+def _prepare_attention(model: torch.nn.Module, microbatch: Microbatch, kind: DeviceKind) -> None:
+    """Prepare attention while the data is still there; the layout keeps the result for the layers."""
     if not isinstance(microbatch, PackedMicrobatch):
         return
     window = _window(getattr(bare_model(model).config, "sliding_window", None), microbatch.layout)
@@ -301,7 +316,7 @@ def _flash_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Takes the memory that variable-length flash attention takes, and computes nothing."""
+    """Allocate what variable-length flash attention allocates, and compute nothing."""
     plan = layout.planned(plan_varlen, queries, _window(window, layout))
     if plan.key_index is not None:
         k, v = (x.index_select(0, plan.key_index) for x in (k, v))
@@ -331,7 +346,7 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def _tensors_of(microbatch: Microbatch) -> list[torch.Tensor]:
-    """All that a micro-batch and the plans of its attention hold."""
+    """All tensors of a micro-batch and of its prepared attention."""
     if not isinstance(microbatch, PackedMicrobatch):
         return [microbatch.input_ids, microbatch.is_target]
     plans = [plan for _, plan in microbatch.layout._planned.values()]

@@ -1,4 +1,4 @@
-"""`finetune preview`: the rows of a run as its model will see them, by the very path that training encodes them on."""
+"""`finetune preview`: show the rows of a run as its model will see them, encoded as training encodes them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.data import gates
-from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples, EncodedSplits
-from finetune.data.examples import load_examples
+from finetune.data.objective import encode_for_objective
+from finetune.data.preferences import EncodedPairs, EncodedPairSplits
 from finetune.data.templates import AnswerTokens
 from finetune.diagnose.preview_splits import (
     RowGroup,
-    RowPlace,
+    RowLocation,
+    Rows,
     SplitSummary,
-    place,
+    location,
     row_digests,
     summarize,
 )
@@ -38,16 +39,21 @@ SCHEMA_VERSION = 1
 """Of the JSON form; docs/preview.md describes it."""
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 SplitName = Literal["train", "validation", "test"]
+Side = Literal["chosen", "rejected"]
 
 _NAMED_IN_WORDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewedRow:
-    """One row, token by token."""
+    """One row, token by token; of a pair of answers, one side with its prompt."""
 
     split: SplitName
-    place: RowPlace
+    location: RowLocation
+    side: Side | None
+    """None where a row is no pair."""
+    num_shared: int
+    """Tokens that both sides of a pair begin with."""
     pieces: list[Piece]
     num_tokens: int
     num_targets: int
@@ -55,14 +61,16 @@ class PreviewedRow:
     same_as: RowGroup
     """The other rows of the split that are equal to it."""
     notes: list[str]
-    """What is worth knowing of it, as sentences without a full stop."""
+    """Remarks about the row, as sentences without a full stop."""
 
     def as_record(self) -> dict[str, Any]:
-        """As plain values. The three lists of tokens are parallel."""
+        """Convert to plain values. The three lists of tokens are parallel."""
         every = [(token_id, piece) for piece in self.pieces for token_id in piece.token_ids]
         return {
             "split": self.split,
-            **asdict(self.place),
+            **asdict(self.location),
+            "side": self.side,
+            "shared_tokens": None if self.side is None else self.num_shared,
             "tokens": self.num_tokens,
             "target_tokens": self.num_targets,
             "is_truncated": self.is_truncated,
@@ -70,38 +78,51 @@ class PreviewedRow:
             "notes": self.notes,
             "spans": [
                 {"text": "".join(piece.text for piece in pieces), "loss": loss, "special": special}
-                for (loss, special), pieces in _alike(self.pieces)
+                for (loss, special), pieces in groupby(self.pieces, key=lambda piece: piece.look)
             ],
             "token_ids": [token_id for token_id, _ in every],
             "loss": [piece.carries_loss for _, piece in every],
             "special": [piece.is_special for _, piece in every],
         }
 
+    def own_pieces(self) -> list[Piece]:
+        """The pieces to show: those of a rejected side without the beginning that the chosen side has shown already."""
+        position, first = 0, 0
+        while self.side == "rejected" and first < len(self.pieces):
+            position += len(self.pieces[first].token_ids)
+            if position > self.num_shared:
+                break
+            first += 1
+        return self.pieces[first:]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """All that `finetune preview` says. Names and places in it steer no terminal; the text of rows may."""
+    """The result of `finetune preview`. Names and locations in it steer no terminal; the text of rows may."""
 
     data: str
+    objective: str
     max_length: int
     tokenizer: str
     end_of_turn: tuple[int, str]
     has_chat_template: bool
     context: int | None
-    """The most positions the model was made for, where its configuration says so."""
+    """The most positions that the model was made for, where its configuration says so."""
     splits: dict[SplitName, SplitSummary]
-    """Those that there are."""
+    """Without the splits that there are not."""
     shown_split: SplitName
     rows: list[PreviewedRow]
+    """Of a pair of answers first the chosen, then the rejected side."""
     findings: list[Finding] = field(default_factory=list)
 
     def as_record(self, *, strict: bool) -> dict[str, Any]:
-        """As plain values for JSON, see docs/preview.md."""
+        """Convert to plain values for JSON, see docs/preview.md."""
         end_id, end_text = self.end_of_turn
         return {
             "version": SCHEMA_VERSION,
             "exit_code": exit_code(self.findings, strict=strict),
             "data": self.data,
+            "objective": self.objective,
             "max_length": self.max_length,
             "tokenizer": self.tokenizer,
             "end_of_turn": {"id": end_id, "text": end_text},
@@ -114,17 +135,19 @@ class Preview:
 
 
 def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 3, rows: Sequence[int] = ()) -> Preview:
-    """Encode a run's rows as training does, and look at them. No weights are read; only the data cache is written.
+    """Encode the rows of a run as training does, and look at them.
+
+    No weights are read, and nothing is written but the data cache.
 
     Args:
         config: a complete run.
-        split: whose rows are shown.
-        num_rows: show so many from the first on.
+        split: the split whose rows are shown.
+        num_rows: show this many rows from the first on.
         rows: show these instead, counted from 1.
 
     Raises:
         ConfigError: there is no such split or row.
-        DataError: rows cannot be used: what training would say.
+        DataError: the rows cannot be used; the message is that of training.
         ModelError: there is no tokenizer, or no model of that name.
     """
     tokenizer = build_run_tokenizer(config)
@@ -133,18 +156,18 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
     if split not in found:
         raise ConfigError(f"--split {split}: there is no such split. There are: {', '.join(found)}.")
     _refuse_missing_rows(rows, split, found[split])
-    digests = {name: row_digests(examples) for name, examples in found.items()}
+    digests = {name: row_digests(of_split) for name, of_split in found.items()}
     summaries = {
-        name: summarize(examples, digests[name], () if name == "train" else digests["train"])
-        for name, examples in found.items()
+        name: summarize(of_split, digests[name], () if name == "train" else digests["train"])
+        for name, of_split in found.items()
     }
     wanted = [row - 1 for row in rows] or range(min(num_rows, len(found[split])))
     tokens = AnswerTokens(tokenizer)
     model = read_model_config(config.model)
     reader = _RowReader(split, found[split], digests[split], set(() if split == "train" else digests["train"]), tokens)
-    shown = [reader.read(row) for row in wanted]
     return Preview(
         data=on_one_line(_data_in_words(config.data)),
+        objective=config.training.objective,
         max_length=config.data.max_length,
         tokenizer=on_one_line(config.model.tokenizer or config.model.path or ""),
         end_of_turn=(tokens.end_id, str(tokenizer.convert_ids_to_tokens(tokens.end_id))),
@@ -152,36 +175,41 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
         context=getattr(model, "max_position_embeddings", None),
         splits=summaries,
         shown_split=split,
-        rows=shown,
-        findings=[*verdict, *_judge_fit(found, model, tokenizer), *_judge_duplicates(summaries)],
+        rows=[side for row in wanted for side in reader.read(row)],
+        findings=[
+            *verdict,
+            *_judge_fit(found, model, tokenizer),
+            *_judge_duplicates(summaries),
+            *_judge_equal_answers(found),
+        ],
     )
 
 
-def _encode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[EncodedSplits, list[Finding]]:
-    """The rows that a run trains and measures on, and what the gates say; where these refuse them, all rows."""
-    fallbacks = Fallbacks(strict=config.strict)
+def _encode(
+    config: Config, tokenizer: PreTrainedTokenizerBase
+) -> tuple[EncodedSplits | EncodedPairSplits, list[Finding]]:
+    """Encode the rows that a run trains and measures on; where the gates refuse them, all rows, with the reasons."""
 
-    def encode(is_gated: bool) -> EncodedSplits:
-        examples = load_examples(config.data)
-        return encode_examples(examples, tokenizer, config.data, fallbacks=fallbacks, is_gated=is_gated)
+    def encode(is_gated: bool) -> EncodedSplits | EncodedPairSplits:
+        return encode_for_objective(config, tokenizer, fallbacks=Fallbacks(strict=config.strict), is_gated=is_gated)
 
     refused: list[str] = []
     with _heard(logging.getLogger(gates.__name__)) as warnings:
         try:
             passed = encode(is_gated=True)
         except DataError as error:
-            passed = encode(is_gated=False)  # what cannot be encoded at all ends it here, as it would end training
+            passed = encode(is_gated=False)  # rows that cannot be encoded at all end it here, as they end training
             first, *others = str(error).split("\n  ")
             refused = others or [first]
     return passed, [
         *(problem("Data", *_what_and_fix(message)) for message in refused),
-        *(warning("Data", *_what_and_fix(message)) for message in warnings),
+        *(warning("Data", *_what_and_fix(message)) for message in dict.fromkeys(warnings)),
     ]
 
 
 @contextmanager
 def _heard(logger: logging.Logger) -> Iterator[list[str]]:
-    """The messages that a logger gets inside; they go nowhere else."""
+    """Collect the messages that a logger gets inside; they go nowhere else."""
     heard: list[str] = []
 
     class Listener(logging.Handler):
@@ -199,7 +227,7 @@ def _heard(logger: logging.Logger) -> Iterator[list[str]]:
 
 
 def _what_and_fix(message: str) -> tuple[str, str]:
-    """A gate's message says what to do in its last sentence."""
+    """Split the message of a gate, whose last sentence says what to do."""
     what, _, fix = on_one_line(message).rstrip(".").rpartition(". ")
     return (what, fix) if what else (fix, "see docs/data.md")
 
@@ -209,68 +237,79 @@ def _data_in_words(section: DataSection) -> str:
     return f"a mixture of {', '.join(sources)}" if sources else section.path or section.train or ""
 
 
-def _splits(encoded: EncodedSplits) -> dict[SplitName, EncodedExamples]:
-    return {name: examples for name in SPLITS if (examples := getattr(encoded, name)) is not None}
+def _splits(encoded: EncodedSplits | EncodedPairSplits) -> dict[SplitName, Rows]:
+    return {name: rows for name in SPLITS if (rows := getattr(encoded, name)) is not None}
 
 
-def _refuse_missing_rows(rows: Sequence[int], split: str, examples: EncodedExamples) -> None:
-    missing = [str(row) for row in rows if not 1 <= row <= len(examples)]
+def _refuse_missing_rows(rows: Sequence[int], split: str, there: Rows) -> None:
+    missing = [str(row) for row in rows if not 1 <= row <= len(there)]
     if missing:
         raise ConfigError(
-            f"--row {', '.join(missing)}: the {split} split has the rows 1 to {len(examples)}. They are counted "
-            "without empty lines; the place where a row was read is shown with it."
+            f"--row {', '.join(missing)}: the {split} split has the rows 1 to {len(there)}. They are counted "
+            "without empty lines; the file and line of a row are shown with it."
         )
 
 
 class _RowReader:
-    """Makes rows of one split readable."""
+    """Makes the rows of one split readable."""
 
     def __init__(
-        self,
-        split: SplitName,
-        examples: EncodedExamples,
-        digests: Sequence[bytes],
-        training: set[bytes],
-        tokens: AnswerTokens,
+        self, split: SplitName, rows: Rows, digests: Sequence[bytes], training: set[bytes], tokens: AnswerTokens
     ) -> None:
         self._split = split
-        self._examples = examples
+        self._rows = rows
         self._digests = digests
         self._training = training
         self._tokens = tokens
-        self._is_answer_cut = gates.is_answer_truncated(examples)
+        self._is_answer_cut = [gates.is_answer_truncated(side) for side in rows.sides]
 
-    def read(self, row: int) -> PreviewedRow:
-        """One row, given its index from 0."""
-        ids, is_target = self._examples[row]
-        pieces = read_pieces(self._tokens.tokenizer, ids.tolist(), is_target.tolist(), self._tokens.special_ids)
+    def read(self, row: int) -> Iterator[PreviewedRow]:
+        """Read one row, given its index from 0: its only side, or both sides of a pair."""
         digest = self._digests[row]
         same = [other for other, its in enumerate(self._digests) if its == digest and other != row]
-        same_as = RowGroup(count=len(same), first=[place(self._examples, other) for other in same[:_NAMED_IN_WORDS]])
-        return PreviewedRow(
-            split=self._split,
-            place=place(self._examples, row),
-            pieces=pieces,
-            num_tokens=len(ids),
-            num_targets=int(is_target.sum()),
-            is_truncated=bool(self._examples.is_truncated[row]),
-            same_as=same_as,
-            notes=list(self._notes(row, pieces, same_as)),
-        )
+        same_as = RowGroup(count=len(same), first=[location(self._rows, other) for other in same[:_NAMED_IN_WORDS]])
+        is_pair = isinstance(self._rows, EncodedPairs)
+        num_shared = self._rows.num_shared(row) if isinstance(self._rows, EncodedPairs) else 0
+        names: tuple[Side | None, ...] = ("chosen", "rejected") if is_pair else (None,)
+        for number, (name, examples) in enumerate(zip(names, self._rows.sides, strict=True)):
+            ids, is_target = examples[row]
+            pieces = read_pieces(self._tokens.tokenizer, ids.tolist(), is_target.tolist(), self._tokens.special_ids)
+            of_row = self._notes_of_row(row, same_as) if number == 0 else ()
+            is_cut = bool(self._is_answer_cut[number][row])
+            yield PreviewedRow(
+                split=self._split,
+                location=location(self._rows, row),
+                side=name,
+                num_shared=num_shared,
+                pieces=pieces,
+                num_tokens=len(ids),
+                num_targets=int(is_target.sum()),
+                is_truncated=bool(examples.is_truncated[row]),
+                same_as=same_as,
+                notes=[*_notes_of_side(examples, row, pieces, is_cut=is_cut), *of_row, *_notes_of_text(pieces)],
+            )
 
-    def _notes(self, row: int, pieces: Sequence[Piece], same_as: RowGroup) -> Iterator[str]:
-        if bool(self._examples.is_truncated[row]):
-            full = int(self._examples.rows.full_lengths[row])
-            inside = ", inside of an answer: its end of turn is lost" if self._is_answer_cut[row] else ""
-            yield f"cut at data.max_length from {full:,} tokens{inside}"
-        if not any(piece.carries_loss for piece in pieces):
-            yield "no token carries loss: nothing is learned from it"
+    def _notes_of_row(self, row: int, same_as: RowGroup) -> Iterator[str]:
         if same_as.count:
             yield f"the same, token for token, as {in_words(same_as)}"
         if self._digests[row] in self._training:
             yield "the training split has this row too"
-        for text in special_looking_text(pieces):
-            yield f"{text} is ordinary text here, no special token of this tokenizer"
+        if isinstance(self._rows, EncodedPairs) and row in _equal_answers(self._rows):
+            yield "both answers are the same: nothing can be preferred"
+
+
+def _notes_of_side(examples: EncodedExamples, row: int, pieces: Sequence[Piece], *, is_cut: bool) -> Iterator[str]:
+    if bool(examples.is_truncated[row]):
+        full = int(examples.rows.full_lengths[row])
+        inside = ", inside of an answer: its end of turn is lost" if is_cut else ""
+        yield f"cut at data.max_length from {full:,} tokens{inside}"
+    if not any(piece.carries_loss for piece in pieces):
+        yield "no token carries loss: nothing is learned from it"
+
+
+def _notes_of_text(pieces: Sequence[Piece]) -> Iterator[str]:
+    for text in special_looking_text(pieces):
+        yield f"{text} is ordinary text here, not a special token of this tokenizer"
 
 
 def in_words(group: RowGroup) -> str:
@@ -281,13 +320,14 @@ def in_words(group: RowGroup) -> str:
 
 
 def _judge_fit(
-    splits: dict[SplitName, EncodedExamples], model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+    splits: dict[SplitName, Rows], model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Finding]:
-    """What the model itself would stumble over, hours later."""
+    """Find rows that the model itself would fail on, perhaps hours later."""
     context = getattr(model, "max_position_embeddings", None)
     num_rows = getattr(model, "vocab_size", None)
-    for name, examples in splits.items():
-        longest, largest = int(examples.lengths.max()), int(examples.rows.token_ids.max())
+    for name, rows in splits.items():
+        longest = int(rows.lengths.max())
+        largest = max(int(side.rows.token_ids.max()) for side in rows.sides)
         if context is not None and longest > context:
             what = f"{name}: the longest row has {longest:,} tokens, but the model's context ends at {context:,}"
             yield problem("Data", what, f"data.max_length={context}")
@@ -298,7 +338,7 @@ def _judge_fit(
 
 
 def _judge_duplicates(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding]:
-    """Equal rows are no gate's business: some are meant, and an epoch may have a row of a mixture twice."""
+    """Find equal rows. No gate looks for them: they may be meant, and an epoch may repeat a row of a mixture."""
     for name, split in splits.items():
         if split.duplicates.count:
             share = split.duplicates.count / split.rows
@@ -308,6 +348,16 @@ def _judge_duplicates(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding
             yield warning("Data", f"{what}token: {in_words(split.duplicates)}", "remove them, unless they are meant")
 
 
-def _alike(pieces: Sequence[Piece]) -> Iterator[tuple[tuple[bool, bool], Iterator[Piece]]]:
-    """Runs of pieces that look alike."""
-    return groupby(pieces, key=lambda piece: (piece.carries_loss, piece.is_special))
+def _judge_equal_answers(splits: dict[SplitName, Rows]) -> Iterator[Finding]:
+    """Find pairs without a preference."""
+    for name, rows in splits.items():
+        equal = _equal_answers(rows) if isinstance(rows, EncodedPairs) else []
+        if equal:
+            group = RowGroup(count=len(equal), first=[location(rows, row) for row in equal[:_NAMED_IN_WORDS]])
+            what = f"{name}: {len(equal):,} of {len(rows):,} pairs have the same answer twice: {in_words(group)}"
+            yield warning("Data", what, "remove them: nothing can be preferred")
+
+
+def _equal_answers(pairs: EncodedPairs) -> list[int]:
+    chosen, rejected = map(row_digests, pairs.sides)
+    return [row for row, (one, other) in enumerate(zip(chosen, rejected, strict=True)) if one == other]

@@ -1,45 +1,50 @@
-"""What the encoded rows of a split are like as a whole: lengths, shares, rows that were cut or come twice."""
+"""Summarize the encoded rows of a split: lengths, tokens with loss, rows that were cut or come twice."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 
 from finetune.data.encoded import EncodedExamples
 from finetune.data.gates import is_answer_truncated
+from finetune.data.preferences import EncodedPairs
 from finetune.diagnose.preview_tokens import on_one_line
 
+Rows: TypeAlias = EncodedExamples | EncodedPairs
+"""Of a split: each has one side, or two where it is a pair of answers."""
+
 MOST_NAMED = 20
-"""Rows or groups of rows that a summary names; all are counted."""
+"""Rows, or groups of rows, that a summary names; it counts all of them."""
 _MOST_BINS = 12
 
 
 @dataclass(frozen=True)
-class RowPlace:
-    """One row."""
+class RowLocation:
+    """One row and where it was read."""
 
     row: int
     """In its split, from 1."""
     source: str
-    """Where it was read: `orders/train.jsonl:17`. Nothing in it steers a terminal."""
+    """For example `orders/train.jsonl:17`. Nothing in it steers a terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowGroup:
-    """Rows that have something in common: how many there are, and the first of them."""
+    """The number of rows that have something in common, and the first of them."""
 
     count: int
-    first: list[RowPlace]
+    first: list[RowLocation]
 
 
 @dataclass(frozen=True)
 class Bin:
-    """A bar of the histogram: rows with `shortest` to `longest` tokens, both included."""
+    """A bar of the histogram: the rows with `shortest` to `longest` tokens, both included."""
 
     shortest: int
     longest: int
@@ -51,21 +56,23 @@ class SplitSummary:
     """A split as the model will see it."""
 
     kind: str
-    """What a row was: messages, prompt_completion, text, or several."""
+    """The kind of its rows: messages, prompt_completion, text, several, or preference for pairs of answers."""
     rows: int
     tokens: int
+    """Of a pair, those of both sides."""
     target_tokens: int
     target_share: float
     shortest: int
+    """The length of a pair is that of its longer side."""
     median: int
     percentile_90: int
     percentile_99: int
     longest: int
     histogram: list[Bin]
     truncated: RowGroup
-    """Cut at data.max_length."""
+    """Rows that data.max_length cuts."""
     answers_cut: RowGroup
-    """Of these, the ones that end inside of an answer: its end of turn is not trained."""
+    """Those of them that end inside of an answer: its end of turn is not trained."""
     without_targets: RowGroup
     duplicates: RowGroup
     """Rows that repeat an earlier row of the split, token for token."""
@@ -75,23 +82,27 @@ class SplitSummary:
     """Rows that the training split has too, token for token. Always empty for the training split itself."""
 
 
-def summarize(examples: EncodedExamples, digests: Sequence[bytes], training: Iterable[bytes] = ()) -> SplitSummary:
+def summarize(rows: Rows, digests: Sequence[bytes], training: Iterable[bytes] = ()) -> SplitSummary:
     """Look at every row of a split.
 
     Args:
-        examples: the split.
+        rows: the split.
         digests: of its rows, see `row_digests`.
-        training: those of the training split, where this is another.
+        training: the digests of the training split, if this is another split.
     """
-    lengths = examples.lengths
-    ordered = lengths.sort().values
-    num_tokens, num_targets = int(lengths.sum()), int(examples.num_targets.sum())
-    equal = _equal_rows(digests, examples.rows.numbers.tolist())
-    repeated = sorted(row for rows in equal for row in rows[1:])
+    ordered = rows.lengths.sort().values
+    num_tokens = sum(int(side.lengths.sum()) for side in rows.sides)
+    num_targets = sum(int(side.num_targets.sum()) for side in rows.sides)
+    equal = _equal_rows(digests, rows.sides[0].rows.numbers.tolist())
     known = set(training)
+
+    def having(find: Callable[[EncodedExamples], torch.Tensor]) -> RowGroup:
+        is_found = torch.stack([find(side) for side in rows.sides]).any(dim=0)
+        return _group(rows, is_found.nonzero()[:, 0].tolist())
+
     return SplitSummary(
-        kind=examples.kind,
-        rows=len(examples),
+        kind=rows.kind,
+        rows=len(rows),
         tokens=num_tokens,
         target_tokens=num_targets,
         target_share=num_targets / num_tokens if num_tokens else 0.0,
@@ -100,18 +111,22 @@ def summarize(examples: EncodedExamples, digests: Sequence[bytes], training: Ite
         percentile_90=_percentile(ordered, 0.9),
         percentile_99=_percentile(ordered, 0.99),
         longest=int(ordered[-1]),
-        histogram=histogram(lengths),
-        truncated=_group(examples, _true(examples.is_truncated)),
-        answers_cut=_group(examples, _true(is_answer_truncated(examples))),
-        without_targets=_group(examples, _true(examples.num_targets == 0)),
-        duplicates=_group(examples, repeated),
-        duplicate_groups=[_group(examples, rows) for rows in equal[:MOST_NAMED]],
-        in_training=_group(examples, [row for row, digest in enumerate(digests) if digest in known]),
+        histogram=histogram(rows.lengths),
+        truncated=having(lambda side: side.is_truncated),
+        answers_cut=having(is_answer_truncated),
+        without_targets=having(lambda side: side.num_targets == 0),
+        duplicates=_group(rows, sorted(row for group in equal for row in group[1:])),
+        duplicate_groups=[_group(rows, group) for group in equal[:MOST_NAMED]],
+        in_training=_group(rows, [row for row, digest in enumerate(digests) if digest in known]),
     )
 
 
-def row_digests(examples: EncodedExamples) -> list[bytes]:
+def row_digests(rows: Rows) -> list[bytes]:
     """For each row a digest of its tokens and of which of them carry loss."""
+    return [b"".join(of_sides) for of_sides in zip(*map(_digests, rows.sides), strict=True)]
+
+
+def _digests(examples: EncodedExamples) -> list[bytes]:
     ids, targets = examples.rows.token_ids.numpy(), examples.rows.is_target.numpy()
     edges = examples.rows.offsets.tolist()
     return [
@@ -120,9 +135,9 @@ def row_digests(examples: EncodedExamples) -> list[bytes]:
     ]
 
 
-def place(examples: EncodedExamples, row: int) -> RowPlace:
-    """Where a row is, given its index from 0."""
-    return RowPlace(row + 1, on_one_line(examples.source(row)))
+def location(rows: Rows, row: int) -> RowLocation:
+    """Where a row was read, given its index from 0."""
+    return RowLocation(row + 1, on_one_line(rows.sides[0].source(row)))
 
 
 def histogram(lengths: torch.Tensor) -> list[Bin]:
@@ -139,7 +154,7 @@ def histogram(lengths: torch.Tensor) -> list[Bin]:
 
 
 def _round_width(span: int) -> int:
-    """1, 2 or 5 times a power of ten: the least that cuts a span into few enough bins, wherever it begins."""
+    """The least of 1, 2 or 5 times a power of ten that cuts a span into few enough bins, wherever it begins."""
     power = 1
     while True:
         for factor in (1, 2, 5):
@@ -149,7 +164,7 @@ def _round_width(span: int) -> int:
 
 
 def _percentile(ordered: torch.Tensor, share: float) -> int:
-    """The least length that so many of the rows do not exceed."""
+    """The least length that this share of the rows does not exceed."""
     return int(ordered[max(0, math.ceil(share * len(ordered)) - 1)])
 
 
@@ -162,10 +177,5 @@ def _equal_rows(digests: Sequence[bytes], numbers: Sequence[int]) -> list[list[i
     return sorted(equal, key=lambda rows: (-len(rows), rows))
 
 
-def _true(mask: torch.Tensor) -> list[int]:
-    rows: list[int] = mask.nonzero()[:, 0].tolist()
-    return rows
-
-
-def _group(examples: EncodedExamples, rows: Sequence[int]) -> RowGroup:
-    return RowGroup(count=len(rows), first=[place(examples, row) for row in rows[:MOST_NAMED]])
+def _group(rows: Rows, indices: Sequence[int]) -> RowGroup:
+    return RowGroup(count=len(indices), first=[location(rows, row) for row in indices[:MOST_NAMED]])

@@ -1,4 +1,4 @@
-"""Token ids as text that a person can read and a terminal cannot be harmed by."""
+"""Token ids as text that a person can read and that cannot harm a terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_TOKENS_OF_A_CHARACTER = 4  # of UTF-8 bytes
 
 
 class Piece(NamedTuple):
-    """The fewest tokens that make whole characters: one, but for characters that are cut into several."""
+    """The fewest tokens that make whole characters: one token, unless a character is cut into several."""
 
     token_ids: list[int]
     text: str
@@ -31,20 +31,25 @@ class Piece(NamedTuple):
     is_special: bool
     """One token with a meaning of its own, not text that was written."""
 
+    @property
+    def look(self) -> tuple[bool, bool]:
+        """Pieces that look alike are shown as one."""
+        return self.carries_loss, self.is_special
+
 
 def visible(text: str) -> str:
     """Text in which every character can be seen and none steers a terminal.
 
-    A line break is shown as its sign and then made; what cannot be printed (control characters, invisible and
-    direction-changing ones, all spaces but the plain one) as ``<U+001B>``. Text that only looks like that is escaped
-    itself, so that two texts never look alike.
+    A line break is shown as a sign and then made. Characters that cannot be printed (control characters, invisible and
+    direction-changing ones, all spaces but the plain one) are shown as ``<U+001B>``. Text that only looks like that is
+    escaped itself, so that two texts never look alike.
     """
     escaped = _LOOKS_LIKE_A_SIGN.sub("<U+003C>", text)
     return "".join(_SIGNS.get(c) or terminal.visible(c, also_unseen=True) for c in escaped)
 
 
 def on_one_line(text: str) -> str:
-    """`visible` without making the line breaks: for names and places."""
+    """`visible` without making the line breaks, for names and paths."""
     return visible(text).replace("\n", "")
 
 
@@ -54,7 +59,7 @@ def read_pieces(
     carries_loss: Sequence[bool],
     special_ids: Collection[int],
 ) -> list[Piece]:
-    """What the tokens of a row say, piece by piece.
+    """Decode the tokens of a row piece by piece.
 
     Args:
         tokenizer: a fast tokenizer.
@@ -80,13 +85,13 @@ def read_pieces(
 
 
 def special_looking_text(pieces: Sequence[Piece]) -> list[str]:
-    """What looks like a special token but was read as ordinary text, in the order in which it first comes."""
+    """Find text that looks like a special token but was read as ordinary text, in the order of its first appearance."""
     written = "".join("\0" if piece.is_special else piece.text for piece in pieces)
     return list(dict.fromkeys(_LOOKS_SPECIAL.findall(written)))
 
 
 def _end_of_alike(ids: Sequence[int], loss: Sequence[bool], special_ids: Collection[int], start: int) -> int:
-    """Behind the tokens from `start` on that one piece may be made of."""
+    """The end of the tokens from `start` on that one piece may be made of."""
     stop = start + 1
     last = min(len(ids), start + _MOST_TOKENS_OF_A_CHARACTER)
     while stop < last and ids[stop] not in special_ids and loss[stop] == loss[start]:
@@ -97,7 +102,7 @@ def _end_of_alike(ids: Sequence[int], loss: Sequence[bool], special_ids: Collect
 def _whole_characters(
     tokenizer: PreTrainedTokenizerBase, before: list[int], token_ids: Sequence[int]
 ) -> tuple[int, str]:
-    """How many of these tokens make whole characters, and their text."""
+    """Count the tokens that make whole characters, and decode them."""
     first = _text_behind(tokenizer, before, token_ids[:1])
     if not first.endswith(_UNREADABLE):
         return 1, first or _name(tokenizer, token_ids[0])
@@ -109,7 +114,7 @@ def _whole_characters(
 
 
 def _text_behind(tokenizer: PreTrainedTokenizerBase, before: list[int], token_ids: Sequence[int]) -> str:
-    """What the tokens add to those before: some decoders drop a space where a text begins."""
+    """The text that the tokens add to those before: some decoders drop a space where a text begins."""
     context = _decode(tokenizer, before)
     both = _decode(tokenizer, [*before, *token_ids])
     return both[len(context) :] if both.startswith(context) else _decode(tokenizer, token_ids)

@@ -57,13 +57,18 @@ def summed_cross_entropy(model: torch.nn.Module, microbatch: Microbatch, choices
         )
 
 
-def cross_entropy_per_target(model: torch.nn.Module, microbatch: Microbatch) -> torch.Tensor:
+def cross_entropy_per_target(
+    model: torch.nn.Module, microbatch: Microbatch, choices: Choices = BY_DEVICE
+) -> torch.Tensor:
     """Nats of each target token, row after row: shape (num_targets,), fp32. For evaluation: without a gradient."""
     if not isinstance(microbatch, PackedMicrobatch):
         return cross_entropy_of_padded(model, microbatch)
-    hidden, head = before_head(model, microbatch)
+    hidden, head = before_head(model, microbatch, choices)
     with torch.autocast(hidden.device.type, enabled=False):
-        return head_loss_per_target(hidden, head.weight, microbatch.labels, bias=head.bias)[microbatch.target_term]
+        losses = head_loss_per_target(
+            hidden, head.weight, microbatch.labels, bias=head.bias, chunk_bytes=choices.logits_chunk_bytes
+        )
+    return losses[microbatch.target_term]
 
 
 def before_head(model: Any, microbatch: PackedMicrobatch, choices: Choices = BY_DEVICE) -> tuple[torch.Tensor, Any]:

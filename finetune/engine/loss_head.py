@@ -46,11 +46,16 @@ def summed_head_loss(
 
 @torch.no_grad()
 def head_loss_per_target(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, bias: torch.Tensor | None = None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    chunk_bytes: int | None = None,
 ) -> torch.Tensor:
     """Nats of each target, (targets,), in fp32 or better and without a gradient; arguments as in `summed_head_loss`."""
     losses = hidden.new_empty(len(hidden), dtype=_wide(hidden))
-    for rows in _chunks(hidden, weight, _chunk_bytes(hidden)):
+    for rows in _chunks(hidden, weight, _chunk_bytes(hidden) if chunk_bytes is None else chunk_bytes):
         _, losses[rows] = _softmax_and_loss(hidden[rows], weight, bias, labels[rows])
     return losses
 

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,15 +41,12 @@ def add_lora(
         ConfigError: the section asks for what this recipe has not prepared.
         ModelError: a target that matches no linear layer, or a start that does not fit.
     """
-    from peft import get_peft_model
-
     refuse_unquantized(model, section)
     ids = ids_of_new_tokens(tokenizer, section)
     if ids:
         grow_embeddings(model, ids[-1] + 1)
     targets = resolve_targets(model, section.target_modules)
-    with _quiet_peft():
-        adapted: PeftModel = get_peft_model(model, _adapter_config(model, section, targets, ids))
+    adapted = attach_adapter(model, section, targets, ids)
     if ids:
         start_from_mean_row(adapted, ids)
     if section.init != "default":
@@ -67,6 +64,24 @@ def add_lora(
         100 * trainable / total,
         "; half of them hold what was taken from the base, and keep it" if section.init != "default" else "",
     )
+    return adapted
+
+
+def attach_adapter(
+    model: PreTrainedModel, section: LoraSection, targets: list[str], ids: Sequence[int] = ()
+) -> PeftModel:
+    """Freeze the base and add an adapter of the section's shape, with the weights that PEFT starts from.
+
+    Args:
+        model: the base; on the meta device nothing takes memory.
+        section: what the adapter is.
+        targets: the layers to adapt, see `resolve_targets`.
+        ids: tokens whose rows of the embedding train too.
+    """
+    from peft import get_peft_model
+
+    with _quiet_peft():
+        adapted: PeftModel = get_peft_model(model, _adapter_config(model, section, targets, list(ids)))
     return adapted
 
 

@@ -77,17 +77,21 @@ def _read(run: RecordedRun, labels: list[str]) -> PreviewedData:
     # A report must be safe to make of a folder that somebody else has sent.
     model = config.model.model_copy(update={"trust_remote_code": False})
     preview = preview_data(config.model_copy(update={"model": model, "strict": False}), num_rows=1)
-    spans, place = [], ""
+    spans: list[Span] = []
+    places: list[str] = []
     for row in preview.rows:
-        place = f"row {row.place.row}, {row.place.source}: {row.num_tokens:,} tokens, {row.num_targets:,} carry loss"
-        alike = groupby(row.pieces, key=lambda piece: (piece.carries_loss, piece.is_special))
-        spans = [Span("".join(piece.text for piece in pieces), *kind) for kind, pieces in alike]
+        side = "" if row.side is None else f" ({row.side})"
+        facts = f"{row.num_tokens:,} tokens{side}, {row.num_targets:,} carry loss"
+        places.append(facts if places else f"row {row.location.row}, {row.location.source}: {facts}")
+        alike = groupby(row.own_pieces(), key=lambda piece: piece.look)
+        spans += [Span("\n", False, True)] if spans else []
+        spans += [Span("".join(piece.text for piece in pieces), *look) for look, pieces in alike]
     return PreviewedData(
         labels=labels,
         source=preview.data,
         splits={str(name): summary for name, summary in preview.splits.items()},
         row=_shortened(spans),
-        row_place=place,
+        row_place="; ".join(places),
         findings=[f"{finding.what}: {finding.fix}" for finding in preview.findings],
     )
 

@@ -18,7 +18,7 @@ from finetune.data.batches import Collate, EvaluationLoader
 from finetune.data.preferences import EncodedPair
 from finetune.distributed.runtime import Runtime
 from finetune.engine.layout import PackedMicrobatch
-from finetune.engine.loss import before_head, cross_entropy_per_target
+from finetune.engine.loss import BY_DEVICE, Choices, before_head, cross_entropy_per_target
 from finetune.engine.loss_head import head_loss_per_target, summed_head_loss
 from finetune.engine.microbatch import Microbatch
 from finetune.engine.reference import in_float64
@@ -100,24 +100,29 @@ class Outcomes(NamedTuple):
         return torch.stack([values.sum() for values in each])
 
 
-def summed_preferences(model: Any, microbatch: PreferenceMicrobatch, *, beta: float) -> torch.Tensor:
+def summed_preferences(
+    model: Any, microbatch: PreferenceMicrobatch, *, beta: float, choices: Choices = BY_DEVICE
+) -> torch.Tensor:
     """The loss summed over the pairs of a micro-batch, which can be differentiated, and `FIGURES` behind it, float64.
 
     Args:
         model: a PEFT model, in training mode.
         microbatch: on the model's device.
-        beta: how dear it is to leave the reference.
+        beta: the weight of the penalty for moving away from the reference.
+        choices: how packed rows are computed.
     """
-    return measure_preferences(model, microbatch, beta=beta).sums()
+    return measure_preferences(model, microbatch, beta=beta, choices=choices).sums()
 
 
-def measure_preferences(model: Any, microbatch: PreferenceMicrobatch, *, beta: float) -> Outcomes:
+def measure_preferences(
+    model: Any, microbatch: PreferenceMicrobatch, *, beta: float, choices: Choices = BY_DEVICE
+) -> Outcomes:
     """What a model makes of each pair. A micro-batch of no kind of pairs is one without any: `EMPTY_MICROBATCH`."""
     rows = microbatch.rows if isinstance(microbatch, PreferenceMicrobatch) else microbatch
     with evaluation_mode(model), model.disable_adapter():
-        reference = _by_row(rows, in_float64(cross_entropy_per_target(model, rows)))
+        reference = _by_row(rows, in_float64(cross_entropy_per_target(model, rows, choices)))
     if isinstance(rows, PackedMicrobatch):
-        losses, nats = _packed_losses(model, rows, reference, beta)
+        losses, nats = _packed_losses(model, rows, reference, beta, choices)
     else:
         nats = _by_row(rows, in_float64(cross_entropy_per_target(model, rows)))
         losses = _losses(nats, reference, beta)
@@ -159,15 +164,16 @@ def _losses(nats: torch.Tensor, reference: torch.Tensor, beta: float) -> torch.T
 
 
 def _packed_losses(
-    model: Any, rows: PackedMicrobatch, reference: torch.Tensor, beta: float
+    model: Any, rows: PackedMicrobatch, reference: torch.Tensor, beta: float, choices: Choices
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of each pair and the nats of each row, logits a chunk at a time.
 
     Values come first, then one weighted sum whose gradient is that of the losses.
     """
-    hidden, head = before_head(model, rows)
+    hidden, head = before_head(model, rows, choices)
+    size = choices.logits_chunk_bytes
     with torch.autocast(hidden.device.type, enabled=False):
-        of_term = head_loss_per_target(hidden.detach(), head.weight, rows.labels, bias=head.bias)
+        of_term = head_loss_per_target(hidden.detach(), head.weight, rows.labels, bias=head.bias, chunk_bytes=size)
         nats = _by_row(rows, in_float64(of_term[rows.target_term])).requires_grad_()
         with torch.enable_grad():
             losses = _losses(nats, reference, beta)
@@ -178,7 +184,7 @@ def _packed_losses(
         of_terms = torch.zeros(len(rows.labels), dtype=of_target.dtype, device=of_target.device)
         of_terms.index_add_(0, rows.target_term.to(of_target.device), of_target)
         counts = of_terms.to(hidden.device, of_term.dtype)
-        weighted = summed_head_loss(hidden, head.weight, rows.labels, bias=head.bias, counts=counts)
+        weighted = summed_head_loss(hidden, head.weight, rows.labels, bias=head.bias, counts=counts, chunk_bytes=size)
     # The weighted sum brings the gradient and no value: it is shared out evenly, for only the sum of all is used.
     return losses.detach() + (weighted - weighted.detach()) / len(losses), nats.detach()
 

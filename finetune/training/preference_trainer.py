@@ -6,10 +6,11 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.batches import EvaluationLoader
+from finetune.data.batches import Collate, EvaluationLoader
 from finetune.data.preferences import EncodedPairs, EncodedPairSplits
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
+from finetune.engine.loss import BY_DEVICE, Choices
 from finetune.errors import ConfigError, DataError
 from finetune.inference.evaluate import LossSums
 from finetune.model.base import longrope_boundary
@@ -59,12 +60,16 @@ class PreferenceTrainer(Trainer):
         for split in (splits.train, splits.validation):
             _refuse_straddling(split, longrope_boundary(model))
         super().__init__(runtime, config, model, tokenizer, splits)  # type: ignore[arg-type]  # a row is a pair here
-        self._collate: Any = partial(put_pairs_together, rows=self._collate)
 
-    @property
-    def loss_function(self) -> LossFunction:
-        """See `Trainer.loss_function`."""
-        return LossWithFigures(partial(summed_preferences, beta=self.config.preference.beta), FIGURES)
+    @staticmethod
+    def loss_of(config: Config, choices: Choices = BY_DEVICE) -> LossFunction:
+        """See `Trainer.loss_of`."""
+        return LossWithFigures(partial(summed_preferences, beta=config.preference.beta, choices=choices), FIGURES)
+
+    @staticmethod
+    def collation_of(collate: Collate) -> Any:
+        """See `Trainer.collation_of`: a row is a pair here."""
+        return partial(put_pairs_together, rows=collate)
 
     def measure(self, loader: EvaluationLoader) -> LossSums:
         """See `Trainer.measure`."""

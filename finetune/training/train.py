@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.data.encode import encode_examples
-from finetune.data.examples import load_examples
-from finetune.data.preferences import encode_preferences
+from finetune.data.objective import encode_for_objective
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
 from finetune.model.base import build_base_model
@@ -39,10 +37,20 @@ def build_trainer(runtime: Runtime, config: Config) -> Trainer:
 
     Collective: every rank.
     """
+    trainer = trainer_for(config)  # before anything slow
+    return trainer(runtime, config, *build_parts(runtime, config))
+
+
+def trainer_for(config: Config) -> type[Trainer]:
+    """Choose the trainer for the configuration's objective.
+
+    Raises:
+        ConfigError: the objective cannot be trained this way.
+    """
     if config.training.objective == "dpo":
-        check_reference(config)  # before anything slow
-        return PreferenceTrainer(runtime, config, *build_parts(runtime, config))
-    return Trainer(runtime, config, *build_parts(runtime, config))
+        check_reference(config)
+        return PreferenceTrainer
+    return Trainer
 
 
 class Parts(NamedTuple):
@@ -69,11 +77,7 @@ def build_parts(runtime: Runtime, config: Config) -> Parts:
     if is_quantized:  # before anything is read
         refuse_where_quantizing_is_impossible(config.lora, config.model, runtime.device)
     tokenizer = build_run_tokenizer(config)
-    splits: Any
-    if config.training.objective == "dpo":
-        splits = encode_preferences(config.data, tokenizer, fallbacks=runtime.fallbacks)
-    else:
-        splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
+    splits = encode_for_objective(config, tokenizer, fallbacks=runtime.fallbacks)
     if is_quantized:
         base = build_quantized_base(config.model, config.lora, runtime.device)
     else:

@@ -9,15 +9,16 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from finetune.config.compose import resolved_yaml
-from finetune.data.batches import EvaluationLoader, TrainLoader
+from finetune.data.batches import Collate, EvaluationLoader, TrainLoader
 from finetune.data.encoded import EncodedSplits
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
-from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
 from finetune.engine.microbatch import Microbatch
 from finetune.errors import FinetuneError
 from finetune.inference.compare import compare_models
@@ -117,7 +118,7 @@ class Trainer:
         runtime.place(model)
         if config.training.neftune_alpha:
             add_embedding_noise(model, config.training.neftune_alpha)
-        self._collate = agree_on_forward(runtime, config.training, model).collate
+        self._collate = self.collation_of(agree_on_forward(runtime, config.training, model).collate)
         if config.training.gradient_checkpointing:
             checkpoint_gradients(model)
 
@@ -129,7 +130,23 @@ class Trainer:
     @property
     def loss_function(self) -> LossFunction:
         """Sums the loss over a micro-batch's targets; `train_step` minimises its mean."""
-        return summed_cross_entropy
+        return self.loss_of(self.config)
+
+    @staticmethod
+    def loss_of(config: Config, choices: Choices = BY_DEVICE) -> LossFunction:
+        """Make the `loss_function` of a configuration, for `finetune plan` too.
+
+        Args:
+            config: the whole run.
+            choices: how packed rows are computed.
+        """
+        del config  # this loss has no settings
+        return partial(summed_cross_entropy, choices=choices)
+
+    @staticmethod
+    def collation_of(collate: Collate) -> Any:
+        """Make the function that a loader calls for a micro-batch, from the one that puts rows together."""
+        return collate
 
     def prepare_dataloaders(self) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:
         """Deal the rows to batches and ranks. Training and validation are shared out, testing is rank 0's alone.

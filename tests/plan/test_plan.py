@@ -11,18 +11,22 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from finetune.cli.plan import plan_from_words
 from finetune.config.compose import load_config
+from finetune.config.schema import LoraSection
 from finetune.data.encode import encode_examples
 from finetune.data.examples import load_examples
 from finetune.diagnose.plan import find_largest, make_plan
 from finetune.diagnose.plan_devices import find_device, read_device
-from finetune.diagnose.plan_limit import operations_of_step
+from finetune.diagnose.plan_time import operations_of_step
 from finetune.distributed.launch import launch
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import PaddedMicrobatch
 from finetune.errors import ConfigError
 from finetune.model.base import build_base_model, build_tokenizer, checkpoint_gradients
 from finetune.model.lora import add_lora
+from finetune.training.preference import PreferenceMicrobatch, summed_preferences
+from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
+from tests.tiny_models import build_tiny, tiny_phi3_config
 from tests.tiny_runs import write_base, write_rows
 
 
@@ -69,6 +73,87 @@ def test_the_plan_is_what_the_trainer_does(words, more, tmp_path):
     assert plan.fits
 
 
+@pytest.fixture(scope="module")
+def pairs(inputs, tmp_path_factory):
+    """Rows of pairs: with prompts that are worth sharing, of different lengths."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for split, count in (("train", 18), ("validation", 4)):
+        rows = [
+            {
+                "prompt": f"{split} {number}: please send three crates of oranges {'to Porto ' * (number % 4)}",
+                "chosen": "yes " * (1 + number % 3),
+                "rejected": "no " * (1 + number % 5),
+            }
+            for number in range(count)
+        ]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def words_of_pairs(words, pairs):
+    kept = [word for word in words if not word.startswith("data.path=")]
+    return [*kept, f"data.path={pairs}", "task=finetune_preferences"]
+
+
+@pytest.mark.parametrize("more", [[], ["training.share_prefixes=false"], ["training.kernels=reference"]])
+def test_the_plan_of_pairs_is_what_the_trainer_does(words_of_pairs, more):
+    config = load_config([*words_of_pairs, *more])
+    plan = make_plan(config, find_device("cpu"))
+    with launch(config) as runtime:
+        trainer = build_trainer(runtime, config)
+        loader, _, _ = trainer.prepare_dataloaders()
+        steps = list(loader.steps(0))
+    batches, rows = plan.batches, trainer.splits.train
+    assert (plan.objective, batches.rows, batches.global_batch_size) == ("dpo", 18, 4)
+    assert (batches.steps_per_epoch, batches.steps) == (len(steps), 3 * len(steps))
+    assert batches.microbatches_per_step == max(map(len, steps))
+    assert batches.tokens == sum(m.num_tokens for step in steps for _, m in step)
+    assert batches.target_tokens == int(rows.chosen.num_targets.sum() + rows.rejected.num_targets.sum())
+    computed = [m.num_computed for step in steps for _, m in step]
+    if "training.kernels=reference" in more:
+        assert batches.computed_share > 1  # padding counts
+    else:
+        assert batches.computed_share == pytest.approx(sum(computed) / batches.tokens, rel=0.1)
+        assert batches.largest_microbatch_tokens == pytest.approx(max(computed), rel=0.1)
+    assert batches.largest_microbatch_rows <= 4
+    assert plan.fits
+
+
+def test_a_plan_of_pairs_says_so(words_of_pairs, capsys):
+    assert plan_from_words(words_of_pairs, run=None, is_probed=True) == 0
+    out = capsys.readouterr().out
+    assert "an epoch: 18 pairs, " in out
+    assert "global batch: 4 pairs = training.batch_size=4 x 1 processes" in out
+    assert ", on preferences (DPO)" in out
+    assert "s a step, measured on this machine" in out
+
+
+def test_pairs_that_cannot_be_read_are_taken_to_be_two_rows_of_the_greatest_length(words_of_pairs, tmp_path):
+    words = [word for word in words_of_pairs if not word.startswith("data.path=")]
+    more = [f"data.path={tmp_path / 'gone.jsonl'}", "data.max_length=50", "training.max_steps=7"]
+    plan = make_plan(load_config([*words, *more]), find_device("cpu"))
+    batches = plan.batches
+    assert (batches.rows, batches.steps, batches.largest_microbatch_tokens) == (None, 7, 4 * 2 * 50)
+    (found,) = plan.findings
+    assert found.what.startswith("the rows cannot be used, so the plan assumes rows of 50 tokens (data.max_length)")
+
+
+def test_preferences_without_a_reference_are_refused_as_training_refuses_them(words_of_pairs):
+    with pytest.raises(ConfigError, match=r"training\.method is full, but the reference of DPO is the base"):
+        make_plan(load_config([*words_of_pairs, "training.method=full"]), find_device("cpu"))
+
+
+def test_the_forward_is_the_one_that_training_chooses(words):
+    def forward(*more: str) -> str:
+        config = load_config([*words, *more])
+        return make_plan(config, replace(find_device("cpu"), has_bf16=True)).forward
+
+    assert forward("training.method=full") == "the engine's own"
+    assert forward("training.neftune_alpha=5") == "transformers' own on padded rows: embed_tokens has hooks"
+    assert forward("training.kernels=reference") == "transformers' own on padded rows: training.kernels=reference"
+
+
 @pytest.mark.parametrize(("fixed", "each", "end"), [(10, 7, 128), (0, 1, 5), (900, 3, 64), (2000, 1, 8), (5, 0, 16)])
 @pytest.mark.parametrize("first", [1, 8, 40])
 def test_the_largest_batch_is_found_in_few_trials(fixed, each, end, first):
@@ -111,8 +196,8 @@ def test_without_data_every_row_is_taken_to_be_as_long_as_it_may_be(words, capsy
     code = plan_from_words([*gone, "data.path=gone.jsonl", "data.max_length=50", "training.max_steps=7"], run=None)
     out = capsys.readouterr().out
     assert code == 0
-    assert "takes every row to be 50 tokens" in out.replace("\n", " ")
-    assert "4 rows, 200 tokens computed" in out
+    assert "the plan assumes rows of 50 tokens" in out.replace("\n", " ")
+    assert "the largest has 4 rows and computes 200 tokens" in out
     assert "7 steps" in out
 
 
@@ -162,6 +247,20 @@ def test_the_time_at_the_limit_is_that_of_the_products_that_a_step_makes(words, 
     options = {"num_targets": num_targets, "is_checkpointing": checkpointing == "true"}
     whole = operations_of_step(model, num_computed=num_computed, **options)
     assert plan.seconds_at_limit == pytest.approx(whole / (plan.device.teraflops["fp32"] * 1e12))
+
+
+def test_the_time_of_preferences_counts_their_reference():
+    model = add_lora(build_tiny(tiny_phi3_config()), LoraSection(r=2)).train()
+    ids = torch.full((4, 10), 5)
+    answers = torch.zeros_like(ids, dtype=torch.bool)
+    answers[:, 1:] = True
+    rows = PaddedMicrobatch(input_ids=ids, is_target=answers, num_tokens=40, num_targets=36)
+    with FlopCounterMode(display=False) as counter:
+        summed_preferences(model, PreferenceMicrobatch(rows=rows), beta=0.1)[0].backward()
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(number for of, number in counts.items() if of in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    options = {"num_targets": 36, "is_checkpointing": False, "has_reference": True}
+    assert operations_of_step(model, num_computed=40, **options) == pytest.approx(products, rel=0.1)
 
 
 @pytest.mark.parametrize(

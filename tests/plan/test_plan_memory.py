@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import itertools
 import os
+from functools import partial
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from finetune.config.schema import LoraSection, OptimSection
-from finetune.data.batches import pad
+from finetune.data.batches import packer, pad
+from finetune.data.encoded import EncodedExample
+from finetune.data.preferences import EncodedPair
 from finetune.diagnose.plan_memory import optimizer_need, predict_peak
 from finetune.engine.layout import pack
-from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.loss import BY_DEVICE, summed_cross_entropy
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.training.optim import build_optimizer
+from finetune.training.preference import put_pairs_together, summed_preferences
 from tests.plan.error_table import WRITE, cases_of_page, record_error
 from tests.plan.measured import held_by, peak_of
 from tests.tiny_models import build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
@@ -45,6 +49,11 @@ def rows(number: int = 6, *, shared: int = 0, seed: int = 0) -> list[tuple[torch
     return made
 
 
+def sft(choices):
+    """The loss of the answers."""
+    return partial(summed_cross_entropy, choices=choices)
+
+
 class Example(tuple):
     input_ids = property(lambda self: self[0])
     is_target = property(lambda self: self[1])
@@ -57,12 +66,17 @@ def prepare(model, method: str, *, checkpointed: bool, dropout: float = 0.0):
     return adapted.train()
 
 
-def measure(model, optimizer, microbatch, *, number: int = 1) -> int:
+def dpo(choices):
+    """The loss of pairs."""
+    return partial(summed_preferences, beta=0.1, choices=choices)
+
+
+def measure(model, optimizer, microbatch, *, number: int = 1, loss_of=sft) -> int:
     """The peak of a step that is not the first, with all that is held besides."""
 
     def step() -> None:
         for _ in range(number):
-            summed_cross_entropy(model, microbatch()).backward()
+            loss_of(BY_DEVICE)(model, microbatch()).reshape(-1)[0].backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -70,13 +84,13 @@ def measure(model, optimizer, microbatch, *, number: int = 1) -> int:
     return held_by(model, optimizer) + peak_of(step)
 
 
-def predict(config, microbatch, method: str, *, accumulates: bool = False, **options):
+def predict(config, microbatch, method: str, *, accumulates: bool = False, loss_of=sft, **options):
     with torch.device("meta"):
         model = prepare(AutoModelForCausalLM.from_config(config), method, **options)
     model.config.use_cache = False
     need = optimizer_need(build_optimizer(model, OptimSection()), kind="cpu")
     assert need is not None
-    return predict_peak(model, microbatch, need, kind="cpu", is_bf16=False, accumulates=accumulates)
+    return predict_peak(model, microbatch, need, loss_of, kind="cpu", is_bf16=False, accumulates=accumulates)
 
 
 CASES = [
@@ -90,16 +104,30 @@ CASES = [
     ("wider phi3", "full", False, "padded"),
 ]
 
+PAIRS = [
+    *itertools.product(["phi3"], [False, True], ["packed", "padded", "shared"]),
+    ("phi", False, "shared"),
+    ("gemma2", False, "padded"),
+    ("wider phi3", False, "shared"),
+]
+"""DPO, always with LoRA."""
+
 
 def name_of(family: str, method: str, checkpointed: bool, way: str) -> str:
     """As the table of docs/plan.md has it."""
     through = {"packed": "packed", "padded": "padded", "shared": "packed, shared beginnings"}[way]
-    return f"{family}, {'LoRA' if method == 'lora' else 'full'}, {through}{', checkpointing' * checkpointed}"
+    return f"{family}, {'LoRA' if method == 'lora' else method}, {through}{', checkpointing' * checkpointed}"
+
+
+def name_of_pairs(family: str, checkpointed: bool, way: str) -> str:
+    """As the table of docs/plan.md has it."""
+    return name_of(family, "DPO", checkpointed, way)
 
 
 def test_the_table_of_the_docs_has_these_cases_and_no_others():
     if not os.environ.get(WRITE):
-        assert sorted(cases_of_page()) == sorted(itertools.starmap(name_of, CASES))
+        names = [*itertools.starmap(name_of, CASES), *itertools.starmap(name_of_pairs, PAIRS)]
+        assert sorted(cases_of_page()) == sorted(names)
 
 
 @pytest.mark.parametrize(("family", "method", "checkpointed", "way"), CASES)
@@ -113,6 +141,36 @@ def test_the_predicted_peak_is_the_measured_one(family, method, checkpointed, wa
     error = predicted.total / measured - 1
     assert abs(error) < 0.10, predicted
     record_error(name_of(family, method, checkpointed, way), measured, error)
+
+
+def pairs(number: int = 3) -> list[EncodedPair]:
+    """Random pairs: a prompt of 120 tokens, and two answers that carry loss."""
+    random = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(number):
+        prompt = torch.randint(3, 3000, (120,), generator=random)
+        answers = [torch.randint(3, 3000, (length,), generator=random) for length in (60, 90)]
+        sides = [torch.cat([prompt, answer]) for answer in answers]
+        made.append(EncodedPair(*(EncodedExample(ids, torch.arange(len(ids)) >= 120) for ids in sides)))
+    return made
+
+
+@pytest.mark.parametrize(("family", "checkpointed", "way"), PAIRS)
+def test_the_predicted_peak_of_pairs_is_the_measured_one(family, checkpointed, way):
+    """Policy and reference, in one micro-batch."""
+    config = CONFIGS[family]()
+    collate = pad if way == "padded" else packer(share_prefixes=way == "shared")
+    given = pairs()
+
+    def make():
+        return put_pairs_together(given, rows=collate)
+
+    predicted = predict(config, make(), "lora", checkpointed=checkpointed, loss_of=dpo)
+    model = prepare(build_tiny(config), "lora", checkpointed=checkpointed)
+    measured = measure(model, build_optimizer(model, OptimSection()), make, loss_of=dpo)
+    error = predicted.total / measured - 1
+    assert abs(error) < 0.10, predicted
+    record_error(name_of_pairs(family, checkpointed, way), measured, error)
 
 
 def test_gradients_that_are_added_up_are_there_all_the_time():
@@ -141,11 +199,11 @@ def test_few_layers_tell_what_many_take(kind, monkeypatch):
         model = prepare(AutoModelForCausalLM.from_config(config), "lora", checkpointed=False, dropout=0.1)
     need = optimizer_need(build_optimizer(model, OptimSection()), kind=kind)
     options = {"kind": kind, "is_bf16": kind == "cuda", "accumulates": False}
-    extrapolated = predict_peak(model, pack(rows()), need, **options)
+    extrapolated = predict_peak(model, pack(rows()), need, sft, **options)
     assert len(model.get_base_model().get_decoder().layers) == 6  # as it was
     assert all(weight.is_meta for weight in model.parameters())
     monkeypatch.setattr("finetune.diagnose.plan_memory._MORE", 6)
-    whole = predict_peak(model, pack(rows()), need, **options)
+    whole = predict_peak(model, pack(rows()), need, sft, **options)
     assert abs(extrapolated.total / whole.total - 1) < 0.005
     for part, size in whole.parts.items():
         assert abs(extrapolated.parts[part] - size) <= 0.01 * whole.total, part

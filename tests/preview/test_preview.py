@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from finetune.config.compose import load_config
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
+from finetune.data.preferences import encode_preferences
 from finetune.diagnose.preview import Preview, preview_data
 from finetune.diagnose.preview_splits import histogram, row_digests, summarize
 from finetune.errors import ConfigError, DataError
@@ -182,6 +184,96 @@ def test_rows_that_cannot_be_used_end_it_as_they_end_training(words, tmp_path):
     (tmp_path / "data" / "train.jsonl").write_text("{}\n")
     with pytest.raises(DataError, match=r"train\.jsonl:1"):
         preview(words)
+
+
+def pair(prompt: str, chosen: str, rejected: str) -> str:
+    return json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+
+
+@pytest.fixture
+def words_of_pairs(tmp_path: Path, base: Path) -> list[str]:
+    """A run over pairs: one that comes twice, one that is cut on one side, one without a preference."""
+    rows = {
+        "train": [pair("a", "b", "c"), pair("send it", "crates", "no"), pair("a", "b", "c"), pair("x", "y", "y")],
+        "validation": [pair("a", "b", "d"), pair("a b", "c", "long " * 40)],
+    }
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, lines in rows.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    words = [f"model.path={base}", f"data.path={folder}", f"data.cache_dir={tmp_path / 'cache'}", "data.max_length=64"]
+    return [*words, "task=finetune_preferences"]
+
+
+def test_pairs_are_those_that_training_encodes(words_of_pairs):
+    config = load_config([*words_of_pairs, *TOLERANT])
+    encoded = encode_preferences(config.data, build_tokenizer(config.model))
+    seen = preview([*words_of_pairs, *TOLERANT], num_rows=99)
+    assert seen.objective == "dpo"
+    assert [(row.location.row, row.side) for row in seen.rows] == [
+        (number, side) for number in (1, 2, 3, 4) for side in ("chosen", "rejected")
+    ]
+    examples = [example for one in encoded.train for example in one]
+    for row, example in zip(seen.rows, examples, strict=True):
+        record = row.as_record()
+        assert record["token_ids"] == example.input_ids.tolist()
+        assert record["loss"] == example.is_target.tolist()
+        assert record["side"] == row.side
+    chosen, rejected = seen.rows[2:4]
+    first_target = chosen.as_record()["loss"].index(True)
+    assert chosen.as_record()["shared_tokens"] == rejected.as_record()["shared_tokens"] == first_target
+    assert chosen.own_pieces() == chosen.pieces
+    assert "".join(piece.text for piece in rejected.own_pieces()) == "no<|end|><|endoftext|>"
+    assert rejected.own_pieces()[0].carries_loss
+
+
+def test_a_split_of_pairs_counts_both_sides_and_finds_what_is_wrong(words_of_pairs, capsys):
+    seen = preview(words_of_pairs)
+    config = load_config([*words_of_pairs, *TOLERANT])
+    encoded = encode_preferences(config.data, build_tokenizer(config.model)).train
+    train, validation = seen.splits["train"], seen.splits["validation"]
+    assert (train.kind, train.rows, train.duplicates.count) == ("preference", 4, 1)
+    assert train.tokens == int(encoded.chosen.lengths.sum() + encoded.rejected.lengths.sum())
+    assert train.target_tokens == int(encoded.chosen.num_targets.sum() + encoded.rejected.num_targets.sum())
+    assert train.longest == int(encoded.lengths.max())
+    assert (validation.truncated.count, validation.answers_cut.first[0].row) == (1, 2)
+    assert validation.in_training.count == 0, "only the chosen sides are equal"
+    notes = [row.notes for row in preview(words_of_pairs, rows=[3, 4]).rows]
+    assert notes[0][0].startswith("the same, token for token, as row 1 (")
+    assert notes[1:] == [[], ["both answers are the same: nothing can be preferred"], []]
+    warnings = [finding.what for finding in seen.findings if finding.level == "warning"]
+    assert sum(what.startswith("train: 1 of 4 pairs have the same answer twice: row 4 (") for what in warnings) == 1
+    cut = preview([*words_of_pairs, "data.on_overlap=warn"])
+    problems = [finding.what for finding in cut.findings if finding.level == "problem"]
+    assert len(problems) == 1
+    assert "before its end of turn" in problems[0]
+    assert preview_from_words([*words_of_pairs, *TOLERANT], run=None, form="json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["objective"], record["splits"]["train"]["rows"], len(record["rows"])) == ("dpo", 4, 6)
+
+
+def test_a_pair_is_shown_with_its_prompt_once(words_of_pairs, capsys):
+    assert preview_from_words([*words_of_pairs, *TOLERANT], run=None, rows=[2]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^split +pairs +tokens", out, re.MULTILINE)
+    assert "tokens of the longer side of a pair (train, pairs of answers)" in out
+    chosen, rejected = (line for line in out.splitlines() if line.startswith("train pair 2 of 4, "))
+    assert "train.jsonl:2, chosen: " in chosen
+    assert "train.jsonl:2, rejected: " in rejected
+    shared = preview([*words_of_pairs, *TOLERANT], rows=[2]).rows[0].num_shared
+    hidden = f"… {shared} tokens as on the chosen side …"
+    assert [line for line in out.splitlines() if line.startswith(("loss | ", "     | "))] == [
+        "     | <|user|>send it<|end|><|assistant|>",
+        "loss | crates<|end|>",
+        "     | <|endoftext|>",
+        f"     | {hidden}",
+        "loss | no<|end|>",
+        "     | <|endoftext|>",
+        "loss | marks what the model must predict; ↵ line break, ⇥ tab, <U+001B> a character that cannot be seen",
+    ]
+    assert preview_from_words([*words_of_pairs, *TOLERANT], run=None, rows=[2], form="table") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert int(lines[lines.index(hidden) + 1].split()[0]) == shared, "positions count the shared tokens"
 
 
 def test_a_rank_other_than_the_first_says_nothing(words, capsys, monkeypatch):

@@ -1,0 +1,119 @@
+"""How long a step takes: at least, by its matrix products, and measured on a shallow model with random weights."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.diagnose.plan_trace import IN_A_LAYER
+from finetune.engine.decoder import bare_model
+from finetune.training.optim import build_optimizer
+
+if TYPE_CHECKING:
+    from finetune.config.schema import OptimSection
+    from finetune.diagnose.plan_trace import DeviceKind
+    from finetune.distributed.gradients import LossFunction
+
+_FLOPS = 2
+"""A multiplication and an addition."""
+
+_FEW, _MORE = 1, 3
+"""Layers of the two models that are measured; every further layer takes as long as those between them."""
+_REPETITIONS = 3
+
+
+def operations_of_step(
+    model: Any, *, num_computed: float, num_targets: float, is_checkpointing: bool, has_reference: bool = False
+) -> float:
+    """Count the floating-point operations of the products with weights, forward and backward.
+
+    Attention, norms and the optimizer are not counted, nor are experts, whose weights are no matrices.
+
+    Args:
+        model: on any device; only which of its weights train matters.
+        num_computed: tokens that go through the layers.
+        num_targets: tokens that go through the last layer and the head, see docs/engine.md.
+        is_checkpointing: the layers' forward is computed twice.
+        has_reference: the frozen weights compute the reference of a preference too.
+    """
+    bare = bare_model(model)
+    last = str(len(bare.get_decoder().layers) - 1)
+    head = bare.get_output_embeddings().weight
+    total = num_targets * _products_with(head, more=has_reference)
+    for name, weight in model.named_parameters():
+        match = IN_A_LAYER.search(name)
+        if match and weight.ndim == 2:
+            tokens = num_targets if match[1] == last else num_computed
+            in_reference = has_reference and not weight.requires_grad
+            total += tokens * _products_with(weight, more=is_checkpointing + in_reference)
+    return total
+
+
+def _products_with(weight: Any, *, more: int) -> int:
+    """Operations per token: forward, the gradient of the input, that of the weight if it trains, and more forwards."""
+    return _FLOPS * int(weight.numel()) * (2 + bool(weight.requires_grad) + more)
+
+
+def measure_seconds(model: Any, microbatch: Any, loss: LossFunction, section: OptimSection, kind: DeviceKind) -> float:
+    """Measure forward, backward and optimizer for one micro-batch, in seconds for the model's whole depth.
+
+    Args:
+        model: on the meta device, its weights in the types of the run. It is changed: it gets random weights and keeps
+            only the few layers that are measured.
+        microbatch: on the CPU.
+        loss: of the run.
+        section: of the optimizer.
+        kind: of the device at hand.
+    """
+    device = torch.device(kind)
+    decoder = bare_model(model).get_decoder()
+    every = list(decoder.layers)
+    depth = len(every)
+    few, more = min(_FEW, depth), min(_MORE, depth)
+    decoder.layers = torch.nn.ModuleList(every[:more])
+    _give_weights(model, device)
+    there = microbatch.to(device)
+    taken = {}
+    for number in {more, few}:
+        decoder.layers = torch.nn.ModuleList(every[:number])
+        taken[number] = _measure(model, there, loss, section)
+    if few == more:
+        return taken[few]
+    return taken[few] + (depth - few) * max(0.0, taken[more] - taken[few]) / (more - few)
+
+
+def _measure(model: Any, microbatch: Any, loss: LossFunction, section: OptimSection) -> float:
+    optimizer = build_optimizer(model, section)
+    device = next(model.parameters()).device
+    is_bf16 = any(weight.dtype == torch.bfloat16 for weight in model.parameters())
+    seconds = []
+    for _ in range(1 + _REPETITIONS):
+        begun = time.perf_counter()
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_bf16):
+            summed = loss(model, microbatch).reshape(-1)[0]
+        (summed / max(1, microbatch.num_targets)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begun)
+    return median(seconds[1:])  # the first step allocates what later ones find ready
+
+
+def _give_weights(model: Any, device: torch.device) -> None:
+    """Fill the model with small random numbers; tied weights stay tied."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is None:
+                continue
+            if id(weight) not in made:
+                values = torch.empty(weight.shape, dtype=weight.dtype, device=device).normal_(0, 0.02)
+                made[id(weight)] = torch.nn.Parameter(values, weight.requires_grad)
+            module._parameters[name] = made[id(weight)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.ones(buffer.shape, dtype=buffer.dtype, device=device)
