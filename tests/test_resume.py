@@ -13,12 +13,13 @@ import pytest
 
 from finetune.cli.train import train_from_words
 from finetune.config.compose import compose, load_config, resolved_yaml
-from finetune.config.keys import fields
+from finetune.config.keys import fields, on_resume
+from finetune.config.on_resume import OnResume
 from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.durable import committed_folder
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
-from finetune.training.resume import EFFECTS, accepted_changes, at_its_place, record_of_start
+from finetune.training.resume import accepted_changes, at_its_place, record_of_start
 from tests.tiny_runs import write_base, write_rows
 
 ROWS = {"data.train": "aaaa", "data.validation": "bbbb", "data.test": "cccc"}
@@ -92,8 +93,9 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def test_every_key_is_judged() -> None:
-    assert EFFECTS.keys() == fields().keys()
-    assert all(effect.what for effect in EFFECTS.values())
+    for key, field in fields().items():
+        assert [mark for mark in field.metadata if isinstance(mark, OnResume)] == [on_resume(key)], key
+        assert (on_resume(key).matters == "never") == (on_resume(key).decides == ""), key
 
 
 def another(value: object) -> object:

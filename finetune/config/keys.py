@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from finetune.config.on_resume import OnResume
 from finetune.config.schema import Config, Section
 
 WRITTEN_AS = {("resume", "allow"): ("resume_allow",)}
@@ -29,13 +30,20 @@ def fields() -> dict[str, FieldInfo]:
     return found
 
 
-def values(config: Config) -> dict[str, Any]:
-    """The value of every dotted key, in the order of the schema."""
+def values(config: Config, *, only_set: bool = False) -> dict[str, Any]:
+    """The value of every dotted key, in the order of the schema; or of those alone that were given one."""
     found = {}
     for key in fields():
         section, _, name = key.rpartition(".")
-        found[key] = getattr(getattr(config, section) if section else config, name)
+        holder = getattr(config, section) if section else config
+        if not only_set or name in holder.model_fields_set:
+            found[key] = getattr(holder, name)
     return found
+
+
+def on_resume(dotted: str) -> OnResume:
+    """What changing a key does to a run that goes on."""
+    return next(mark for mark in fields()[dotted].metadata if isinstance(mark, OnResume))
 
 
 def section_class(name: str) -> type[Section] | None:

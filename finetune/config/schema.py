@@ -10,6 +10,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, field_validator
 
+from finetune.config.on_resume import (
+    AdapterKey,
+    AdapterShape,
+    BaseModelKey,
+    CutKey,
+    Free,
+    OnResume,
+    RateKey,
+    RowKey,
+    TokenKey,
+    UpdateKey,
+)
+
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -41,63 +54,63 @@ class Section(BaseModel):
 class ParallelSection(Section):
     """How many processes train together. Unset keys are read from the launcher's environment."""
 
-    num_processes: PositiveInt | None = None
+    num_processes: Free[PositiveInt | None] = None
     """Start this many processes on this machine where no launcher did."""
-    world_size: PositiveInt | None = None
+    world_size: Free[PositiveInt | None] = None
     """Number of processes. Checked against the launcher when set."""
-    rank: NonNegativeInt | None = None
+    rank: Free[NonNegativeInt | None] = None
     """Rank of this process. Checked against the launcher when set."""
-    master_addr: str | None = None
+    master_addr: Free[str | None] = None
     """Address of rank 0. Default: the launcher's."""
-    master_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    master_port: Free[Annotated[int, Field(ge=1, le=65535)] | None] = None
     """Port of rank 0. Default: the launcher's."""
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    backend: Free[Literal["auto", "nccl", "gloo"]] = "auto"
     """auto: nccl with CUDA, gloo without."""
-    timeout_minutes: PositiveFloat = 60.0
+    timeout_minutes: Free[PositiveFloat] = 60.0
     """How long the ranks wait for each other, at the start and in a collective. Fractions are allowed."""
-    step_timeout_minutes: PositiveFloat = 30.0
+    step_timeout_minutes: Free[PositiveFloat] = 30.0
     """The longest time without progress in a step, a validation or a save before all ranks end."""
-    gradient_sync: Literal["auto", "flat", "ddp"] = "auto"
+    gradient_sync: Free[Literal["auto", "flat", "ddp"]] = "auto"
     """flat: one sum of all gradients per step; ddp: torch's reducer, overlapped with the backward pass; auto: flat."""
-    output_device: NonNegativeInt | None = None
+    output_device: Free[NonNegativeInt | None] = None
     """With `gradient_sync: ddp`: the index of the GPU that holds the outputs. Default: this process's own."""
-    find_unused_parameters: bool = False
+    find_unused_parameters: Free[bool] = False
     """With `gradient_sync: ddp`: look for parameters that a backward pass leaves out, at a cost."""
 
 
 class ModelSection(Section):
     """The base model and its tokenizer."""
 
-    path: str | None = None
+    path: BaseModelKey[str | None] = None
     """A hub id (`microsoft/phi-4`), a local folder, or `shipped:phi_tiny`."""
-    revision: str | None = None
+    revision: BaseModelKey[str | None] = None
     """Branch, tag or commit of a hub id."""
-    init: Literal["pretrained", "random"] = "pretrained"
+    init: BaseModelKey[Literal["pretrained", "random"]] = "pretrained"
     """random: build from the configuration alone with seeded random weights."""
-    config: dict[str, Any] | None = None
+    config: BaseModelKey[dict[str, Any] | None] = None
     """With `init: random`: the model's configuration with its `model_type`, in place of the one at `path`."""
-    tokenizer: str | None = None
+    tokenizer: TokenKey[str | None] = None
     """Where the tokenizer is, if not at `path`."""
-    chat_template: str | None = None
+    chat_template: TokenKey[str | None] = None
     """A Jinja chat template, or the path of a .jinja file. The tokenizer's own wins where it has one."""
-    attention: Literal["auto", "sdpa", "eager"] = "auto"
+    attention: Annotated[Literal["auto", "sdpa", "eager"], OnResume("always", "how attention is computed")] = "auto"
     """The attention implementation asked of transformers."""
-    trust_remote_code: bool = False
+    trust_remote_code: BaseModelKey[bool] = False
     """Run Python code that comes with the model. Leave it off: every Phi text model has a native class."""
 
 
 class LoaderKeys(Section):
     """What every data loader can be told."""
 
-    batch_size: PositiveInt = 8
+    batch_size: Free[PositiveInt] = 8
     """The most examples a process handles at once (one micro-batch)."""
-    num_workers: NonNegativeInt = 0
+    num_workers: Free[NonNegativeInt] = 0
     """Worker processes that put batches together; 0: the training process does it."""
-    pin_memory: bool = False
+    pin_memory: Free[bool] = False
     """Page-locked host memory, for faster copies to a GPU."""
-    prefetch_factor: PositiveInt | None = None
+    prefetch_factor: Free[PositiveInt | None] = None
     """Batches each worker holds ready. Needs `num_workers` above 0."""
-    drop_last: bool = False
+    drop_last: Free[bool] = False
     """Leave out a last batch that is not full. Off, so that no row is lost."""
 
     @field_validator("prefetch_factor")
@@ -124,49 +137,49 @@ SOURCE_KEYS = ("path", "name", "revision", "train", "validation", "test", "forma
 class DataSection(Section):
     """Where the rows come from and how they are cut."""
 
-    path: str | None = None
+    path: RowKey[str | None] = None
     """A JSONL, JSON, CSV or Parquet file, a folder of such, a `datasets` directory, a hub id, `shipped:orders`."""
-    mixture: list[dict[str, Any]] = Field(default_factory=list)
+    mixture: RowKey[list[dict[str, Any]]] = Field(default_factory=list)
     """In place of `path`: `[{path: a.jsonl, weight: 2}, {path: b.jsonl}]`; each row `weight` times an epoch."""
-    name: str | None = None
+    name: RowKey[str | None] = None
     """The configuration of a hub data set that has several."""
-    revision: str | None = None
+    revision: RowKey[str | None] = None
     """Branch, tag or commit of a hub data set."""
-    train: str | None = None
+    train: RowKey[str | None] = None
     """A file, or the name of a split at `path`. Default: `train`, or all of a single file."""
-    validation: str | None = None
+    validation: RowKey[str | None] = None
     """A file, a split at `path`, or a share of the training rows (`0.05`, `5%`, `200`). Default: as it is named."""
-    test: str | None = None
+    test: RowKey[str | None] = None
     """A file, a split at `path`, or a share of the training rows. Default: the split named `test`, or none."""
-    split_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    split_seed: RowKey[Annotated[int, Field(ge=0, lt=2**63)]] = 0
     """Chooses the rows of a share, apart from the run's own `seed`: runs with other seeds are tested on the same."""
-    format: Literal["auto", "messages", "conversations", "prompt_completion", "instruction", "text"] = "auto"
+    format: RowKey[Literal["auto", "messages", "conversations", "prompt_completion", "instruction", "text"]] = "auto"
     """What a row is; auto looks at the columns."""
-    columns: dict[str, str] = Field(default_factory=dict)
+    columns: RowKey[dict[str, str]] = Field(default_factory=dict)
     """What columns are called here: `{prompt: question, completion: answer}`."""
-    train_on: Literal["all", "last"] = "all"
+    train_on: RowKey[Literal["all", "last"]] = "all"
     """Which answers of a conversation carry loss: all of the assistant's turns, or the last alone."""
-    max_length: PositiveInt = 2048
+    max_length: RowKey[PositiveInt] = 2048
     """The most tokens a row may have; what is longer is cut on the right."""
-    max_rows: PositiveInt | None = None
+    max_rows: RowKey[PositiveInt | None] = None
     """Use only the first rows of each split."""
-    stream: bool = False
+    stream: RowKey[bool] = False
     """Read the first `max_rows` rows as a stream, without a download of the whole, and keep them in `cache_dir`."""
-    on_long_row: OnRow = "warn"
+    on_long_row: RowKey[OnRow] = "warn"
     """Rows over `max_length`: warn cuts them, drop leaves them out."""
-    on_no_target: OnRow = "refuse"
+    on_no_target: RowKey[OnRow] = "refuse"
     """Rows without a token that carries loss, as where all of the answer is cut off."""
-    on_truncated_answer: OnRow = "refuse"
+    on_truncated_answer: RowKey[OnRow] = "refuse"
     """Rows cut within an answer: its end of turn is never seen."""
-    on_doubled_bos: OnRow = "refuse"
+    on_doubled_bos: RowKey[OnRow] = "refuse"
     """Rows that begin with the beginning-of-sequence token twice."""
-    on_untrained_end: Literal["refuse", "warn"] = "refuse"
+    on_untrained_end: RowKey[Literal["refuse", "warn"]] = "refuse"
     """Training rows of which none teaches the end of turn: the model would not learn to stop."""
-    on_overlap: OnRow = "refuse"
+    on_overlap: RowKey[OnRow] = "refuse"
     """Rows to validate or test on that are training rows too; drop takes them out of training."""
-    num_processes: PositiveInt | None = None
+    num_processes: Free[PositiveInt | None] = None
     """Processes that encode. Default: one, or all cores where the rows are so many that it pays."""
-    cache_dir: str = "~/.cache/finetune"
+    cache_dir: Free[str] = "~/.cache/finetune"
     """Where encoded data is kept, once per node."""
 
     @field_validator("train", "validation", "test", mode="before")
@@ -218,27 +231,27 @@ def _check_source(source: dict[str, Any], place: str) -> None:
 class LoraSection(Section):
     """Low-rank adapters (Hu et al., 2021, arXiv:2106.09685)."""
 
-    r: PositiveInt = 16
+    r: Annotated[PositiveInt, OnResume("adapter", "the shape of the adapter", fits=False)] = 16
     """Rank of each update."""
-    alpha: PositiveFloat = 32.0
+    alpha: AdapterKey[PositiveFloat] = 32.0
     """The update is scaled by alpha / r."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: AdapterKey[Annotated[float, Field(ge=0, lt=1)]] = 0.0
     """Dropout on each adapter's input."""
-    target_modules: Literal["auto"] | list[str] = "auto"
+    target_modules: AdapterKey[Literal["auto"] | list[str]] = "auto"
     """Names or regular expressions of the layers to adapt; auto: all linear layers but the head."""
-    rslora: bool = False
+    rslora: AdapterKey[bool] = False
     """Scale the update by alpha / sqrt(r) in place of alpha / r (Kalajdzievski, 2023, arXiv:2312.03732)."""
-    dora: bool = False
+    dora: AdapterShape[bool] = False
     """Train a magnitude for each output beside the low-rank direction (DoRA: Liu et al., 2024, arXiv:2402.09353)."""
-    init: Literal["default", "pissa", "pissa_fast"] = "default"
+    init: AdapterShape[Literal["default", "pissa", "pissa_fast"]] = "default"
     """default: no update; pissa: each layer's largest singular values (arXiv:2404.02948); pissa_fast: about these."""
-    start_from: str | None = None
+    start_from: Annotated[str | None, OnResume("adapter", "the adapter's first weights")] = None
     """The folder of an adapter, or of a run, to go on from: its weights are read into the adapter given here."""
-    start_from_any_base: bool = False
+    start_from_any_base: Free[bool] = False
     """Accept a `start_from` that was trained on a base of another name: the same model at another place."""
-    quantize: Literal["none", "nf4"] = "none"
+    quantize: Annotated[Literal["none", "nf4"], OnResume("adapter", "in which numbers the base is kept")] = "none"
     """nf4: keep the base in 4 bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314); CUDA and bitsandbytes only."""
-    new_tokens: list[str] = Field(default_factory=list)
+    new_tokens: AdapterShape[list[str]] = Field(default_factory=list)
     """Tokens to add to the tokenizer; their rows of the embedding train beside the adapter."""
 
     @field_validator("init")
@@ -281,21 +294,21 @@ class LoraSection(Section):
 class OptimSection(Section):
     """The optimizer and its learning rate."""
 
-    optimizer: str = "torch.optim.AdamW"
+    optimizer: Annotated[str, OnResume("always", "how gradients become updates", fits=False)] = "torch.optim.AdamW"
     """Dotted name of an optimizer class from torch.optim, transformers.optimization or bitsandbytes.optim."""
-    learning_rate: NonNegativeFloat = 2e-4
+    learning_rate: RateKey[NonNegativeFloat] = 2e-4
     """The highest learning rate of the schedule."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: UpdateKey[NonNegativeFloat] = 0.0
     """Decay of the trained weights (matrices only; biases, norms and other vectors are left out)."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: UpdateKey[dict[str, Any]] = Field(default_factory=dict)
     """Further arguments of the optimizer, for example `{betas: [0.9, 0.95]}`."""
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    schedule: RateKey[Literal["linear", "cosine", "constant"]] = "linear"
     """How the learning rate falls after the warm-up: in a line to zero, along a cosine to zero, or not."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: RateKey[NonNegativeInt] = 0
     """Optimizer steps in which the learning rate rises in a line from zero."""
-    lora_plus_ratio: Annotated[float, Field(ge=1)] = 1.0
+    lora_plus_ratio: RateKey[Annotated[float, Field(ge=1)]] = 1.0
     """The adapter's second matrices (B) learn this many times as fast (LoRA+: Hayou et al., 2024, arXiv:2402.12354)."""
-    max_grad_norm: PositiveFloat | None = 1.0
+    max_grad_norm: UpdateKey[PositiveFloat | None] = 1.0
     """Gradients are scaled down to this norm when theirs is larger; null: never."""
 
     @field_validator("optimizer")
@@ -309,43 +322,49 @@ class OptimSection(Section):
 class TrainingSection(LoaderKeys):
     """The training loop."""
 
-    method: Literal["lora", "full"] = "lora"
+    batch_size: CutKey[PositiveInt] = 8
+    """The most examples a process handles at once (one micro-batch)."""
+    drop_last: Annotated[bool, OnResume("always", "which rows are trained on")] = False
+    """Leave out a last batch that is not full. Off, so that no row is lost."""
+    method: Annotated[Literal["lora", "full"], OnResume("always", "what is trained", fits=False)] = "lora"
     """What is trained: a LoRA adapter, or every weight."""
-    objective: Literal["sft", "dpo"] = "sft"
+    objective: Annotated[Literal["sft", "dpo"], OnResume("always", "which loss is minimised")] = "sft"
     """sft: learn the answers of the rows; dpo: prefer the chosen answer of each pair to the rejected one."""
-    max_steps: PositiveInt | None = None
+    max_steps: Annotated[PositiveInt | None, OnResume("steps", "the steps over which the learning rate falls")] = None
     """Stop after this many optimizer steps, whatever `num_epochs` says."""
-    num_epochs: PositiveInt = 1
+    num_epochs: Annotated[PositiveInt, OnResume("epochs", "the steps over which the learning rate falls")] = 1
     """Passes over the training rows."""
-    global_batch_size: PositiveInt | None = None
+    global_batch_size: Free[PositiveInt | None] = None
     """Examples per optimizer step over all processes. Default: batch_size x the world size asked for."""
-    max_tokens_per_microbatch: PositiveInt | None = None
+    max_tokens_per_microbatch: CutKey[PositiveInt | None] = None
     """A second limit on a micro-batch: the tokens it computes, padding or shared beginnings as they are."""
-    packing: bool = True
+    packing: CutKey[bool] = True
     """Lay the rows of a micro-batch end to end without padding, each seeing itself alone; fill micro-batches evenly."""
-    share_prefixes: bool = True
+    share_prefixes: CutKey[bool] = True
     """With `packing`: what rows of a micro-batch begin with alike is computed once, and such rows are put together."""
-    kernels: Literal["auto", "reference"] = "auto"
+    kernels: CutKey[Literal["auto", "reference"]] = "auto"
     """auto: the engine's own forward and backward where it knows the model; reference: transformers' on padded rows."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume("always", "the numbers a step is computed in")] = (
+        "auto"
+    )
     """auto: bf16 where the accelerator has it, fp32 elsewhere. fp16 is refused: its range is too small."""
-    neftune_alpha: NonNegativeFloat = 0.0
+    neftune_alpha: Annotated[NonNegativeFloat, OnResume("always", "the noise on the embedded tokens")] = 0.0
     """Size of the noise on embedded tokens while training (NEFTune: Jain et al., 2023, arXiv:2310.05914); 0: none."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: Free[bool] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    device: str = "auto"
+    device: Free[str] = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1` or `mps`. A whole number n is read as `cuda:n`, null as `auto`."""
-    deterministic: bool = False
+    deterministic: Free[bool] = False
     """Ask torch for deterministic algorithms everywhere; an operation without one is then an error."""
-    debug: bool = False
+    debug: Free[bool] = False
     """Log shapes and devices of the first batches and show full tracebacks."""
-    log_every: PositiveInt = 10
+    log_every: Free[PositiveInt] = 10
     """Optimizer steps between two lines of the log without a terminal. metrics.jsonl has every step."""
-    report_to: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(default_factory=list)
+    report_to: Free[list[Literal["tensorboard", "wandb", "trackio", "mlflow"]]] = Field(default_factory=list)
     """Where the figures of metrics.jsonl go besides, each by its own package: `[tensorboard]`."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: Free[Literal["stop", "skip"]] = "stop"
     """A step whose loss or gradient is NaN or infinite ends the run, or is left out; weights stay as before it."""
-    max_skipped_steps: PositiveInt = 5
+    max_skipped_steps: Free[PositiveInt] = 5
     """With `on_nonfinite: skip`: the most steps left out over the whole run, restarts included; one more ends it."""
 
     @field_validator("device", mode="before")
@@ -372,70 +391,74 @@ class TrainingSection(LoaderKeys):
 class PreferenceSection(Section):
     """Direct preference optimization (DPO: Rafailov et al., 2023, arXiv:2305.18290)."""
 
-    beta: PositiveFloat = 0.1
+    beta: Annotated[PositiveFloat, OnResume("always", "how much a preferred answer counts")] = 0.1
     """How closely the trained model stays to the base model; a larger value allows smaller changes."""
 
 
 class ValidationSection(LoaderKeys):
     """Loss on the validation split while training."""
 
-    validate_every: PositiveInt | None = None
+    drop_last: Annotated[
+        bool, OnResume("always", "the rows to validate on: losses before and after do not compare")
+    ] = False
+    """Leave out a last batch that is not full. Off, so that no row is lost."""
+    validate_every: Free[PositiveInt | None] = None
     """Optimizer steps between two validations. Default: at the end of each epoch."""
 
 
 class TestingSection(LoaderKeys):
     """The test phase after training: loss and generated answers, base against tuned."""
 
-    batch_size: PositiveInt = 32
+    batch_size: Free[PositiveInt] = 32
     """The most examples a process handles at once."""
-    metrics: list[Literal["exact_match", "json_valid"]] = Field(default_factory=list)
+    metrics: Free[list[Literal["exact_match", "json_valid"]]] = Field(default_factory=list)
     """Measures on generated answers. Empty: only the loss is taken."""
-    compare_base: bool = True
+    compare_base: Free[bool] = True
     """Measure the base model too, where switching the adapter off gives it."""
-    max_new_tokens: PositiveInt = 256
+    max_new_tokens: Free[PositiveInt] = 256
     """The most tokens of a generated answer."""
-    num_samples: NonNegativeInt = 3
+    num_samples: Free[NonNegativeInt] = 3
     """Prompts printed with both answers."""
 
 
 class EarlyStoppingSection(Section):
     """Stop when the validation loss no longer falls."""
 
-    patience: PositiveInt | None = None
+    patience: Free[PositiveInt | None] = None
     """Validations in a row without improvement after which training stops; null: never."""
-    min_delta: NonNegativeFloat = 0.0
+    min_delta: Free[NonNegativeFloat] = 0.0
     """The least fall that counts as improvement, in nats per target token."""
 
 
 class CheckpointSection(Section):
     """When to save and what to keep. The last step is always saved."""
 
-    save_every: PositiveInt | None = None
+    save_every: Free[PositiveInt | None] = None
     """Optimizer steps between two checkpoints; null: by epochs alone."""
-    save_every_epochs: PositiveInt | None = 1
+    save_every_epochs: Free[PositiveInt | None] = 1
     """Epochs between two checkpoints; null: by steps alone."""
-    save_total_limit: PositiveInt = 2
+    save_total_limit: Free[PositiveInt] = 2
     """Newest checkpoints kept; the best one is kept besides."""
-    background: bool = True
+    background: Free[bool] = True
     """Write while training goes on, from a copy in the main process's memory; false: training waits."""
-    on_disk_failure: Literal["stop", "continue"] = "stop"
+    on_disk_failure: Free[Literal["stop", "continue"]] = "stop"
     """A checkpoint that cannot be written ends the run; continue: it is recorded, and the next one is tried."""
 
 
 class Config(Section):
     """A whole run: what `config.yaml` in a run's folder holds."""
 
-    ddp: bool | None = None
+    ddp: Free[bool | None] = None
     """true: train with the other processes of the launch; false: alone; null: as the launcher started us."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63), OnResume("always", "the order of rows, dropout, the first weights")] = 0
     """Seeds initial weights, the order of rows and dropout."""
-    output_dir: str = "runs/run"
+    output_dir: Free[str] = "runs/run"
     """The run's folder."""
-    resume: Literal["never", "auto"] = "never"
+    resume: Free[Literal["never", "auto"]] = "never"
     """auto: go on from the newest valid checkpoint in `output_dir`, or start where there is none."""
-    resume_allow: list[str] = Field(default_factory=list)
+    resume_allow: Free[list[str]] = Field(default_factory=list)
     """Keys or sections that may differ from the run's start though they change its curve: `resume.allow=seed,data`."""
-    strict: bool = False
+    strict: Free[bool] = False
     """Refuse every fallback in place of taking and recording it."""
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     model: ModelSection = Field(default_factory=ModelSection)

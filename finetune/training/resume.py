@@ -1,6 +1,6 @@
-"""What a run that goes on may have changed since it was started: every key is judged once, here.
+"""A run that goes on is compared with its start. The schema says of each key whether it may change.
 
-A key that changes the curve is refused unless `resume.allow` names it; the others may change as they like.
+A key that changes the curve is refused unless `resume.allow` names it.
 """
 
 from __future__ import annotations
@@ -8,17 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
+from finetune.config.keys import on_resume, values
 from finetune.config.older_spelling import saved_with_our_keys
+from finetune.config.on_resume import OnResume
 from finetune.config.schema import Config
 from finetune.errors import CheckpointError
+from finetune.runs.comparison import differing
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.verification import newest_valid, read_state
 
@@ -29,141 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Sides(NamedTuple):
-    """A run as it was started, or last resumed, and as it is to go on."""
-
-    before: Config
-    now: Config
-    has_same_rows: bool
-    """Rows to train and to validate on. False too where it is not known."""
-
-
-@dataclass(frozen=True)
-class Effect:
-    """What changing a key does to a run.
-
-    Attributes:
-        what: what the key decides, for messages.
-        on_curve: whether a change changes what later steps compute, the rounding left out of account.
-        fits: whether a checkpoint could be loaded after the change at all.
-    """
-
-    what: str
-    on_curve: Callable[[Sides], bool]
-    fits: bool = True
-
-
-def _always(_: Sides) -> bool:
-    return True
-
-
-def _never(_: Sides) -> bool:
-    return False
-
-
-def _has_other_rows(sides: Sides) -> bool:
-    return not sides.has_same_rows
-
-
-def _has_adapter(sides: Sides) -> bool:
-    return any(side.training.method == "lora" for side in (sides.before, sides.now))
-
-
-def _has_dropout(sides: Sides) -> bool:
-    """Masks belong to the micro-batches; without any, how a global batch is cut changes the rounding alone."""
-    return any(side.training.method == "lora" and side.lora.dropout > 0 for side in (sides.before, sides.now))
-
-
-def _is_rate_scaled(sides: Sides) -> bool:
-    """A rate that is constant after its warm-up does not look at the end of the run."""
-    return "constant" not in (sides.before.optim.schedule, sides.now.optim.schedule)
-
-
-def _is_rate_scaled_by_epochs(sides: Sides) -> bool:
-    has_max_steps = sides.before.training.max_steps is not None and sides.now.training.max_steps is not None
-    return _is_rate_scaled(sides) and not has_max_steps
-
-
-def _each(keys: str, what: str, on_curve: Callable[[Sides], bool], *, fits: bool = True) -> dict[str, Effect]:
-    """One effect for several keys, written `section: key key`."""
-    section, _, names = keys.rpartition(": ")
-    return {f"{section}.{name}".lstrip("."): Effect(what, on_curve, fits) for name in names.split()}
-
-
-_LOADING = "how rows are brought to the device"
-_WORLD = "which processes train; who computes what changes the rounding alone"
-EFFECTS: dict[str, Effect] = dict(
-    **_each("seed", "the order of rows, dropout and the first weights", _always),
-    **_each("ddp", _WORLD, _never),
-    **_each("strict", "whether fallbacks are refused", _never),
-    **_each("output_dir", "where the run lies", _never),
-    **_each("resume resume_allow", "how this start treats the earlier ones", _never),
-    **_each(
-        "parallel: num_processes world_size rank master_addr master_port backend timeout_minutes step_timeout_minutes "
-        "gradient_sync output_device find_unused_parameters",
-        _WORLD,
-        _never,
-    ),
-    **_each("model: path revision init config trust_remote_code", "the model that is trained", _always),
-    **_each("model: tokenizer chat_template", "which tokens the model is given", _always),
-    **_each("model: attention", "how attention is computed, which shows in bf16", _always),
-    # The rows themselves are compared, so that a file that was moved is no other file.
-    **_each(
-        "data: path mixture name revision train validation test split_seed format columns train_on max_length max_rows "
-        "stream on_long_row on_no_target on_truncated_answer on_doubled_bos on_untrained_end on_overlap",
-        "the rows to train and validate on",
-        _has_other_rows,
-    ),
-    **_each("data: cache_dir num_processes", "how rows are encoded and where they are kept", _never),
-    **_each("lora: r", "the shape of the adapter", _has_adapter, fits=False),
-    **_each("lora: alpha dropout target_modules rslora", "what the adapter adds to the model", _has_adapter),
-    **_each("lora: dora init new_tokens", "which weights the adapter has", _has_adapter, fits=False),
-    **_each("lora: start_from", "the adapter's first weights", _has_adapter),
-    **_each("lora: start_from_any_base", "whether the adapter's first weights are accepted", _never),
-    **_each("lora: quantize", "in which numbers the base is kept", _has_adapter),
-    **_each("optim: optimizer", "how gradients become updates", _always, fits=False),
-    **_each("optim: weight_decay args max_grad_norm", "how gradients become updates", _always),
-    **_each("optim: learning_rate schedule warmup_steps lora_plus_ratio", "the learning rate of every step", _always),
-    **_each("training: method", "what is trained", _always, fits=False),
-    **_each("training: objective", "which loss is minimised", _always),
-    **_each("training: max_steps", "the number of steps, over which the learning rate falls", _is_rate_scaled),
-    **_each(
-        "training: num_epochs", "the number of steps, over which the learning rate falls", _is_rate_scaled_by_epochs
-    ),
-    **_each(
-        "training: batch_size max_tokens_per_microbatch packing share_prefixes kernels",
-        "how a global batch is cut, and with it the dropout masks",
-        _has_dropout,
-    ),
-    **_each("preference: beta", "how much a preferred answer counts", _always),
-    **_each("training: neftune_alpha", "the noise on the embedded tokens", _always),
-    **_each("training: drop_last", "which rows are trained on", _always),
-    **_each("training: precision", "in which numbers a step is computed", _always),
-    **_each("training: global_batch_size", "the rows of a step; the checkpoint knows their number", _never),
-    **_each("training: gradient_checkpointing deterministic device", "how a step is computed, not what", _never),
-    **_each("training: debug log_every report_to", "what is logged", _never),
-    # Where it matters the run had ended before, so that no curve is changed: it goes on where there was none.
-    **_each("training: on_nonfinite max_skipped_steps", "whether a step that is not finite ends the run", _never),
-    **_each("training: num_workers pin_memory prefetch_factor", _LOADING, _never),
-    **_each("validation: num_workers pin_memory prefetch_factor batch_size", _LOADING, _never),
-    **_each("validation: drop_last", "the rows to validate on: losses before and after do not compare", _always),
-    **_each("validation: validate_every", "which steps may be the best, and when patience ends", _never),
-    **_each(
-        "testing: num_workers pin_memory prefetch_factor batch_size drop_last metrics compare_base max_new_tokens "
-        "num_samples",
-        "the test after training",
-        _never,
-    ),
-    **_each("early_stopping: patience min_delta", "when training ends, and which step is the best", _never),
-    **_each(
-        "checkpoint: save_every save_every_epochs save_total_limit background on_disk_failure",
-        "what is saved and kept",
-        _never,
-    ),
-)
-"""Every key of the schema; `dict` refuses one that is judged twice."""
-
-_ROWS = Effect("the rows themselves, wherever they lie", _has_other_rows)
+_ROWS = OnResume("rows", "the rows themselves, wherever they lie")
 _SPLITS = ("data.train", "data.validation")
 _OWN_TO_EACH_START = ("resume", "resume_allow")
 _MAX_SHOWN = 60
@@ -176,10 +45,11 @@ class _Difference(NamedTuple):
     before: str
     now: str
     origin: str
-    effect: Effect
+    effect: OnResume
 
     def __str__(self) -> str:
-        return f"{self.key}: started with {self.before}, now {self.now} ({self.origin}): {self.effect.what}"
+        what = f"{self.key}: started with {self.before}, now {self.now} ({self.origin})"
+        return f"{what}: {self.effect.decides}" if self.effect.decides else what
 
     def is_allowed(self, names: Sequence[str]) -> bool:
         return any(self.key == name or self.key.startswith(f"{name}.") for name in names)
@@ -213,10 +83,10 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
     before = _config_in(start) or run.config
     if before is None:
         _log.warning("%s, so nothing in it could be compared with this start", run.why_no_config)
+    found = _differences(before, config) if before else []
     rows = _other_rows(folder, start, fingerprints)
-    sides = Sides(before or config, config, has_same_rows=rows == [])
-    found = list(_differences(sides))
-    matters = [it for it in found if it.effect.on_curve(sides)] + (rows or [])
+    counting = _what_counts(before or config, config, has_same_rows=rows == [])
+    matters = [it for it in found if it.effect.matters in counting] + (rows or [])
     if matters and newest_valid(folder) is None:
         return []  # the run starts from its beginning
     if refused := [it for it in matters if not it.is_allowed(config.resume_allow)]:
@@ -289,22 +159,38 @@ def _config_in(start: Mapping[str, Any] | None) -> Config | None:
         return None
 
 
-def _differences(sides: Sides) -> Iterator[_Difference]:
-    """Keys with two values, in the order of the schema. What config.yaml does not hold is not compared."""
-    missing = []
-    for key, effect in EFFECTS.items():
-        section, _, name = key.rpartition(".")
-        before, now = (getattr(side, section) if section else side for side in (sides.before, sides.now))
-        if sides.before is not sides.now and name not in before.model_fields_set:
-            missing.append(key)
-        elif getattr(before, name) != getattr(now, name):
-            texts = _shown(getattr(before, name), getattr(now, name))
-            yield _Difference(key, *texts, origin=sides.now.origin(key), effect=effect)
-    if missing:
+def _what_counts(before: Config, now: Config, *, has_same_rows: bool) -> set[str]:
+    """Which values of `OnResume.matters` hold for two configurations; rows that are not known are other rows."""
+    sides = (before, now)
+    has_adapter = any(side.training.method == "lora" for side in sides)
+    has_dropout = any(side.training.method == "lora" and side.lora.dropout > 0 for side in sides)
+    # A rate that is constant after its warm-up does not look at the end of the run.
+    is_rate_scaled = all(side.optim.schedule != "constant" for side in sides)
+    has_max_steps = all(side.training.max_steps is not None for side in sides)
+    counts = {
+        "always": True,
+        "rows": not has_same_rows,
+        "adapter": has_adapter,
+        "dropout": has_dropout,
+        "steps": is_rate_scaled,
+        "epochs": is_rate_scaled and not has_max_steps,
+    }
+    return {name for name, holds in counts.items() if holds}
+
+
+def _differences(before: Config, now: Config) -> list[_Difference]:
+    """Keys with two values, in the order of the schema. What is not known of the start is not compared."""
+    known, wanted = values(before, only_set=True), values(now)
+    if missing := wanted.keys() - known.keys():
         _log.warning(
             "what is known of the start is cut short or of an older version, so these could not be compared: %s",
-            ", ".join(missing),
+            ", ".join(key for key in wanted if key in missing),
         )
+    return [
+        _Difference(key, *_shown(*found), origin=now.origin(key), effect=on_resume(key))
+        for key, found in differing([known, wanted])
+        if key in known
+    ]
 
 
 def _other_rows(folder: RunFolder, start: Mapping[str, Any] | None, now: Mapping[str, str]) -> list[_Difference] | None:
