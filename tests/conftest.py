@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import pytest
 
-pytest_plugins = ["tests.crash.tally"]
-"""Named here, so that the process which shows the summary of several pytest-xdist workers has it too."""
+pytest_plugins = ["tests.tiers", "tests.crash.tally"]
+"""Named here, so that the process which shows the summary of several pytest-xdist workers has them too."""
 
 _LAUNCH_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _LAUNCH_PREFIXES = (

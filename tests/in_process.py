@@ -22,6 +22,10 @@ class Ended(NamedTuple):
     """Both streams together, as `tests.launches` gives them."""
     answer: str
     """Standard output alone."""
+    errors: str
+    """Standard error alone."""
+    errors: str
+    """Standard error alone."""
 
 
 def run_script(script: Path, words: Sequence[str | Path]) -> Ended:
@@ -50,11 +54,11 @@ class _Both(io.StringIO):
 
 def _watch(run: Callable[[], object]) -> Ended:
     screen = io.StringIO()
-    answer = _Both(screen)
+    answer, errors = _Both(screen), _Both(screen)
     code = 0
-    with redirect_stdout(answer), redirect_stderr(screen):
+    with redirect_stdout(answer), redirect_stderr(errors):
         try:
             run()
         except SystemExit as ended:
             code = int(ended.code or 0)
-    return Ended(code, screen.getvalue(), answer.getvalue())
+    return Ended(code, screen.getvalue(), answer.getvalue(), errors.getvalue())

@@ -84,6 +84,7 @@ def test_the_count_of_operations_gives_the_known_figures_of_the_real_models(name
     assert count / 4096 / 1e9 == pytest.approx(giga_per_token, rel=0.003)
 
 
+@pytest.mark.trains
 def test_the_count_of_operations_is_that_of_torch(bench):
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
@@ -103,6 +104,7 @@ def test_the_count_of_operations_is_that_of_torch(bench):
     assert counter.get_total_flops() == ours
 
 
+@pytest.mark.process
 def test_our_engine_reports_every_column(bench):
     bench.note(JOB, "limit", 1, figures={"flops_per_second": matmul_rate(JOB, seconds_each=0.002)}, seconds=1.0)
     figures = bench.train(JOB, "ours training.batch_size=2", 1)
@@ -134,6 +136,7 @@ def test_a_run_that_is_done_is_not_done_again(bench, capsys):
     assert capsys.readouterr().out.count("done before") == 3
 
 
+@pytest.mark.process
 def test_the_profile_accounts_for_all_of_the_time(bench):
     words = ["--sizes", JOB.size, "--steps", "2", "--folder", str(bench.folder)]
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.profile_ours", *words]

@@ -166,6 +166,7 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.process
 def test_a_folder_that_is_no_run_is_exit_code_2(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
@@ -184,6 +185,7 @@ def test_a_folder_that_is_no_run_is_exit_code_2(tmp_path):
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.process
 def test_a_run_that_has_saved_nothing_yet_says_so(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     done = run(tmp_path)
@@ -191,6 +193,7 @@ def test_a_run_that_has_saved_nothing_yet_says_so(tmp_path):
     assert done.stdout == "No checkpoint was saved yet: resume=auto starts from the beginning.\n"
 
 
+@pytest.mark.process
 def test_json(folder):
     done = run(folder.path, "--json")
     record = json.loads(done.stdout)
@@ -201,6 +204,7 @@ def test_json(folder):
     assert [saved["name"] for saved in record["published"]] == ["adapter"]
 
 
+@pytest.mark.process
 def test_it_answers_without_torch(folder):
     program = (
         "import sys\nfrom finetune.cli import main\n"
@@ -212,6 +216,7 @@ def test_it_answers_without_torch(folder):
     assert done.stdout.endswith("[]\n")
 
 
+@pytest.mark.trains
 def test_a_real_run(tmp_path):
     words = [
         *(f"model.path={write_base(tmp_path / 'base')}", f"data.path={write_rows(tmp_path / 'rows', test=0)}"),

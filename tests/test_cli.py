@@ -1,9 +1,8 @@
-"""The command line as a user meets it: real processes, their output and their exit codes."""
+"""The command line as a user meets it: what it prints, and its exit codes."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 import signal
@@ -14,28 +13,29 @@ from pathlib import Path
 import pytest
 import yaml
 
+from finetune import __version__
 from finetune.cli import _command_first
 from finetune.shipped_files import shipped_folder
+from tests.in_process import Ended, run_finetune
 
 FINETUNE = [sys.executable, "-m", "finetune"]
 
 
-def run(*words: str | Path, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "COLUMNS": "200", **variables}
-    return subprocess.run(
-        [*FINETUNE, *map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120
-    )
+@pytest.fixture(autouse=True)
+def _wide_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
 
 
-def assert_is_one_message(done: subprocess.CompletedProcess[str], *parts: str) -> None:
+def assert_is_one_message(done: Ended, *parts: str) -> None:
     """A user's mistake: exit code 2, one message, no traceback."""
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("Error: ") == 1
+    assert done.returncode == 2, done.stdout
+    assert "Traceback" not in done.stdout
+    assert done.errors.count("Error: ") == 1
     for part in parts:
-        assert part in done.stderr
+        assert part in done.errors
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("words", "code"),
     [(["--help"], 0), (["train", "quickstart", "optim.learning_rat=1", "training.batch_size=many"], 2)],
@@ -55,12 +55,17 @@ def test_help_and_a_config_error_answer_at_once_and_import_no_torch(words, code)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
 
 
-def test_version():
-    assert run("--version").stdout.startswith("finetune 0.")
+@pytest.mark.process
+def test_python_m_finetune_is_the_command():
+    done = subprocess.run([*FINETUNE, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"finetune {__version__}\n"), done.stderr
+    done = subprocess.run([*FINETUNE, "train", "quickstart", "optim.learning_rat=1"], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "optim.learning_rate?" in done.stderr
 
 
 def test_every_problem_of_a_config_is_told_at_once():
-    done = run("train", "quickstart", "optim.learning_rat=1", "training.batch_size=many")
+    done = run_finetune("train", "quickstart", "optim.learning_rat=1", "training.batch_size=many")
     assert_is_one_message(done, "optim.learning_rate?", "training.batch_size", "command line")
 
 
@@ -81,7 +86,8 @@ def test_every_problem_of_a_config_is_told_at_once():
     ],
     ids=lambda value: value[0] if value and "=" in value[0] else "",
 )
-def test_bad_input_is_one_clear_message(tmp_path, words, parts):
+def test_bad_input_is_one_clear_message(tmp_path, words, parts, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "notes.txt").write_text("mine")
     (tmp_path / "notes.txt").write_text("mine")
@@ -90,36 +96,38 @@ def test_bad_input_is_one_clear_message(tmp_path, words, parts):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "silent.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}) + "\n")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    done = run("train", "quickstart", "training.max_steps=1", *words, cwd=tmp_path)
+    done = run_finetune("train", "quickstart", "training.max_steps=1", *words)
     assert_is_one_message(done, *parts)
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
-def test_python_m_finetune_says_the_same_in_words(tmp_path):
-    by_words = run("cmd=config", "run=quickstart")
+def test_a_command_given_in_words():
+    by_words = run_finetune("cmd=config", "run=quickstart")
     assert by_words.returncode == 2  # `config` is a group of commands, not one
-    done = run("cmd=train", "data=orders", "model=phi_tiny", "task=finetune_lora", "ddp=False", "data.max_lenght=3")
+    done = run_finetune(
+        "cmd=train", "data=orders", "model=phi_tiny", "task=finetune_lora", "ddp=False", "data.max_lenght=3"
+    )
     assert_is_one_message(done, "data.max_length")
     assert _command_first(["data=orders", "cmd=train", "run=quickstart"]) == ["train", "quickstart", "data=orders"]
 
 
 def test_config_show_prints_what_runs_and_where_it_came_from():
-    done = run("config", "show", "quickstart", "optim.learning_rate=1e-4")
-    assert yaml.safe_load(done.stdout)["optim"]["learning_rate"] == 1e-4
-    line = next(line for line in done.stdout.splitlines() if "learning_rate" in line)
+    done = run_finetune("config", "show", "quickstart", "optim.learning_rate=1e-4")
+    assert yaml.safe_load(done.answer)["optim"]["learning_rate"] == 1e-4
+    line = next(line for line in done.answer.splitlines() if "learning_rate" in line)
     assert line.endswith("# command line")
-    assert "configs/model/phi_tiny.yaml:" in done.stdout
+    assert "configs/model/phi_tiny.yaml:" in done.answer
 
 
 def test_config_show_can_show_a_part():
-    done = run("config", "show", "model=phi4")
-    assert "microsoft/phi-4" in done.stdout, done.stderr
+    done = run_finetune("config", "show", "model=phi4")
+    assert "microsoft/phi-4" in done.answer, done.stdout
 
 
 def test_config_schema_is_json_and_config_list_names_every_file():
-    schema = json.loads(run("config", "schema").stdout)
+    schema = json.loads(run_finetune("config", "schema").answer)
     assert "learning_rate" in json.dumps(schema)
-    listed = run("config", "list").stdout
+    listed = run_finetune("config", "list").answer
     files = [path.stem for path in shipped_folder("configs").rglob("*.yaml")]
     assert len(files) >= 14
     assert all(name in listed for name in files)
@@ -127,20 +135,21 @@ def test_config_schema_is_json_and_config_list_names_every_file():
 
 def test_recipes_are_listed_and_copied_but_never_over_something(tmp_path):
     names = [path.stem for path in shipped_folder("recipes").glob("*.py")]
-    listed = run("recipes").stdout
+    listed = run_finetune("recipes").answer
     assert len(names) >= 4
     assert all(name in listed for name in names)
-    done = run("recipes", "copy", "finetune_lora", tmp_path / "mine")
-    assert done.returncode == 0, done.stderr
+    done = run_finetune("recipes", "copy", "finetune_lora", tmp_path / "mine")
+    assert done.returncode == 0, done.stdout
     assert (tmp_path / "mine" / "finetune_lora.py").is_file()
     assert (tmp_path / "mine" / "configs" / "task" / "finetune_lora.yaml").is_file()
-    assert run("recipes", "copy", "train_ddp_torchrun", tmp_path / "mine").returncode == 0
+    assert run_finetune("recipes", "copy", "train_ddp_torchrun", tmp_path / "mine").returncode == 0
     assert (tmp_path / "mine" / "configs" / "train_ddp.yaml").is_file()
-    again = run("recipes", "copy", "finetune_lora", tmp_path / "mine")
+    again = run_finetune("recipes", "copy", "finetune_lora", tmp_path / "mine")
     assert_is_one_message(again, "is there already", "Nothing was written")
-    assert_is_one_message(run("recipes", "copy", "finetune_lorra"), "finetune_lora")
+    assert_is_one_message(run_finetune("recipes", "copy", "finetune_lorra"), "finetune_lora")
 
 
+@pytest.mark.process
 def test_ctrl_c_ends_a_run_in_good_order(tmp_path):
     words = ["train", "quickstart", "output_dir=run", f"data.cache_dir={tmp_path / 'cache'}", "training.log_every=1"]
     lines = []
@@ -159,8 +168,8 @@ def test_ctrl_c_ends_a_run_in_good_order(tmp_path):
 
 
 def test_a_folder_that_is_no_run_is_told_as_such(tmp_path):
-    assert_is_one_message(run("evaluate", tmp_path), "not the folder of a run", "config.yaml")
-    assert_is_one_message(run("generate", tmp_path, "hello"), "not the folder of a run")
+    assert_is_one_message(run_finetune("evaluate", tmp_path), "not the folder of a run", "config.yaml")
+    assert_is_one_message(run_finetune("generate", tmp_path, "hello"), "not the folder of a run")
 
 
 def test_every_train_command_of_the_readme_composes():

@@ -22,6 +22,8 @@ from finetune.runs.durable import (
     replace_file,
 )
 
+pytestmark = pytest.mark.trains
+
 OLD = {"a.bin": b"old" * 50, "b.json": b"{}"}
 NEW = {"a.bin": b"new" * 70, "b.json": b'{"x": 1}', "empty": b""}
 
@@ -128,8 +130,11 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new_folder(tmp_path, exis
     assert content(place / "x") == NEW
 
 
+SWEPT = [pytest.param(code, marks=pytest.mark.sweep) for code in (errno.EIO, errno.EROFS)]
+
+
 @pytest.mark.parametrize("exists", [False, True])
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("code", [errno.ENOSPC, *SWEPT])
 def test_an_error_at_any_operation_leaves_the_old_folder_and_no_litter(tmp_path, exists, code):
     points = 0
     while True:

@@ -71,6 +71,7 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
     assert read_holder(path) is None
 
 
+@pytest.mark.process
 def test_time_over_names_the_holder(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_time_over_names_the_holder(
         kill(process)
 
 
+@pytest.mark.process
 def test_a_killed_holder_gives_the_lock_back(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     process = start(HOLD, path)
@@ -102,6 +104,7 @@ def test_a_killed_holder_gives_the_lock_back(tmp_path: Path) -> None:
         assert holder.pid == os.getpid()
 
 
+@pytest.mark.process
 def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     process = start(HOLD_WITH_CHILD, path)
@@ -118,6 +121,7 @@ def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
         process.communicate()
 
 
+@pytest.mark.process
 def test_no_turn_is_lost_between_processes(tmp_path: Path) -> None:
     counter = tmp_path / "counter"
     counter.write_text("0")

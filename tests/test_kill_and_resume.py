@@ -9,7 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.tiny_runs import write_base, write_rows
+
+pytestmark = pytest.mark.promise
 
 
 def start(words: list[str], output_dir: Path, *more: str) -> subprocess.Popen[str]:

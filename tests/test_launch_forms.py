@@ -97,6 +97,7 @@ def test_ddp_false_lets_one_of_two_processes_train(tmp_path):
     assert "[Distributed] rank 0 trains alone: rank 1 of 2 leaves" in said
 
 
+@pytest.mark.promise
 def test_if_the_other_rank_never_comes_the_curve_stays_the_same(tmp_path):
     variables = place_variables(0, 2, free_port())
     codes, (said,) = ends(start("python", tmp_path, "parallel.timeout_minutes=0.05", variables=variables))
@@ -119,6 +120,7 @@ def test_ranks_that_were_given_different_words_are_refused_on_all_of_them(tmp_pa
     assert_nothing_was_written(tmp_path)
 
 
+@pytest.mark.promise
 def test_a_report_counts_processes_and_not_ranks(tmp_path):
     """Two processes that both believe that they are alone must not look like one world."""
     alone = {"rank": 0, "world_size": 1, "ranks_met": 1.0, "writes": True}

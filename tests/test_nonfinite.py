@@ -35,6 +35,8 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY, write_rows
 
+pytestmark = pytest.mark.trains
+
 BAD = "~"
 NUM_EPOCHS, STEPS_PER_EPOCH = 3, 5
 NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH

@@ -31,6 +31,8 @@ from tests.launches import LAUNCHERS, free_port, launcher_with_port
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 
 ALL_SPLITS = (*SPLITS, *DROPOUT_SPLITS)
+SHOWN = (Case(2), Case(8), Case(1, 0.1))
+"""Those that `pytest` alone runs; the others sweep."""
 DDP = "parallel.gradient_sync=ddp"
 UNUSED = "parallel.find_unused_parameters=true"
 CHECKPOINTED = "training.gradient_checkpointing=true"
@@ -56,9 +58,17 @@ class Form(NamedTuple):
     world_size: int
     cases: tuple[Case, ...]
 
+    @property
+    def param(self):
+        """Of the test: two of them show the promise, the others sweep."""
+        is_promise = self.cases == SHOWN or self.command == "accelerate"
+        name = f"{self.command}-{self.world_size}-{len(self.cases)}"
+        return pytest.param(self, id=name, marks=pytest.mark.promise if is_promise else ())
+
 
 FORMS = (
-    Form("torchrun", "torchrun", "torchrun", 2, (*ALL_SPLITS, *REDUCED)),
+    Form("torchrun", "torchrun", "torchrun", 2, SHOWN),
+    Form("torchrun", "torchrun", "torchrun", 2, (*(case for case in ALL_SPLITS if case not in SHOWN), *REDUCED)),
     Form("torchrun", "torchrun_4", "torchrun", 4, (*ALL_SPLITS, Case(2, words=(DDP,), note="gradient_sync=ddp"))),
     Form("torchrun, c10d rendezvous", "torchrun_c10d", "torchrun", 2, PLAIN_CASES),
     Form("python -m torch.distributed.launch", "torch.distributed.launch", "torchrun", 2, PLAIN_CASES),
@@ -98,7 +108,7 @@ def variables_of(form):
     return {"MASTER_PORT": str(free_port())} if form.command == "mpirun" else {}
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.command}-{form.world_size}")
+@pytest.mark.parametrize("form", [form.param for form in FORMS])
 def test_every_launcher_world_and_split_gives_one_curve(tmp_path, form):
     run_and_report(command_of(form), tmp_path, form.cases, variables=variables_of(form))
     assert_cases(form.name, tmp_path, form.cases, world_size=form.world_size, launcher=form.launcher)
@@ -114,6 +124,7 @@ def microbatches(folder, case):
     return [report["microbatches"] for report in reports_of_run(folder, case.name)]
 
 
+@pytest.mark.promise
 def test_one_process_gives_one_curve_however_it_computes_it():
     assert_cases("python", runs_alone(), ALONE, world_size=1, launcher="none")
     first, *others = (read_run(runs_alone() / case.name) for case in ALONE)
@@ -121,12 +132,14 @@ def test_one_process_gives_one_curve_however_it_computes_it():
     assert all(run.losses != first.losses for run in others), "the sums should have been taken in another order"
 
 
+@pytest.mark.promise
 def test_dropout_is_there_and_belongs_to_the_micro_batches():
     curves = [curve_alone().losses, *(read_run(runs_alone() / case.name).losses for case in DROPOUT_SPLITS)]
     for one, other in itertools.combinations(curves, 2):
         assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 1e-4
 
 
+@pytest.mark.promise
 def test_the_command_line_starts_processes_itself(tmp_path):
     recipe = ["finetune.cli:main", "train", "task=finetune_lora", "parallel.num_processes=2"]
     run_and_report(LAUNCHERS["python"], tmp_path, PLAIN_CASES, recipe=recipe)

@@ -13,6 +13,8 @@ from tests.in_process import run_finetune, run_script
 from tests.launches import REPOSITORY, free_port, run_launched
 from tests.tiny_runs import write_base, write_rows
 
+pytestmark = pytest.mark.trains
+
 RECIPES = REPOSITORY / "recipes"
 TRIED_IN = {
     **dict.fromkeys(["finetune_lora", "finetune_full", "debug_single_gpu", "pretrain_tiny"], "test_recipes.py"),

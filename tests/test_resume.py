@@ -22,6 +22,8 @@ from finetune.runs.state import TrainerState
 from finetune.training.resume import accepted_changes, at_its_place, record_of_start
 from tests.tiny_runs import write_base, write_rows
 
+pytestmark = pytest.mark.trains
+
 ROWS = {"data.train": "aaaa", "data.validation": "bbbb", "data.test": "cccc"}
 REFUSED = {
     "": "seed",

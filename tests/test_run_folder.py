@@ -157,12 +157,14 @@ def holder(tmp_path):
     child.stdout.close()
 
 
+@pytest.mark.process
 def test_a_living_run_keeps_others_out_and_is_named(tmp_path, holder, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_SECONDS", 0.2)
     with pytest.raises(CheckpointError, match=rf"being written.*process {holder.pid} on .*output_dir="):
         RunFolder(tmp_path / "run").open(resume="auto")
 
 
+@pytest.mark.process
 def test_a_killed_run_does_not_block_its_restart(tmp_path, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
@@ -181,6 +183,7 @@ def test_the_lock_is_free_after_a_refusal_and_after_close(tmp_path):
         pass
 
 
+@pytest.mark.process
 def test_floor_without_torch():
     modules = "finetune.runs.folder, finetune.runs.record, finetune.training.progress"
     code = f"import sys, {modules}; print('torch' in sys.modules)"

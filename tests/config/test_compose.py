@@ -385,6 +385,7 @@ def test_the_folder_of_a_run_that_was_not_told_one(write: Write, words: list[str
     assert compose(words, complete=False).output_dir == folder
 
 
+@pytest.mark.process
 def test_a_config_error_answers_without_torch() -> None:
     code = (
         "import sys\nfrom finetune.config import load_config\nfrom finetune.errors import ConfigError\n"

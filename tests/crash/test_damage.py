@@ -14,6 +14,8 @@ from finetune.runs.verification import verify
 from tests.crash import IS_FULL
 from tests.crash.runs import Nursery, assert_same_end, contents, explained
 
+pytestmark = pytest.mark.sweep
+
 PLACES = 20 if IS_FULL else 5
 KEEP_ALL = ["checkpoint.save_total_limit=9"]
 NEWEST = "step-000006"

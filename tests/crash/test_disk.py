@@ -19,7 +19,10 @@ PAGE_KILOBYTES = 4
 EVERY = 1 if IS_FULL else 11
 WORDS = ["training.max_steps=12", "checkpoint.save_total_limit=9", "training.log_every=1"]
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount the small disks that are to be filled")
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount the small disks that are to be filled"),
+]
 
 
 @pytest.fixture

@@ -15,6 +15,8 @@ import pytest
 from tests.crash import IS_FULL, STRIDE
 from tests.crash.runs import DATA_WORKERS, Nursery, assert_same_end, explained
 
+pytestmark = pytest.mark.sweep
+
 EVERY = {1: STRIDE, 2: 5 * STRIDE} if IS_FULL else {1: 37, 2: 131}
 """By number of ranks. Prime numbers: the share that is tried differs from save to save."""
 RANDOM_KILLS = {1: 50, 2: 15, 4: 10} if IS_FULL else {1: 5, 2: 2, 4: 1}

@@ -16,6 +16,8 @@ import pytest
 from tests.crash import IS_FULL
 from tests.crash.runs import Nursery, contents
 
+pytestmark = pytest.mark.sweep
+
 STEP = "checkpoints/step-000006"
 OTHER_NAMES = [
     *("pytorch_model.bin", "adapter_model.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "rng_state.pth"),

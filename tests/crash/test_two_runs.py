@@ -14,6 +14,8 @@ import pytest
 from tests.crash import IS_FULL
 from tests.crash.runs import Nursery, assert_same_end
 
+pytestmark = pytest.mark.sweep
+
 LONG = ["training.max_steps=2000"]
 
 

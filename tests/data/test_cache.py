@@ -198,6 +198,7 @@ def start_encoding(tmp_path: Path, seconds: float) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.process
 def test_while_one_process_encodes_another_waits_and_reads(tmp_path: Path, logged: Callable[[], list[str]]) -> None:
     other = start_encoding(tmp_path, 0.5)
     rows = load_or_encode(
@@ -208,6 +209,7 @@ def test_while_one_process_encodes_another_waits_and_reads(tmp_path: Path, logge
     assert f"waiting for the encoding of rows: process {other.pid} on " in logged()[0]
 
 
+@pytest.mark.process
 def test_a_process_killed_while_encoding_leaves_the_work_to_the_next(tmp_path: Path) -> None:
     killed = start_encoding(tmp_path, 60)
     killed.kill()

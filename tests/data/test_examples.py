@@ -170,6 +170,7 @@ def test_a_hub_that_does_not_answer_is_told_plainly(
     assert message in str(caught.value)
 
 
+@pytest.mark.process
 def test_finding_json_lines_imports_nothing_heavy() -> None:
     script = (
         "import sys; from finetune.config.schema import DataSection; from finetune.data.examples import load_examples;"

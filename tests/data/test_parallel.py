@@ -53,6 +53,7 @@ def cached_bytes(section: DataSection) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("count", "keys"), [(3, {}), (2, {"train_on": "last", "max_length": 36, "on_truncated_answer": "warn"})]
 )
@@ -72,6 +73,7 @@ def test_the_bytes_are_those_of_one_process_and_none_is_left_behind(
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
+@pytest.mark.process
 def test_rows_that_cannot_be_used_are_named_all_the_same(make_section: Make, write_jsonl: Write) -> None:
     rows = list(map(row, range(NUM_ROWS)))
     for bad in (3, NUM_ROWS - 1):
@@ -87,6 +89,7 @@ def test_rows_that_cannot_be_used_are_named_all_the_same(make_section: Make, wri
     assert messages[0] == messages[1]
 
 
+@pytest.mark.process
 def test_what_the_tokenizer_lacks_is_said_all_the_same(section: DataSection) -> None:
     with pytest.raises(DataError, match=r"train.jsonl:1 holds chat messages, but the tokenizer has no chat template"):
         encode_examples(load_examples(section), tiny_tokenizer("none"), section.model_copy(update={"num_processes": 2}))
@@ -108,6 +111,7 @@ def killed_at_first_batch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return killed
 
 
+@pytest.mark.process
 def test_a_process_that_is_lost_is_done_without_and_recorded(
     section: DataSection, killed_at_first_batch: list[int]
 ) -> None:
@@ -122,6 +126,7 @@ def test_a_process_that_is_lost_is_done_without_and_recorded(
     )
 
 
+@pytest.mark.process
 def test_a_strict_run_refuses_to_do_without_it(section: DataSection, killed_at_first_batch: list[int]) -> None:
     with pytest.raises(ConfigError, match=r"data.num_processes: 2 processes that encode .* The run is strict"):
         encode(section, Fallbacks(strict=True), num_processes=2)
@@ -200,6 +205,7 @@ def test_they_end_when_the_one_that_asked_is_killed(tmp_path: Path, by: signal.S
         process.communicate()
 
 
+@pytest.mark.process
 def test_encoding_in_processes_needs_no_torch() -> None:
     script = "import sys, finetune.data.encode_worker; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

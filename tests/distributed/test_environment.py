@@ -250,6 +250,7 @@ def test_as_variables_reads_back_as_the_same_process():
     assert again.as_variables() == variables
 
 
+@pytest.mark.process
 def test_reading_the_environment_needs_no_torch():
     code = "import sys, finetune.distributed.environment; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

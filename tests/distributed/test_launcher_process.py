@@ -103,6 +103,7 @@ def reported(command, tmp_path, **variables):
     return sorted(json.loads(found) for found in re.findall(r"\[[^\[\]]*\]", done.stdout))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("words", "variables", "expected"),
     [

@@ -17,6 +17,7 @@ from finetune.cli.commands import app
 from finetune.errors import FinetuneError, PreemptedError, RunFailedError
 from finetune.signals import Terminated
 from tests.docs.pages import DOCS
+from tests.in_process import run_finetune
 
 sys.path.insert(0, str(DOCS / "generate"))
 from commands import all_commands
@@ -43,6 +44,7 @@ def on_a_terminal(*words: str, **variables: str) -> bytes:
     return written
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("words", [("--help",), ("preview", "quickstart", "data.max_rows=2")], ids=" ".join)
 def test_no_color_is_obeyed(words, tmp_path):
     cache = f"data.cache_dir={tmp_path}"
@@ -51,23 +53,27 @@ def test_no_color_is_obeyed(words, tmp_path):
     assert not COLOUR.search(on_a_terminal(*words, NO_COLOR="1"))
 
 
+@pytest.mark.process
 def test_a_pipe_gets_no_escape_codes():
     done = subprocess.run([*FINETUNE, "--help"], capture_output=True, check=True)
     assert b"\x1b" not in done.stdout
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_completion_of_each_shell_can_be_shown(shell):
     done = subprocess.run([*FINETUNE, "--show-completion", shell], capture_output=True, text=True, check=True)
     assert "_FINETUNE_COMPLETE" in done.stdout
 
 
+@pytest.mark.process
 def test_the_shell_is_told_the_commands():
     asked = {"_FINETUNE_COMPLETE": "complete_bash", "COMP_WORDS": "finetune pr", "COMP_CWORD": "1"}
     done = subprocess.run(FINETUNE, env={**os.environ, **asked}, capture_output=True, text=True)
     assert done.stdout.split() == ["preview"], done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
@@ -120,6 +126,6 @@ def test_what_is_shipped_as_json():
 
 
 def json_of(*words: str):
-    done = subprocess.run([*FINETUNE, *words, "--json"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    done = run_finetune(*words, "--json")
+    assert done.returncode == 0, done.stdout
+    return json.loads(done.answer)

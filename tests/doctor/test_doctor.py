@@ -144,6 +144,7 @@ def test_findings_of_other_ranks_say_whose_they_are():
 # One process
 
 
+@pytest.mark.process
 def test_alone_it_reports_on_every_area_and_leaves_nothing_behind(tmp_path):
     code, output = doctor(tmp_path, "quickstart", f"data.cache_dir={tmp_path / 'cache'}")
     assert code == 0, output
@@ -155,6 +156,7 @@ def test_alone_it_reports_on_every_area_and_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("variables", "part"),
     [
@@ -173,6 +175,7 @@ def test_a_broken_launch_is_a_problem_with_a_fix_as_json_too(tmp_path, variables
     assert {"Versions", "Devices", "Folders"} <= {finding["area"] for finding in report["findings"]}
 
 
+@pytest.mark.process
 def test_strict_turns_a_warning_into_exit_code_2(tmp_path):
     words = ["ddp=True", f"data.cache_dir={tmp_path}"]
     code, output = doctor(tmp_path, *words)
@@ -182,6 +185,7 @@ def test_strict_turns_a_warning_into_exit_code_2(tmp_path):
     assert doctor(tmp_path, *words, "strict=true")[0] == 2
 
 
+@pytest.mark.process
 def test_help_imports_no_torch_and_a_wrong_word_is_one_message():
     program = "import sys; from finetune.cli import main\ntry: main({words})\nfinally: print('torch' in sys.modules)"
     for words, code in ((["doctor", "--help"], 0), (["doctor", "optim.learning_rat=1"], 2)):

@@ -162,6 +162,7 @@ def test_the_folder_of_llama_cpp_comes_from_the_option_or_the_environment(tmp_pa
     assert find_converter(tmp_path / "a", variables).parent.name == "a"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("written", [b"", b"GGUF\3\0", b"PK\3\4" + bytes(30), b"GGUF\3\0\0\0" + bytes(16)])
 def test_a_file_that_is_no_model_is_not_taken_for_one(tmp_path, written):
     """The scripts of others end well with less: that is seen in the file and not in the exit code."""

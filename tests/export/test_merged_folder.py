@@ -24,7 +24,8 @@ from tests.in_process import run_finetune
 from tests.launches import free_port, place_variables, run_command
 from tests.tiny_runs import random_model_words, write_base, write_rows
 
-pytestmark = pytest.mark.launch
+pytestmark = pytest.mark.trains
+
 ANSWER_WITHOUT_US = """
 import json, sys
 sys.modules["finetune"] = sys.modules["peft"] = None  # whoever imports them fails

@@ -11,6 +11,8 @@ from finetune.errors import ConfigError
 from tests.inference.conftest import NUM_ROWS
 from tests.launches import run_launched
 
+pytestmark = pytest.mark.trains
+
 METRICS = ["json_valid", "token_f1"]
 
 

@@ -17,6 +17,8 @@ from tests.inference.conftest import NUM_ROWS, shipped_words
 from tests.launches import REPOSITORY
 from tests.tiny_runs import write_base
 
+pytestmark = pytest.mark.trains
+
 SYSTEM = "Be brief."
 ITEMS = ["oranges", "pens", "crates of rice", "boxes of tea", "lamps", "chairs", "maps", "bolts", "nails", "cups"]
 SPLITS = {"train": ITEMS[:6], "validation": ITEMS[6:8], "test": ITEMS[8:]}

@@ -12,6 +12,8 @@ from finetune.runs.verification import verify
 from finetune.shipped_files import resolve_shipped
 from tests.tiny_models import build_tiny, tiny_phi3_config
 
+pytestmark = pytest.mark.trains
+
 IDS = torch.arange(5, 25).reshape(1, -1)
 
 

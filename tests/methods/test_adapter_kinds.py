@@ -31,6 +31,8 @@ from tests.methods.tiny_training import (
 )
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
 
+pytestmark = pytest.mark.trains
+
 KINDS = {
     "lora": ["task=finetune_lora"],
     "rslora": ["task=finetune_rslora"],

@@ -25,6 +25,8 @@ from tests.methods.tiny_training import (
 )
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config
 
+pytestmark = pytest.mark.trains
+
 
 @pytest.fixture
 def runtime():

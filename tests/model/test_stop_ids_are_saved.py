@@ -20,6 +20,8 @@ from finetune import (
 from tests.tiny_models import PHI3_SIZES
 from tests.tiny_runs import random_model_words, write_base, write_rows
 
+pytestmark = pytest.mark.trains
+
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("init", ["pretrained", "random"])

@@ -29,6 +29,8 @@ from finetune.training.trainer import Trainer
 from tests.tiny_models import build_tiny, tiny_phi3_config
 from tests.tiny_runs import write_base, write_rows
 
+pytestmark = pytest.mark.trains
+
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):

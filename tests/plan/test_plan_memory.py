@@ -25,6 +25,8 @@ from tests.plan.error_table import WRITE, cases_of_page, record_error
 from tests.plan.measured import held_by, peak_of
 from tests.tiny_models import build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
 
+pytestmark = pytest.mark.trains
+
 SIZES = {"vocab_size": 3000, "hidden_size": 96, "intermediate_size": 320, "max_position_embeddings": 1024}
 WIDER = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 8000}
 CONFIGS = {
@@ -103,6 +105,9 @@ CASES = [
     ("wider phi3", "lora", True, "packed"),
     ("wider phi3", "full", False, "padded"),
 ]
+SHOWN = {("phi3", "lora", False, "packed"), ("phi3", "full", True, "padded"), ("phi3", "lora", False, "shared")}
+"""Those that `pytest` alone measures."""
+SWEEP = [pytest.param(*case, marks=() if case in SHOWN else pytest.mark.sweep) for case in CASES]
 
 PAIRS = [
     *itertools.product(["phi3"], [False, True], ["packed", "padded", "shared"]),
@@ -130,7 +135,7 @@ def test_the_table_of_the_docs_has_these_cases_and_no_others():
         assert sorted(cases_of_page()) == sorted(names)
 
 
-@pytest.mark.parametrize(("family", "method", "checkpointed", "way"), CASES)
+@pytest.mark.parametrize(("family", "method", "checkpointed", "way"), SWEEP)
 def test_the_predicted_peak_is_the_measured_one(family, method, checkpointed, way):
     config = CONFIGS[family]()
     given = rows(shared=120 if way == "shared" else 0)

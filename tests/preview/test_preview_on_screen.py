@@ -64,6 +64,7 @@ def assert_is_harmless(text: str) -> None:
         assert character in "\r\n" or character.isprintable(), hex(ord(character))
 
 
+@pytest.mark.process
 def test_colours_say_what_carries_loss_and_the_rows_steer_nothing(words):
     written = on_a_terminal([*words, "--rows", "1"])
     plain = COLOUR.sub("", written)
@@ -79,6 +80,7 @@ def test_colours_say_what_carries_loss_and_the_rows_steer_nothing(words):
     assert "<|user|>" in styles["30;100"]
 
 
+@pytest.mark.process
 def test_without_colours_a_margin_says_the_same(words):
     written = on_a_terminal([*words, "--rows", "1"], NO_COLOR="1")
     assert_is_harmless(written)
@@ -96,6 +98,7 @@ def test_without_colours_a_margin_says_the_same(words):
     assert "1 rows (50.0%) repeat an earlier row" in piped.stdout
 
 
+@pytest.mark.process
 def test_nothing_but_the_cache_is_written_and_half_a_reader_is_enough(words, tmp_path):
     command = " ".join(f"'{word}'" for word in [*PREVIEW, *words, "--tokens", "--row", "2"])
     done = subprocess.run(
@@ -111,6 +114,7 @@ def test_nothing_but_the_cache_is_written_and_half_a_reader_is_enough(words, tmp
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.process
 def test_json_is_for_programs(words, tmp_path):
     done = subprocess.run([*PREVIEW, *words, "--json", "--row", "2"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

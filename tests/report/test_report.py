@@ -106,6 +106,7 @@ def test_settings_under_older_names_are_shown_under_todays(tmp_path):
     assert not [row for row in setting_rows(run) if row.meaning == "not a key of this version"]
 
 
+@pytest.mark.trains
 def test_the_points_are_those_of_metrics_jsonl(tmp_path):
     folder = write_run(tmp_path / "a")
     charts = charts_of(page_of(folder), folder)
@@ -277,6 +278,7 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path):
     assert [run.name for run in runs] == ["a/run", "b/run"]
 
 
+@pytest.mark.process
 def test_the_library_is_imported_by_this_command_alone():
     code = (
         "import sys, finetune.cli.commands, finetune.cli.report, finetune.report.page as page; page.require_libraries()"

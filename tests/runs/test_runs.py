@@ -53,6 +53,7 @@ def test_a_run_is_running_while_a_living_process_holds_its_lock(tmp_path):
     assert states(tmp_path) == {"a": "stopped"}, "nobody is left to say that it ended"
 
 
+@pytest.mark.process
 def test_a_killed_run_is_stopped_though_its_lock_file_is_left(tmp_path):
     folder = write_run(tmp_path / "a", status="running")
     code = (

@@ -51,6 +51,7 @@ def figures(run, kind):
     return [event for event in events if event["event"] == kind]
 
 
+@pytest.mark.process
 def test_what_is_not_installed_is_refused_with_its_command(tmp_path, inputs):
     missing = next((name for name in ("trackio", "mlflow", "wandb", "tensorboard") if not is_there(name)), None)
     if missing is None:
@@ -62,6 +63,7 @@ def test_what_is_not_installed_is_refused_with_its_command(tmp_path, inputs):
     assert not (tmp_path / "run").exists(), "nothing was begun"
 
 
+@pytest.mark.process
 def test_it_is_refused_before_any_model_is_looked_for(tmp_path):
     words = ["train", "model.path=no/such/model", "data.path=no/such/rows", "training.report_to=[tensorboard]"]
     code = "import sys; sys.modules['tensorboard'] = None; from finetune.cli import main; main()"
@@ -137,6 +139,8 @@ def test_a_strict_run_refuses_to_go_on_without_its_tracker(tmp_path):
         trackers.take({"event": "step", "step": 2, "loss": 2.0})
 
 
+@pytest.mark.process
+@pytest.mark.sweep
 @pytest.mark.skipif(not is_there("tensorboard"), reason="tensorboard is not installed")
 def test_tensorboard_has_the_figures_of_metrics_jsonl_after_a_restart_too(tmp_path, inputs):
     words = ["training.report_to=[tensorboard]", "optim.schedule=constant"]
@@ -159,6 +163,7 @@ def test_tensorboard_has_the_figures_of_metrics_jsonl_after_a_restart_too(tmp_pa
     assert json.loads((run / "run.json").read_text())["fallbacks"] == []
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not is_there("wandb"), reason="wandb is not installed")
 def test_wandb_works_offline(tmp_path, inputs):
     words = ["training.report_to=[wandb]", "training.max_steps=4"]
@@ -171,6 +176,7 @@ def test_wandb_works_offline(tmp_path, inputs):
     assert json.loads((tmp_path / "run" / "run.json").read_text())["fallbacks"] == []
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(not is_there("trackio"), reason="trackio is not installed")
 def test_trackio_has_the_figures_in_its_own_folder(tmp_path, inputs):
     words = ["training.report_to=[trackio]", "training.max_steps=4"]
@@ -183,6 +189,7 @@ def test_trackio_has_the_figures_in_its_own_folder(tmp_path, inputs):
     assert json.loads((tmp_path / "run" / "run.json").read_text())["fallbacks"] == []
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(
     not all(map(is_there, ("mlflow", "sqlalchemy", "alembic"))),
     reason="mlflow-skinny sqlalchemy alembic: not installed",

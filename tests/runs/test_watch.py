@@ -5,14 +5,15 @@ import pytest
 
 from finetune.runs.file_lock import file_lock
 from finetune.runs.metrics import MetricsWriter
-from tests.launches import REPOSITORY, run_command, start_command
+from tests.in_process import run_finetune
+from tests.launches import REPOSITORY, start_command
 from tests.runs.made_runs import change_record, step_figures, write_run
 from tests.runs.screens import FINETUNE, Screen
 from tests.tiny_runs import write_base, write_rows
 
 
 def watch(path, *options):
-    return run_command([*FINETUNE, "watch", path, *options])
+    return run_finetune("watch", path, *options)
 
 
 def test_a_finished_run_is_shown_as_it_stands(tmp_path):
@@ -44,6 +45,7 @@ def test_what_is_no_run_is_refused(tmp_path):
     assert "Traceback" not in done.stdout
 
 
+@pytest.mark.process
 def test_a_terminal_follows_a_run_through_a_restart_and_ctrl_c_leaves_it(tmp_path):
     folder = write_run(tmp_path / "a", losses=(3.0, 2.0), status="running")
     change_record(folder, num_steps=50)
@@ -66,6 +68,7 @@ def test_a_terminal_follows_a_run_through_a_restart_and_ctrl_c_leaves_it(tmp_pat
         assert "Traceback" not in screen.text
 
 
+@pytest.mark.process
 def test_without_a_terminal_lines_come_while_the_run_goes_on(tmp_path):
     folder = write_run(tmp_path / "a", losses=(), status="running")
     with file_lock(folder.lock_file, waiting_for="the test"):
@@ -82,12 +85,14 @@ def test_without_a_terminal_lines_come_while_the_run_goes_on(tmp_path):
     assert rest.splitlines() == ["a, completed"]
 
 
+@pytest.mark.process
 def test_once_leaves_a_run_that_goes_on(tmp_path):
     folder = write_run(tmp_path / "a", status="running")
     with file_lock(folder.lock_file, waiting_for="the test"):
         assert watch(folder.path, "--once").stdout.splitlines()[-1] == "a, running"
 
 
+@pytest.mark.process
 def test_watching_runs_and_diff_need_no_torch(tmp_path):
     write_run(tmp_path / "a")
     code = (

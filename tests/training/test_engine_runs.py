@@ -23,6 +23,8 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import PHI3_SIZES, build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
 from tests.tiny_runs import MODEL_VOCABULARY
 
+pytestmark = pytest.mark.trains
+
 SYSTEM = "you take orders for oranges and answer with one short line of plain words and nothing else at all"
 SIZES = {"vocab_size": MODEL_VOCABULARY, "initializer_range": 0.05}
 LONGROPE = {

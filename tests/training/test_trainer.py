@@ -22,6 +22,8 @@ from finetune.inference.evaluate import LossSums
 from finetune.training import trainer as trainer_module
 from tests.tiny_runs import random_model_words, write_base, write_rows
 
+pytestmark = pytest.mark.trains
+
 IDS = torch.arange(5, 25).reshape(1, -1)
 
 

@@ -13,6 +13,8 @@ from finetune.training import trainer as trainer_module
 from tests.launches import free_port, run_launched
 from tests.tiny_runs import write_base, write_rows
 
+pytestmark = pytest.mark.trains
+
 SCRIPTS = Path(__file__).with_name("guide_scripts.py")
 
 

@@ -1,0 +1,116 @@
+"""A plugin of pytest: which tests run when, and a word about those that do not.
+
+    pytest -m fast         no process is started, no model trained for long: under a minute
+    pytest                 those, and each promise once with real processes: a few minutes
+    pytest --everything    all tests
+    pytest --rest          what `pytest` left out, for CI
+
+Tests that are named (a file, `-k`, `-m`) run whatever their tier.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LONG = {"launch", "slow", "slurm", "sweep"}
+"""Markers of tests that `pytest` alone leaves out, unless they are marked `promise` too."""
+NOT_FAST = {*LONG, "promise", "process", "trains"}
+_PROGRAMS = re.compile(r"python.*|finetune|torchrun|accelerate|mpirun|srun|sbatch|(ba)?sh")
+_running: list[pytest.Item] = []
+_LEFT_OUT = pytest.StashKey[int]()
+_MOST_WORKERS = 4
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tiers")
+    group.addoption("--everything", action="store_true", help="run all tests, also those that start many processes")
+    group.addoption("--rest", action="store_true", help="run only the tests that `pytest` alone leaves out")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For the option `-n auto` in pyproject.toml. A few files run faster without the start of workers."""
+    if _are_paths_named(config) or config.option.collectonly:
+        return 0
+    return min(os.cpu_count() or 1, _MOST_WORKERS)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if not NOT_FAST & _markers(item):
+            item.add_marker("fast")
+    if config.option.everything or _is_named(config):
+        return
+    chosen = [item for item in items if is_left_out(item) == config.option.rest]
+    left_out = [item for item in items if is_left_out(item) != config.option.rest]
+    config.stash[_LEFT_OUT] = len(left_out)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = chosen
+
+
+def is_left_out(item: pytest.Item) -> bool:
+    """Whether a bare `pytest` does not run this test."""
+    markers = _markers(item)
+    return bool(LONG & markers) and "promise" not in markers
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist tells the process that shows the summary."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(_LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object, error: object) -> None:
+    """Each worker collects all tests: one number is enough."""
+    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)  # type: ignore[attr-defined]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Nothing is left out in silence."""
+    left_out = config.stash.get(_LEFT_OUT, 0)
+    if left_out:
+        which = "were run by `pytest` alone" if config.option.rest else "are left to `pytest --everything`"
+        terminalreporter.write_line(f"{left_out} tests {which}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Know which test runs, for `_refuse_processes`."""
+    _running.append(item)
+    try:
+        return (yield)
+    finally:
+        _running.pop()
+
+
+def _refuse_processes(event: str, args: tuple[Any, ...]) -> None:
+    """A test starts a process only if it is about processes: then it bears a marker that says so."""
+    if event != "subprocess.Popen" or not _running or not _running[-1].get_closest_marker("fast"):
+        return
+    program = Path(os.fsdecode(args[0] or args[1][0])).name
+    if _PROGRAMS.fullmatch(program):
+        raise AssertionError(f"{program} is started, and {_running[-1].name} is not marked as `process`: {args[1]}")
+
+
+sys.addaudithook(_refuse_processes)
+
+
+def _markers(item: pytest.Item) -> set[str]:
+    return {marker.name for marker in item.iter_markers()}
+
+
+def _is_named(config: pytest.Config) -> bool:
+    return bool(config.option.keyword or config.option.markexpr or _are_paths_named(config))
+
+
+def _are_paths_named(config: pytest.Config) -> bool:
+    whole = {config.rootpath, config.rootpath / "tests"}
+    return any((config.invocation_params.dir / path).resolve() not in whole for path in config.option.file_or_dir or ())
