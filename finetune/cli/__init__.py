@@ -91,7 +91,7 @@ def _report(error: FinetuneError) -> None:
     # Every process composes the same words: one copy of a config error is enough.
     if isinstance(error, ConfigError) and not is_first_process(os.environ):
         return
-    if error.is_said_by_another and not speaks_for_a_node(os.environ):
+    if error.is_reported_elsewhere and not speaks_for_a_node(os.environ):
         return
     if isinstance(error, PreemptedError):  # as it was asked to
         sys.stderr.write(f"finetune: {error}\n")

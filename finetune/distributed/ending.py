@@ -1,4 +1,4 @@
-"""The error that ends a run, in the words that its own rank, the other ranks and run.json will use."""
+"""The error that ends a run, worded for its own rank, the other ranks and run.json."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from finetune.distributed.watchdog import Watchdog
 from finetune.errors import PeerFailedError, PreemptedError, RunFailedError
 from finetune.signals import Terminated, told_to_stop
 
-_WORD_OF_FAULT_SECONDS = 2.0
-"""torchrun ends a rank by SIGTERM as soon as another is gone, perhaps before the word arrives which and why."""
-_FROM_KEYBOARD = KeyboardInterrupt.__name__
+_FAULT_SECONDS = 2.0
+"""torchrun ends a rank by SIGTERM as soon as another is gone, perhaps before this one learns which and why."""
 _SIGNS_OF_NO_MEMORY = (
     *("out of memory", "can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc"),
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -24,28 +23,29 @@ _PLACE_IN_TORCH = re.compile(r"^\[enforce fail at \S+\] ((data|err == 0)\. )?")
 
 
 def explain(error: BaseException, watchdog: Watchdog | None) -> BaseException:
-    """The error to end with: where it can be known, what caused it; a note says on which rank and where.
+    """The error to end with: its cause where that is known, and a note of rank and phase.
 
     Args:
-        error: what left the run.
+        error: the exception that left the run.
         watchdog: this rank's, in a world of several.
     """
     if any(isinstance(one, Terminated) for one in (error, error.__cause__)) and watchdog is not None:
-        fault = watchdog.reason(_WORD_OF_FAULT_SECONDS)
+        fault = watchdog.first_fault(_FAULT_SECONDS)
         if fault is not None:
-            return RunFailedError(fault)
+            return RunFailedError(str(fault), fault=fault)
     if isinstance(error, PreemptedError):
         return error
-    if told_to_stop() == signal.SIGINT and isinstance(error, RunFailedError) and str(error).endswith(_FROM_KEYBOARD):
-        return KeyboardInterrupt()  # the second Ctrl-C was for this rank too, which sat in a collective
+    fault = error.fault if isinstance(error, RunFailedError) else None
+    if fault is not None and fault.error == KeyboardInterrupt.__name__ and told_to_stop() == signal.SIGINT:
+        return KeyboardInterrupt()  # the second Ctrl-C was for this rank too, which waited in a collective
     named = _out_of_memory(error) if _is_out_of_memory(error) else error
-    if watchdog is not None and not isinstance(named, PeerFailedError) and str(named) != watchdog.reason(0.0):
+    if watchdog is not None and fault is None and not isinstance(named, PeerFailedError):
         named.add_note(watchdog.whereabouts)
     return named
 
 
 def in_a_line(error: BaseException) -> str:
-    """Type and text. Of the traceback that a data loader's worker puts into its error only the end is kept."""
+    """Type and text of an error. Where a data loader's worker put a traceback into it, only its end is kept."""
     text = str(error)
     if "Traceback (most recent call last)" in text:
         lines = text.strip().splitlines()

@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
 from finetune.distributed.environment import LaunchEnvironment, has_agent_store, launcher_pid
+from finetune.distributed.guardian.faults import ranks_in_words
 from finetune.distributed.network import is_own_address, what_answers
 from finetune.errors import LaunchError, RunFailedError
 
@@ -121,9 +122,9 @@ class Rendezvous:
         is_here = is_own_address(self.environment.master_addr)
         hint = "" if is_here else "; this address does not belong to rank 0's machine"
         return (
-            f"{_ranks(missing)} of {self.environment.world_size} did not join at {self.address} within "
-            f"{self._timeout:g} s (joined: {_ranks(self._joined())}){hint}. Start every rank with the same MASTER_ADDR "
-            "and MASTER_PORT, let the nodes reach this port, or raise parallel.timeout_minutes"
+            f"{ranks_in_words(missing)} of {self.environment.world_size} did not join at {self.address} within "
+            f"{self._timeout:g} s (joined: {ranks_in_words(self._joined())}){hint}. Start every rank with the same "
+            "MASTER_ADDR and MASTER_PORT, let the nodes reach this port, or raise parallel.timeout_minutes"
         )
 
     def give_verdict(self, verdict: Verdict) -> None:
@@ -149,7 +150,7 @@ class Rendezvous:
                 return Verdict(kind, why)
         raise LaunchError(
             f"rank {self.environment.rank} heard nothing from rank 0 at {self.address} within {self._timeout:g} s "
-            f"(joined: {_ranks(self._joined())}; missing: {_ranks(self._missing())}). Look at rank 0's output, start "
+            f"(joined: {ranks_in_words(self._joined())}; {self._who_is_missing()}). Look at rank 0's output, start "
             "every rank with the same MASTER_ADDR and MASTER_PORT, or raise parallel.timeout_minutes."
         )
 
@@ -314,7 +315,7 @@ class Rendezvous:
             time.sleep(_POLL_SECONDS)
 
     def _who_is_missing(self) -> str:
-        return f"missing: {_ranks(self._missing())}"
+        return f"missing: {ranks_in_words(self._missing())}"
 
     def _joined(self) -> list[int]:
         return [rank for rank in range(self.environment.world_size) if self._ask("check", [f"joined/{rank}"])]
@@ -334,12 +335,3 @@ class Rendezvous:
             f"rank {self.environment.rank} lost the store at {self.address}: rank 0 or its launcher has ended. "
             "Look at rank 0's output."
         )
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """``rank 1``, ``ranks 1, 3``, at most a dozen of them."""
-    listed = list(ranks)
-    if not listed:
-        return "none"
-    shown = ", ".join(map(str, listed[:12])) + (", …" if len(listed) > 12 else "")
-    return f"rank {shown}" if len(listed) == 1 else f"ranks {shown}"

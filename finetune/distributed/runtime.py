@@ -35,6 +35,7 @@ from finetune.distributed.environment import (
     requested_precision,
 )
 from finetune.distributed.gradients import LossFunction, Reducer, sum_flat
+from finetune.distributed.guardian.faults import ranks_in_words
 from finetune.distributed.precision import choose_precision, convert_weights
 from finetune.distributed.watchdog import Watchdog, WatchedRank
 from finetune.errors import FinetuneError, LaunchError, PeerFailedError, PreemptedError, RunFailedError
@@ -47,8 +48,8 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 _log = logging.getLogger(__name__)
-_WORD_OF_FAULT_SECONDS = 5.0
-"""A broken collective is felt before the word arrives why."""
+_FAULT_SECONDS = 5.0
+"""A broken collective is noticed before this rank learns why."""
 _LOOK_SECONDS = 0.5
 _TOLD_TO_STOP = "told to stop"
 _PLAIN_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -238,11 +239,9 @@ class Runtime:
             return
         rank, code, text = failed[0]
         if error is None:
-            peer = PeerFailedError(f"rank {rank} failed during {during}: {text}", exit_code=code)
-            peer.is_said_by_another = True  # `speaks_for_a_node` says it on another node's screen
-            raise peer
+            raise PeerFailedError(f"rank {rank} failed during {during}: {text}", exit_code=code)
         if isinstance(error, FinetuneError):
-            error.is_said_by_another = mine != failed[0] and mine[2] == text
+            error.is_reported_elsewhere = mine != failed[0] and mine[2] == text
         raise error
 
     @contextmanager
@@ -299,10 +298,9 @@ class Runtime:
             digests = gather_object([digest])
         different = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if different:
-            ranks = ", ".join(map(str, different[:12]))
             raise LaunchError(
-                f"{what} of rank {ranks} is not that of rank 0. Start every rank with the same command, the same "
-                "config files and the same data."
+                f"{what} of {ranks_in_words(different)} differs from that of rank 0. Start every rank with the same "
+                "command, the same config files and the same data."
             )
 
     def at(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
@@ -356,17 +354,17 @@ class Runtime:
     def close(self, error: BaseException | None) -> None:
         """Leave: end what was opened, and tell the other ranks of an error. Not a collective."""
         watchdog, self._watchdog = self._watchdog, None
-        is_as_agreed = error is None or isinstance(error, PreemptedError)
-        # Settled in `agree`: the rank that says it tells the world of it too.
-        is_as_agreed = is_as_agreed or (isinstance(error, FinetuneError) and error.is_said_by_another)
+        is_expected = isinstance(error, PreemptedError)
+        # Where `agree` has settled it, the rank that prints the error tells the world too.
+        is_expected = is_expected or (isinstance(error, FinetuneError) and error.is_reported_elsewhere)
         try:
-            if watchdog is not None and error is not None and not is_as_agreed:
+            if watchdog is not None and error is not None and not is_expected:
                 watchdog.fail(in_a_line(error))
             self._end_what_was_opened(error)
         finally:
             if watchdog is not None:
-                if isinstance(error, FinetuneError) and not is_as_agreed:
-                    error.is_said_by_another = watchdog.is_said_by_another
+                if isinstance(error, FinetuneError) and not is_expected:
+                    error.is_reported_elsewhere = watchdog.is_reported_elsewhere
                 watchdog.close()
             self._accelerator.free_memory()
 
@@ -385,7 +383,7 @@ class Runtime:
         return Watchdog(
             watched,
             share=self.broadcast_from_main,
-            last_words=lambda fault: self._end_what_was_opened(RunFailedError(fault)),
+            last_words=lambda fault: self._end_what_was_opened(RunFailedError(str(fault), fault=fault)),
         )
 
     @contextmanager
@@ -400,11 +398,12 @@ class Runtime:
             with watchdog.waiting(what) if watchdog is not None else nullcontext():
                 yield
         except (dist.DistError, RuntimeError) as error:
-            fault = watchdog.reason(_WORD_OF_FAULT_SECONDS) if watchdog is not None else None
+            fault = watchdog.first_fault(_FAULT_SECONDS) if watchdog is not None else None
             if fault is None and not _is_lost_contact(error):
                 raise
             _log.debug("%s: %s", what, error)
-            raise RunFailedError(fault or f"another rank left during {what}: {error}") from error
+            message = f"another rank left during {what}: {error}" if fault is None else str(fault)
+            raise RunFailedError(message, fault=fault) from error
 
     def _refuse_wishes_of_accelerate(self, precision: str) -> None:
         """What `accelerate launch` was asked for must not be passed over in silence.

@@ -23,7 +23,7 @@ def preempted_in_training(runtime: Runtime, step: int) -> PreemptedError:
     if told and runtime.world_size > 1:
         by += f" on rank{'s' if len(told) > 1 else ''} {', '.join(map(str, list(told)[:12]))}"
     error = PreemptedError(f"stopped at step {step} as asked{by}; checkpoint committed: go on with resume=auto")
-    error.is_said_by_another = not runtime.is_main_process
+    error.is_reported_elsewhere = not runtime.is_main_process
     return error
 
 

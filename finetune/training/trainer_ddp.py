@@ -142,7 +142,7 @@ class TrainerDDP(Trainer):
             yield
         except PreemptedError as error:
             self.close(error)
-            if not error.is_said_by_another:
+            if not error.is_reported_elsewhere:
                 _log.warning("%s", error)
             raise SystemExit(error.exit_code) from error  # a script in this form has nobody who makes a code of it
         except BaseException as error:

@@ -17,8 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from finetune.distributed.guardian.faults import Place, describe_late
-from finetune.distributed.guardian.limits import GRACE_SECONDS, KILL_SECONDS
+from finetune.distributed.guardian.faults import GRACE_SECONDS, KILL_SECONDS, Position, describe_late
 
 WORKER = Path(__file__).with_name("watched_worker.py")
 REPOSITORY = WORKER.parent.parent.parent
@@ -424,7 +423,7 @@ def a_rank_that_never_comes_is_named(play):
     assert play.end(25) == [2, 2]
     for line in play.last_lines():
         assert line.startswith(
-            "LaunchError: The ranks cannot watch over each other: the watchdog of rank 2 did not reach the watchdog of "
+            "LaunchError: The ranks cannot watch over each other: no guardian of rank 2 reached the guardian of "
             "rank 0 at 127.0.0.1 port "
         )
         assert "firewall" in line
@@ -436,7 +435,7 @@ def a_hub_that_cannot_be_reached_is_named(play):
     play.start("leave", first_rank=1)
     assert play.end(25) == [2]
     line = the_only(play.last_lines())
-    assert "rank 1 could not reach the watchdog of rank 0 at port 1 within 15 s (127.0.0.1: " in line
+    assert "rank 1 could not reach the guardian of rank 0 at port 1 within 15 s (127.0.0.1: " in line
     assert "Connection refused" in line
     assert "firewall" in line
 
@@ -502,20 +501,21 @@ def test_a_cut_cable(two_nodes, tmp_path):
         assert line.startswith(f"finetune stops: rank {lost} cannot be reached during training, step 12")
 
 
-def place(**values):
-    return Place(**{"phase": "training", "step": 12, "timed": True, "age": 31.0} | values)
+def position(**values):
+    return Position(**{"phase": "training", "step": 12, "timed": True, "age": 31.0} | values)
 
 
 def test_who_is_waited_for_in_a_phase_without_limit_is_not_late():
-    saving = place(phase="saving", timed=False)
-    assert describe_late({0: saving, 1: place(waiting="barrier"), 2: place(waiting="barrier")}, 30) is None
-    assert describe_late({0: place(age=3.0), 1: place(waiting="barrier")}, 30) is None, "it moves"
-    assert describe_late({0: place(age=29.0), 1: place(age=29.0)}, 30) is None
+    saving = position(phase="saving", timed=False)
+    assert describe_late({0: saving, 1: position(waiting="barrier"), 2: position(waiting="barrier")}, 30) is None
+    assert describe_late({0: position(age=3.0), 1: position(waiting="barrier")}, 30) is None, "it moves"
+    assert describe_late({0: position(age=29.0), 1: position(age=29.0)}, 30) is None
 
 
 def test_ranks_that_all_wait_are_late():
-    text = describe_late({0: place(waiting="sum"), 1: place(waiting="barrier", phase="evaluation", step=None)}, 30)
-    assert text is not None
+    text = str(
+        describe_late({0: position(waiting="sum"), 1: position(waiting="barrier", phase="evaluation", step=None)}, 30)
+    )
     assert text.startswith(
         "rank 0 has waited in sum during training, step 12, for 31 s; rank 1 has waited in barrier during evaluation, "
         "for 31 s and no rank is left to wait for"
@@ -523,17 +523,15 @@ def test_ranks_that_all_wait_are_late():
 
 
 def test_a_large_world_fits_into_a_line():
-    text = describe_late({0: place()} | {rank: place(waiting="sum") for rank in range(1, 1000)}, 30)
-    assert text is not None
+    text = str(describe_late({0: position()} | {rank: position(waiting="sum") for rank in range(1, 1000)}, 30))
     assert "while ranks 1, 2, 3, 4, 5, 6, 7, 8 and 991 others wait for it in sum" in text
-    text = describe_late({rank: place(waiting="sum") for rank in range(1000)}, 30)
-    assert text is not None
+    text = str(describe_late({rank: position(waiting="sum") for rank in range(1000)}, 30))
     assert "so have 992 others" in text
     assert len(text) < 1000
 
 
 def test_all_late_ranks_are_named():
-    text = describe_late({0: place(), 1: place(phase="data", step=13), 2: place(waiting="sum")}, 30)
+    text = str(describe_late({0: position(), 1: position(phase="data", step=13), 2: position(waiting="sum")}, 30))
     assert text == (
         "rank 0 has been in training, step 12, for 31 s; rank 1 has been in data, step 13, for 31 s "
         "while rank 2 waits for it in sum: the step timeout is 30 s"

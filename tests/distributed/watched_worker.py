@@ -55,7 +55,7 @@ def watch():
             step_timeout=timedelta(seconds=seconds) if seconds else None,
         ),
         share,
-        last_words=lambda fault: write(f"last-words-{RANK}", fault),
+        last_words=lambda fault: write(f"last-words-{RANK}", str(fault)),
     )
 
 
@@ -76,9 +76,9 @@ def ask_for_the_reason(dog):
     dog.at("training", 12)
     with dog.waiting("sum"):
         end = time.monotonic() + LONG_SECONDS
-        while (fault := dog.reason(0.1)) is None and time.monotonic() < end:
+        while (fault := dog.first_fault(0.1)) is None and time.monotonic() < end:
             pass
-    write(f"reason-{RANK}", fault)
+    write(f"reason-{RANK}", str(fault))
     dog.close()
     sys.exit(3)
 

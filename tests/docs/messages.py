@@ -29,7 +29,7 @@ from finetune.distributed.accelerate_command import AccelerateCommand, launch_op
 from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.ending import explain
 from finetune.distributed.environment import LaunchEnvironment, read_environment
-from finetune.distributed.guardian.faults import Place, describe_late, unreachable
+from finetune.distributed.guardian.faults import Position, describe_late, unreachable
 from finetune.distributed.rendezvous import Rendezvous, Verdict
 from finetune.distributed.runtime import Runtime, forget_accelerate
 from finetune.errors import FinetuneError
@@ -294,13 +294,13 @@ def rank_0_not_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 
 @maker
 def late_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    waits, works = Place("training", 57, True, "barrier", 3, 1800.0), Place("training", 57, True, None, 3, 1801.0)
+    waits, works = Position("training", 57, True, "barrier", 3, 1800.0), Position("training", 57, True, None, 3, 1801.0)
     return [str(describe_late({0: waits, 1: works}, 1800.0))]
 
 
 @maker
 def unreachable_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    return [unreachable(1, Place("training", 57))]
+    return [str(unreachable(1, Position("training", 57)))]
 
 
 @maker

@@ -18,14 +18,13 @@ import finetune  # noqa: E402, F401
 sys.path.remove(_ROOT)
 
 from finetune.distributed.guardian.guardian import LivedClock  # noqa: E402
-from finetune.distributed.guardian.hub import Hub  # noqa: E402
 from finetune.distributed.guardian.link import Message, occupy_standard_streams  # noqa: E402
-from finetune.distributed.guardian.spoke import Spoke  # noqa: E402
+from finetune.distributed.guardian.star import Hub, Spoke  # noqa: E402
 from finetune.distributed.guardian.worker import Worker  # noqa: E402
 
 
 def _read_settings() -> Message | None:
-    """The first line, which holds the token and so is not on the command line, where others could read it."""
+    """The first line of stdin. It holds the token, which others could read on a command line."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
@@ -37,7 +36,7 @@ def _read_settings() -> Message | None:
 
 
 def _settle_in() -> None:
-    """Become deaf to what is meant for the worker, hold no folder, and allow for a connection to each of many ranks."""
+    """Ignore signals that are meant for the worker, hold no folder, and allow for many connections."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(name, signal.SIG_IGN)
     occupy_standard_streams()

@@ -1,23 +1,48 @@
-"""Where a rank is, and what can go wrong there in words."""
+"""Where a rank is, what can go wrong there, and how long it takes until a guardian says so."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
-from finetune.distributed.guardian.limits import LOST_SECONDS
+from finetune.errors import Fault
 
-_MOST_NAMED = 8
+# In seconds. Together they keep the promise: every rank is gone 15 s after a fault.
+HEARTBEAT_SECONDS = 1.0
+LOST_SECONDS = 8.0
+"""A guardian that is silent for so long is gone, or the network to it is."""
+SILENT_SECONDS = 7
+"""A worker gives up on its own guardian before the other guardians do, so that all ranks name the same cause."""
+STOPPED_SECONDS = 4.0
+"""A debugger or a short SIGSTOP is no fault; a process that is stopped for longer is."""
+START_SECONDS = 15.0
+"""For all guardians to connect, before anything is trained."""
+GRACE_SECONDS = 3.0
+"""After a fault: for the worker's main thread to leave by itself."""
+KILL_SECONDS = 6.0
+"""After a fault: when its guardian kills a worker that is still there."""
+UNKILLABLE_SECONDS = 20.0
+"""After a fault: when a guardian gives up on a worker that the kernel itself holds."""
+SECOND_HAND_SECONDS = 1.5
+"""For news of the cause, after an error that another rank may have caused."""
+LINGER_SECONDS = 1.0
+HELLO_SECONDS = 5.0
+CONNECT_SECONDS = 3.0
+MOST_OF_A_CORE = 0.005
+"""For looking through all processes of the machine for the worker's children, once a second where that is cheap."""
+LONGEST_WAIT = 0.25
+PAUSE = 0.05
+"""A worker may write thousands of lines a second: read together they do not cost a switch of processes each."""
 
 REMEDY = (
-    "Let the nodes of this run connect to each other by TCP (a firewall, a container without the host's network?), and "
-    "give a MASTER_ADDR that every node reaches."
+    "Let the nodes of this run connect to each other over TCP (check firewalls, and containers without the host's "
+    "network), and set MASTER_ADDR to an address that every node reaches."
 )
+_MOST_NAMED = 8
 
 
 @dataclass
-class Place:
+class Position:
     """Where a rank is, as it said last."""
 
     phase: str = "set-up"
@@ -32,51 +57,54 @@ class Place:
     def __str__(self) -> str:
         return self.phase if self.step is None else f"{self.phase}, step {self.step}"
 
-    @classmethod
-    def from_message(cls, message: dict[str, Any]) -> Place:
-        """Read what `asdict` wrote; a key that is not known is left out."""
-        return cls(**{field.name: message[field.name] for field in fields(cls) if field.name in message})
 
-
-def last_line(fault: str) -> str:
-    """What a rank that ends with a fault says last."""
+def last_line(fault: Fault) -> str:
+    """The line that a rank prints last when it ends with a fault."""
     return f"finetune stops: {fault}\n"
 
 
-def lost_guardian(rank: int, place: Place) -> str:
-    """The fault where a guardian ended before its worker; that worker says the same of itself."""
-    return f"rank {rank} was lost during {place}: its guardian process was killed, alone or with its worker"
+def found_by_guardian(rank: int, what: str) -> Fault:
+    """The fault of one rank, found by its own guardian or by another's."""
+    return Fault(reporter="guardian", rank=rank, summary=f"rank {rank} {what}")
 
 
-def unreachable(rank: int, place: Place) -> str:
-    """The fault where nothing is heard of a rank."""
-    return (
-        f"rank {rank} cannot be reached during {place}: its process, its machine or the network between is gone "
-        f"(nothing heard for {LOST_SECONDS:g} s)"
+def lost_guardian(rank: int, position: Position) -> Fault:
+    """The fault where a guardian ended before its worker; that worker reports the same of itself."""
+    what = f"was lost during {position}: its guardian process was killed, alone or with its worker"
+    return found_by_guardian(rank, what)
+
+
+def unreachable(rank: int, position: Position) -> Fault:
+    """The fault where a rank is silent."""
+    return found_by_guardian(
+        rank,
+        f"cannot be reached during {position}: its process, its machine or the network between is gone (nothing heard "
+        f"for {LOST_SECONDS:g} s)",
     )
 
 
-def describe_late(places: dict[int, Place], limit: float) -> str | None:
+def describe_late(positions: dict[int, Position], limit: float) -> Fault | None:
     """The fault where a step takes too long; None where none does.
 
     A rank that waits in a collective is late because of another one: it is named as waiting, and is a culprit only when
     no rank is left to wait for. A rank at work in a phase without a limit may be waited for as long as it takes.
     """
-    late = {rank: place for rank, place in sorted(places.items()) if place.timed and place.age > limit}
-    culprits = {rank: place for rank, place in late.items() if place.waiting is None}
-    waiting = {rank: place for rank, place in sorted(places.items()) if place.waiting is not None}
+    late = {rank: position for rank, position in sorted(positions.items()) if position.timed and position.age > limit}
+    culprits = {rank: position for rank, position in late.items() if position.waiting is None}
+    waiting = {rank: position for rank, position in sorted(positions.items()) if position.waiting is not None}
     if culprits:
         text = _in_words({rank: f"has been in {p}, for {p.age:.0f} s" for rank, p in culprits.items()})
         if waiting:
             verb = "waits" if len(waiting) == 1 else "wait"
-            collectives = ", ".join(sorted({str(place.waiting) for place in waiting.values()}))
+            collectives = ", ".join(sorted({str(position.waiting) for position in waiting.values()}))
             text += f" while {ranks_in_words(waiting)} {verb} for it in {collectives}"
-    elif late and len(waiting) == len(places):
+    elif late and len(waiting) == len(positions):
         text = _in_words({r: f"has waited in {p.waiting} during {p}, for {p.age:.0f} s" for r, p in waiting.items()})
         text += " and no rank is left to wait for (the network is stuck, or the ranks are not in the same collective)"
     else:
         return None
-    return f"{text}: the step timeout is {limit:g} s"
+    rank = next(iter(culprits)) if len(culprits) == 1 else None
+    return Fault(reporter="guardian", rank=rank, summary=f"{text}: the step timeout is {limit:g} s")
 
 
 def _in_words(words: dict[int, str]) -> str:
@@ -85,7 +113,9 @@ def _in_words(words: dict[int, str]) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """``rank 1`` or ``ranks 0, 2``."""
+    """``rank 1``, ``ranks 0, 2`` or ``none``; at most eight of them by number."""
     numbers = sorted(ranks)
+    if not numbers:
+        return "none"
     more = f" and {len(numbers) - _MOST_NAMED} others" if len(numbers) > _MOST_NAMED else ""
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_MOST_NAMED]))}{more}"

@@ -1,4 +1,4 @@
-"""What every guardian does: watch its own worker, and end it once a fault is known."""
+"""What every guardian does: watch its own worker, and end it once there is a fault."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 
-from finetune.distributed.guardian.faults import last_line
-from finetune.distributed.guardian.limits import (
+from finetune.distributed.guardian.faults import (
     HEARTBEAT_SECONDS,
     KILL_SECONDS,
     LINGER_SECONDS,
@@ -18,9 +19,12 @@ from finetune.distributed.guardian.limits import (
     MOST_OF_A_CORE,
     PAUSE,
     UNKILLABLE_SECONDS,
+    found_by_guardian,
+    last_line,
 )
 from finetune.distributed.guardian.link import Link, Message
 from finetune.distributed.guardian.worker import Worker
+from finetune.errors import Fault
 
 
 class LivedClock:
@@ -37,16 +41,17 @@ class LivedClock:
         self._seen = seen
 
 
-class Guardian:
-    """What hub and spokes have in common: their own worker, and what happens once a fault is known."""
+class Guardian(ABC):
+    """What the hub and the spokes have in common: their own worker, and the end of it after a fault."""
 
     def __init__(self, settings: Message, worker: Worker, clock: LivedClock) -> None:
         self.rank: int = settings["rank"]
         self.settings = settings
         self.worker = worker
         self.clock = clock
-        self.fault: str | None = None
+        self.fault: Fault | None = None
         self.is_ready = False
+        """All guardians are connected."""
         self.is_released = False
         """Its worker left in peace, before any fault."""
         self.selector = selectors.DefaultSelector()
@@ -54,30 +59,34 @@ class Guardian:
         self._fault_at = self._beat_at = self._children_at = 0.0
         self._is_reported = False
 
-    def meet(self) -> None:
-        """Find the other guardians."""
-        raise NotImplementedError
-
-    def report(self, fault: str, *, is_second_hand: bool = False) -> None:
-        """Bring a fault before the hub. Second hand: an error in a collective, which another rank may have caused."""
-        raise NotImplementedError
-
-    def watch_others(self) -> None:
-        """Look at the other guardians."""
-        raise NotImplementedError
-
-    def beat(self) -> None:
-        """Tell the other guardians that this one lives, and where its worker is."""
-        raise NotImplementedError
-
     @property
-    def links(self) -> Iterable[Link]:
+    @abstractmethod
+    def _links(self) -> Sequence[Link]:
         """The connections to other guardians."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def _connect(self) -> None:
+        """Get closer to `is_ready`; called in every turn until then."""
+
+    @abstractmethod
+    def _report(self, fault: Fault) -> None:
+        """Bring a fault before the hub, which decides whether it is the first."""
+
+    @abstractmethod
+    def _watch_others(self) -> None:
+        """Look at the other guardians."""
+
+    @abstractmethod
+    def _beat(self) -> None:
+        """Tell the other guardians that this one lives, and where its worker is."""
+
+    @abstractmethod
+    def _say_bye(self) -> None:
+        """Tell the other guardians that the worker has left in peace."""
 
     def run(self) -> None:
         """Watch until there is nothing left to watch."""
-        while not self.is_done:
+        while not self._is_done:
             self._turn()
         self._leave()
 
@@ -88,80 +97,80 @@ class Guardian:
         self.clock.tick()
         if self.worker.is_silent and 0 in self.selector.get_map():
             self.selector.unregister(0)
-        if self.worker.meeting is not None and not self.is_ready:
-            self.meet()
+        if self.worker.hub is not None and not self.is_ready:
+            self._connect()
         self.worker.grow_older(self.clock.now)
         is_second = self.clock.now - self._beat_at >= HEARTBEAT_SECONDS
         self._watch_worker(is_second)
         if self.fault is None:
-            self.watch_others()
+            self._watch_others()
         if is_second:
             self._beat_at = self.clock.now
-            self.beat()
+            self._beat()
             self.worker.tell({"beat": True})
-        for link in self.links:
+        for link in self._links:
             link.send()
         if self.fault is not None and not self.is_released and self.clock.now - self._fault_at >= KILL_SECONDS:
             self.worker.kill()
 
     @property
-    def is_done(self) -> bool:
-        """Whether there is nothing left to do."""
+    def _is_done(self) -> bool:
         if self.fault is not None:
             is_stuck = self.clock.now - self._fault_at > UNKILLABLE_SECONDS
             return self.is_released or self.worker.is_gone or is_stuck
-        return self.is_released and not any(self.links)
+        return self.is_released and not any(self._links)
 
     def _watch_worker(self, is_second: bool) -> None:
-        worker = self.worker
         if self.is_released or self.fault is not None or self._is_reported:
             return
-        if worker.is_gone:
-            worker.read(self.clock.now)  # its last words may still be in the pipe
-        if worker.has_said_bye and worker.failure is None:
+        if self.worker.is_gone:
+            self.worker.read(self.clock.now)  # its last words may still be in the pipe
+        if self.worker.has_said_bye and self.worker.failure is None:
             self._release()
             return
         if is_second and self.clock.now >= self._children_at:
             began = time.process_time()
-            worker.note_children()
+            self.worker.note_children()
             self._children_at = self.clock.now + (time.process_time() - began) / MOST_OF_A_CORE
-        is_second_hand = False
+        fault = self._fault_of_worker(is_second)
+        if fault is not None:
+            self._is_reported = True
+            self._report(fault)
+
+    def _fault_of_worker(self, is_second: bool) -> Fault | None:
+        worker = self.worker
         if worker.failure is not None:
-            wrong = f"failed during {worker.place}: {worker.failure}"
-            is_second_hand = worker.place.waiting is not None
-        elif worker.is_silent or worker.is_gone:
-            wrong = worker.end_in_words()
-        else:
-            trouble = worker.examine(self.clock.now) if is_second else None
-            if trouble is None:
-                return
-            wrong = trouble
-        self._is_reported = True
-        self.report(f"rank {self.rank} {wrong}", is_second_hand=is_second_hand)
+            return Fault(
+                reporter="worker",
+                rank=self.rank,
+                summary=f"rank {self.rank} failed during {worker.position}",
+                error=worker.failure,
+                is_second_hand=worker.position.waiting is not None,
+            )
+        if worker.is_silent or worker.is_gone:
+            return found_by_guardian(self.rank, worker.end_in_words())
+        trouble = worker.examine(self.clock.now) if is_second else None
+        return None if trouble is None else found_by_guardian(self.rank, trouble)
 
     def _release(self) -> None:
         self.is_released = True
-        self.say_farewell()
-        self.worker.tell({"released": True, "is_staying": bool(list(self.links))})
+        self._say_bye()
+        self.worker.tell({"released": True, "is_staying": bool(self._links)})
         # Whoever captures the worker's output waits until all copies of it are closed.
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in (1, 2):
             os.dup2(nothing, descriptor)
         os.close(nothing)
 
-    def say_farewell(self) -> None:
-        """Tell the other guardians that the worker has left in peace."""
-        raise NotImplementedError
-
-    def adopt(self, fault: str) -> None:
+    def _adopt(self, fault: Fault) -> None:
         """A fault is certain: it is the world's first, and this rank ends with it."""
         if self.fault is not None:
             return
-        self.fault = " ".join(fault.split())
+        self.fault = fault
         self._fault_at = self.clock.now
         if self.is_released:
             return
-        self.worker.tell({"fault": self.fault})
+        self.worker.tell({"fault": asdict(fault)})
         if not self.is_ready:  # the worker has trained nothing yet, and raises this by itself
             self.is_released = True
             return
@@ -170,7 +179,7 @@ class Guardian:
             self.worker.kill()
 
     def _leave(self) -> None:
-        for link in self.links:
+        for link in self._links:
             link.send()
             with suppress(OSError):
                 link.connection.shutdown(socket.SHUT_WR)
@@ -178,17 +187,17 @@ class Guardian:
             self.worker.kill_orphans()
             self.worker.read(self.clock.now)
             if not (self.worker.has_said_last_line or self.worker.has_said_bye):
-                _say(last_line(self.fault))
-        # A connection closed with something unread is reset, and the other side would lose our last words.
+                _print_error(last_line(self.fault))
+        # A connection closed with something unread is reset, and the other side would lose our last message.
         end = time.monotonic() + LINGER_SECONDS
-        remaining = list(self.links)
+        remaining = list(self._links)
         while remaining and time.monotonic() < end:
             remaining = [link for link in remaining if not link.receive()[1]]
             time.sleep(PAUSE)
 
 
-def _say(text: str) -> None:
-    """Write to stderr without being kept waiting by whoever should read it."""
+def _print_error(text: str) -> None:
+    """Write to stderr, but do not wait for whoever should read it."""
     with suppress(OSError), selectors.PollSelector() as selector:
         selector.register(2, selectors.EVENT_WRITE)
         if selector.select(LINGER_SECONDS):

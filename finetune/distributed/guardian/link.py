@@ -8,7 +8,7 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-from finetune.distributed.guardian.faults import Place
+from finetune.distributed.guardian.faults import Position
 
 Message = dict[str, Any]
 
@@ -17,14 +17,14 @@ _LONGEST_HELLO = 1 << 10
 
 
 def occupy_standard_streams() -> None:
-    """Where one of descriptors 0 to 2 is closed, the next pipe or socket would get its number, and be printed into."""
+    """Open those of descriptors 0 to 2 that are closed: the next pipe would get such a number and be printed into."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
 
 
 class LineBuffer:
-    """Bytes in, messages out.
+    """Turns bytes into messages.
 
     Raises:
         ValueError: from `feed`: a line that is too long or is no JSON object.
@@ -35,7 +35,7 @@ class LineBuffer:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[Message]:
-        """Add what was read; the messages that are whole now."""
+        """Add bytes; the messages that are complete now."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if any(len(line) > self.longest for line in [*lines, self._rest]):
             raise ValueError("a line is too long")
@@ -57,19 +57,19 @@ class Link:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.connection = connection
         self.rank = rank
-        self.place = Place()
+        self.position = Position()
         self.heard_at = now
         self.has_left = False
         self._lines = LineBuffer(_LONGEST_LINE if rank is not None else _LONGEST_HELLO)
         self._unsent = b""
 
-    def welcome(self, rank: int) -> None:
-        """A stranger has shown who it is."""
+    def admit(self, rank: int) -> None:
+        """Trust a stranger that has shown its token."""
         self.rank = rank
         self._lines.longest = _LONGEST_LINE
 
     def send(self, message: Message | None = None) -> None:
-        """Send a message and what is left of earlier ones, as far as it goes. A dead connection shows in `receive`."""
+        """Send a message and the rest of earlier ones as far as possible. A dead connection shows in `receive`."""
         if message is not None and len(self._unsent) < _LONGEST_LINE:
             self._unsent += json.dumps(message).encode() + b"\n"
         with suppress(OSError):

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from finetune.distributed.guardian.faults import Place
-from finetune.distributed.guardian.limits import STOPPED_SECONDS
+from finetune.distributed.guardian.faults import STOPPED_SECONDS, Position
 from finetune.distributed.guardian.link import LineBuffer, Message
 
 _READ_BYTES = 1 << 16
@@ -25,12 +24,14 @@ class Worker:
     def __init__(self, settings: Message) -> None:
         self.pid: int = settings["worker_pid"]
         self.launcher_pid: int | None = settings["launcher_pid"]
-        self.place = Place()
+        self.position = Position()
         self.failure: str | None = None
+        """Its error in one line, once it has told it."""
         self.has_said_bye = False
         self.has_said_last_line = False
         self.is_silent = False
-        self.meeting: Message | None = None
+        self.hub: Message | None = None
+        """Where rank 0's guardian listens, and the token that it wants."""
         self.children: list[psutil.Process] = []
         self._lines = LineBuffer()
         self._moved_at = 0.0
@@ -46,7 +47,7 @@ class Worker:
         return os.getppid() != self.pid
 
     def read(self, now: float) -> None:
-        """Take in what the worker has said."""
+        """Read what the worker has written."""
         try:
             while data := os.read(0, _READ_BYTES):
                 for message in self._lines.feed(data):
@@ -58,19 +59,19 @@ class Worker:
             self.is_silent = True
 
     def _take(self, message: Message, now: float) -> None:
-        if "phase" in message:
-            place = Place.from_message(message)
-            if place.moves != self.place.moves:
+        if "position" in message:
+            position = Position(**message["position"])
+            if position.moves != self.position.moves:
                 self._moved_at = now
-            self.place = place
-        self.failure = self.failure or message.get("fault")
-        self.meeting = self.meeting or message.get("meet")
+            self.position = position
+        self.failure = self.failure or message.get("failure")
+        self.hub = self.hub or message.get("hub")
         self.has_said_bye = self.has_said_bye or "bye" in message
         self.has_said_last_line = self.has_said_last_line or "spoken" in message
 
     def grow_older(self, now: float) -> None:
         """Count the time since it moved."""
-        self.place.age = now - self._moved_at
+        self.position.age = now - self._moved_at
 
     def tell(self, message: Message) -> None:
         """Say something to the worker, unless it does not listen."""
@@ -78,7 +79,7 @@ class Worker:
             os.write(1, json.dumps(message).encode() + b"\n")
 
     def examine(self, now: float) -> str | None:
-        """What is wrong with it beyond what it says itself: stopped, or without its launcher. Costs a system call."""
+        """Whether it is stopped or has lost its launcher, in words; None: it is well. Costs a system call."""
         self._memory_kills.append(_memory_kills())
         if self._process is None:
             return None
@@ -90,9 +91,9 @@ class Worker:
         self._stopped_since = (self._stopped_since or now) if is_stopped else None
         is_long = self._stopped_since is not None and now - self._stopped_since >= STOPPED_SECONDS
         if is_long and not self._is_launcher_stopped():
-            return f"is stopped (SIGSTOP) during {self.place}: its process is {self.pid} on {socket.gethostname()}"
+            return f"is stopped (SIGSTOP) during {self.position}: its process is {self.pid} on {socket.gethostname()}"
         if self.launcher_pid is not None and parent != self.launcher_pid and not self.is_gone:
-            return f"lost its launcher, process {self.launcher_pid}, during {self.place}"
+            return f"lost its launcher, process {self.launcher_pid}, during {self.position}"
         return None
 
     def _is_launcher_stopped(self) -> bool:
@@ -103,17 +104,16 @@ class Worker:
             return False
 
     def end_in_words(self) -> str:
-        """How it ended; a guardian cannot see the exit code of its own parent."""
+        """How it ended, in words; a guardian cannot see the exit code of its own parent."""
+        place = f"process {self.pid} on {socket.gethostname()}"
         hint = ""
         if _memory_kills() > self._memory_kills[0]:
             hint = "; the kernel's out-of-memory killer was at work on that machine just then"
-        return (
-            f"was killed during {self.place}: process {self.pid} on {socket.gethostname()} ended without a word{hint}"
-        )
+        return f"was killed during {self.position}: {place} ended without a word{hint}"
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it stands still, so that it cannot leave by itself."""
+        """Whether it is stopped, so that it cannot leave by itself."""
         return self._stopped_since is not None
 
     def note_children(self) -> None:
