@@ -23,7 +23,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune.data.batches import BatchPlan
+from finetune.data.batches import BatchRule
 from finetune.distributed.ending import explain
 from finetune.errors import CheckpointError, RunFailedError
 from finetune.runs.folder import RunFolder
@@ -364,7 +364,7 @@ def test_memory_that_runs_out_leaves_the_last_checkpoint_and_says_what_to_change
 ) -> None:
     size = 2 if world == "two" else 1
     more = [*MEMORY_WORDS, f"training.global_batch_size={size}", *WORLDS[world]]
-    order = BatchPlan(lengths=[1] * NUM_ROWS, global_batch_size=size, batch_size=1, seed=27).order(0)
+    order = BatchRule(lengths=[1] * NUM_ROWS, global_batch_size=size, batch_size=1, seed=27).order(0)
     long = order.index(NUM_ROWS - 1) // size + 1
     assert long >= 15, "the seed must leave time to set the limit"
 

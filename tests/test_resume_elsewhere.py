@@ -102,7 +102,7 @@ def train(words: list[str]) -> None:
         notes = Path(f"{config.output_dir}.rows-of-rank-{runtime.rank}.jsonl")
 
         def steps(epoch: int, first_step: int = 0) -> Iterator[list]:
-            first = epoch * train_loader.plan.steps_per_epoch + first_step + 1
+            first = epoch * train_loader.rule.steps_per_epoch + first_step + 1
             for step, share in enumerate(deal(epoch, first_step), start=first):
                 with notes.open("a") as file:
                     file.write(json.dumps({"step": step, "microbatches": len(share), "rows": rows.read}) + "\n")

@@ -64,11 +64,11 @@ def _micro_batches(job: Job) -> list[str]:
 
 def _so_that_they_come_in_order(job: Job, seed: int) -> list[tuple[list[int], list[bool]]]:
     """The rows, put so that the shuffling of the run's first epoch brings them into the job's own order."""
-    from finetune.data.batches import BatchPlan
+    from finetune.data.batches import BatchRule
 
     rows = job.rows()
     lengths = [len(row.ids) for row in rows]
-    plan = BatchPlan(lengths=lengths, global_batch_size=job.global_batch, batch_size=1, seed=seed)
+    plan = BatchRule(lengths=lengths, global_batch_size=job.global_batch, batch_size=1, seed=seed)
     placed = dict(zip(plan.order(0), rows, strict=True))
     return [placed[place] for place in range(len(rows))]
 

@@ -1,8 +1,8 @@
-"""Encoded rows on disk, by content: the first process of a node makes them, the others read them.
+"""The cache of encoded rows: the first process of a node encodes, the others read.
 
-The name of a file is a digest of everything its content depends on, so a file is never out of date; it is written
-aside and renamed, so under its name it is whole; and its own digest is checked when it is read. The processes of a
-node agree by a file lock, with no collective: encoding may take longer than a collective may wait.
+The name of a file is a digest of everything that its content depends on, so a file is never out of date. It is written
+under another name and renamed, so it is whole, and its own digest is checked when it is read. The processes of a
+node take turns by a file lock. This is no collective, because encoding may take longer than a collective may wait.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
-
+from finetune.data.encoded import EncodedRows, digest_tensors
 from finetune.data.rows import kind_in_words
-from finetune.data.tokenise import digest_json
-from finetune.data.tokenise import digest_tokenizer as digest_tokenizer
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.runs.durable import describe_os_error, replace_file
 from finetune.runs.file_lock import file_lock
@@ -35,49 +32,28 @@ ENCODING_VERSION = 4
 """Raise it when the same rows and tokenizer give other tensors, or another refusal, than before."""
 
 _METADATA_KEY = "finetune"  # one key only: safetensors writes several in random order
-
-
-class EncodedRows(NamedTuple):
-    """The rows of a split as flat tensors: row i is `token_ids[offsets[i]:offsets[i + 1]]`."""
-
-    token_ids: torch.Tensor
-    """int32, shape (tokens,)."""
-    is_target: torch.Tensor
-    """bool, shape (tokens,): the model must predict this token."""
-    offsets: torch.Tensor
-    """int64, shape (rows + 1,)."""
-    numbers: torch.Tensor
-    """int64, shape (rows,): line or row in the source."""
-    full_lengths: torch.Tensor
-    """int64, shape (rows,): tokens of the row before it was cut at data.max_length."""
-    kind: str = "text"
-    """What a row was: messages, prompt_completion, text, or several."""
-    read_as: str = ""
-    """How the rows were read, in words: format and columns."""
-
-
 _TENSORS = tuple(name for name in EncodedRows._fields if name not in ("kind", "read_as"))
 
 
 def encoding_key(examples: Examples, tokenizer_digest: str, section: DataSection) -> str:
-    """A SHA-256 over all that the encoded rows of a source depend on."""
+    """A SHA-256 over everything that the encoded rows of a source depend on."""
     parts = {
         "version": ENCODING_VERSION,
         "libraries": [version("transformers"), version("tokenizers")],
         "rows": examples.source.digest(),
-        "format": [examples.wanted.name, sorted(examples.wanted.columns.items())],
+        "format": [examples.format, sorted(examples.columns.items())],
         "train_on": section.train_on,
         "max_rows": examples.max_rows,
         "max_length": section.max_length,
         "tokenizer": tokenizer_digest,
     }
-    return digest_json(parts)
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def load_or_encode(
     folder: Path, key: str, encode: Callable[[], EncodedRows], fallbacks: Fallbacks, what: str
 ) -> EncodedRows:
-    """The rows kept under a key, or new ones, kept from now on.
+    """Read the rows that are kept under a key, or encode them and keep them.
 
     Args:
         folder: the cache; made if missing.
@@ -112,15 +88,6 @@ def load_or_encode(
         return made
 
 
-def digest_tensors(tensors: Iterable[torch.Tensor]) -> str:
-    """A SHA-256 over types, shapes and values."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().numpy().data)
-    return digest.hexdigest()
-
-
 def _write(path: Path, rows: EncodedRows) -> None:
     from safetensors.torch import save
 
@@ -130,29 +97,23 @@ def _write(path: Path, rows: EncodedRows) -> None:
 
 
 def _read(path: Path, what: str) -> EncodedRows | None:
-    """The rows in a file; None where there is no file, or a damaged one, which the log then says."""
-    from safetensors import SafetensorError
+    """Read a file; None where there is none, or where it is damaged, which is logged."""
+    from safetensors import SafetensorError, safe_open
 
     if not path.exists():
         return None
     try:
-        rows = _parse(path)
+        with safe_open(path, framework="pt") as file:
+            about = json.loads(file.metadata()[_METADATA_KEY])
+            tensors = {name: file.get_tensor(name) for name in _TENSORS}
+        if digest_tensors(tensors.values()) != about["sha256"]:
+            raise ValueError("its content has changed since it was written")
+        rows = EncodedRows(**tensors, kind=about["kind"], read_as=about["read_as"])
     except (SafetensorError, ValueError, KeyError, TypeError, OSError) as error:
         _log.warning("%s is damaged (%s); %s is encoded again", path, error, what)
         return None
     _log.info("%s: %s; encoded before, read from %s", what, rows.read_as or kind_in_words(rows.kind), path)
     return rows
-
-
-def _parse(path: Path) -> EncodedRows:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        about = json.loads(file.metadata()[_METADATA_KEY])
-        tensors = {name: file.get_tensor(name) for name in _TENSORS}
-    if digest_tensors(tensors.values()) != about["sha256"]:
-        raise ValueError("its content has changed since it was written")
-    return EncodedRows(**tensors, kind=about["kind"], read_as=about["read_as"])
 
 
 def _without_cache(folder: Path, error: OSError) -> Fallback:

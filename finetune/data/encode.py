@@ -1,22 +1,23 @@
-"""Rows to tokens, once."""
+"""Encode the rows of a run: render, tokenise and mark each row once, then keep what the gates let pass."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.data.cache import EncodedRows, digest_tokenizer, encoding_key, load_or_encode
-from finetune.data.collect import encode_rows
-from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
+from finetune.data.cache import encoding_key, load_or_encode
+from finetune.data.encoded import EncodedExamples, EncodedRows, EncodedSplits, Part, lay_end_to_end
 from finetune.data.examples import ExampleSplits
-from finetune.data.gates import pass_gates
-from finetune.data.mixing import select_rows
-from finetune.data.rows import Examples, kind_in_words
-from finetune.data.templates import AnswerTokens
-from finetune.fallbacks import Fallbacks
+from finetune.data.gates import name_some, pass_gates
+from finetune.data.parallel import Encoded, WorkerLostError, choose_processes, encode_in_processes
+from finetune.data.rows import BadRowError, Example, Examples, RowProblems, kind_in_words
+from finetune.data.templates import AnswerTokens, TokenisedRow, digest_tokenizer, encode_batch
+from finetune.errors import DataError
+from finetune.fallbacks import Fallback, Fallbacks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MAX_NAMED = 3
+ROWS_AT_ONCE = 512
+"""Rows of a batch: one call of the template and of the tokenizer."""
 
 
 def encode_examples(
@@ -36,20 +38,20 @@ def encode_examples(
     fallbacks: Fallbacks | None = None,
     is_gated: bool = True,
 ) -> EncodedSplits:
-    """Render, tokenise and mark the targets of every split, or read all that from the cache. Logs what there is.
+    """Encode every split, or read it from the cache, and log a summary of each.
 
     The first process of a node encodes and the others wait for it, by a file lock: this is no collective.
 
     Args:
-        splits: what `load_examples` found.
+        splits: the result of `load_examples`.
         tokenizer: a fast tokenizer; its own chat template is used.
-        section: `max_length`, `cache_dir`, what the gates do, and how the rows were chosen.
+        section: `max_length`, `cache_dir`, the gates, and how the rows were chosen.
         fallbacks: told when the cache cannot be written.
-        is_gated: off: all rows as they are, also those that a run would refuse or leave out.
+        is_gated: False keeps all rows, also those that a run would refuse or leave out.
 
     Raises:
         DataError: a row cannot be used, a split has no row or no target token, a gate refuses the rows, or the
-            tokenizer does not serve.
+            tokenizer cannot encode them.
     """
     taken = fallbacks if fallbacks is not None else Fallbacks()
     encoder = _Encoder(tokenizer, section, taken)
@@ -67,26 +69,66 @@ def encode_examples(
     return result
 
 
+def describe(splits: EncodedSplits) -> list[str]:
+    """Summarise each split on one line, and name the rows that teach nothing."""
+    lines = []
+    for name, examples in (("train", splits.train), ("validation", splits.validation), ("test", splits.test)):
+        lines += [f"{name}: off"] if examples is None else _describe_split(name, examples)
+    return lines
+
+
+def encode_rows(examples: Examples, tokens: AnswerTokens, section: DataSection, fallbacks: Fallbacks) -> EncodedRows:
+    """Encode all rows of a source, in this process or in several: the bytes are the same.
+
+    Args:
+        examples: all rows of a source.
+        tokens: of the tokenizer.
+        section: `max_length`, `train_on`, `num_processes`.
+        fallbacks: told when the other processes were lost.
+
+    Raises:
+        DataError: a row cannot be used, or none has a target token.
+    """
+    rows = examples.rows
+    num_processes = choose_processes(rows, section.num_processes, ROWS_AT_ONCE)
+    if num_processes > 1:
+        try:
+            with encode_in_processes(tokens.tokenizer, section.train_on, num_processes) as encode:
+                return _collect(examples, encode(_batches(rows)), section.max_length)
+        except WorkerLostError as error:
+            fallbacks.take(
+                Fallback(
+                    what="data.num_processes",
+                    wanted=f"{num_processes} processes that encode {examples.label}",
+                    used="this process alone",
+                    why=str(error),
+                )
+            )
+    encoded = ((batch, encode_batch(batch, tokens, section.train_on)) for batch in _batches(rows))
+    return _collect(examples, encoded, section.max_length)
+
+
 class _Encoder:
-    """One tokenizer and one cache for all sources; what splits have in common is read once."""
+    """One tokenizer and one cache for all sources. Splits that share a source share its encoded rows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, section: DataSection, fallbacks: Fallbacks) -> None:
         self._tokens = AnswerTokens(tokenizer)
         self._digest = digest_tokenizer(tokenizer)
         self._section = section
         self._fallbacks = fallbacks
-        self._done: dict[int, EncodedRows] = {}
+        self._done: dict[int, EncodedExamples] = {}
 
     def encode(self, examples: Examples) -> Part:
         """The rows that a split has from one source."""
         whole = examples.whole
-        rows = self._done.get(id(whole))
-        if rows is None:
-            rows = self._done[id(whole)] = self._load_or_encode(whole)
-        if examples.choice is not None:
-            rows = select_rows(rows, examples.choice.indices(len(rows.numbers)))
-        end_id = self._tokens.end_id_of(rows.kind)
-        return Part(EncodedExamples(rows, end_id, examples.source), examples.label, examples.weight)
+        if id(whole) not in self._done:
+            rows = self._load_or_encode(whole)
+            end_id = self._tokens.end_id_of(rows.kind)
+            self._done[id(whole)] = EncodedExamples(rows, end_id, whole.source.place)
+        encoded = self._done[id(whole)]
+        if examples.choose is not None:
+            encoded = encoded.select(examples.choose(len(encoded)))
+        return Part(encoded, examples.label, examples.weight)
 
     def _load_or_encode(self, whole: Examples) -> EncodedRows:
         return load_or_encode(
@@ -98,8 +140,37 @@ class _Encoder:
         )
 
 
+def _batches(rows: list[Example]) -> Iterator[list[Example]]:
+    remaining = iter(rows)
+    while batch := list(islice(remaining, ROWS_AT_ONCE)):
+        yield batch
+
+
+def _collect(examples: Examples, batches: Iterable[Encoded], max_length: int) -> EncodedRows:
+    problems = RowProblems()
+    rows = lay_end_to_end(_good_rows(batches, problems), max_length=max_length, kind=examples[0].kind)
+    problems.raise_if_any(examples.label, len(examples))
+    if not rows.is_target.any():
+        raise DataError(
+            f"{examples.label}: none of its {len(examples):,} rows has a target token within "
+            f"data.max_length={max_length}; the longest row has {int(rows.full_lengths.max())} tokens. Raise "
+            "data.max_length, or shorten the rows."
+        )
+    return rows._replace(read_as=examples.read_as)
+
+
+def _good_rows(batches: Iterable[Encoded], problems: RowProblems) -> Iterator[tuple[int, TokenisedRow]]:
+    """The rows that could be encoded, with their numbers; the others are noted."""
+    for batch, encoded in batches:
+        for example, row in zip(batch, encoded, strict=True):
+            if isinstance(row, BadRowError):
+                problems.add(example.source, str(row))
+            else:
+                yield example.number, row
+
+
 def _mix(split: str, parts: Sequence[Part], seed: int) -> EncodedExamples:
-    """A split's rows, those of a source as often as its weight says."""
+    """Join the rows of a split, those of each source as often as its weight says."""
     chosen = []
     for part in parts:
         rows = part.epoch(seed)
@@ -112,14 +183,6 @@ def _mix(split: str, parts: Sequence[Part], seed: int) -> EncodedExamples:
     return EncodedExamples.joined(chosen)
 
 
-def describe(splits: EncodedSplits) -> list[str]:
-    """What each split has, one line each, and which rows teach nothing."""
-    lines = []
-    for name, examples in (("train", splits.train), ("validation", splits.validation), ("test", splits.test)):
-        lines += [f"{name}: off"] if examples is None else _describe_split(name, examples)
-    return lines
-
-
 def _describe_split(name: str, examples: EncodedExamples) -> list[str]:
     lines = [
         f"{name}: {len(examples):,} rows of {kind_in_words(examples.kind)}, "
@@ -128,7 +191,6 @@ def _describe_split(name: str, examples: EncodedExamples) -> list[str]:
     ]
     empty = (examples.num_targets == 0).nonzero()[:, 0].tolist()
     if empty:
-        named = ", ".join(examples.source(index) for index in empty[:_MAX_NAMED])
-        more = " and others" if len(empty) > _MAX_NAMED else ""
-        lines.append(f"{name}: {len(empty):,} rows have no target token after truncation: {named}{more}")
+        named = name_some(examples.source(index) for index in empty)
+        lines.append(f"{name}: {len(empty):,} rows have no target token after truncation: {named}")
     return lines

@@ -1,22 +1,70 @@
-"""Encoded rows: flat tensors with the tokens of all rows, and which of them carry loss."""
+"""Encoded rows: flat tensors with the tokens of all rows and which of them carry loss."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 from torch.utils.data import Dataset
 
-from finetune.data.cache import EncodedRows, digest_tensors
-from finetune.data.collect import Collected
-from finetune.data.mixing import JoinedPlaces, Places, join_rows, select_rows
 from finetune.data.shares import shuffled
 from finetune.data.templates import TokenisedRow
 from finetune.engine.prefixes import Tokens
 from finetune.errors import DataError
+
+
+class EncodedRows(NamedTuple):
+    """Rows as flat tensors: row i is `token_ids[offsets[i]:offsets[i + 1]]`."""
+
+    token_ids: torch.Tensor
+    """int32, shape (tokens,)."""
+    is_target: torch.Tensor
+    """bool, shape (tokens,): the model must predict this token."""
+    offsets: torch.Tensor
+    """int64, shape (rows + 1,)."""
+    numbers: torch.Tensor
+    """int64, shape (rows,): line or row in the source."""
+    full_lengths: torch.Tensor
+    """int64, shape (rows,): tokens of the row before it was cut at data.max_length."""
+    kind: str = "text"
+    """The kind of row: messages, prompt_completion, text, or several."""
+    read_as: str = ""
+    """How the rows were read, in words: format and columns."""
+
+
+def lay_end_to_end(rows: Iterable[tuple[int, TokenisedRow]], *, max_length: int, kind: str) -> EncodedRows:
+    """Put tokenised rows, each with its number in the source, into flat tensors; cut each at `max_length` tokens."""
+    token_ids, is_target = array("i"), bytearray()
+    offsets, numbers, full_lengths = array("q", [0]), array("q"), array("q")
+    for number, row in rows:
+        token_ids.extend(row.token_ids[:max_length])
+        is_target += row.is_target[:max_length]
+        offsets.append(len(token_ids))
+        numbers.append(number)
+        full_lengths.append(len(row.token_ids))
+    return EncodedRows(
+        token_ids=_as_tensor(token_ids, torch.int32),
+        is_target=_as_tensor(is_target, torch.bool),
+        offsets=_as_tensor(offsets, torch.int64),
+        numbers=_as_tensor(numbers, torch.int64),
+        full_lengths=_as_tensor(full_lengths, torch.int64),
+        kind=kind,
+    )
+
+
+def digest_tensors(tensors: Iterable[torch.Tensor]) -> str:
+    """A SHA-256 over types, shapes and values."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 class EncodedExample(NamedTuple):
@@ -25,16 +73,16 @@ class EncodedExample(NamedTuple):
     input_ids: torch.Tensor
     """int64, shape (time,)."""
     is_target: torch.Tensor
-    """bool, shape (time,): this token carries loss: the model must predict it from those before. Never the first."""
+    """bool, shape (time,): the model must predict this token from those before it. Never the first."""
 
 
 class PromptAndAnswer(NamedTuple):
     """A row cut before its last answer."""
 
     prompt: list[int]
-    """What the model is given, the header of the assistant's turn included."""
+    """All tokens before the answer, with the header of the assistant's turn."""
     answer: list[int]
-    """What it should say, without the end of turn."""
+    """The answer without its end of turn."""
 
 
 class EncodedExamples(Dataset[EncodedExample]):
@@ -43,38 +91,63 @@ class EncodedExamples(Dataset[EncodedExample]):
     Args:
         rows: the flat tensors.
         end_id: the token that ends an answer.
-        rows_from: where the rows were read, for messages.
+        name_row: names a row in messages, given its number in the source: `orders/train.jsonl:17`.
     """
 
-    def __init__(self, rows: EncodedRows, end_id: int, rows_from: Places | None = None) -> None:
+    def __init__(self, rows: EncodedRows, end_id: int, name_row: Callable[[int], str] = "row {}".format) -> None:
         self.rows = rows
         self.end_id = end_id
-        self._rows_from = rows_from
+        self._name_row = name_row
 
     @classmethod
     def from_rows(cls, rows: Sequence[tuple[Sequence[int], Sequence[bool]]], *, end_id: int) -> EncodedExamples:
-        """From (token ids, is target) pairs, for tests and benchmarks."""
-        collected = Collected(max_length=max((len(ids) for ids, _ in rows), default=0))
-        for number, (ids, is_target) in enumerate(rows, start=1):
-            collected.add(number, TokenisedRow(list(ids), bytearray(is_target)))
-        return cls(collected.as_tensors("text"), end_id)
+        """Build a split from (token ids, is target) pairs, without a file or a tokenizer."""
+        marked = (TokenisedRow(list(ids), bytearray(is_target)) for ids, is_target in rows)
+        longest = max((len(ids) for ids, _ in rows), default=0)
+        return cls(lay_end_to_end(enumerate(marked, start=1), max_length=longest, kind="text"), end_id)
 
     @classmethod
     def joined(cls, parts: Sequence[EncodedExamples]) -> EncodedExamples:
         """The rows of several sources, one source after the other."""
         if len(parts) == 1:
             return parts[0]
-        rows, starts = join_rows([part.rows for part in parts])
+        starts = [0]
+        for part in parts:
+            starts.append(starts[-1] + int(part.rows.numbers.max()) + 1)
+        kinds = {part.kind for part in parts}
+        rows = EncodedRows(
+            token_ids=torch.cat([part.rows.token_ids for part in parts]),
+            is_target=torch.cat([part.rows.is_target for part in parts]),
+            offsets=_offsets(torch.cat([part.lengths for part in parts])),
+            numbers=torch.cat([part.rows.numbers + start for part, start in zip(parts, starts, strict=False)]),
+            full_lengths=torch.cat([part.rows.full_lengths for part in parts]),
+            kind=kinds.pop() if len(kinds) == 1 else "several",
+            read_as="; ".join(part.rows.read_as for part in parts),
+        )
         talking = [part for part in parts if part.kind != "text"] or parts
-        return cls(rows, talking[0].end_id, JoinedPlaces([part._rows_from for part in parts], starts))
+        return cls(rows, talking[0].end_id, partial(_name_joined_row, [part._name_row for part in parts], starts))
 
     def select(self, indices: Sequence[int]) -> EncodedExamples:
         """Some of the rows, or rows more than once, in the order asked for."""
-        rows = select_rows(self.rows, indices)
-        return self if rows is self.rows else EncodedExamples(rows, self.end_id, self._rows_from)
+        if list(indices) == list(range(len(self))):
+            return self
+        chosen = torch.tensor(indices, dtype=torch.int64)
+        lengths = self.lengths[chosen]
+        offsets = _offsets(lengths)
+        # The index of each chosen token in the old tensor: its index in the new one, moved by as much as its row was.
+        moved = (self.rows.offsets[:-1][chosen] - offsets[:-1]).repeat_interleave(lengths)
+        tokens = torch.arange(int(offsets[-1])) + moved
+        rows = self.rows._replace(
+            token_ids=self.rows.token_ids[tokens],
+            is_target=self.rows.is_target[tokens],
+            offsets=offsets,
+            numbers=self.rows.numbers[chosen],
+            full_lengths=self.rows.full_lengths[chosen],
+        )
+        return EncodedExamples(rows, self.end_id, self._name_row)
 
     def __len__(self) -> int:
-        return len(self.rows.offsets) - 1
+        return len(self.rows.numbers)
 
     def __getitem__(self, index: int) -> EncodedExample:
         if not -len(self) <= index < len(self):
@@ -101,8 +174,7 @@ class EncodedExamples(Dataset[EncodedExample]):
     @cached_property
     def num_targets(self) -> torch.Tensor:
         """Target tokens of each row, int64, shape (rows,)."""
-        before = torch.cat([torch.zeros(1, dtype=torch.int64), self.rows.is_target.cumsum(0)])
-        return before[self.rows.offsets].diff()
+        return _offsets(self.rows.is_target)[self.rows.offsets].diff()
 
     @cached_property
     def is_truncated(self) -> torch.Tensor:
@@ -116,7 +188,7 @@ class EncodedExamples(Dataset[EncodedExample]):
 
     @property
     def kind(self) -> str:
-        """What a row was: messages, prompt_completion, text, or several."""
+        """The kind of row: messages, prompt_completion, text, or several."""
         return self.rows.kind
 
     @cached_property
@@ -125,12 +197,11 @@ class EncodedExamples(Dataset[EncodedExample]):
         return digest_tensors([self.rows.token_ids, self.rows.is_target, self.rows.offsets])
 
     def source(self, index: int) -> str:
-        """Where a row was read: `orders/train.jsonl:17`."""
-        number = int(self.rows.numbers[index])
-        return self._rows_from.place(number) if self._rows_from else f"row {number}"
+        """The file and line, or the row, that a row was read from: `orders/train.jsonl:17`."""
+        return self._name_row(int(self.rows.numbers[index]))
 
     def prompt_and_answer(self, index: int) -> PromptAndAnswer:
-        """A row's last answer and all that comes before it, for generation.
+        """A row's last answer and everything before it, for generation.
 
         Raises:
             DataError: the row has no target token.
@@ -155,10 +226,10 @@ class Part:
     weight: float = 1.0
 
     def epoch(self, seed: int) -> list[int]:
-        """The rows of an epoch: each as often as the weight's whole part, and so many of them once more.
+        """The rows of an epoch: each as often as the weight's whole part, and a share of them once more.
 
         Raises:
-            DataError: the weight takes not one row.
+            DataError: the weight takes no row.
         """
         num_rows = len(self.examples)
         times, more = divmod(int(self.weight * num_rows + 0.5), num_rows)
@@ -177,3 +248,18 @@ class EncodedSplits:
     train: EncodedExamples
     validation: EncodedExamples | None = None
     test: EncodedExamples | None = None
+
+
+def _as_tensor(values: array[int] | bytearray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
+
+
+def _offsets(counts: torch.Tensor) -> torch.Tensor:
+    """The sum of all counts before each, and of all: int64, shape (counts + 1,)."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+
+
+def _name_joined_row(names: Sequence[Callable[[int], str]], starts: Sequence[int], number: int) -> str:
+    """Name a row of several sources, whose numbers follow each other from `starts`."""
+    part = bisect_right(starts, number) - 1
+    return names[part](number - starts[part])

@@ -1,20 +1,20 @@
-"""Where a run's splits are: one file, a folder of split files, a `datasets` directory, or a hub id."""
+"""Find the splits of a run: in one file, a folder of split files, a `datasets` directory, or a hub data set."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from finetune.config.schema import DataSection
 from finetune.data.hub import hub_splits, open_stream, open_whole
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RowSource
-from finetune.data.rows import Example as Example
-from finetune.data.rows import Examples, JoinedExamples, RowFormat
-from finetune.data.shares import Share, ShareChoice, read_share
+from finetune.data.rows import Examples, JoinedExamples
+from finetune.data.shares import Share, read_share, rows_of_split
 from finetune.errors import ConfigError, DataError
 from finetune.runs.durable import describe_os_error
 from finetune.shipped_files import resolve_shipped
@@ -22,7 +22,7 @@ from finetune.shipped_files import resolve_shipped
 _log = logging.getLogger(__name__)
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
-"""The splits of a run, and what they may be called where `data.train` and the like do not say."""
+"""The splits of a run, and their usual names, which `data.train` and the like override."""
 
 _ONE_FILE = "one file"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -38,12 +38,12 @@ class ExampleSplits:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """What is at `data.path`: the names of its splits, and how to open one."""
+class _Splits:
+    """The splits at `data.path`: their names, and how to open one."""
 
     what: str
     label: str
-    names: tuple[str, ...]
+    names: Sequence[str]
     open_split: Callable[[str], RowSource]
     has_slices: bool = False
 
@@ -66,7 +66,7 @@ def load_examples(section: DataSection) -> ExampleSplits:
 
 
 def _load_mixture(section: DataSection) -> ExampleSplits:
-    """Each source by itself; a file to validate or test on is named for all of them and is read once."""
+    """Load each source by itself; a file to validate or test on is named for all of them and read once."""
     if section.path is not None:
         raise ConfigError(f"data.path is {section.path} and data.mixture is set: both name the data. Keep one of them.")
     parts: dict[str, list[Examples]] = {split: [] for split in SPLIT_NAMES}
@@ -87,33 +87,33 @@ def _load_mixture(section: DataSection) -> ExampleSplits:
 
 
 def _load_source(section: DataSection, without: Collection[str] = ()) -> dict[str, Examples]:
-    """The splits of one source, those `without` left out."""
+    """Load the splits of one source, except those in `without`."""
     try:
-        place = _resolve_place(section)
+        at_path = _find_splits(section)
     except OSError as error:
         raise DataError(f"data.path is {section.path}, which cannot be read: {describe_os_error(error)}.") from error
-    if place is not None and place.what == _ONE_FILE and section.train is not None:
+    if at_path is not None and at_path.what == _ONE_FILE and section.train is not None:
         raise ConfigError(
             f"data.path is the file {section.path} and data.train is {section.train}: both name the training "
             "data. Remove one of the two."
         )
     wanted = {split: getattr(section, split) for split in SPLIT_NAMES if split not in without}
-    shares = {split: share for split, text in wanted.items() if (share := _share_of(split, text, place)) is not None}
-    sources = {split: _find_split(split, text, place) for split, text in wanted.items() if split not in shares}
+    shares = {split: share for split, text in wanted.items() if (share := _share_of(split, text, at_path)) is not None}
+    sources = {split: _find_split(split, text, at_path) for split, text in wanted.items() if split not in shares}
     for split, source in sources.items():
         if source is None:
-            _log.info("%s is off: %s", split, _why_off(split, place))
+            _log.info("%s is off: %s", split, _why_off(split, at_path))
     found = {split: _as_examples(source, section) for split, source in sources.items() if source is not None}
     return _put_aside(found, shares, section.split_seed) if shares else found
 
 
 def _as_examples(source: RowSource, section: DataSection) -> Examples:
-    return Examples(source, RowFormat(section.format, section.columns), section.max_rows)
+    return Examples(source, section.format, section.columns, section.max_rows)
 
 
-def _share_of(split: str, text: str | None, place: _Place | None) -> Share | None:
-    """The share of the training rows that is asked for, if it is one and not the name of a split or a file."""
-    if split == "train" or text is None or (place is not None and place.has(text)) or Path(text).is_file():
+def _share_of(split: str, text: str | None, at_path: _Splits | None) -> Share | None:
+    """The share of the training rows that `text` asks for; None if it names a split or a file."""
+    if split == "train" or text is None or (at_path is not None and at_path.has(text)) or Path(text).is_file():
         return None
     return read_share(text, split)
 
@@ -121,60 +121,60 @@ def _share_of(split: str, text: str | None, place: _Place | None) -> Share | Non
 def _put_aside(found: dict[str, Examples], shares: dict[str, Share], seed: int) -> dict[str, Examples]:
     whole = found["train"]
     for split in ("train", *shares):
-        found[split] = whole.taking(ShareChoice(split, shares, seed, whole.label))
+        found[split] = whole.taking(partial(rows_of_split, split=split, shares=shares, seed=seed, label=whole.label))
     return found
 
 
-def _why_off(split: str, place: _Place | None) -> str:
-    if place is None or place.what == _ONE_FILE:
+def _why_off(split: str, at_path: _Splits | None) -> str:
+    if at_path is None or at_path.what == _ONE_FILE:
         return f"one file was given and all of it is training data; data.{split} can name another, or a share (0.05)"
-    return f"{place.label} has no split named {' or '.join(SPLIT_NAMES[split])}; data.{split} can name one"
+    return f"{at_path.label} has no split named {' or '.join(SPLIT_NAMES[split])}; data.{split} can name one"
 
 
-def _find_split(split: str, wanted: str | None, place: _Place | None) -> RowSource | None:
+def _find_split(split: str, wanted: str | None, at_path: _Splits | None) -> RowSource | None:
     if wanted is None:
-        return _default_split(split, place)
-    if place is not None and place.has(wanted):
-        return place.open_split(wanted)
+        return _default_split(split, at_path)
+    if at_path is not None and at_path.has(wanted):
+        return at_path.open_split(wanted)
     path = Path(wanted).expanduser()
     if path.is_file():
         return _file_rows(path, wanted)
-    if path.suffix in SUFFIXES or place is None:
+    if path.suffix in SUFFIXES or at_path is None:
         raise DataError(f"data.{split} is {wanted}, but there is no such file. Correct the path.")
     raise DataError(
-        f"data.{split} is {wanted}, which is no file and no split of {place.label} ({place.what} with "
-        f"{', '.join(place.names)}). Name one of these, or a file ({', '.join(SUFFIXES)})."
+        f"data.{split} is {wanted}, which is neither a file nor a split of {at_path.label} ({at_path.what} with "
+        f"{', '.join(at_path.names)}). Name one of these, or a file ({', '.join(SUFFIXES)})."
     )
 
 
-def _default_split(split: str, place: _Place | None) -> RowSource | None:
-    found = next((name for name in SPLIT_NAMES[split] if place and place.has(name)), None)
-    if place is not None and found is not None:
-        return place.open_split(found)
+def _default_split(split: str, at_path: _Splits | None) -> RowSource | None:
+    found = next((name for name in SPLIT_NAMES[split] if at_path and at_path.has(name)), None)
+    if at_path is not None and found is not None:
+        return at_path.open_split(found)
     if split != "train":
         return None
-    if place is None:
+    if at_path is None:
         raise ConfigError("data.path is not set: name a file, a folder, a hub id or shipped:orders.")
     raise DataError(
-        f"data.path is {place.label}: {place.what} with {', '.join(place.names)}, but no train. Name the split "
+        f"data.path is {at_path.label}: {at_path.what} with {', '.join(at_path.names)}, but no train. Name the split "
         "to train on with data.train."
     )
 
 
-def _resolve_place(section: DataSection) -> _Place | None:
+def _find_splits(section: DataSection) -> _Splits | None:
     if section.path is None:
         return None
     path = Path(resolve_shipped(section.path)).expanduser()
     is_saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
     if section.stream and path.is_dir() and not is_saved:
         label = section.path.rstrip("/")
-        names = tuple(hub_splits(section, str(path)))
-        return _Place("a folder", label, names, lambda split: open_stream(section, str(path), split))
+        names = hub_splits(section, str(path))
+        return _Splits("a folder", label, names, lambda split: open_stream(section, str(path), split))
     if section.stream and path.exists():
-        _log.info("data.stream changes nothing for %s, which is read from its place", section.path)
+        _log.info("data.stream changes nothing for %s, which is read where it is", section.path)
     if path.is_file():
         source = _file_rows(path, section.path)
-        return _Place(_ONE_FILE, section.path, ("train",), lambda _: source)
+        return _Splits(_ONE_FILE, section.path, ["train"], lambda _: source)
     if is_saved:
         return _saved_datasets(path, section.path)
     if path.is_dir():
@@ -190,7 +190,7 @@ def _file_rows(path: Path, label: str) -> FileRows:
     return FileRows(path, label)
 
 
-def _split_folder(folder: Path, label: str) -> _Place:
+def _split_folder(folder: Path, label: str) -> _Splits:
     files: dict[str, Path] = {}
     for path in sorted(folder.iterdir()):
         if path.suffix not in SUFFIXES or not path.is_file():
@@ -201,33 +201,33 @@ def _split_folder(folder: Path, label: str) -> _Place:
     if not files:
         expected = " or ".join(f"train{suffix}" for suffix in SUFFIXES)
         raise DataError(f"data.path is {label}, a folder without data files. Expected {expected} in it.")
-    return _Place(
+    return _Splits(
         "a folder",
         label,
-        tuple(files),
+        list(files),
         lambda name: FileRows(files[name], f"{label.rstrip('/')}/{files[name].name}"),
     )
 
 
-def _saved_datasets(folder: Path, label: str) -> _Place:
+def _saved_datasets(folder: Path, label: str) -> _Splits:
     import datasets
 
     try:
         loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # pyarrow and datasets have many names for a damaged folder
+    except Exception as error:  # pyarrow and datasets raise many types for a damaged folder
         raise DataError(f"{label} cannot be read as a datasets directory: {type(error).__name__}: {error}") from error
     splits: dict[str, Any] = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
-    return _Place(
+    return _Splits(
         "a datasets directory",
         label,
-        tuple(splits),
+        list(splits),
         lambda name: DatasetRows(splits[name], f"{label.rstrip('/')}/{name}"),
     )
 
 
-def _hub_dataset(section: DataSection, hub_id: str) -> _Place:
-    _log.info("data.path %s is no file or folder here; asking the hub for it", hub_id)
-    names = tuple(hub_splits(section, hub_id))
+def _hub_dataset(section: DataSection, hub_id: str) -> _Splits:
+    _log.info("data.path %s is not a file or folder here; asking the hub for it", hub_id)
+    names = hub_splits(section, hub_id)
     if section.stream:
-        return _Place("a hub data set", hub_id, names, lambda split: open_stream(section, hub_id, split))
-    return _Place("a hub data set", hub_id, names, lambda split: open_whole(section, hub_id, split), has_slices=True)
+        return _Splits("a hub data set", hub_id, names, lambda split: open_stream(section, hub_id, split))
+    return _Splits("a hub data set", hub_id, names, lambda split: open_whole(section, hub_id, split), has_slices=True)

@@ -1,6 +1,6 @@
-"""The formats rows come in: how each is known by its columns, and how a row becomes turns, prompt and answer, or text.
+"""The formats of rows: how each is recognised by its columns and becomes turns, prompt and completion, or text.
 
-Every format ends as one of three kinds. Names of columns and roles as they are in use: `messages` with role and
+Columns and roles have the names that are in use: `messages` with role and
 content, and `prompt` with `completion` (TRL's dataset formats); `conversations` with from and value (ShareGPT, as
 FastChat and LLaMA-Factory read it); `instruction`, `input`, `output` (Stanford Alpaca).
 """
@@ -22,37 +22,48 @@ class BadRowError(ValueError):
     """One row cannot be used. Never leaves this package: `RowProblems` gathers them into one DataError."""
 
 
-class Fields(NamedTuple):
-    """What a row says, as the fields of an `Example`."""
+class Example(NamedTuple):
+    """One row that can be used. `messages`, `prompt` with `completion`, or `text` is set, as `kind` says."""
 
     kind: Kind
     messages: tuple[dict[str, str], ...] = ()
     num_given: int = 0
-    """Turns at the beginning that are given, so that no answer among them carries loss."""
+    """Turns at the beginning that are given: answers among them carry no loss."""
     prompt: str = ""
     completion: str = ""
     text: str = ""
+    source: str = ""
+    """The file and line, or the row, that it was read from: `orders/train.jsonl:17`."""
+    number: int = 0
+    """The line or row in the source."""
+
+    @property
+    def contents(self) -> tuple[str, ...]:
+        """Every text a person or a model wrote in this row."""
+        if self.kind == "messages":
+            return tuple(text for turn in self.messages for key, text in turn.items() if key != "role")
+        return (self.prompt, self.completion) if self.kind == "prompt_completion" else (self.text,)
 
 
 @dataclass(frozen=True)
 class Format:
-    """One way to write rows down.
+    """One way to write rows.
 
     Attributes:
-        name: what `data.format` calls it.
-        needs: the columns that a row must have.
-        may_have: the columns that are read where a row has them.
-        parse: from the columns, under these names, to what the row says; raises BadRowError.
+        name: the value of `data.format` that chooses it.
+        needs: columns that a row must have.
+        may_have: columns that are read if a row has them.
+        parse: makes an example of these columns; raises BadRowError.
     """
 
     name: str
     needs: tuple[str, ...]
     may_have: tuple[str, ...]
-    parse: Callable[[Mapping[str, Any]], Fields]
+    parse: Callable[[Mapping[str, Any]], Example]
 
 
 class _TurnKeys(NamedTuple):
-    """How a turn is written: the key of its role, that of its text, and what roles are called."""
+    """How a turn is written: the key of its role, the key of its text, and our role for each of theirs."""
 
     role: str
     content: str
@@ -70,13 +81,13 @@ _FROM_AND_VALUE = _TurnKeys(
 )
 
 
-def parse_row(row: object, known: Format, columns: Mapping[str, str]) -> Fields:
-    """What a row says.
+def parse_row(row: object, known: Format, columns: Mapping[str, str]) -> Example:
+    """Make an example of a row.
 
     Args:
-        row: as it was read.
+        row: the row as it was read.
         known: its format.
-        columns: ours to theirs, where they differ.
+        columns: our names of columns to theirs, where they differ.
 
     Raises:
         BadRowError: it cannot be used.
@@ -93,27 +104,29 @@ def parse_row(row: object, known: Format, columns: Mapping[str, str]) -> Fields:
 
 
 def detect_format(row: Mapping[str, Any], columns: Mapping[str, str]) -> Format | None:
-    """The first format all of whose columns a row has; None where it has those of none."""
-    fitting = (known for known in FORMATS.values() if all(columns.get(name, name) in row for name in known.needs))
-    return next(fitting, None)
+    """The first format whose required columns a row has, or None."""
+    for known in FORMATS.values():
+        if all(columns.get(name, name) in row for name in known.needs):
+            return known
+    return None
 
 
 def quote(value: object) -> str:
-    """A value as an error shows it: on one line and cut."""
+    """A value as errors show it: on one line, and shortened."""
     text = repr(value)
     return text if len(text) <= _LONGEST_QUOTE else text[: _LONGEST_QUOTE - 1] + "…"
 
 
-def _parse_messages(row: Mapping[str, Any]) -> Fields:
+def _parse_messages(row: Mapping[str, Any]) -> Example:
     return _conversation(offer_tools(_parse_turns(row["messages"], "messages"), row.get("tools")))
 
 
-def _parse_conversations(row: Mapping[str, Any]) -> Fields:
+def _parse_conversations(row: Mapping[str, Any]) -> Example:
     turns = _parse_turns(row["conversations"], "conversations")
     return _conversation(offer_tools(_with_system(turns, row), row.get("tools")))
 
 
-def _parse_prompt_completion(row: Mapping[str, Any]) -> Fields:
+def _parse_prompt_completion(row: Mapping[str, Any]) -> Example:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) or isinstance(completion, list):
         given = offer_tools(_as_turns(prompt, "prompt", "user"), row.get("tools"))
@@ -122,10 +135,10 @@ def _parse_prompt_completion(row: Mapping[str, Any]) -> Fields:
     if _tools_as_text(row.get("tools")) is not None:
         raise BadRowError("there is a column tools, but prompt and completion are text; expected lists of turns")
     completion = refuse_blank(parse_text(completion, "completion"), "completion")
-    return Fields("prompt_completion", prompt=parse_text(prompt, "prompt"), completion=completion)
+    return Example("prompt_completion", prompt=parse_text(prompt, "prompt"), completion=completion)
 
 
-def _parse_instruction(row: Mapping[str, Any]) -> Fields:
+def _parse_instruction(row: Mapping[str, Any]) -> Example:
     history = _list_in_cell(row.get("history") or [])
     if not isinstance(history, list):
         raise BadRowError(f"history is {quote(history)}; expected a list of earlier questions and answers")
@@ -138,8 +151,8 @@ def _parse_instruction(row: Mapping[str, Any]) -> Fields:
     return _conversation(_with_system((*earlier, _turn("user", question), _turn("assistant", answer)), row))
 
 
-def _parse_plain_text(row: Mapping[str, Any]) -> Fields:
-    return Fields("text", text=refuse_blank(parse_text(row["text"], "text"), "text"))
+def _parse_plain_text(row: Mapping[str, Any]) -> Example:
+    return Example("text", text=refuse_blank(parse_text(row["text"], "text"), "text"))
 
 
 FORMATS = {
@@ -152,14 +165,14 @@ FORMATS = {
         Format("text", ("text",), (), _parse_plain_text),
     )
 }
-"""Every format by its name, in the order in which they are looked for."""
+"""Every format by its name, in the order in which they are tried."""
 
 
 def parse_text(value: object, where: str) -> str:
-    """Text that can be encoded.
+    """Check that a value is text that can be encoded.
 
     Raises:
-        BadRowError: it is something else.
+        BadRowError: it is not.
     """
     if not isinstance(value, str):
         raise BadRowError(f"{where} is {quote(value)} ({type(value).__name__}); expected text")
@@ -174,10 +187,10 @@ def parse_text(value: object, where: str) -> str:
 
 
 def refuse_blank(value: str, where: str) -> str:
-    """Text with something in it.
+    """Check that a text is not empty or white space.
 
     Raises:
-        BadRowError: it is empty or white space.
+        BadRowError: it is.
     """
     if not value.strip():
         raise BadRowError(f"{where} is blank ({quote(value)}); expected text to learn")
@@ -185,14 +198,14 @@ def refuse_blank(value: str, where: str) -> str:
 
 
 def offer_tools(turns: tuple[dict[str, str], ...], tools: object) -> tuple[dict[str, str], ...]:
-    """The turns with what a row's column `tools` offers in their system turn, where Phi-4-mini's template looks for it.
+    """Put the column `tools` of a row into the system turn, where Phi-4-mini's template looks for it.
 
     Args:
-        turns: a conversation; one that has no system turn gets an empty one.
-        tools: JSON as text, or the list that it says; nothing where there is none.
+        turns: a conversation; if it has no system turn, it gets an empty one.
+        tools: a list of objects, the same as JSON text, or None.
 
     Raises:
-        BadRowError: it is something else, or a turn brings tools too.
+        BadRowError: it is something else, or a turn has tools too.
     """
     text = _tools_as_text(tools)
     if text is None:
@@ -217,17 +230,17 @@ def _tools_as_text(tools: object) -> str | None:
 
 
 def _without_nulls(value: object) -> object:
-    """A table has every key in every object: what is not there reads as null."""
+    """A table has every key in every object, with null for those that are absent."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _conversation(turns: tuple[dict[str, str], ...], num_given: int = 0) -> Fields:
+def _conversation(turns: tuple[dict[str, str], ...], num_given: int = 0) -> Example:
     if not any(turn["role"] == "assistant" for turn in turns[num_given:]):
         roles = ", ".join(turn["role"] for turn in turns[num_given:])
         raise BadRowError(f"no assistant turn (roles: {roles}), so nothing to learn; expected at least one")
-    return Fields("messages", messages=turns, num_given=num_given)
+    return Example("messages", messages=turns, num_given=num_given)
 
 
 def _parse_turns(value: object, column: str) -> tuple[dict[str, str], ...]:
@@ -241,7 +254,7 @@ def _parse_turns(value: object, column: str) -> tuple[dict[str, str], ...]:
 
 
 def _list_in_cell(value: object) -> object:
-    """In CSV a conversation is JSON in a cell. A cell that is not stays text, and is refused as such."""
+    """Read JSON in a cell of a CSV file. A cell with anything else stays text, and is refused later."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             return json.loads(value)
@@ -258,7 +271,7 @@ def _turn_keys(turns: object) -> _TurnKeys:
 def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> dict[str, str]:
     if not isinstance(turn, Mapping):
         raise BadRowError(f"{where} is {quote(turn)}; expected an object with {keys.role} and {keys.content}")
-    # A table has every column in every row: what is not there reads as null.
+    # A table has every key in every turn, with null for those that are absent.
     wanted = (keys.role, keys.content)
     present = {str(key): value for key, value in turn.items() if value is not None or key in wanted}
     for key in present:
@@ -280,7 +293,7 @@ def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> dict[str, str]:
 
 
 def _as_turns(value: object, column: str, role: str) -> tuple[dict[str, str], ...]:
-    """A list of turns, or text that is one turn."""
+    """Read a list of turns, or text that is one turn."""
     if not isinstance(value, str):
         return _parse_turns(value, column)
     return (_turn(role, refuse_blank(parse_text(value, column), column)),)

@@ -1,18 +1,17 @@
-"""What is looked for in encoded rows before step 1: each gate says what it found, where, and what to do.
+"""Gates look through encoded rows before step 1: each says what it found, where, and what to do.
 
-A gate refuses where training would learn or measure something else than was meant, and warns where the user may well
-have meant it. `data.on_…` sets each; see docs/data.md. There is no gate for templates without generation markers:
-answers are found by rendering the turns before them (see `templates`), which needs none.
+A gate refuses rows from which training would learn or measure something other than was meant, and warns if the user may
+have meant it. `data.on_…` sets each; see docs/data.md. Templates need no generation markers, so no gate looks for them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from finetune.data.encoded import Part
@@ -24,23 +23,19 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-SplitParts: TypeAlias = Mapping[str, Sequence[Part]]
-"""The parts of train, validation and test."""
-
 _MAX_NAMED = 3
-_ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
 class RowGate:
-    """Rows that should not be there.
+    """A gate that looks at one row at a time.
 
     Attributes:
-        key: of the data section.
-        find: which rows of a part they are, bool, shape (rows,); given the beginning-of-sequence token, if any.
-        what: what is wrong with them, after `3 of 1,000 rows`.
-        so: what follows from it.
-        advice: what to do, but for setting the key.
+        key: the key of the data section that sets it.
+        find: finds the rows of a part, bool, shape (rows,), given the beginning-of-sequence token, if any.
+        what: what is wrong with them; follows `3 of 1,000 rows`.
+        so: the consequence.
+        advice: what to do, besides setting the key.
     """
 
     key: str
@@ -51,7 +46,7 @@ class RowGate:
 
 
 def is_answer_truncated(examples: EncodedExamples) -> torch.Tensor:
-    """Which rows end inside of an answer, before its end of turn: bool, shape (rows,). Plain text has no answers."""
+    """Which rows end within an answer, before its end of turn: bool, shape (rows,). Plain text has no answers."""
     last = examples.rows.offsets[1:] - 1
     is_open = examples.rows.is_target[last] & (examples.rows.token_ids[last] != examples.end_id)
     return is_open & examples.is_truncated & (examples.kind != "text")
@@ -69,7 +64,7 @@ ROW_GATES = (
         "on_long_row",
         lambda examples, _: examples.is_truncated,
         "are longer than data.max_length={max_length}",
-        "what is beyond is cut off",
+        "the rest is cut off",
         "Raise data.max_length (the longest has {longest:,} tokens)",
     ),
     RowGate(
@@ -83,26 +78,26 @@ ROW_GATES = (
         "on_truncated_answer",
         lambda examples, _: is_answer_truncated(examples),
         "have an answer that data.max_length={max_length} cuts before its end of turn",
-        "a model that is trained on them learns answers which break off",
+        "the model would learn answers that break off",
         "Raise data.max_length (the longest has {longest:,} tokens)",
     ),
     RowGate(
         "on_doubled_bos",
         lambda examples, bos_id: is_bos_doubled(examples, bos_id),
         "begin with the beginning-of-sequence token twice",
-        "a model that is asked later sees it once",
+        "at generation the model sees it once",
         "Remove it from the rows or from the chat template (model.chat_template)",
     ),
 )
 """The gates that look at one row, in the order in which they are asked."""
 
 
-def pass_gates(parts: SplitParts, section: DataSection, bos_id: int | None) -> dict[str, list[Part]]:
-    """The rows that are trained and measured on: those given, but for what a gate leaves out.
+def pass_gates(parts: Mapping[str, Sequence[Part]], section: DataSection, bos_id: int | None) -> dict[str, list[Part]]:
+    """Take out the rows that a gate drops, and refuse those that it refuses.
 
     Args:
-        parts: of each split, each row once.
-        section: `on_…` says what each gate does.
+        parts: the parts of each split, each row once.
+        section: `on_…` sets each gate.
         bos_id: the beginning-of-sequence token, if the tokenizer has one.
 
     Raises:
@@ -122,10 +117,16 @@ def pass_gates(parts: SplitParts, section: DataSection, bos_id: int | None) -> d
     return passed
 
 
+def name_some(places: Iterable[str]) -> str:
+    """Name the first few of many rows."""
+    first = list(islice(places, _MAX_NAMED + 1))
+    return ", ".join(first[:_MAX_NAMED]) + (" and others" if len(first) > _MAX_NAMED else "")
+
+
 def _ask(
     gate: RowGate, split: str, parts: list[Part], section: DataSection, bos_id: int | None, refused: list[str]
 ) -> list[Part]:
-    """One gate and one split: its parts, without the rows that are dropped."""
+    """Put one split through one gate. Returns its parts, without the rows that are dropped."""
     action = getattr(section, gate.key)
     masks = [gate.find(part.examples, bos_id) for part in parts]
     found = [(part.examples, row) for part, mask in zip(parts, masks, strict=True) for row in _rows(mask)]
@@ -134,7 +135,7 @@ def _ask(
     longest = max(int(examples.rows.full_lengths[row]) for examples, row in found)
     known = {"max_length": section.max_length, "longest": longest}
     num_rows = sum(len(part.examples) for part in parts)
-    named = _named([_place(*one) for one in found[: _MAX_NAMED + 1]])
+    named = name_some(_name_row(*one) for one in found)
     what = f"{split}: {len(found):,} of {num_rows:,} rows {gate.what.format(**known)}: {named}"
     if action == "drop":
         _log.warning("%s. They are left out (data.%s=drop).", what, gate.key)
@@ -148,22 +149,22 @@ def _ask(
 
 
 def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: list[str]) -> None:
-    """Rows to measure on that are training rows too: the same tokens, whatever file they are in."""
+    """Look for rows to measure on that are training rows too: the same tokens, whatever file they are in."""
     train = parts.get("train", [])
     for split in ("validation", "test"):
         found = _equal_rows(train, parts.get(split, []))
         if not found:
             continue
-        pairs = _named([f"{_place(*ours)} is {_place(*trained)}" for ours, trained in found[: _MAX_NAMED + 1]])
+        pairs = name_some(f"{_name_row(*ours)} is {_name_row(*trained)}" for ours, trained in found)
         num_rows = sum(len(part.examples) for part in parts[split])
         what = f"{split}: {len(found):,} of {num_rows:,} rows are training rows too: {pairs}"
         if section.on_overlap == "drop":
             _log.warning("%s. They are left out of training (data.on_overlap=drop).", what)
-            doomed = {_tokens(*ours) for ours, _ in found}
-            keep = [_is_none_of(part.examples, doomed) for part in train]
+            doomed = {examples.tokens(row).tobytes() for (examples, row), _ in found}
+            keep = [torch.tensor([tokens not in doomed for tokens in _all_tokens(part.examples)]) for part in train]
             parts["train"] = train = _without(train, keep, "train", "on_overlap")
             continue
-        message = f"{what}: what is measured on them says nothing about new rows. Remove them from one of the two"
+        message = f"{what}: measuring on them says nothing about new rows. Remove them from one of the two"
         if section.on_overlap == "warn":
             _log.warning("%s, or set data.on_overlap=drop to take them out of training.", message)
         else:
@@ -173,7 +174,7 @@ def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: 
 
 
 def _check_end_of_turn(train: Sequence[Part], section: DataSection, refused: list[str]) -> None:
-    """Whether at least one training row teaches the model to stop; of plain text, whether one ends within its row."""
+    """Check that at least one training row teaches the model to stop; in plain text, that one row ends uncut."""
     talking = [part for part in train if part.examples.kind != "text"]
     asked = talking or list(train)
     if not asked or any(_teaches_end(part.examples) for part in asked):
@@ -184,7 +185,7 @@ def _check_end_of_turn(train: Sequence[Part], section: DataSection, refused: lis
         f"{'an answer' if talking else 'a text'} (id {end_id}) among those that carry loss, so the model would not "
         f"learn to stop. Raise data.max_length, which is {section.max_length}, until answers fit with their end"
     )
-    if section.on_untrained_end == "warn" or not talking:  # to be cut into pieces is usual for plain text
+    if section.on_untrained_end == "warn" or not talking:  # plain text is often cut into pieces
         _log.warning("%s.", message)
     else:
         refused.append(f"{message}, or set data.on_untrained_end=warn to train like that.")
@@ -197,47 +198,29 @@ def _teaches_end(examples: EncodedExamples) -> bool:
 def _equal_rows(
     train: Sequence[Part], others: Sequence[Part]
 ) -> list[tuple[tuple[EncodedExamples, int], tuple[EncodedExamples, int]]]:
-    """Rows of a split with the training row that has the same tokens. Hashes find candidates, tokens decide."""
-    if not train or not others:
-        return []
-    wanted = np.unique(np.concatenate([_hashes(part.examples) for part in others]))
+    """Pair each row of a split with the first training row that has the same tokens, if there is one."""
+    wanted = {tokens for part in others for tokens in _all_tokens(part.examples)}
     trained: dict[bytes, tuple[EncodedExamples, int]] = {}
-    for part in train:
-        for row in np.flatnonzero(np.isin(_hashes(part.examples), wanted)).tolist():
-            trained.setdefault(_tokens(part.examples, row), (part.examples, row))
-    if not trained:
-        return []
-    found = (
-        ((part.examples, row), _tokens(part.examples, row)) for part in others for row in range(len(part.examples))
-    )
-    return [(ours, trained[tokens]) for ours, tokens in found if tokens in trained]
+    for part in train if wanted else ():
+        for row, tokens in enumerate(_all_tokens(part.examples)):
+            if tokens in wanted:
+                trained.setdefault(tokens, (part.examples, row))
+    return [
+        ((part.examples, row), trained[tokens])
+        for part in others
+        for row, tokens in enumerate(_all_tokens(part.examples))
+        if tokens in trained
+    ]
 
 
-def _hashes(examples: EncodedExamples) -> np.ndarray:
-    """A 64-bit hash of the tokens of each row, uint64, shape (rows,)."""
-    ids, offsets = examples.rows.token_ids.numpy(), examples.rows.offsets.numpy()
-    factors = np.random.default_rng(0).integers(2**63, size=int(examples.lengths.max()), dtype=np.uint64) | np.uint64(1)
-    hashes = np.empty(len(examples), dtype=np.uint64)
-    for first in range(0, len(examples), _ROWS_AT_ONCE):
-        edges = offsets[first : first + _ROWS_AT_ONCE + 1]
-        lengths = np.diff(edges)
-        starts = edges[:-1] - edges[0]
-        positions = np.arange(edges[-1] - edges[0]) - np.repeat(starts, lengths)
-        products = (ids[edges[0] : edges[-1]].astype(np.uint64) + np.uint64(1)) * factors[positions]
-        hashes[first : first + len(lengths)] = np.add.reduceat(products, starts)
-    return hashes
-
-
-def _tokens(examples: EncodedExamples, row: int) -> bytes:
-    return examples.tokens(row).tobytes()
-
-
-def _is_none_of(examples: EncodedExamples, doomed: set[bytes]) -> torch.Tensor:
-    return torch.tensor([_tokens(examples, row) not in doomed for row in range(len(examples))])
+def _all_tokens(examples: EncodedExamples) -> Iterator[bytes]:
+    """The tokens of each row as bytes."""
+    ids, offsets = examples.rows.token_ids.numpy(), examples.rows.offsets.tolist()
+    return (ids[start:end].tobytes() for start, end in pairwise(offsets))
 
 
 def _without(parts: Sequence[Part], keep: Sequence[torch.Tensor], split: str, key: str) -> list[Part]:
-    """The parts with the rows to keep; a part of which none is left goes.
+    """Keep some rows of each part, and no part without rows.
 
     Raises:
         DataError: no row is left.
@@ -257,10 +240,6 @@ def _rows(mask: torch.Tensor) -> list[int]:
     return rows
 
 
-def _place(examples: EncodedExamples, row: int) -> str:
+def _name_row(examples: EncodedExamples, row: int) -> str:
     full = int(examples.rows.full_lengths[row])
     return f"{examples.source(row)} ({full:,} tokens)" if bool(examples.is_truncated[row]) else examples.source(row)
-
-
-def _named(places: Sequence[str]) -> str:
-    return ", ".join(places[:_MAX_NAMED]) + (" and others" if len(places) > _MAX_NAMED else "")

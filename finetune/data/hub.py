@@ -1,4 +1,4 @@
-"""Data sets on the hub: asked for as a whole, or read as a stream of which the first rows are kept."""
+"""Data sets on the hub, downloaded as a whole, or read as a stream whose first rows are kept."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from finetune.config.schema import DataSection
-from finetune.data.readers import DatasetRows, FileRows, RawRow, RowSource, quiet_datasets
+from finetune.data.readers import DatasetRows, FileRows, RowSource, quiet_datasets
 from finetune.errors import DataError
 from finetune.runs.durable import describe_os_error, replace_file
 from finetune.runs.file_lock import file_lock
@@ -22,26 +21,6 @@ from finetune.runs.file_lock import file_lock
 _log = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
-
-
-@dataclass(frozen=True)
-class KeptRows:
-    """The first rows of a stream, kept as JSON lines. A `RowSource`."""
-
-    file: FileRows
-    label: str
-
-    def place(self, number: int) -> str:
-        """See `RowSource.place`."""
-        return f"{self.label} row {number}"
-
-    def digest(self) -> str:
-        """See `RowSource.digest`."""
-        return self.file.digest()
-
-    def rows(self) -> Iterator[RawRow]:
-        """See `RowSource.rows`."""
-        return self.file.rows()
 
 
 def hub_splits(section: DataSection, hub_id: str) -> list[str]:
@@ -68,10 +47,10 @@ def open_whole(section: DataSection, hub_id: str, split: str) -> RowSource:
 
 
 def open_stream(section: DataSection, path: str, split: str) -> RowSource:
-    """The first `data.max_rows` rows of a split, read as a stream once and kept in `data.cache_dir`.
+    """Read the first `data.max_rows` rows of a split as a stream, once, and keep them in `data.cache_dir`.
 
-    The kept rows are used again for the same data set, revision, split and number of rows. Of a local folder, files
-    that have changed count as another data set; of the hub without `data.revision`, nothing tells that it has changed.
+    The kept rows are used again for the same data set, revision, split and number of rows. A local folder whose files
+    have changed counts as another data set. A hub data set without `data.revision` may change unnoticed.
 
     Args:
         section: what to read.
@@ -94,13 +73,13 @@ def open_stream(section: DataSection, path: str, split: str) -> RowSource:
     except OSError as error:
         raise DataError(
             f"data.cache_dir is {section.cache_dir}, where the rows of a stream are kept, and it cannot be written: "
-            f"{describe_os_error(error)}. Give another, or do without data.stream."
+            f"{describe_os_error(error)}. Give another folder, or do not use data.stream."
         ) from error
-    return KeptRows(FileRows(file, str(file)), f"{path} {split}")
+    return FileRows(file, f"{path} {split}", is_copy=True)
 
 
 def ask_hub(hub_id: str, question: Callable[[], _Answer]) -> _Answer:
-    """Call the hub's client and say in one sentence what went wrong.
+    """Call the hub's client, and say in one sentence what went wrong.
 
     Raises:
         DataError: the hub does not answer, does not have it, or has it in a form that cannot be read.
@@ -114,14 +93,14 @@ def ask_hub(hub_id: str, question: Callable[[], _Answer]) -> _Answer:
 def _in_one_sentence(hub_id: str, error: Exception) -> str:
     from datasets.exceptions import DatasetNotFoundError
 
-    if Path(hub_id).exists():  # a folder here, of which a stream is made
+    if Path(hub_id).exists():  # a local folder that is read as a stream
         return f"data.path is {hub_id}, which cannot be read as a stream: {type(error).__name__}: {error}"
     what, advice = "the hub's data set cannot be read", "See the data set's page."
     if isinstance(error, DatasetNotFoundError):
-        what = "the hub has none of that name that you may read"
+        what = "the hub has no data set of that name that you may read"
         advice = "Correct the path; for a private or gated data set run `hf auth login`."
     elif _is_connection_error(error):
-        what, advice = "the hub cannot be reached", "Give a local path, or see to the network."
+        what, advice = "the hub cannot be reached", "Give a local path, or check the network."
     name = "" if isinstance(error, DatasetNotFoundError) else f"{type(error).__name__}: "
     return f"data.path is {hub_id}: there is no such file or folder here, and {what} ({name}{error}). {advice}"
 
@@ -142,7 +121,7 @@ def _read_stream(section: DataSection, path: str, split: str) -> bytes:
 
 
 def _as_line(row: Mapping[str, Any]) -> bytes:
-    """A row as JSON. What JSON has no word for (a date, an image) becomes null, which no column of text may be."""
+    """A row as JSON. A value that JSON cannot express (a date, an image) becomes null, which columns of text refuse."""
     finite = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
     }

@@ -1,29 +1,32 @@
-"""Rows encoded by several processes, in order.
+"""Encode rows in several processes, in order.
 
-The processes are programs of ours that read batches from a pipe and write tokens to another (`encode_worker`): they
-never import the user's script again, as multiprocessing's would, and they end when the pipe ends, however this process
-ended. Each has one batch at a time and they are asked in turn, so the order of the rows is kept and no pipe can block
-both of its ends.
+Each process runs this module: it takes batches over a connection and answers with tokens. It never imports the user's
+script, as multiprocessing's processes do, and it ends with the connection, however the asking process ended; those of
+`datasets.map(num_proc=…)` outlive a parent that is killed. Each process has one batch at a time and they are asked in
+turn, so the order of the rows is kept, and no two ends can block each other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.data.rows import BadRowError, Example
-from finetune.data.templates import TokenisedRow, TrainOn
-from finetune.data.tokenise import digest_tokenizer
+from finetune.data.templates import AnswerTokens, TokenisedRow, TrainOn, digest_tokenizer, encode_batch
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -37,6 +40,7 @@ MOST_PROCESSES = 16
 _ENDING_SECONDS = 5.0
 
 Encoded = tuple[list[Example], list[TokenisedRow | BadRowError]]
+"""A batch of rows, and each of them encoded."""
 
 
 class WorkerLostError(RuntimeError):
@@ -44,7 +48,7 @@ class WorkerLostError(RuntimeError):
 
 
 def choose_processes(rows: Sequence[Example], wanted: int | None, rows_at_once: int) -> int:
-    """How many processes are to encode: as many as wanted; else one, or one a core where it pays."""
+    """The number of processes that encode: as many as wanted; else one, or one per core where it pays."""
     num_batches = -(-len(rows) // rows_at_once)
     if wanted is not None:
         return min(wanted, num_batches)
@@ -62,10 +66,10 @@ def choose_processes(rows: Sequence[Example], wanted: int | None, rows_at_once: 
 def encode_in_processes(
     tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, num_processes: int
 ) -> Iterator[Callable[[Iterable[list[Example]]], Iterator[Encoded]]]:
-    """Processes that encode while the block runs: what it is given takes batches, and gives them back with their rows.
+    """Start processes that encode while the block runs. The block gets a function from batches to encoded batches.
 
     Raises:
-        WorkerLostError: in the block too: a process cannot start, ends, or has made another tokenizer of the files.
+        WorkerLostError: also in the block: a process cannot start, ends, or reads another tokenizer from the files.
         DataError: the tokenizer lacks what the rows need.
     """
     workers: list[_Worker] = []
@@ -78,7 +82,10 @@ def encode_in_processes(
     except OSError as error:
         raise WorkerLostError(f"a process that encodes was lost ({error})") from error
     finally:
-        _end(workers)
+        for worker in workers:
+            worker.connection.close()
+        for worker in workers:
+            worker.end()
 
 
 def _num_cores() -> int:
@@ -103,7 +110,7 @@ def _encode_in_turn(workers: Sequence[_Worker], batches: Iterable[list[Example]]
 
 
 def _describe(tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, folder: str) -> bytes:
-    """What a worker must know at its start: the tokenizer as files and by its class, and what it must be equal to."""
+    """All that a worker needs to start: the tokenizer as files, its class, and the digest that it must have."""
     kind = type(tokenizer)
     if not kind.__module__.startswith("transformers."):
         raise WorkerLostError(f"the tokenizer's class {kind.__qualname__} is not one of transformers")
@@ -119,7 +126,7 @@ def _describe(tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, folder: str
 
 
 class _Worker:
-    """One process and its two pipes."""
+    """One process that encodes, and the connection to it."""
 
     def __init__(self, start: bytes) -> None:
         package = str(Path(__file__).resolve().parents[2])
@@ -130,37 +137,35 @@ class _Worker:
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": "1",
         }
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "finetune.data.encode_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-        write_frame(self._pipe(self.process.stdin), start)
+        self.connection, theirs = Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "finetune.data.parallel", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # whatever a library prints is no answer of the command
+                pass_fds=[theirs.fileno()],
+                env=environment,
+            )
+        self.connection.send_bytes(start)
 
     def send(self, batch: list[Example]) -> None:
         """Give it a batch; it has none at the time."""
-        rows = [
-            [row.kind, row.source, row.messages, row.num_given, row.prompt, row.completion, row.text] for row in batch
-        ]
-        write_frame(self._pipe(self.process.stdin), json.dumps(rows).encode())
+        self.connection.send_bytes(json.dumps(batch).encode())
 
     def receive(self, num_rows: int) -> list[TokenisedRow | BadRowError]:
         """Wait for the rows of its batch.
 
         Raises:
-            WorkerLostError: it has ended, or is not what it should be.
+            WorkerLostError: it has ended, or has another tokenizer.
             DataError: it refuses the batch as a whole.
         """
-        pipe = self._pipe(self.process.stdout)
-        answer = json.loads(self._read(pipe))
+        answer = json.loads(self._receive_bytes())
         if "lost" in answer:
             raise WorkerLostError(answer["lost"])
         if "refused" in answer:
             raise DataError(answer["refused"])
-        token_ids = array("i")
-        token_ids.frombytes(self._read(pipe))
-        is_target = self._read(pipe)
+        token_ids = array("i", self._receive_bytes())
+        is_target = self._receive_bytes()
         problems = dict(answer["problems"])
         rows: list[TokenisedRow | BadRowError] = []
         start = 0
@@ -172,48 +177,54 @@ class _Worker:
         assert len(rows) == num_rows
         return rows
 
-    def _read(self, pipe: IO[bytes]) -> bytes:
-        frame = read_frame(pipe)
-        if frame is None:
-            code = self.process.wait(_ENDING_SECONDS)
-            raise WorkerLostError(f"process {self.process.pid} that encodes has ended with exit code {code}")
-        return frame
-
-    @staticmethod
-    def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
-        assert pipe is not None
-        return pipe
-
-
-def write_frame(pipe: IO[bytes], content: bytes) -> None:
-    """Write bytes behind their number."""
-    pipe.write(len(content).to_bytes(8, "little") + content)
-    pipe.flush()
-
-
-def read_frame(pipe: IO[bytes]) -> bytes | None:
-    """Read what `write_frame` wrote; None where the pipe has ended."""
-    size = pipe.read(8)
-    if len(size) < 8:
-        return None
-    content = pipe.read(int.from_bytes(size, "little"))
-    return content if len(content) == int.from_bytes(size, "little") else None
-
-
-def _end(workers: Iterable[_Worker]) -> None:
-    """The end of its pipe ends a worker; one that does not see it is killed."""
-    for worker in workers:
-        for pipe in (worker.process.stdin, worker.process.stdout):
-            with contextlib.suppress(OSError):  # what could not be written any more
-                _close(pipe)
-    for worker in workers:
+    def end(self) -> None:
+        """Wait for its end, which that of its connection brings about; one that does not see it is killed."""
         try:
-            worker.process.wait(_ENDING_SECONDS)
+            self.process.wait(_ENDING_SECONDS)
         except subprocess.TimeoutExpired:
-            worker.process.kill()
-            worker.process.wait()
+            self.process.kill()
+            self.process.wait()
+
+    def _receive_bytes(self) -> bytes:
+        try:
+            return self.connection.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            code = self.process.wait(_ENDING_SECONDS)
+            raise WorkerLostError(f"process {self.process.pid} that encodes has ended with exit code {code}") from None
 
 
-def _close(pipe: Any) -> None:
-    if pipe is not None:
-        pipe.close()
+def _encode_until_it_ends(connection: Connection[Any, Any]) -> None:
+    """Answer batches until the connection ends: the whole life of a worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the asking process decides
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        about = json.loads(connection.recv_bytes())
+        kind = getattr(importlib.import_module(about["module"]), about["class"])
+        tokenizer = kind.from_pretrained(about["folder"])
+        tokens = AnswerTokens(tokenizer) if digest_tokenizer(tokenizer) == about["digest"] else None
+        while True:
+            batch = [Example(*fields) for fields in json.loads(connection.recv_bytes())]
+            for content in _answer(batch, about, tokens):
+                connection.send_bytes(content)
+
+
+def _answer(batch: list[Example], about: dict[str, Any], tokens: AnswerTokens | None) -> Iterator[bytes]:
+    """The messages that answer a batch: what was found, then token ids and targets of all good rows."""
+    if tokens is None:
+        why = f"a {about['class']} that is read from its own files is not equal to the one they were written from"
+        yield json.dumps({"lost": why}).encode()
+        return
+    try:
+        encoded = encode_batch(batch, tokens, about["train_on"])
+    except DataError as error:
+        yield json.dumps({"refused": str(error)}).encode()
+        return
+    problems = [(number, str(row)) for number, row in enumerate(encoded) if isinstance(row, BadRowError)]
+    good = [None if isinstance(row, BadRowError) else row for row in encoded]
+    lengths = [len(row.token_ids) if row else 0 for row in good]
+    yield json.dumps({"problems": problems, "lengths": lengths}).encode()
+    yield array("i", [token_id for row in good if row for token_id in row.token_ids]).tobytes()
+    yield b"".join(bytes(row.is_target) for row in good if row)
+
+
+if __name__ == "__main__":
+    _encode_until_it_ends(Connection(int(sys.argv[1])))

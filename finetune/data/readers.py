@@ -1,4 +1,4 @@
-"""From a file or a `datasets` object to raw rows, each with the number by which a person finds it again."""
+"""Read raw rows from a file or a `datasets` object, each with the number by which a person finds it again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finetune.errors import DataError
 from finetune.runs.durable import describe_os_error
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-"""The files that can be read, by their ending."""
+"""The endings of files that can be read."""
 
 _LIST_START = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
 _SPACE = re.compile(r"\s*")
@@ -25,7 +25,7 @@ _SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One row as it was found: a value, or the problem that kept it from being read."""
+    """One row as it was found: its value, or why it could not be read."""
 
     number: int
     """Line of the file, or row of the table, from 1."""
@@ -34,7 +34,7 @@ class RawRow:
 
 
 class RowSource(Protocol):
-    """Where the rows of one split are. Nothing is read before `digest` or `rows` is called."""
+    """The place of one split's rows. Nothing is read before `digest` or `rows` is called."""
 
     @property
     def label(self) -> str:
@@ -42,7 +42,7 @@ class RowSource(Protocol):
         ...
 
     def place(self, number: int) -> str:
-        """How to name one row: `orders/train.jsonl:17`, or `orders/train.csv row 17`."""
+        """Name one row: `orders/train.jsonl:17`, or `orders/train.csv row 17`."""
         ...
 
     def digest(self) -> str:
@@ -50,7 +50,7 @@ class RowSource(Protocol):
         ...
 
     def rows(self) -> Iterator[RawRow]:
-        """Every row from the first, rows that cannot be read included."""
+        """Every row from the first, also those that cannot be read."""
         ...
 
 
@@ -60,13 +60,16 @@ class FileRows:
 
     path: Path
     label: str
+    is_copy: bool = False
+    """The file is our own copy of the rows, so its lines mean nothing to a person."""
 
     def place(self, number: int) -> str:
         """See `RowSource.place`."""
-        return f"{self.label}:{number}" if self._has_lines else f"{self.label} row {number}"
+        has_lines = self.path.suffix in (".jsonl", ".json") and not self.is_copy
+        return f"{self.label}:{number}" if has_lines else f"{self.label} row {number}"
 
     def digest(self) -> str:
-        """See `RowSource.digest`: here over the ending and the bytes of the file.
+        """See `RowSource.digest`: over the ending and the bytes of the file.
 
         Raises:
             DataError: the file cannot be read.
@@ -75,7 +78,8 @@ class FileRows:
             with self.path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256")
         except OSError as error:
-            raise DataError(f"{self.label} cannot be read: {describe_os_error(error)}.") from error
+            name = self.path if self.is_copy else self.label
+            raise DataError(f"{name} cannot be read: {describe_os_error(error)}.") from error
         digest.update(self.path.suffix.encode())
         return digest.hexdigest()
 
@@ -83,17 +87,13 @@ class FileRows:
         """See `RowSource.rows`.
 
         Raises:
-            DataError: the file as a whole is not what its ending says.
+            DataError: the file as a whole is not of the kind that its ending says.
         """
         if self.path.suffix == ".jsonl":
             return _read_json_lines(self.path)
         if self.path.suffix == ".json":
             return _read_json(self.path, self.label)
         return _read_table(self.path, self.label)
-
-    @property
-    def _has_lines(self) -> bool:
-        return self.path.suffix in (".jsonl", ".json")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class DatasetRows:
         return f"{self.label} row {number}"
 
     def digest(self) -> str:
-        """See `RowSource.digest`: here over the rows in Arrow form; the library's fingerprint is not of content."""
+        """See `RowSource.digest`: over the rows in Arrow form; the library's own fingerprint is not of content."""
         digest = hashlib.sha256()
         for table in self.dataset.with_format("arrow").iter(batch_size=1000):
             digest.update(str(table.schema.remove_metadata()).encode())
@@ -122,7 +122,7 @@ class DatasetRows:
 
 
 def _read_json_lines(path: Path) -> Iterator[RawRow]:
-    """One row per line; blank lines are passed over but counted."""
+    """Read one row per line; blank lines are skipped but counted."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if number == 1:
@@ -148,11 +148,11 @@ def _parse_json(text: str) -> object:
 
 
 def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON value")
+    raise ValueError(f"{word} is not a JSON value")
 
 
 def _read_json(path: Path, label: str) -> Iterator[RawRow]:
-    """A list of rows, an object `{"data": [rows]}`, or JSON lines under this ending (common on the hub)."""
+    """Read a list of rows, an object `{"data": [rows]}`, or JSON lines under this ending (common on the hub)."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -164,7 +164,7 @@ def _read_json(path: Path, label: str) -> Iterator[RawRow]:
 
 
 def _read_json_list(text: str, position: int, label: str, *, is_wrapped: bool) -> Iterator[RawRow]:
-    """The elements of a list one by one, so that each has the line on which it starts."""
+    """Read the elements of a list one by one, so that each has the line on which it starts."""
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)
     line, counted = 1, 0
     position = _after_space(text, position)
@@ -187,7 +187,7 @@ def _read_json_list(text: str, position: int, label: str, *, is_wrapped: bool) -
 
 
 def _after_row(text: str, position: int) -> int:
-    """The start of the next row, or the place of the `]` that ends the list."""
+    """The start of the next row, or of the `]` that ends the list."""
     position = _after_space(text, position)
     if text.startswith("]", position):
         return position
@@ -205,7 +205,7 @@ def _after_space(text: str, position: int) -> int:
 
 
 def _read_table(path: Path, label: str) -> Iterator[RawRow]:
-    """A CSV or Parquet file through `datasets`, without a trace in its cache."""
+    """Read a CSV or Parquet file with `datasets`, without a trace in its cache."""
     with tempfile.TemporaryDirectory(prefix="finetune-table-") as folder, quiet_datasets():
         dataset = _load_table(path, label, folder)
         for number, row in enumerate(dataset, start=1):
@@ -215,13 +215,15 @@ def _read_table(path: Path, label: str) -> Iterator[RawRow]:
 def _load_table(path: Path, label: str, cache_dir: str) -> Iterable[dict[str, Any]]:
     from datasets import Dataset, Features, Value
 
+    loaded: Iterable[dict[str, Any]]
     try:
-        loaded: Iterable[dict[str, Any]]
         if path.suffix == ".parquet":
             loaded = Dataset.from_parquet(str(path), cache_dir=cache_dir, keep_in_memory=True)
             return loaded
-        # Every cell is text: left alone, `007` becomes 7 and a cell that says `null` becomes nothing.
-        columns = Features({name: Value("string") for name in _csv_header(path)})
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            header = next(csv.reader(file), [])
+        # Every cell is text: otherwise `007` becomes 7 and a cell with `null` becomes nothing.
+        columns = Features({name: Value("string") for name in header})
         loaded = Dataset.from_csv(
             str(path), features=columns, cache_dir=cache_dir, keep_in_memory=True, keep_default_na=False
         )
@@ -232,14 +234,9 @@ def _load_table(path: Path, label: str, cache_dir: str) -> Iterable[dict[str, An
         raise DataError(f"{label} cannot be read as {kind}: {type(cause).__name__}: {cause}") from error
 
 
-def _csv_header(path: Path) -> list[str]:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        return next(csv.reader(file), [])
-
-
 @contextlib.contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """`datasets` without its progress bars, which would stand between our log lines."""
+    """Turn off the progress bars of `datasets`, which would stand between our log lines."""
     import datasets
 
     was_on = datasets.is_progress_bar_enabled()

@@ -1,17 +1,17 @@
-"""What a row is once it is understood, and all rows of a split, with the one error that names those that are not."""
+"""The rows of a split, read and checked on first use, with one error for all rows that cannot be used."""
 
 from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
-from typing import Protocol, overload
+from typing import overload
 
 from finetune.data.formats import FORMATS, Format, Kind, detect_format, parse_row
 from finetune.data.formats import BadRowError as BadRowError
+from finetune.data.formats import Example as Example
 from finetune.data.formats import quote as quote
 from finetune.data.readers import RawRow, RowSource
 from finetune.errors import DataError
@@ -28,30 +28,6 @@ _IN_WORDS = {
 _MAX_SHOWN = 5
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Example:
-    """One row that can be used. `messages`, `prompt` with `completion`, or `text` is set, as `kind` says."""
-
-    kind: Kind
-    source: str
-    """Where the row is, for people: `orders/train.jsonl:17`."""
-    number: int
-    """The line or row in `source`."""
-    messages: tuple[dict[str, str], ...] = ()
-    num_given: int = 0
-    """Turns at the beginning that are given, so that no answer among them carries loss."""
-    prompt: str = ""
-    completion: str = ""
-    text: str = ""
-
-    @property
-    def contents(self) -> tuple[str, ...]:
-        """Every text a person or a model wrote in this row."""
-        if self.kind == "messages":
-            return tuple(text for turn in self.messages for key, text in turn.items() if key != "role")
-        return (self.prompt, self.completion) if self.kind == "prompt_completion" else (self.text,)
-
-
 class RowProblems:
     """The rows of a split that cannot be used: all are counted, the first few are shown."""
 
@@ -66,7 +42,7 @@ class RowProblems:
             self._shown.append(f"  {place}: {problem}")
 
     def raise_if_any(self, label: str, num_rows: int) -> None:
-        """End the reading of a split.
+        """Refuse the split if a row was noted.
 
         Raises:
             DataError: at least one row was noted.
@@ -76,27 +52,6 @@ class RowProblems:
         more = [f"  and {self.count - _MAX_SHOWN} more"] if self.count > _MAX_SHOWN else []
         head = f"{label}: {self.count} of {num_rows} rows cannot be used:"
         raise DataError("\n".join([head, *self._shown, *more, "Correct or remove them, then start again."]))
-
-
-class RowChoice(Protocol):
-    """Which rows of a source a split takes."""
-
-    def indices(self, num_rows: int) -> list[int]:
-        """Rows from 0, in the order of the source."""
-        ...
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """How rows are to be read.
-
-    Attributes:
-        name: of a format; `auto` looks at the columns of the first row.
-        columns: what columns are called here, ours to theirs.
-    """
-
-    name: str = "auto"
-    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 class _OfRows(Sequence[Example]):
@@ -126,35 +81,38 @@ class Examples(_OfRows):
 
     Args:
         source: where the rows are.
-        wanted: what a row is; a name alone is a format with its usual columns.
-        max_rows: use only so many rows from the first.
+        format: the name of a format; `auto` looks at the columns of the first row.
+        columns: our names of columns to theirs, where they differ.
+        max_rows: use only this many rows from the first.
         weight: how often each row comes in an epoch of a mixture.
 
     Attributes:
-        whole: all rows of the source, where this split takes only some of them; else this itself.
-        choice: which of them it takes; None: all.
-        read_as: once they are read, how, in words.
+        whole: all rows of the source, if this split takes only some of them; else this split itself.
+        choose: from the number of rows in `whole` to the indices that this split takes; None: all.
+        read_as: how the rows were read, in words; empty until then.
     """
 
     def __init__(
         self,
         source: RowSource,
-        wanted: str | RowFormat = "auto",
+        format: str = "auto",
+        columns: Mapping[str, str] | None = None,
         max_rows: int | None = None,
         weight: float = 1.0,
     ) -> None:
         self.source = source
-        self.wanted = wanted if isinstance(wanted, RowFormat) else RowFormat(wanted)
+        self.format = format
+        self.columns = columns or {}
         self.max_rows = max_rows
         self.weight = weight
         self.whole: Examples = self
-        self.choice: RowChoice | None = None
+        self.choose: Callable[[int], list[int]] | None = None
         self.read_as = ""
 
-    def taking(self, choice: RowChoice, *, weight: float = 1.0) -> Examples:
+    def taking(self, choose: Callable[[int], list[int]]) -> Examples:
         """A split with some of these rows; the source is read once for all of them."""
-        part = Examples(self.source, self.wanted, self.max_rows, weight)
-        part.whole, part.choice = self.whole, choice
+        part = Examples(self.source, self.format, self.columns, self.max_rows)
+        part.whole, part.choose = self.whole, choose
         return part
 
     @property
@@ -174,16 +132,16 @@ class Examples(_OfRows):
         Raises:
             DataError: the file cannot be read, has no rows, or has rows that cannot be used.
         """
-        if self.choice is not None:
+        if self.choose is not None:
             rows = self.whole.rows
-            return [rows[index] for index in self.choice.indices(len(rows))]
+            return [rows[index] for index in self.choose(len(rows))]
         raw: Iterator[RawRow] = islice(self.source.rows(), self.max_rows)
         first = next(raw, None)
         if first is None:
             raise DataError(f"{self.label} has no rows. Put at least one in, or leave the split out.")
         raw = chain([first], raw)
-        if self.wanted.name != "auto":
-            return _read_examples(raw, FORMATS[self.wanted.name], self)
+        if self.format != "auto":
+            return _read_examples(raw, FORMATS[self.format], self)
         known, leading = _detect(raw, self)
         return _read_examples(chain(leading, raw), known, self)
 
@@ -210,17 +168,17 @@ class JoinedExamples(_OfRows):
 
 
 def kind_in_words(kind: str) -> str:
-    """How a report names a kind of row."""
+    """The name of a kind of row in reports."""
     return _IN_WORDS[kind]
 
 
 def _detect(raw: Iterator[RawRow], examples: Examples) -> tuple[Format, list[RawRow]]:
-    """The format, by the columns of the first row that could be read; and the rows taken to find out."""
+    """Find the format by the columns of the first row that could be read. Returns the rows read so far, too."""
     leading: list[RawRow] = []
     for row in raw:
         leading.append(row)
         if isinstance(row.value, Mapping):
-            known = detect_format(row.value, examples.wanted.columns)
+            known = detect_format(row.value, examples.columns)
             if known is not None:
                 return known, leading
             raise DataError(_unknown_columns(row, examples))
@@ -238,24 +196,24 @@ def _unknown_columns(row: RawRow, examples: Examples) -> str:
 
 
 def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> list[Example]:
-    source, columns = examples.source, examples.wanted.columns
+    source, columns = examples.source, examples.columns
+    label = columns.get("label", "label")
     problems = RowProblems()
     found: list[Example] = []
     labels: list[object] = []
-    label = columns.get("label", "label")
     seen: dict[str, None] = {}
     for row in raw:
         place = source.place(row.number)
         try:
             if row.problem is not None:
                 raise BadRowError(row.problem)
-            fields = parse_row(row.value, known, columns)
-            if found and fields.kind != found[0].kind:
+            example = parse_row(row.value, known, columns)
+            if found and example.kind != found[0].kind:
                 raise BadRowError(
-                    f"prompt or completion is {_how_written(fields.kind)}, while {found[0].source} has it as "
+                    f"prompt or completion is {_how_written(example.kind)}, while {found[0].source} has it as "
                     f"{_how_written(found[0].kind)}; expected all rows alike"
                 )
-            found.append(Example(source=place, number=row.number, **fields._asdict()))
+            found.append(example._replace(source=place, number=row.number))
             labels.append(row.value.get(label))
             seen.update(dict.fromkeys(row.value))
         except BadRowError as error:
@@ -275,7 +233,7 @@ def _check_labels(column: str, labels: Sequence[object], examples: Examples, fou
     as well be the classes of a classification set, so they stay an unused column.
 
     Returns:
-        A note for the log where the labels are 0 and 1, else nothing.
+        A note for the log if the labels are 0 and 1, else nothing.
 
     Raises:
         DataError: the rows are marked.
@@ -300,7 +258,7 @@ def _how_written(kind: Kind) -> str:
 
 
 def _in_words(known: Format, columns: Mapping[str, str], found: Sequence[Example], seen: Iterable[str]) -> str:
-    """One line on what was read: how many rows of which format, from which columns, and which were passed over."""
+    """Describe on one line how many rows of which format were read, from which columns, and which were not used."""
     theirs = {columns.get(name, name): name for name in (*known.needs, *known.may_have)}
     used = [name if theirs[name] == name else f"{name} as {theirs[name]}" for name in theirs if name in set(seen)]
     others = [str(name) for name in seen if name not in theirs]

@@ -1,4 +1,4 @@
-"""A share of the training rows, put aside to measure on: which ones is a function of (seed, number of rows)."""
+"""A share of the training rows, put aside to measure on. Its rows are a function of (seed, number of rows)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hashlib import blake2b
 from finetune.errors import DataError
 
 _NUMBER = re.compile(r"[-+]?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?")
-_TAKEN_IN_THIS_ORDER = ("test", "validation")  # so that a share to validate on never moves the rows to test on
+_TAKEN_IN_THIS_ORDER = ("test", "validation", "train")  # so that a share to validate on never moves the rows to test on
 
 
 @dataclass(frozen=True)
 class Share:
-    """So many rows, or so much of them."""
+    """A number of rows, or a fraction of them."""
 
     text: str
     """As the user wrote it: `0.05`, `5%` or `200`."""
@@ -27,53 +27,35 @@ class Share:
         return self.rows or max(1, int(self.fraction * num_rows + 0.5))
 
 
-@dataclass(frozen=True)
-class ShareChoice:
-    """The rows of one split where shares of the training rows are put aside. A `RowChoice`.
+def rows_of_split(num_rows: int, *, split: str, shares: Mapping[str, Share], seed: int, label: str) -> list[int]:
+    """The rows of one split, ascending, if shares of the training rows are put aside.
 
-    Attributes:
-        split: train, validation or test.
-        shares: what is put aside, by split.
+    Args:
+        num_rows: all rows of the source.
+        split: train, validation or test; train has what is left.
+        shares: for each other split its share.
         seed: data.split_seed.
         label: names the rows in messages.
+
+    Raises:
+        DataError: nothing is left to train on.
     """
-
-    split: str
-    shares: Mapping[str, Share]
-    seed: int
-    label: str
-
-    def indices(self, num_rows: int) -> list[int]:
-        """See `RowChoice.indices`.
-
-        Raises:
-            DataError: nothing is left to train on.
-        """
-        order = shuffled(num_rows, self.seed)
-        start = 0
-        for split in _TAKEN_IN_THIS_ORDER:
-            if split in self.shares:
-                stop = start + self.shares[split].of(num_rows)
-                if split == self.split:
-                    self._refuse_if_none_left(num_rows)
-                    return sorted(order[start:stop])
-                start = stop
-        self._refuse_if_none_left(num_rows)
-        return sorted(order[start:])
-
-    def _refuse_if_none_left(self, num_rows: int) -> None:
-        if sum(share.of(num_rows) for share in self.shares.values()) >= num_rows:
-            asked = " and ".join(f"data.{split}={share.text}" for split, share in sorted(self.shares.items()))
-            raise DataError(
-                f"{self.label} has {num_rows:,} rows, of which {asked} leaves none to train on. Put fewer aside."
-            )
+    counts = {name: share.of(num_rows) for name, share in shares.items()}
+    counts["train"] = num_rows - sum(counts.values())
+    if counts["train"] <= 0:
+        asked = " and ".join(f"data.{name}={share.text}" for name, share in sorted(shares.items()))
+        leave = "leaves" if len(shares) == 1 else "leave"
+        raise DataError(f"{label} has {num_rows:,} rows, and {asked} {leave} none to train on. Put fewer aside.")
+    before = _TAKEN_IN_THIS_ORDER[: _TAKEN_IN_THIS_ORDER.index(split)]
+    start = sum(counts.get(name, 0) for name in before)
+    return sorted(shuffled(num_rows, seed)[start : start + counts[split]])
 
 
 def read_share(text: str, split: str) -> Share | None:
-    """What `0.05`, `5%` or `200` asks for; None where the text is no number.
+    """Read `0.05`, `5%` or `200`; None if the text is not a number.
 
     Raises:
-        DataError: it is a number, but no share.
+        DataError: it is a number that is not a share.
     """
     number = text.strip().removesuffix("%")
     if not _NUMBER.fullmatch(number):

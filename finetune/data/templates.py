@@ -1,12 +1,14 @@
-"""From a conversation to text, and from text to the tokens a model must predict.
+"""Turn conversations into text, and text into tokens with those that a model must predict. Imports no torch.
 
-A template is rendered once for the whole conversation. Where an answer starts is found by rendering the turns before
-it with the generation prompt, which must be how the whole text begins; where it ends is the first end-of-turn token
-from there on. No marker is searched for, and no token is taken for padding by its id.
+A template is rendered once for the whole conversation. The start of an answer is found by rendering the turns before it
+with the generation prompt, which must be how the whole text begins; its end is the first end-of-turn token from there
+on. No marker is searched for, and no token is taken for padding by its id.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -32,18 +34,18 @@ class RenderedRow:
 
     text: str
     answer_starts: tuple[int, ...]
-    """The character at which each answer starts. Empty for plain text: all tokens but the first are targets."""
+    """The character at which each answer starts. Empty for plain text: all tokens except the first are targets."""
 
 
 class TokenisedRow(NamedTuple):
-    """A row as tokens: ids, and for each a byte that is 1 where the model must predict it."""
+    """A row as tokens: ids, and for each a byte that is 1 if the model must predict it."""
 
     token_ids: list[int]
     is_target: bytearray
 
 
 class AnswerTokens:
-    """What a tokenizer says about its own tokens, asked once.
+    """A tokenizer with its special tokens and its end of turn, found once.
 
     Args:
         tokenizer: a fast tokenizer, with or without a chat template.
@@ -71,7 +73,7 @@ class AnswerTokens:
         return int(eos_id) if kind == "text" and eos_id is not None else self.end_id
 
     def special_text_in(self, example: Example) -> BadRowError | None:
-        """A content that spells a special token would be read as one: a turn could end or begin inside it."""
+        """The problem of a row whose text spells a special token: a turn could end or begin inside it."""
         for content in example.contents:
             found = self._special_text.search(content)
             if found:
@@ -83,7 +85,7 @@ class AnswerTokens:
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of the token that ends an answer, read from the chat template; without a template it is eos.
+    """The id of the token that ends an answer, read from the chat template; without a template, eos.
 
     Raises:
         DataError: the template ends an answer with no special token, or there is neither template nor eos.
@@ -109,22 +111,46 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config_eos: int | Sequence[int] | None = None) -> list[int]:
-    """The ids at which decoding stops: the end of turn, then eos, then what the generation config adds."""
+    """The ids at which decoding stops: the end of turn, then eos, then those of the generation config."""
     extra = [generation_config_eos] if isinstance(generation_config_eos, int) else generation_config_eos or []
     ids = [end_of_turn_id(tokenizer), tokenizer.eos_token_id, *extra]
     return list(dict.fromkeys(int(token_id) for token_id in ids if token_id is not None))
 
 
+def encode_batch(batch: list[Example], tokens: AnswerTokens, train_on: TrainOn) -> list[TokenisedRow | BadRowError]:
+    """Encode each row as tokens with its targets, or say why it cannot be. All rows must be of one kind.
+
+    Raises:
+        DataError: the tokenizer lacks what this kind of row needs.
+    """
+    rendered = render_examples(tokens.tokenizer, batch, train_on)
+    if batch[0].kind != "text":  # plain text may hold special tokens: it is what a model reads, as it stands
+        rendered = [tokens.special_text_in(example) or row for example, row in zip(batch, rendered, strict=True)]
+    good = [row for row in rendered if isinstance(row, RenderedRow)]
+    encodings = iter(tokenize(tokens.tokenizer, [row.text for row in good]) if good else [])
+    return [mark_targets(row, next(encodings), tokens) if isinstance(row, RenderedRow) else row for row in rendered]
+
+
+def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A SHA-256 over the vocabulary, the merges, the special tokens and the chat template."""
+    backend: str = tokenizer.backend_tokenizer.to_str()
+    # Truncation and padding come first in it. Any call may have changed them, and none of ours uses them.
+    backend = backend[max(0, backend.find('"added_tokens"')) :]
+    special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    content = json.dumps([backend, special_tokens, tokenizer.chat_template], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
 def render_examples(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], train_on: TrainOn = "all"
 ) -> list[RenderedRow | BadRowError]:
-    """Each row as text, or why it has none. All rows must be of one kind.
+    """Render each row as text, or say why it cannot be. All rows must be of one kind.
 
     Args:
         tokenizer: with the chat template.
         examples: the rows.
-        train_on: `last` marks the last answer of a conversation alone; only the turns before it are then rendered
-            apart, so that a template may drop something (reasoning, say) from earlier answers.
+        train_on: `last` marks only the last answer of a conversation, so that a template may drop something, such as
+            reasoning, from earlier answers.
 
     Raises:
         DataError: the tokenizer lacks what this kind of row needs.
@@ -154,12 +180,12 @@ def render_conversations(
     conversations: Sequence[Conversation],
     answers: Sequence[Sequence[int]] | None = None,
 ) -> list[RenderedRow | BadRowError]:
-    """Each conversation as text with the starts of its answers, or why that cannot be.
+    """Render each conversation as text with the starts of its answers, or say why it cannot be.
 
     Args:
         tokenizer: with the chat template.
         conversations: lists of turns.
-        answers: for each conversation the turns that are to be learnt. Default: all of the assistant's.
+        answers: for each conversation the indices of the turns to learn. Default: all of the assistant's.
     """
     answers = answers or [_answers(turns, 0, "all") for turns in conversations]
     prefixes = [[list(turns[:k]) for k in of_one] for turns, of_one in zip(conversations, answers, strict=True)]
@@ -172,14 +198,14 @@ def render_conversations(
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Encoding]:
-    """Texts to tokens as they stand: the template has already put in whatever special tokens there are."""
+    """Tokenise texts without adding special tokens: the template has added them."""
     batch = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
     encodings: list[Encoding] = batch.encodings or []
     return encodings
 
 
 def mark_targets(row: RenderedRow, encoding: Encoding, tokens: AnswerTokens) -> TokenisedRow | BadRowError:
-    """The tokens of a row, and which of them carry loss. The first never does: nothing comes before it."""
+    """Mark the tokens of a row that carry loss. The first never does: nothing comes before it."""
     ids = encoding.ids
     if not row.answer_starts:
         return TokenisedRow(ids, bytearray(min(1, len(ids))) + b"\x01" * (len(ids) - 1))
@@ -198,7 +224,7 @@ def mark_targets(row: RenderedRow, encoding: Encoding, tokens: AnswerTokens) -> 
 def _first_token_of(encoding: Encoding, ids: list[int], start: int, end: int, special_ids: frozenset[int]) -> int:
     """The first token that holds a character of `text[start:end]`.
 
-    A special token that begins before `start` is passed over: Phi-3's swallow the white space behind them.
+    A special token that begins before `start` is skipped: Phi-3's include the white space behind them.
 
     Raises:
         ValueError: no token does.
@@ -246,7 +272,7 @@ def _place_answers(
 def _render(
     tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, str]]], *, with_prompt: bool
 ) -> list[str | BadRowError]:
-    """All in one call; one by one only if a template refuses a row, to learn which."""
+    """Render all in one call, and one by one only if the template refuses a row, to find out which."""
     if not conversations:
         return []
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from finetune.data.batches import BatchPlan
+from finetune.data.batches import BatchRule
 from finetune.data.encoded import EncodedExamples
 from finetune.data.preferences import EncodedPairs
 from finetune.engine.prefixes import Cut
@@ -65,7 +65,7 @@ class Batching:
         rows: the training rows; None where they cannot be read: then every row has the greatest length.
         collate: what makes a micro-batch of rows.
         is_padded: rows are padded and go through the model's own forward.
-        boundary: see `BatchPlan`.
+        boundary: see `BatchRule`.
         world_size: the number of processes.
     """
 
@@ -139,7 +139,7 @@ class Batching:
         return EncodedPairs(first, _longest_rows(number, length, number), "train")
 
     @cached_property
-    def _plan(self) -> BatchPlan:
+    def _plan(self) -> BatchRule:
         return plan_batches(
             self.config,
             self._rows,

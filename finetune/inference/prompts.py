@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.data.formats import (
     ROLES,
     BadRowError,
-    Fields,
+    Example,
     detect_format,
     offer_tools,
     parse_row,
@@ -22,7 +22,7 @@ from finetune.data.formats import (
     quote,
 )
 from finetune.data.readers import SUFFIXES, FileRows, RawRow
-from finetune.data.rows import Example, RowProblems
+from finetune.data.rows import RowProblems
 from finetune.data.templates import AnswerTokens
 from finetune.errors import DataError
 
@@ -203,7 +203,7 @@ def _prompt_of(value: object, place: str) -> Prompt:
     raise BadRowError(f"no column prompt, messages or text; it has {found}")
 
 
-def _without_answer(row: Fields, place: str) -> Prompt:
+def _without_answer(row: Example, place: str) -> Prompt:
     if row.kind == "messages":
         return _conversation(list(row.messages), place)
     if row.kind == "text":

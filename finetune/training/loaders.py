@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.data.batches import BatchPlan, Collate, EvaluationLoader, TrainLoader, pad
+from finetune.data.batches import BatchRule, Collate, EvaluationLoader, TrainLoader, pad
 from finetune.errors import DataError
 from finetune.signals import leave_signals_to_parent
 
@@ -33,18 +33,18 @@ def global_batch_size(config: Config, world_size: int) -> int:
 
 def plan_batches(
     config: Config, rows: Any, *, collate: Collate, boundary: int | None, global_batch_size: int
-) -> BatchPlan:
+) -> BatchRule:
     """Plan how training rows become global batches and micro-batches.
 
     Args:
         config: the whole run.
         rows: `EncodedExamples` or `EncodedPairs`.
         collate: of the run's `Forward`. Rows that it packs are cut by what they share, padded ones by their lengths.
-        boundary: see `BatchPlan`.
+        boundary: see `BatchRule`.
         global_batch_size: examples per optimizer step.
     """
     training = config.training
-    return BatchPlan(
+    return BatchRule(
         lengths=rows.lengths.tolist(),
         global_batch_size=global_batch_size,
         batch_size=training.batch_size,
@@ -75,17 +75,17 @@ def build_loaders(
         config: the whole run.
         splits: `EncodedSplits` or `EncodedPairSplits`.
         collate: puts rows together.
-        boundary: see `BatchPlan`.
+        boundary: see `BatchRule`.
         global_batch_size: examples per optimizer step.
 
     Raises:
         DataError: there is no full global batch, and `training.drop_last` leaves out the rest.
     """
-    plan = plan_batches(config, splits.train, collate=collate, boundary=boundary, global_batch_size=global_batch_size)
-    if plan.steps_per_epoch == 0:
+    rule = plan_batches(config, splits.train, collate=collate, boundary=boundary, global_batch_size=global_batch_size)
+    if rule.steps_per_epoch == 0:
         raise DataError(
-            f"the training split has {len(plan.lengths)} rows, fewer than one global batch of "
-            f"{plan.global_batch_size}, and training.drop_last leaves them out. "
+            f"the training split has {len(rule.lengths)} rows, fewer than one global batch of "
+            f"{rule.global_batch_size}, and training.drop_last leaves them out. "
             "Lower training.global_batch_size, or drop training.drop_last."
         )
 
@@ -96,7 +96,7 @@ def build_loaders(
 
     rank, world_size = runtime.rank, runtime.world_size
     loaders = Loaders(
-        TrainLoader(splits.train, plan, config.training, rank=rank, world_size=world_size, collate=collate),
+        TrainLoader(splits.train, rule, config.training, rank=rank, world_size=world_size, collate=collate),
         evaluation(splits.validation, config.validation, rank, world_size),
         evaluation(splits.test, config.testing, 0, 1),
     )
@@ -110,16 +110,16 @@ def build_loaders(
     return loaders
 
 
-def log_batches(config: Config, plan: BatchPlan, *, num_steps: int, world_size: int) -> None:
+def log_batches(config: Config, rule: BatchRule, *, num_steps: int, world_size: int) -> None:
     """Log how the global batch is made up, and the number of steps."""
     _log.info(
         "global batch of %d examples (%s): micro-batches of at most %d over %d process%s; %d steps an epoch, %d in all",
-        plan.global_batch_size,
+        rule.global_batch_size,
         "training.global_batch_size" if config.training.global_batch_size else "batch_size x world size",
-        plan.batch_size,
+        rule.batch_size,
         world_size,
         "" if world_size == 1 else "es",
-        plan.steps_per_epoch,
+        rule.steps_per_epoch,
         num_steps,
     )
 

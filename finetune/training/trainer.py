@@ -179,8 +179,8 @@ class Trainer:
             PreemptedError: a rank was told to stop; all ranks have left after the same step and its checkpoint.
         """
         config, runtime = self.config, self.runtime
-        cadence = Cadence.of(config, train_loader.plan.steps_per_epoch)
-        log_batches(config, train_loader.plan, num_steps=cadence.num_steps, world_size=runtime.world_size)
+        cadence = Cadence.of(config, train_loader.rule.steps_per_epoch)
+        log_batches(config, train_loader.rule, num_steps=cadence.num_steps, world_size=runtime.world_size)
         warn_of_long_warmup(config.optim, cadence.num_steps)
         optimizer = runtime.prepare_optimizer(build_optimizer(self.model, config.optim))
         state = at_its_place(self._resume(optimizer), cadence.steps_per_epoch)
@@ -304,7 +304,7 @@ class Trainer:
     def _begin_epoch(self, loader: TrainLoader, epoch: int, first_step: int) -> Iterator[list[tuple[int, Microbatch]]]:
         self.epoch = epoch
         steps = loader.steps(epoch, first_step)
-        for step in itertools.count(epoch * loader.plan.steps_per_epoch + first_step + 1):
+        for step in itertools.count(epoch * loader.rule.steps_per_epoch + first_step + 1):
             self.runtime.at("data", step)
             asked = time.monotonic()
             share = next(steps, None)

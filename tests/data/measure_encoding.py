@@ -13,7 +13,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from finetune.config.schema import DataSection
-from finetune.data.collect import encode_rows
+from finetune.data.encode import encode_rows
 from finetune.data.examples import load_examples
 from finetune.data.rows import Examples
 from finetune.data.templates import AnswerTokens, mark_targets, render_examples, tokenize

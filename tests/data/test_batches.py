@@ -6,7 +6,7 @@ import torch
 
 from finetune.config.schema import TestingSection as LoaderSection  # a name that pytest does not collect
 from finetune.config.schema import TrainingSection
-from finetune.data.batches import BatchPlan, EvaluationLoader, TrainLoader, derived_seed, pad
+from finetune.data.batches import BatchRule, EvaluationLoader, TrainLoader, derived_seed, pad
 from finetune.data.encoded import EncodedExamples
 from tests.tiny_models import tiny_examples
 
@@ -16,13 +16,13 @@ def lengths_of(num_rows, seed=0):
     return [rng.randint(1, 60) for _ in range(num_rows)]
 
 
-def plan_of(num_rows=37, **keys):
-    return BatchPlan(**{"lengths": lengths_of(num_rows), "global_batch_size": 8, "batch_size": 3, **keys})
+def rule_of(num_rows=37, **keys):
+    return BatchRule(**{"lengths": lengths_of(num_rows), "global_batch_size": 8, "batch_size": 3, **keys})
 
 
-def shares(plan, world_size, epoch=0, first_step=0):
+def shares(rule, world_size, epoch=0, first_step=0):
     """For each step, the (index, rows) pairs of all ranks together, in the order of the index."""
-    by_rank = [list(plan.epoch_share(epoch, first_step, rank, world_size)) for rank in range(world_size)]
+    by_rank = [list(rule.steps_of_rank(epoch, first_step, rank, world_size)) for rank in range(world_size)]
     return [sorted(itertools.chain(*step)) for step in zip(*by_rank, strict=True)]
 
 
@@ -30,9 +30,9 @@ def shares(plan, world_size, epoch=0, first_step=0):
 @pytest.mark.parametrize("batch_size", [1, 3, 8, 100])
 @pytest.mark.parametrize("global_batch_size", [1, 4, 7, 37, 50])
 def test_each_row_is_seen_exactly_once_per_epoch(global_batch_size, batch_size, world_size):
-    plan = plan_of(global_batch_size=global_batch_size, batch_size=batch_size)
-    steps = shares(plan, world_size)
-    assert len(steps) == plan.steps_per_epoch == -(-37 // global_batch_size)
+    rule = rule_of(global_batch_size=global_batch_size, batch_size=batch_size)
+    steps = shares(rule, world_size)
+    assert len(steps) == rule.steps_per_epoch == -(-37 // global_batch_size)
     rows = [row for step in steps for _, rows in step for row in rows]
     assert sorted(rows) == list(range(37))
     assert all(len(rows) <= batch_size for step in steps for _, rows in step)
@@ -42,64 +42,64 @@ def test_each_row_is_seen_exactly_once_per_epoch(global_batch_size, batch_size, 
 
 @pytest.mark.parametrize("world_size", [2, 3, 16])
 def test_the_cut_does_not_look_at_the_world_size(world_size):
-    plan = plan_of(max_tokens=120, boundary=30)
-    assert shares(plan, world_size) == shares(plan, 1)
+    rule = rule_of(max_tokens=120, boundary=30)
+    assert shares(rule, world_size) == shares(rule, 1)
 
 
 def test_every_epoch_has_its_own_order_and_every_seed_too():
-    plan = plan_of()
-    orders = [plan.order(epoch) for epoch in range(3)] + [plan_of(seed=1).order(0)]
+    rule = rule_of()
+    orders = [rule.order(epoch) for epoch in range(3)] + [rule_of(seed=1).order(0)]
     assert len(set(map(tuple, orders))) == 4
-    assert plan.order(1) == plan_of().order(1)
+    assert rule.order(1) == rule_of().order(1)
 
 
 @pytest.mark.parametrize("first_step", range(6))
 def test_resuming_within_an_epoch_gives_the_same_shares(first_step):
-    plan = plan_of()
+    rule = rule_of()
     for rank in range(2):
-        whole = list(plan.epoch_share(3, 0, rank, 2))
-        assert list(plan.epoch_share(3, first_step, rank, 2)) == whole[first_step:]
+        whole = list(rule.steps_of_rank(3, 0, rank, 2))
+        assert list(rule.steps_of_rank(3, first_step, rank, 2)) == whole[first_step:]
 
 
 def test_drop_last_leaves_out_only_a_batch_that_is_not_full():
-    assert plan_of(37, drop_last=True).steps_per_epoch == 4
-    assert plan_of(40, drop_last=True).steps_per_epoch == plan_of(40).steps_per_epoch == 5
-    assert plan_of(7, drop_last=True).steps_per_epoch == 0
-    seen = [row for step in shares(plan_of(37, drop_last=True), 2) for _, rows in step for row in rows]
+    assert rule_of(37, drop_last=True).steps_per_epoch == 4
+    assert rule_of(40, drop_last=True).steps_per_epoch == rule_of(40).steps_per_epoch == 5
+    assert rule_of(7, drop_last=True).steps_per_epoch == 0
+    seen = [row for step in shares(rule_of(37, drop_last=True), 2) for _, rows in step for row in rows]
     assert len(seen) == len(set(seen)) == 32
 
 
 def test_a_micro_batch_holds_at_most_max_tokens_with_its_padding():
-    plan = plan_of(max_tokens=100, batch_size=8)
-    for step in shares(plan, 1):
+    rule = rule_of(max_tokens=100, batch_size=8)
+    for step in shares(rule, 1):
         for _, rows in step:
-            padded = max(plan.lengths[row] for row in rows) * len(rows)
+            padded = max(rule.lengths[row] for row in rows) * len(rows)
             assert padded <= 100 or len(rows) == 1
-    sizes = {len(rows) for step in shares(plan, 1) for _, rows in step}
+    sizes = {len(rows) for step in shares(rule, 1) for _, rows in step}
     assert max(sizes) > 1
 
 
 def test_a_row_longer_than_max_tokens_is_alone_and_not_lost():
-    plan = BatchPlan(lengths=[50, 4, 4], global_batch_size=3, batch_size=3, max_tokens=10)
-    assert [cut.rows for cut in plan.cut([0, 1, 2])] == [[0], [1, 2]]
+    rule = BatchRule(lengths=[50, 4, 4], global_batch_size=3, batch_size=3, max_tokens=10)
+    assert [cut.rows for cut in rule.cut([0, 1, 2])] == [[0], [1, 2]]
 
 
 def test_rows_on_both_sides_of_the_boundary_never_meet():
-    plan = plan_of(boundary=30, batch_size=8)
-    sides = [{plan.lengths[row] <= 30 for row in rows} for step in shares(plan, 1) for _, rows in step]
+    rule = rule_of(boundary=30, batch_size=8)
+    sides = [{rule.lengths[row] <= 30 for row in rows} for step in shares(rule, 1) for _, rows in step]
     assert all(len(side) == 1 for side in sides)
     assert {True} in sides
     assert {False} in sides
 
 
 def test_a_row_as_long_as_the_boundary_belongs_to_the_short_ones():
-    plan = BatchPlan(lengths=[30, 31, 29], global_batch_size=3, batch_size=3, boundary=30)
-    assert [cut.rows for cut in plan.cut([0, 1, 2])] == [[1], [0, 2]]
+    rule = BatchRule(lengths=[30, 31, 29], global_batch_size=3, batch_size=3, boundary=30)
+    assert [cut.rows for cut in rule.cut([0, 1, 2])] == [[1], [0, 2]]
 
 
 def test_rows_of_like_length_share_a_micro_batch():
-    plan = BatchPlan(lengths=[9, 2, 8, 1], global_batch_size=4, batch_size=2)
-    assert [cut.rows for cut in plan.cut([0, 1, 2, 3])] == [[0, 2], [1, 3]]
+    rule = BatchRule(lengths=[9, 2, 8, 1], global_batch_size=4, batch_size=2)
+    assert [cut.rows for cut in rule.cut([0, 1, 2, 3])] == [[0, 2], [1, 3]]
 
 
 def test_pad_pads_on_the_right_and_counts():
@@ -119,16 +119,16 @@ def loaded(loader, epoch=0, first_step=0):
 
 def train_loader(rank=0, world_size=1, **keys):
     examples = tiny_examples(21)
-    plan = BatchPlan(lengths=examples.lengths.tolist(), global_batch_size=8, batch_size=3)
-    return TrainLoader(examples, plan, TrainingSection(**keys), rank=rank, world_size=world_size)
+    rule = BatchRule(lengths=examples.lengths.tolist(), global_batch_size=8, batch_size=3)
+    return TrainLoader(examples, rule, TrainingSection(**keys), rank=rank, world_size=world_size)
 
 
 def test_the_train_loader_gives_the_planned_rows_with_their_place_in_the_global_batch():
     examples = tiny_examples(21)
     for rank in range(2):
         loader = train_loader(rank, 2)
-        planned = loader.plan.epoch_share(1, 0, rank, 2)
-        for step, expected in zip(loaded(loader, epoch=1), planned, strict=True):
+        expected_steps = loader.rule.steps_of_rank(1, 0, rank, 2)
+        for step, expected in zip(loaded(loader, epoch=1), expected_steps, strict=True):
             assert [index for index, _, _ in step] == [share.microbatch for share in expected]
             for (_, ids, _), share in zip(step, expected, strict=True):
                 assert ids == pad([examples[row] for row in share.rows]).input_ids.tolist()

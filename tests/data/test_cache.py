@@ -12,9 +12,9 @@ from safetensors import safe_open
 
 from finetune.config.schema import DataSection
 from finetune.data import templates
-from finetune.data.cache import EncodedRows, digest_tokenizer, load_or_encode
+from finetune.data.cache import load_or_encode
 from finetune.data.encode import encode_examples
-from finetune.data.encoded import EncodedExamples
+from finetune.data.encoded import EncodedExamples, EncodedRows
 from finetune.data.examples import load_examples
 from finetune.data.rows import Examples
 from finetune.errors import ConfigError, DataError
@@ -39,9 +39,9 @@ def times_tokenised(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
     def counting(*arguments: Any) -> Any:
         calls.append(1)
-        return templates.tokenize(*arguments)
+        return templates.encode_batch(*arguments)
 
-    monkeypatch.setattr("finetune.data.tokenise.tokenize", counting)
+    monkeypatch.setattr("finetune.data.encode.encode_batch", counting)
     return lambda: len(calls)
 
 
@@ -106,10 +106,10 @@ def test_whatever_changes_the_tokens_changes_the_key(section: DataSection, times
 
 def test_padding_that_another_call_left_in_the_tokenizer_does_not_change_its_digest() -> None:
     tokenizer = tiny_tokenizer()
-    before = digest_tokenizer(tokenizer), tokenizer.backend_tokenizer.to_str()
+    before = templates.digest_tokenizer(tokenizer), tokenizer.backend_tokenizer.to_str()
     tokenizer(["a", "a b c"], padding=True, truncation=True, max_length=2)
     assert tokenizer.backend_tokenizer.to_str() != before[1]
-    assert digest_tokenizer(tokenizer) == before[0]
+    assert templates.digest_tokenizer(tokenizer) == before[0]
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other"])
@@ -175,7 +175,8 @@ ENCODE = """
 import sys, time
 from pathlib import Path
 import torch
-from finetune.data.cache import EncodedRows, digest_tokenizer, load_or_encode
+from finetune.data.cache import load_or_encode
+from finetune.data.encoded import EncodedRows
 from finetune.fallbacks import Fallbacks
 
 def encode():

@@ -94,7 +94,10 @@ def test_the_shipped_rows(make_section: Make) -> None:
         ({"path": "{here}/other"}, "a folder with large, small, but no train. Name the split to train on"),
         ({"path": "{here}/twice"}, "has both train.csv and train.jsonl: which is meant"),
         ({"path": "{here}/broken"}, "cannot be read as a datasets directory"),
-        ({"path": "{here}/other", "train": "big"}, "no split of {here}/other (a folder with large, small)"),
+        (
+            {"path": "{here}/other", "train": "big"},
+            "neither a file nor a split of {here}/other (a folder with large, small)",
+        ),
         ({"path": "{here}/other", "train": "small", "test": "gone.csv"}, "data.test is gone.csv, but there is no such"),
         ({"path": "{here}/" + "a" * 300}, "which cannot be read: File name too long (ENAMETOOLONG)"),
     ],
@@ -156,7 +159,7 @@ def test_a_hub_id_with_name_revision_and_a_slice(make_section: Make, monkeypatch
     ("error", "message"),
     [
         (ConnectionError("Couldn't reach it"), "the hub cannot be reached (ConnectionError: Couldn't reach it)"),
-        (DatasetNotFoundError("no such"), "the hub has none of that name that you may read (no such)"),
+        (DatasetNotFoundError("no such"), "the hub has no data set of that name that you may read (no such)"),
         (ValueError("BuilderConfig 'x' not found"), "the hub's data set cannot be read (ValueError: BuilderConfig"),
     ],
 )

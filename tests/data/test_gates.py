@@ -41,7 +41,7 @@ def test_an_answer_that_is_cut_before_its_end_is_refused_and_named(make_section:
     section = make_section(path=write_jsonl([SHORT, LONG_ANSWER, SHORT]), max_length=10)
     message = refusal(section)
     assert message.startswith("train: 1 of 3 rows have an answer that data.max_length=10 cuts before its end of turn: ")
-    assert "train.jsonl:2 (15 tokens): a model that is trained on them learns answers which break off." in message
+    assert "train.jsonl:2 (15 tokens): the model would learn answers that break off." in message
     assert message.endswith(
         "Raise data.max_length (the longest has 15 tokens), or set data.on_truncated_answer=drop to leave these rows "
         "out, or =warn to keep them."
@@ -118,7 +118,7 @@ def test_a_doubled_beginning_of_sequence(make_section: Make, write_jsonl: Write)
     with pytest.raises(DataError) as caught:
         encode_examples(load_examples(section), tokenizer, section)
     assert "train: 5 of 5 rows begin with the beginning-of-sequence token twice: " in str(caught.value)
-    assert "train.jsonl:3 and others: a model that is asked later sees it once" in str(caught.value)
+    assert "train.jsonl:3 and others: at generation the model sees it once" in str(caught.value)
     section = section.model_copy(update={"on_doubled_bos": "warn"})
     assert len(encode_examples(load_examples(section), tokenizer, section).train) == 5
     tokenizer.chat_template = "{{ bos_token }}" + CHAT_TEMPLATES["phi4_mini"]

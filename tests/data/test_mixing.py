@@ -13,7 +13,7 @@ import torch
 from finetune.config.compose import compose
 from finetune.config.from_dict import config_from_dict
 from finetune.config.schema import DataSection
-from finetune.data.batches import BatchPlan
+from finetune.data.batches import BatchRule
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples, EncodedSplits
 from finetune.data.examples import load_examples
@@ -87,13 +87,13 @@ def test_the_same_mixture_is_the_same_rows_and_another_seed_other_ones(
 
 def test_each_epoch_deals_every_row_as_often_whatever_the_batches(make_section: Make, files: tuple[str, str]) -> None:
     train = encode(make_section(mixture=[{"path": files[0], "weight": 1.5}, {"path": files[1], "weight": 3}])).train
-    plan = BatchPlan(lengths=train.lengths.tolist(), global_batch_size=4, batch_size=2, seed=1)
+    plan = BatchRule(lengths=train.lengths.tolist(), global_batch_size=4, batch_size=2, seed=1)
     for epoch in (0, 1):
         for world_size, first_step in ((1, 0), (3, 0), (2, 3)):
             dealt = [
                 row
                 for rank in range(world_size)
-                for step in plan.epoch_share(epoch, first_step, rank, world_size)
+                for step in plan.steps_of_rank(epoch, first_step, rank, world_size)
                 for share in step
                 for row in share.rows
             ]

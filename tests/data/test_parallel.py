@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.config.schema import DataSection
 from finetune.data import parallel
-from finetune.data.collect import ROWS_AT_ONCE
-from finetune.data.encode import encode_examples
+from finetune.data.encode import ROWS_AT_ONCE, encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.data.parallel import PAYS_FROM_CHARACTERS, choose_processes
@@ -207,6 +206,6 @@ def test_they_end_when_the_one_that_asked_is_killed(tmp_path: Path, by: signal.S
 
 @pytest.mark.process
 def test_encoding_in_processes_needs_no_torch() -> None:
-    script = "import sys, finetune.data.encode_worker; print('torch' in sys.modules)"
+    script = "import sys, finetune.data.parallel; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -31,7 +31,7 @@ def test_json_lines_keep_their_numbers_over_blank_lines_and_a_byte_order_mark(tm
     ("line", "problem"),
     [
         (b'{"text": "a"', "not JSON: Expecting ',' delimiter at column 13; expected one JSON object per line"),
-        (b'{"text": NaN}', "not JSON: NaN is no JSON value"),
+        (b'{"text": NaN}', "not JSON: NaN is not a JSON value"),
         (b'{"text": "\xff"}', "the line is not UTF-8 text (byte 11)"),
         (b"[" * 100_000, "not JSON: "),
     ],

@@ -10,7 +10,7 @@ from finetune.config.schema import DataSection
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples, EncodedSplits
 from finetune.data.examples import load_examples
-from finetune.data.shares import Share, ShareChoice, read_share, shuffled
+from finetune.data.shares import Share, read_share, rows_of_split, shuffled
 from finetune.errors import DataError
 from tests.tiny import tiny_tokenizer
 
@@ -95,6 +95,6 @@ def test_shares_that_leave_nothing_to_train_on_are_refused() -> None:
     shares = {"validation": Share("0.5", fraction=0.5), "test": Share("2", rows=2)}
     for split in ("train", "validation", "test"):
         with pytest.raises(
-            DataError, match=r"rows has 4 rows, of which data.test=2 and data.validation=0.5 leaves none"
+            DataError, match=r"rows has 4 rows, and data.test=2 and data.validation=0.5 leave none to train on"
         ):
-            ShareChoice(split, shares, 0, "rows").indices(4)
+            rows_of_split(4, split=split, shares=shares, seed=0, label="rows")

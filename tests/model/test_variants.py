@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from finetune.config.schema import LoraSection
-from finetune.data.batches import BatchPlan, Collate, packer, pad
+from finetune.data.batches import BatchRule, Collate, packer, pad
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
@@ -205,7 +205,7 @@ def test_a_row_alone_has_the_logits_it_has_in_any_batch(made: tuple[Variant, Pat
     for way, collate in ways(model):
         assert largest_difference(losses_by_row(model, collate, alone, rows), reference) < 2e-5, way
         for batch_size in (2, 3, 8):
-            plan = BatchPlan(
+            plan = BatchRule(
                 lengths=lengths,
                 global_batch_size=len(rows),
                 batch_size=batch_size,
@@ -243,7 +243,7 @@ def test_a_run_keeps_rows_on_the_two_sides_of_the_boundary_apart(kernels: str, t
         model = add_lora(build_base_model(config.model), config.lora)
         train, validation, _ = Trainer(runtime, config, model, tokenizer, splits).prepare_dataloaders()
         for split, cuts in (
-            (splits.train, [share.rows for step in train.plan.epoch_share(0, 0, 0, 1) for share in step]),
+            (splits.train, [share.rows for step in train.rule.steps_of_rank(0, 0, 0, 1) for share in step]),
             (splits.validation, validation.row_batches),
         ):
             is_long = [{bool(split.lengths[row] > BOUNDARY) for row in cut} for cut in cuts]

@@ -42,7 +42,7 @@ with launch(config) as runtime:
     trainer = Trainer(runtime, config, model, tokenizer, splits)
     train, validation, test = trainer.prepare_dataloaders()
     class Late:
-        plan = train.plan
+        rule = train.rule
         def steps(self, epoch, first):
             for share in train.steps(epoch, first):
                 time.sleep(float(sys.argv[1]))
