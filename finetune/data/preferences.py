@@ -1,7 +1,7 @@
 """Pairs of answers to one prompt: the one that was chosen and the one that was rejected.
 
-A row has the columns `prompt`, `chosen` and `rejected`, texts or lists of turns; each side is encoded as prompt and
-completion, by the very path that every other row takes.
+A row has the columns `prompt`, `chosen` and `rejected`, texts or lists of turns. Each side is encoded as prompt and
+completion, like every other row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class EncodedPair(NamedTuple):
-    """Two rows with one beginning."""
+    """The two sides of a pair."""
 
     chosen: EncodedExample
     rejected: EncodedExample
@@ -38,8 +38,8 @@ class EncodedPairs(Dataset[EncodedPair]):
     """The encoded pairs of one split.
 
     Args:
-        chosen: one side of every pair.
-        rejected: the other, in the same order.
+        chosen: the chosen side of every pair.
+        rejected: the rejected side, in the same order.
         label: the file or split, for messages.
 
     Raises:
@@ -82,7 +82,7 @@ class EncodedPairs(Dataset[EncodedPair]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of both sides."""
+        """The fingerprints of both sides."""
         return f"{self.chosen.fingerprint}/{self.rejected.fingerprint}"
 
     def tokens(self, index: int) -> Tokens:
@@ -100,7 +100,7 @@ class EncodedPairs(Dataset[EncodedPair]):
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedPairSplits:
-    """What `encode_preferences` gives. There is no test phase for pairs: `test` is always off."""
+    """The encoded pairs of a run. There is no test phase for pairs: `test` is always off."""
 
     train: EncodedPairs
     validation: EncodedPairs | None = None
