@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from finetune.config.on_resume import OnResume
+from finetune.config.other_libraries import OUR_NAME
 from finetune.config.schema import Config, Section
 
 WRITTEN_AS = {("resume", "allow"): ("resume_allow",)}
@@ -77,9 +78,15 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 
 
 def did_you_mean_key(dotted: str) -> str:
-    """The same for a dotted key: one with the same last part in another section comes first."""
+    """The same for a dotted key, or what to do instead.
+
+    A key with the same last part in another section comes first, then the name's meaning in Transformers, PEFT and TRL.
+    """
     last = dotted.rpartition(".")[2]
     same = [key for key in fields() if key.rpartition(".")[2] == last]
+    known = OUR_NAME.get(last)
+    if known and not same:
+        return f"Did you mean {known}?" if known in fields() else known
     return f"Did you mean {' or '.join(same)}?" if same else did_you_mean(dotted, fields())
 
 

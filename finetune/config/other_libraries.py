@@ -1,0 +1,143 @@
+"""The names that Transformers, PEFT and TRL give to settings, and ours: facts, so that none of them is imported.
+
+A value is a key of ours, or a sentence where there is no such key.
+"""
+
+from __future__ import annotations
+
+_BETAS = "Write optim.args={betas: [0.9, 0.999]}."
+_BEST = "Nothing to set: adapter/ holds the weights with the lowest validation loss."
+_COMMANDS = "Nothing to set: `finetune train` trains, validates and tests; `finetune evaluate` measures a finished run."
+_FP16 = "fp16 is not supported: write training.precision=bf16 or training.precision=fp32."
+_LOSS = "The loss is next-token cross-entropy, or DPO with training.objective=dpo; there is no variant to choose."
+_LOSS_ON = "Nothing to set: only answers carry loss. data.train_on=last leaves out all but the last of a conversation."
+_PUSH = "Publish a finished run with `finetune push`."
+_SAME_FOR_ALL = "All layers have the same lora.r and lora.alpha."
+_SHARDING = "Weights are not sharded: every process holds the whole model."
+_WHICH_LAYERS = "Name the layers in lora.target_modules; it takes regular expressions."
+
+TRAINING_ARGUMENTS = {
+    "output_dir": "output_dir",
+    "seed": "seed",
+    "data_seed": "The order of rows follows from seed.",
+    "per_device_train_batch_size": "training.batch_size",
+    "gradient_accumulation_steps": "Set training.global_batch_size: the examples of an optimizer step over all "
+    "processes. They are cut into micro-batches of training.batch_size, so there is no number of accumulation steps.",
+    "auto_find_batch_size": "`finetune plan` says which training.batch_size fits.",
+    "num_train_epochs": "training.num_epochs",
+    "max_steps": "training.max_steps",
+    "learning_rate": "optim.learning_rate",
+    "lr_scheduler_type": "optim.schedule",
+    "warmup_steps": "optim.warmup_steps",
+    "optim": "optim.optimizer",
+    "optim_args": "optim.args",
+    "weight_decay": "optim.weight_decay",
+    "max_grad_norm": "optim.max_grad_norm",
+    "adam_beta1": _BETAS,
+    "adam_beta2": _BETAS,
+    "adam_epsilon": "Write optim.args={eps: 1e-8}.",
+    "average_tokens_across_devices": "Nothing to set: the loss is the mean over all target tokens of the global batch.",
+    "label_smoothing_factor": _LOSS,
+    "bf16": "Write training.precision=bf16.",
+    "fp16": _FP16,
+    "fp16_full_eval": _FP16,
+    "gradient_checkpointing": "training.gradient_checkpointing",
+    "neftune_noise_alpha": "training.neftune_alpha",
+    "use_liger_kernel": "training.kernels",
+    "use_cpu": "Write training.device=cpu.",
+    "full_determinism": "training.deterministic",
+    "logging_steps": "training.log_every",
+    "logging_strategy": "training.log_every",
+    "report_to": "training.report_to",
+    "run_name": "A run is named by its folder: output_dir.",
+    "eval_strategy": "validation.validate_every",
+    "eval_steps": "validation.validate_every",
+    "per_device_eval_batch_size": "validation.batch_size",
+    "do_train": _COMMANDS,
+    "do_eval": _COMMANDS,
+    "do_predict": _COMMANDS,
+    "save_strategy": "Set checkpoint.save_every (optimizer steps) or checkpoint.save_every_epochs.",
+    "save_steps": "checkpoint.save_every",
+    "save_total_limit": "checkpoint.save_total_limit",
+    "load_best_model_at_end": _BEST,
+    "metric_for_best_model": _BEST,
+    "greater_is_better": _BEST,
+    "resume_from_checkpoint": "resume",
+    "push_to_hub": _PUSH,
+    "hub_model_id": _PUSH,
+    "hub_token": "Set HF_TOKEN in the environment.",
+    "dataloader_drop_last": "training.drop_last",
+    "dataloader_num_workers": "training.num_workers",
+    "dataloader_pin_memory": "training.pin_memory",
+    "dataloader_prefetch_factor": "training.prefetch_factor",
+    "remove_unused_columns": "Nothing to set: columns that are not used are left out, and the log names them.",
+    "local_rank": "Nothing to set: the launcher gives each process its rank.",
+    "ddp_backend": "parallel.backend",
+    "ddp_find_unused_parameters": "parallel.find_unused_parameters",
+    "ddp_timeout": "Set parallel.timeout_minutes, in minutes.",
+    "fsdp": _SHARDING,
+    "fsdp_config": _SHARDING,
+    "deepspeed": _SHARDING,
+}
+"""Of `transformers.TrainingArguments`."""
+
+LORA_CONFIG = {
+    "r": "lora.r",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "target_modules": "lora.target_modules",
+    "exclude_modules": _WHICH_LAYERS,
+    "layers_to_transform": _WHICH_LAYERS,
+    "layers_pattern": _WHICH_LAYERS,
+    "use_rslora": "lora.rslora",
+    "use_dora": "lora.dora",
+    "init_lora_weights": "lora.init",
+    "rank_pattern": _SAME_FOR_ALL,
+    "alpha_pattern": _SAME_FOR_ALL,
+    "trainable_token_indices": "lora.new_tokens",
+    "modules_to_save": "Only the adapter trains. training.method=full trains every weight.",
+    "bias": "Biases are not trained with LoRA. training.method=full trains every weight.",
+    "task_type": "Nothing to set: models are causal language models.",
+    "fan_in_fan_out": "Nothing to set: it follows from the model's layers.",
+    "base_model_name_or_path": "model.path",
+}
+"""Of `peft.LoraConfig`."""
+
+TRL = {
+    "beta": "preference.beta",
+    "loss_type": _LOSS,
+    "label_smoothing": _LOSS,
+    "max_length": "data.max_length",
+    "packing": "training.packing",
+    "padding_free": "training.packing",
+    "completion_only_loss": _LOSS_ON,
+    "assistant_only_loss": _LOSS_ON,
+    "chat_template_path": "model.chat_template",
+    "dataset_text_field": "Name the column in data.columns: {text: NAME}.",
+    "dataset_num_proc": "data.num_processes",
+    "dataset_name": "data.path",
+    "dataset_config": "data.name",
+    "dataset_train_split": "data.train",
+    "dataset_test_split": "data.test",
+    "dataset_streaming": "data.stream",
+    "model_name_or_path": "model.path",
+    "model_revision": "model.revision",
+    "attn_implementation": "model.attention",
+    "use_peft": "training.method",
+    "load_in_4bit": "Write lora.quantize=nf4.",
+    "lora_r": "lora.r",
+    "lora_target_modules": "lora.target_modules",
+}
+"""Of TRL's `SFTConfig`, `DPOConfig`, `ModelConfig` and `ScriptArguments`."""
+
+EARLIER = {
+    "evaluation_strategy": "validation.validate_every",
+    "group_by_length": "training.packing",
+    "max_seq_length": "data.max_length",
+    "no_cuda": "Write training.device=cpu.",
+    "overwrite_output_dir": "Runs are not overwritten: choose another output_dir, or resume=auto to go on.",
+    "warmup_ratio": "Set optim.warmup_steps, in optimizer steps.",
+}
+"""Of earlier versions of these libraries; newer ones no longer have them."""
+
+OUR_NAME = {**EARLIER, **TRL, **LORA_CONFIG, **TRAINING_ARGUMENTS}

@@ -1,0 +1,74 @@
+"""The names of Transformers, PEFT and TRL: they are what these libraries have, and they lead to keys of ours."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from finetune.config.compose import compose
+from finetune.config.keys import fields
+from finetune.config.other_libraries import EARLIER, LORA_CONFIG, OUR_NAME, TRAINING_ARGUMENTS, TRL
+from finetune.errors import ConfigError
+
+
+def names_of(*classes: type) -> set[str]:
+    return {field.name for kind in classes for field in dataclasses.fields(kind)}
+
+
+def test_every_name_is_one_of_the_installed_libraries() -> None:
+    from peft import LoraConfig
+    from transformers import TrainingArguments
+
+    assert set(TRAINING_ARGUMENTS) - names_of(TrainingArguments) == set()
+    assert set(LORA_CONFIG) - names_of(LoraConfig) == set()
+    assert set(EARLIER) & names_of(TrainingArguments, LoraConfig) == set()
+
+
+def test_every_name_of_trl_is_one_of_the_installed_library() -> None:
+    trl = pytest.importorskip("trl")
+    classes = (trl.SFTConfig, trl.DPOConfig, trl.ModelConfig, trl.ScriptArguments)
+    assert set(TRL) - names_of(*classes) == set()
+    assert set(EARLIER) & names_of(*classes) == set()
+
+
+def test_a_name_stands_in_one_table() -> None:
+    tables = (TRAINING_ARGUMENTS, LORA_CONFIG, TRL, EARLIER)
+    assert len(OUR_NAME) == sum(map(len, tables))
+
+
+def test_what_a_name_means_is_a_key_or_a_sentence() -> None:
+    for name, ours in OUR_NAME.items():
+        assert ours in fields() or (" " in ours and ours.endswith(".")), name
+
+
+@pytest.mark.parametrize("name", OUR_NAME)
+def test_each_name_is_answered(name: str) -> None:
+    ours = OUR_NAME[name]
+    same = [key for key in fields() if key.rpartition(".")[2] == name]
+    answer = f"Did you mean {' or '.join(same) or ours}?" if same or ours in fields() else ours
+    with pytest.raises(ConfigError) as caught:
+        compose([f"parallel.{name}=1"], complete=False)
+    assert str(caught.value) == f"command line: parallel.{name}: there is no such key. {answer}"
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"),
+    [
+        ("training.per_device_train_batch_size=4", "Did you mean training.batch_size?"),
+        ("lora.lora_alpha=8", "Did you mean lora.alpha?"),
+        ("training.num_train_epochs=3", "Did you mean training.num_epochs?"),
+        ("training.learning_rate=1", "Did you mean optim.learning_rate?"),
+        (
+            "training.gradient_accumulation_steps=8",
+            "Set training.global_batch_size: the examples of an optimizer step over all processes. They are cut into "
+            "micro-batches of training.batch_size, so there is no number of accumulation steps.",
+        ),
+        ("training.fp16=true", "fp16 is not supported: write training.precision=bf16 or training.precision=fp32."),
+        ("load_in_4bit=true", "Write lora.quantize=nf4."),
+    ],
+)
+def test_what_a_person_from_there_reads(word: str, answer: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose([word], complete=False)
+    assert str(caught.value) == f"command line: {word.partition('=')[0]}: there is no such key. {answer}"

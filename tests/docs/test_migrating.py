@@ -1,0 +1,52 @@
+"""docs/migrating.md lists every name that is read or answered, and what it means here, and no other."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from finetune.config.keys import fields
+from finetune.config.older_spelling import RENAMED, TABLE, Dropped, Renamed, Rule
+from finetune.config.other_libraries import EARLIER, LORA_CONFIG, TRAINING_ARGUMENTS, TRL
+from tests.docs.pages import DOCS
+
+
+def rule_in_words(rule: Rule) -> str:
+    if isinstance(rule, Renamed):
+        return f"`{rule.key}`"
+    return f"{'left out' if isinstance(rule, Dropped) else 'refused'}: {rule.reason}"
+
+
+def name_in_words(ours: str) -> str:
+    return f"`{ours}`" if ours in fields() else ours
+
+
+TABLES = {
+    "Keys that were renamed": {older: f"`{key}`" for older, key in RENAMED.items()},
+    "Keys of earlier systems": {
+        key: "; otherwise ".join(map(rule_in_words, rules)) for key, rules in TABLE.items() if key not in RENAMED
+    },
+    "From TrainingArguments": {name: name_in_words(ours) for name, ours in TRAINING_ARGUMENTS.items()},
+    "From LoraConfig": {name: name_in_words(ours) for name, ours in LORA_CONFIG.items()},
+    "From TRL": {name: name_in_words(ours) for name, ours in TRL.items()},
+    "From earlier versions of these libraries": {name: name_in_words(ours) for name, ours in EARLIER.items()},
+}
+
+
+def rows_of_the_page() -> dict[str, dict[str, str]]:
+    text = (DOCS / "migrating.md").read_text(encoding="utf-8")
+    parts = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)[1:]
+    return {
+        title: dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", body, flags=re.MULTILINE))
+        for title, body in zip(parts[::2], parts[1::2], strict=True)
+    }
+
+
+@pytest.mark.parametrize("title", TABLES)
+def test_the_page_has_the_rows_of_the_code(title: str) -> None:
+    assert rows_of_the_page()[title] == TABLES[title]
+
+
+def test_the_page_has_no_other_table() -> None:
+    assert rows_of_the_page().keys() == TABLES.keys()
