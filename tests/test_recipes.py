@@ -17,8 +17,7 @@ pytestmark = pytest.mark.trains
 
 RECIPES = REPOSITORY / "recipes"
 TRIED_IN = {
-    **dict.fromkeys(["finetune_lora", "finetune_full", "debug_single_gpu", "pretrain_tiny"], "test_recipes.py"),
-    **dict.fromkeys(["make_tiny_corpus", "make_orders"], "test_recipes.py"),
+    **dict.fromkeys(["finetune_lora", "finetune_full", "debug_single_gpu"], "test_recipes.py"),
     **dict.fromkeys(["train_ddp_standalone", "train_ddp_torchrun"], "test_recipes.py"),
     "finetune_new_tokens": "methods/test_method_recipes.py",
     "finetune_preferences": "methods/test_preference_runs.py",
@@ -121,51 +120,6 @@ def test_the_recipe_to_learn_from_is_short_and_has_no_loop_no_number_and_no_torc
     assert not [n for n in ast.walk(body) if isinstance(n, ast.Constant) and isinstance(n.value, (int, float))]
     assert "import torch" not in (RECIPES / "finetune_lora.py").read_text()
     assert len((RECIPES / "finetune_lora.py").read_text().splitlines()) <= 50
-
-
-def test_phi_tiny_is_made_by_its_scripts(tmp_path, monkeypatch):
-    """At a size that proves nothing about the model, but that every stage hands the next what it needs."""
-    monkeypatch.chdir(tmp_path)
-    text = run_script(RECIPES / "make_tiny_corpus.py", ["runs/phi_tiny_text", "--rows", "64"])
-    assert text.returncode == 0, text.stdout
-    tiny = ["training.max_steps=2", "data.max_rows=32", f"data.cache_dir={tmp_path / 'cache'}"]
-    done = run_script(RECIPES / "pretrain_tiny.py", tiny)
-    assert done.returncode == 0, done.stdout
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    folder = tmp_path / "runs/phi_tiny/phi_tiny"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert 1_000_000 <= sum(p.numel() for p in model.parameters()) <= 3_000_000
-    assert (folder / "model.safetensors").stat().st_size <= 4_000_000
-    assert model.generation_config.eos_token_id == [tokenizer.convert_tokens_to_ids("<|end|>"), tokenizer.eos_token_id]
-
-
-def test_orders_is_made_by_its_script_byte_for_byte(tmp_path):
-    done = run_script(RECIPES / "make_orders.py", [tmp_path])
-    assert done.returncode == 0, done.stdout
-    shipped = {path.name: path.read_bytes() for path in (REPOSITORY / "finetune/assets/orders").glob("*.jsonl")}
-    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.jsonl")} == shipped
-    assert len(shipped) == 3
-
-
-def test_no_name_item_or_place_of_the_test_split_occurs_in_training():
-    def open_words(split: str) -> dict[str, set[str]]:
-        path = REPOSITORY / f"finetune/assets/orders/{split}.jsonl"
-        rows = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
-        answers = [json.loads(row[-1]["content"]) for row in rows]
-        return {key: {str(answer[key]) for answer in answers} - {"None"} for key in ("item", "customer", "city")} | {
-            "first": {answer["customer"].split()[0] for answer in answers},
-            "last": {answer["customer"].split()[1] for answer in answers},
-            "text": {row[-2]["content"] for row in rows},
-        }
-
-    train, test = open_words("train"), open_words("test")
-    for kind, words in test.items():
-        assert len(words) >= 15
-        assert words & train[kind] == set(), kind
-    everything = " ".join(train["text"]).lower()
-    assert [word for word in test["city"] | test["first"] | test["last"] if f" {word.lower()} " in everything] == []
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_FOLDERS = "tests|finetune|recipes|configs|benchmarks|notebooks|docs"
+_FOLDERS = "tests|finetune|recipes|tools|configs|benchmarks|notebooks|docs"
 _NAMED = re.compile(rf"(?<![`\[])`((?:{_FOLDERS})/[\w./-]*\w/?)`(?!\]|`)")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", ".json": "json", ".jsonl": "json", ".ipynb": "json"}
 _CODE = re.compile("`[^`]*`")

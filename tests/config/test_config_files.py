@@ -29,13 +29,10 @@ SHIPPED = {
         "finetune_preferences",
         "finetune_qlora",
         "finetune_rslora",
-        "pretrain_corpus",
-        "pretrain_drill",
-        "pretrain_start",
     ],
     "parallel": ["auto", "ddp", "single"],
 }
-NUM_FILES = 32
+NUM_FILES = 29
 
 LOADER_KEYS = "batch_size num_workers pin_memory prefetch_factor drop_last"
 KEYS = {

@@ -1,6 +1,6 @@
 """Write the orders data set: short order messages and the JSON object each one asks for.
 
-    python recipes/make_orders.py [FOLDER]
+    python tools/phi_tiny/make_orders.py [FOLDER]
 
 Every row is a chat of three turns, as a user would have it in a file of their own. The names,
 cities and items of the validation and test splits never occur in the training split, so a model

@@ -1,6 +1,6 @@
 """Write the text that phi_tiny is pretrained on, and train its tokenizer.
 
-    python recipes/make_tiny_corpus.py runs/phi_tiny_text
+    python tools/phi_tiny/make_corpus.py runs/phi_tiny_text
 
 The text has one aim: a model of a million weights that copies words from what it reads. So nearly every word that
 matters occurs at least twice in its document and changes its surroundings in between: a note becomes a record,
@@ -8,7 +8,7 @@ a record becomes JSON, a question is answered from a sentence. Most of these wor
 return throughout the text; a third are made up for the occasion. The chats use the tokenizer's own turn markers, so
 that the model ends an answer with <|end|>.
 
-No document has the keys of an order (recipes/make_orders.py): what the base cannot do is what a run teaches it.
+No document has the keys of an order (make_orders.py): what the base cannot do is what a run teaches it.
 """
 
 from __future__ import annotations

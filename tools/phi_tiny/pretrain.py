@@ -1,7 +1,7 @@
 """Make phi_tiny, the base model that comes with the package, from text that a script makes.
 
-    python recipes/make_tiny_corpus.py runs/phi_tiny_text
-    python recipes/pretrain_tiny.py
+    python tools/phi_tiny/make_corpus.py runs/phi_tiny_text
+    python tools/phi_tiny/pretrain.py
 
 Three stages, each of which starts from where the one before ended: seeded random weights, the first layers of which are
 set up for copying; a short drill in copying; the corpus. About 15 minutes on two cores. The model ends as bf16
@@ -25,10 +25,12 @@ from finetune import (
     stop_ids,
 )
 
+STAGES = Path(__file__).parent
+
 
 def start(words: list[str]) -> None:
     """Write the model with which the drill begins."""
-    config = load_config(words, task="pretrain_start")
+    config = load_config(words, task=str(STAGES / "start.yaml"))
     torch.manual_seed(config.seed)
     model = build_base_model(config.model)
     set_up_copying(model)
@@ -36,9 +38,9 @@ def start(words: list[str]) -> None:
     build_tokenizer(config.model).save_pretrained(config.output_dir)
 
 
-def train(words: list[str], task: str) -> None:
+def train(words: list[str], stage: str) -> None:
     """Train every weight on plain text, and keep the result in bf16."""
-    config = load_config(words, task=task)
+    config = load_config(words, task=str(STAGES / f"{stage}.yaml"))
 
     with launch(config) as runtime:
         tokenizer = build_tokenizer(config.model)
@@ -122,8 +124,8 @@ def _look_back_by_one(query: torch.Tensor, key: torch.Tensor, shared: torch.Tens
 def main(words: list[str]) -> None:
     """Weights to start from, the drill, the corpus."""
     start(words)
-    train(words, task="pretrain_drill")
-    train(words, task="pretrain_corpus")
+    train(words, stage="drill")
+    train(words, stage="corpus")
 
 
 if __name__ == "__main__":
