@@ -1,4 +1,4 @@
-"""Every key there is, with its type, its default and its meaning. Other modules are handed a section of it.
+"""Every configuration key with its type, default and meaning. Other modules get the section they need.
 
 No torch is imported here: a config error must answer in a fraction of a second.
 """
@@ -52,30 +52,30 @@ class Section(BaseModel):
 
 
 class ParallelSection(Section):
-    """How many processes train together. Unset keys are read from the launcher's environment."""
+    """How many processes train together. The launcher's environment sets what is left out here."""
 
     num_processes: Free[PositiveInt | None] = None
-    """Start this many processes on this machine where no launcher did."""
+    """Start this many processes on this machine, if no launcher started them."""
     world_size: Free[PositiveInt | None] = None
-    """Number of processes. Checked against the launcher when set."""
+    """Number of processes. If set, it must be what the launcher says."""
     rank: Free[NonNegativeInt | None] = None
-    """Rank of this process. Checked against the launcher when set."""
+    """Rank of this process. If set, it must be what the launcher says."""
     master_addr: Free[str | None] = None
-    """Address of rank 0. Default: the launcher's."""
+    """Address of rank 0. Default: the launcher's value."""
     master_port: Free[Annotated[int, Field(ge=1, le=65535)] | None] = None
-    """Port of rank 0. Default: the launcher's."""
+    """Port of rank 0. Default: the launcher's value."""
     backend: Free[Literal["auto", "nccl", "gloo"]] = "auto"
-    """auto: nccl with CUDA, gloo without."""
+    """auto: nccl with CUDA, gloo without CUDA."""
     timeout_minutes: Free[PositiveFloat] = 60.0
-    """How long the ranks wait for each other, at the start and in a collective. Fractions are allowed."""
+    """How long ranks wait for each other, at the start and in each collective. Fractions are allowed."""
     step_timeout_minutes: Free[PositiveFloat] = 30.0
-    """The longest time without progress in a step, a validation or a save before all ranks end."""
+    """End all ranks after this time without progress in a step, a validation or a save."""
     gradient_sync: Free[Literal["auto", "flat", "ddp"]] = "auto"
-    """flat: one sum of all gradients per step; ddp: torch's reducer, overlapped with the backward pass; auto: flat."""
+    """flat: sum all gradients once per step; ddp: let torch's DDP sum them during the backward pass; auto: flat."""
     output_device: Free[NonNegativeInt | None] = None
-    """With `gradient_sync: ddp`: the index of the GPU that holds the outputs. Default: this process's own."""
+    """With `gradient_sync: ddp`: index of the GPU that holds the outputs. Default: the GPU of this process."""
     find_unused_parameters: Free[bool] = False
-    """With `gradient_sync: ddp`: look for parameters that a backward pass leaves out, at a cost."""
+    """With `gradient_sync: ddp`: look for parameters that get no gradient. This takes time in every step."""
 
 
 class ModelSection(Section):
@@ -86,32 +86,32 @@ class ModelSection(Section):
     revision: BaseModelKey[str | None] = None
     """Branch, tag or commit of a hub id."""
     init: BaseModelKey[Literal["pretrained", "random"]] = "pretrained"
-    """random: build from the configuration alone with seeded random weights."""
+    """random: build the model from its configuration alone, with random weights that follow from `seed`."""
     config: BaseModelKey[dict[str, Any] | None] = None
-    """With `init: random`: the model's configuration with its `model_type`, in place of the one at `path`."""
+    """With `init: random`: the model's configuration, including `model_type`, instead of the one at `path`."""
     tokenizer: TokenKey[str | None] = None
-    """Where the tokenizer is, if not at `path`."""
+    """A hub id or local folder with the tokenizer. Default: `path`."""
     chat_template: TokenKey[str | None] = None
-    """A Jinja chat template, or the path of a .jinja file. The tokenizer's own wins where it has one."""
+    """A Jinja chat template, or the path of a .jinja file. Used only if the tokenizer has no template of its own."""
     attention: Annotated[Literal["auto", "sdpa", "eager"], OnResume("always", "how attention is computed")] = "auto"
-    """The attention implementation asked of transformers."""
+    """The attention implementation that transformers is asked for."""
     trust_remote_code: BaseModelKey[bool] = False
-    """Run Python code that comes with the model. Leave it off: every Phi text model has a native class."""
+    """Run Python code that comes with the model. No Phi text model needs it: transformers has a class for each."""
 
 
 class LoaderKeys(Section):
-    """What every data loader can be told."""
+    """Keys of every data loader."""
 
     batch_size: Free[PositiveInt] = 8
-    """The most examples a process handles at once (one micro-batch)."""
+    """Maximum number of examples that a process handles at once (one micro-batch)."""
     num_workers: Free[NonNegativeInt] = 0
-    """Worker processes that put batches together; 0: the training process does it."""
+    """Worker processes that prepare batches; 0: the training process prepares them."""
     pin_memory: Free[bool] = False
-    """Page-locked host memory, for faster copies to a GPU."""
+    """Use page-locked host memory, for faster copies to a GPU."""
     prefetch_factor: Free[PositiveInt | None] = None
-    """Batches each worker holds ready. Needs `num_workers` above 0."""
+    """Batches that each worker keeps ready. Needs `num_workers` above 0."""
     drop_last: Free[bool] = False
-    """Leave out a last batch that is not full. Off, so that no row is lost."""
+    """Leave out the last batch if it is not full. By default no row is left out."""
 
     @field_validator("prefetch_factor")
     @classmethod
@@ -122,65 +122,65 @@ class LoaderKeys(Section):
 
 
 OnRow = Literal["refuse", "drop", "warn"]
-"""What a gate does with rows it finds: end the run before step 1, leave them out, or name them and go on."""
+"""What to do with rows that fail a check: end the run before step 1, drop them, or warn and go on."""
 
 ROW_COLUMNS = (
     *("messages", "conversations", "prompt", "completion", "instruction", "input", "output"),
     *("system", "history", "tools", "text", "label"),
 )
-"""The columns that rows are read from, and so the keys of `data.columns`."""
+"""The columns that rows are read from, which are the keys of `data.columns`."""
 
 SOURCE_KEYS = ("path", "name", "revision", "train", "validation", "test", "format", "columns", "max_rows", "stream")
-"""The keys of a data section that each source of `data.mixture` may have for itself, besides its `weight`."""
+"""The keys of the data section that each source of `data.mixture` may set, besides its `weight`."""
 
 
 class DataSection(Section):
-    """Where the rows come from and how they are cut."""
+    """The rows to train, validate and test on, and how they become tokens."""
 
     path: RowKey[str | None] = None
-    """A JSONL, JSON, CSV or Parquet file, a folder of such, a `datasets` directory, a hub id, `shipped:orders`."""
+    """A JSONL, JSON, CSV or Parquet file, a folder of them, a `datasets` directory, a hub id, or `shipped:orders`."""
     mixture: RowKey[list[dict[str, Any]]] = Field(default_factory=list)
-    """In place of `path`: `[{path: a.jsonl, weight: 2}, {path: b.jsonl}]`; each row `weight` times an epoch."""
+    """Several sources instead of `path`: `[{path: a.jsonl, weight: 2}, {path: b.jsonl}]`; weight 2: twice an epoch."""
     name: RowKey[str | None] = None
-    """The configuration of a hub data set that has several."""
+    """The configuration of a hub data set that has more than one."""
     revision: RowKey[str | None] = None
     """Branch, tag or commit of a hub data set."""
     train: RowKey[str | None] = None
-    """A file, or the name of a split at `path`. Default: `train`, or all of a single file."""
+    """A file, or the name of a split at `path`. Default: the split `train`, or all rows of a single file."""
     validation: RowKey[str | None] = None
-    """A file, a split at `path`, or a share of the training rows (`0.05`, `5%`, `200`). Default: as it is named."""
+    """A file, a split at `path`, a share of the training rows (`5%`, `200`). Default: the split of that name."""
     test: RowKey[str | None] = None
-    """A file, a split at `path`, or a share of the training rows. Default: the split named `test`, or none."""
+    """A file, a split at `path`, or a share of the training rows. Default: the split of that name, if there is one."""
     split_seed: RowKey[Annotated[int, Field(ge=0, lt=2**63)]] = 0
-    """Chooses the rows of a share, apart from the run's own `seed`: runs with other seeds are tested on the same."""
+    """Chooses the rows of a share. Runs with different values of `seed` are therefore tested on the same rows."""
     format: RowKey[Literal["auto", "messages", "conversations", "prompt_completion", "instruction", "text"]] = "auto"
-    """What a row is; auto looks at the columns."""
+    """The format of a row; auto: recognise it by the columns."""
     columns: RowKey[dict[str, str]] = Field(default_factory=dict)
-    """What columns are called here: `{prompt: question, completion: answer}`."""
+    """The names of the columns in these rows: `{prompt: question, completion: answer}`."""
     train_on: RowKey[Literal["all", "last"]] = "all"
-    """Which answers of a conversation carry loss: all of the assistant's turns, or the last alone."""
+    """Which answers of a conversation carry loss: all turns of the assistant, or only the last one."""
     max_length: RowKey[PositiveInt] = 2048
-    """The most tokens a row may have; what is longer is cut on the right."""
+    """Maximum number of tokens in a row; longer rows are cut on the right."""
     max_rows: RowKey[PositiveInt | None] = None
-    """Use only the first rows of each split."""
+    """Use only this many rows of each split, from the first on."""
     stream: RowKey[bool] = False
-    """Read the first `max_rows` rows as a stream, without a download of the whole, and keep them in `cache_dir`."""
+    """Read the first `max_rows` rows as a stream, without downloading the whole, and keep them in `cache_dir`."""
     on_long_row: RowKey[OnRow] = "warn"
-    """Rows over `max_length`: warn cuts them, drop leaves them out."""
+    """Rows longer than `max_length`: refuse them, drop them, or cut them and warn."""
     on_no_target: RowKey[OnRow] = "refuse"
-    """Rows without a token that carries loss, as where all of the answer is cut off."""
+    """Rows without a token that carries loss, for example because the whole answer is cut off."""
     on_truncated_answer: RowKey[OnRow] = "refuse"
-    """Rows cut within an answer: its end of turn is never seen."""
+    """Rows that are cut within an answer, so that the model does not see its end."""
     on_doubled_bos: RowKey[OnRow] = "refuse"
     """Rows that begin with the beginning-of-sequence token twice."""
     on_untrained_end: RowKey[Literal["refuse", "warn"]] = "refuse"
-    """Training rows of which none teaches the end of turn: the model would not learn to stop."""
+    """No training row contains the end of a turn, so the model would not learn to stop."""
     on_overlap: RowKey[OnRow] = "refuse"
-    """Rows to validate or test on that are training rows too; drop takes them out of training."""
+    """Validation or test rows that are also training rows; drop removes them from training."""
     num_processes: Free[PositiveInt | None] = None
-    """Processes that encode. Default: one, or all cores where the rows are so many that it pays."""
+    """Processes that encode rows. Default: one, or one per core if there are many rows."""
     cache_dir: Free[str] = "~/.cache/finetune"
-    """Where encoded data is kept, once per node."""
+    """Folder for encoded data, one per node."""
 
     @field_validator("train", "validation", "test", mode="before")
     @classmethod
@@ -236,23 +236,23 @@ class LoraSection(Section):
     alpha: AdapterKey[PositiveFloat] = 32.0
     """The update is scaled by alpha / r."""
     dropout: AdapterKey[Annotated[float, Field(ge=0, lt=1)]] = 0.0
-    """Dropout on each adapter's input."""
+    """Dropout on the input of each adapted layer."""
     target_modules: AdapterKey[Literal["auto"] | list[str]] = "auto"
-    """Names or regular expressions of the layers to adapt; auto: all linear layers but the head."""
+    """Names or regular expressions of the layers to adapt; auto: all linear layers except the head."""
     rslora: AdapterKey[bool] = False
-    """Scale the update by alpha / sqrt(r) in place of alpha / r (Kalajdzievski, 2023, arXiv:2312.03732)."""
+    """Scale the update by alpha / sqrt(r) instead of alpha / r (Kalajdzievski, 2023, arXiv:2312.03732)."""
     dora: AdapterShape[bool] = False
-    """Train a magnitude for each output beside the low-rank direction (DoRA: Liu et al., 2024, arXiv:2402.09353)."""
+    """Train a magnitude for each output besides the low-rank direction (DoRA: Liu et al., 2024, arXiv:2402.09353)."""
     init: AdapterShape[Literal["default", "pissa", "pissa_fast"]] = "default"
-    """default: no update; pissa: each layer's largest singular values (arXiv:2404.02948); pissa_fast: about these."""
+    """pissa: start as the largest singular values (arXiv:2404.02948); pissa_fast: as about these; default: as nothing."""
     start_from: Annotated[str | None, OnResume("adapter", "the adapter's first weights")] = None
-    """The folder of an adapter, or of a run, to go on from: its weights are read into the adapter given here."""
+    """Folder of an adapter or of a run whose adapter weights the new adapter starts with."""
     start_from_any_base: Free[bool] = False
-    """Accept a `start_from` that was trained on a base of another name: the same model at another place."""
+    """Accept a `start_from` whose base has another name: the same model in another place."""
     quantize: Annotated[Literal["none", "nf4"], OnResume("adapter", "in which numbers the base is kept")] = "none"
-    """nf4: keep the base in 4 bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314); CUDA and bitsandbytes only."""
+    """nf4: keep the base in 4 bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314). Needs CUDA and bitsandbytes."""
     new_tokens: AdapterShape[list[str]] = Field(default_factory=list)
-    """Tokens to add to the tokenizer; their rows of the embedding train beside the adapter."""
+    """Tokens to add to the tokenizer. Their embeddings are trained with the adapter."""
 
     @field_validator("init")
     @classmethod
@@ -299,17 +299,17 @@ class OptimSection(Section):
     learning_rate: RateKey[NonNegativeFloat] = 2e-4
     """The highest learning rate of the schedule."""
     weight_decay: UpdateKey[NonNegativeFloat] = 0.0
-    """Decay of the trained weights (matrices only; biases, norms and other vectors are left out)."""
+    """Weight decay. It applies to matrices only, not to biases, norms and other vectors."""
     args: UpdateKey[dict[str, Any]] = Field(default_factory=dict)
     """Further arguments of the optimizer, for example `{betas: [0.9, 0.95]}`."""
     schedule: RateKey[Literal["linear", "cosine", "constant"]] = "linear"
-    """How the learning rate falls after the warm-up: in a line to zero, along a cosine to zero, or not."""
+    """How the learning rate falls after the warm-up: linearly to zero, along a cosine to zero, or not at all."""
     warmup_steps: RateKey[NonNegativeInt] = 0
-    """Optimizer steps in which the learning rate rises in a line from zero."""
+    """Optimizer steps in which the learning rate rises linearly from zero."""
     lora_plus_ratio: RateKey[Annotated[float, Field(ge=1)]] = 1.0
-    """The adapter's second matrices (B) learn this many times as fast (LoRA+: Hayou et al., 2024, arXiv:2402.12354)."""
+    """Learning rate of the B matrices, relative to `learning_rate` (LoRA+: Hayou et al., 2024, arXiv:2402.12354)."""
     max_grad_norm: UpdateKey[PositiveFloat | None] = 1.0
-    """Gradients are scaled down to this norm when theirs is larger; null: never."""
+    """Scale gradients down to this norm if their norm is larger; null: never."""
 
     @field_validator("optimizer")
     @classmethod
@@ -323,11 +323,11 @@ class TrainingSection(LoaderKeys):
     """The training loop."""
 
     batch_size: CutKey[PositiveInt] = 8
-    """The most examples a process handles at once (one micro-batch)."""
+    """Maximum number of examples that a process handles at once (one micro-batch)."""
     drop_last: Annotated[bool, OnResume("always", "which rows are trained on")] = False
-    """Leave out a last batch that is not full. Off, so that no row is lost."""
+    """Leave out the last batch if it is not full. By default no row is left out."""
     method: Annotated[Literal["lora", "full"], OnResume("always", "what is trained", fits=False)] = "lora"
-    """What is trained: a LoRA adapter, or every weight."""
+    """Train a LoRA adapter, or every weight."""
     objective: Annotated[Literal["sft", "dpo"], OnResume("always", "which loss is minimised")] = "sft"
     """sft: learn the answers of the rows; dpo: prefer the chosen answer of each pair to the rejected one."""
     max_steps: Annotated[PositiveInt | None, OnResume("steps", "the steps over which the learning rate falls")] = None
@@ -337,35 +337,35 @@ class TrainingSection(LoaderKeys):
     global_batch_size: Free[PositiveInt | None] = None
     """Examples per optimizer step over all processes. Default: batch_size x the world size asked for."""
     max_tokens_per_microbatch: CutKey[PositiveInt | None] = None
-    """A second limit on a micro-batch: the tokens it computes, padding or shared beginnings as they are."""
+    """A second limit on a micro-batch: the tokens it computes. Padding counts; a shared prefix counts once."""
     packing: CutKey[bool] = True
-    """Lay the rows of a micro-batch end to end without padding, each seeing itself alone; fill micro-batches evenly."""
+    """Join the rows of a micro-batch without padding; no row sees another one. Micro-batches are filled evenly."""
     share_prefixes: CutKey[bool] = True
-    """With `packing`: what rows of a micro-batch begin with alike is computed once, and such rows are put together."""
+    """With `packing`: put rows that begin alike into the same micro-batch, and compute what they share once."""
     kernels: CutKey[Literal["auto", "reference"]] = "auto"
-    """auto: the engine's own forward and backward where it knows the model; reference: transformers' on padded rows."""
+    """auto: the engine's own forward and backward if it supports the model; reference: transformers' on padded rows."""
     precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume("always", "the numbers a step is computed in")] = (
         "auto"
     )
-    """auto: bf16 where the accelerator has it, fp32 elsewhere. fp16 is refused: its range is too small."""
+    """auto: bf16 if the accelerator supports it, otherwise fp32. fp16 is refused: its range is too small."""
     neftune_alpha: Annotated[NonNegativeFloat, OnResume("always", "the noise on the embedded tokens")] = 0.0
-    """Size of the noise on embedded tokens while training (NEFTune: Jain et al., 2023, arXiv:2310.05914); 0: none."""
+    """Size of the noise that training adds to embeddings (NEFTune: Jain et al., 2023, arXiv:2310.05914); 0: none."""
     gradient_checkpointing: Free[bool] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     device: Free[str] = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1` or `mps`. A whole number n is read as `cuda:n`, null as `auto`."""
     deterministic: Free[bool] = False
-    """Ask torch for deterministic algorithms everywhere; an operation without one is then an error."""
+    """Use deterministic algorithms everywhere in torch; an operation that has none is an error."""
     debug: Free[bool] = False
     """Log shapes and devices of the first batches and show full tracebacks."""
     log_every: Free[PositiveInt] = 10
-    """Optimizer steps between two lines of the log without a terminal. metrics.jsonl has every step."""
+    """Optimizer steps between two log lines, if there is no terminal. metrics.jsonl has every step."""
     report_to: Free[list[Literal["tensorboard", "wandb", "trackio", "mlflow"]]] = Field(default_factory=list)
-    """Where the figures of metrics.jsonl go besides, each by its own package: `[tensorboard]`."""
+    """Trackers that also get the figures of metrics.jsonl: `[tensorboard]`. Each needs its own package."""
     on_nonfinite: Free[Literal["stop", "skip"]] = "stop"
-    """A step whose loss or gradient is NaN or infinite ends the run, or is left out; weights stay as before it."""
+    """If a loss or a gradient is NaN or infinite: end the run, or skip the step. The weights stay as they were."""
     max_skipped_steps: Free[PositiveInt] = 5
-    """With `on_nonfinite: skip`: the most steps left out over the whole run, restarts included; one more ends it."""
+    """With `on_nonfinite: skip`: end the run after more skipped steps than this, counted across restarts."""
 
     @field_validator("device", mode="before")
     @classmethod
@@ -396,70 +396,70 @@ class PreferenceSection(Section):
 
 
 class ValidationSection(LoaderKeys):
-    """Loss on the validation split while training."""
+    """Measuring the loss on the validation split during training."""
 
     drop_last: Annotated[
         bool, OnResume("always", "the rows to validate on: losses before and after do not compare")
     ] = False
-    """Leave out a last batch that is not full. Off, so that no row is lost."""
+    """Leave out the last batch if it is not full. By default no row is left out."""
     validate_every: Free[PositiveInt | None] = None
-    """Optimizer steps between two validations. Default: at the end of each epoch."""
+    """Optimizer steps between two validations. Default: validate at the end of each epoch."""
 
 
 class TestingSection(LoaderKeys):
     """The test phase after training: loss and generated answers, base against tuned."""
 
     batch_size: Free[PositiveInt] = 32
-    """The most examples a process handles at once."""
+    """Maximum number of examples that a process handles at once."""
     metrics: Free[list[Literal["exact_match", "json_valid"]]] = Field(default_factory=list)
-    """Measures on generated answers. Empty: only the loss is taken."""
+    """Metrics of generated answers. Empty: measure only the loss."""
     compare_base: Free[bool] = True
-    """Measure the base model too, where switching the adapter off gives it."""
+    """Also measure the base model, if the run trains an adapter."""
     max_new_tokens: Free[PositiveInt] = 256
-    """The most tokens of a generated answer."""
+    """Maximum number of tokens in a generated answer."""
     num_samples: Free[NonNegativeInt] = 3
-    """Prompts printed with both answers."""
+    """Number of prompts to print with the answers of both models."""
 
 
 class EarlyStoppingSection(Section):
-    """Stop when the validation loss no longer falls."""
+    """Stopping when the validation loss no longer falls."""
 
     patience: Free[PositiveInt | None] = None
-    """Validations in a row without improvement after which training stops; null: never."""
+    """Stop after this many validations in a row without improvement; null: never."""
     min_delta: Free[NonNegativeFloat] = 0.0
-    """The least fall that counts as improvement, in nats per target token."""
+    """The smallest decrease of the loss that counts as an improvement, in nats per target token."""
 
 
 class CheckpointSection(Section):
-    """When to save and what to keep. The last step is always saved."""
+    """When to save checkpoints and which to keep. The last step is always saved."""
 
     save_every: Free[PositiveInt | None] = None
-    """Optimizer steps between two checkpoints; null: by epochs alone."""
+    """Optimizer steps between two checkpoints; null: save by epochs only."""
     save_every_epochs: Free[PositiveInt | None] = 1
-    """Epochs between two checkpoints; null: by steps alone."""
+    """Epochs between two checkpoints; null: save by steps only."""
     save_total_limit: Free[PositiveInt] = 2
-    """Newest checkpoints kept; the best one is kept besides."""
+    """Number of checkpoints to keep: the newest ones, and the best one in addition."""
     background: Free[bool] = True
-    """Write while training goes on, from a copy in the main process's memory; false: training waits."""
+    """Write checkpoints while training goes on, from a copy in the main process's memory; false: training waits."""
     on_disk_failure: Free[Literal["stop", "continue"]] = "stop"
-    """A checkpoint that cannot be written ends the run; continue: it is recorded, and the next one is tried."""
+    """If a checkpoint cannot be written: end the run, or record the failure and go on to the next one."""
 
 
 class Config(Section):
-    """A whole run: what `config.yaml` in a run's folder holds."""
+    """The configuration of a run, as `config.yaml` in its folder holds it."""
 
     ddp: Free[bool | None] = None
-    """true: train with the other processes of the launch; false: alone; null: as the launcher started us."""
+    """true: train with the other processes of the launch; false: train alone; null: as the launcher says."""
     seed: Annotated[int, Field(ge=0, lt=2**63), OnResume("always", "the order of rows, dropout, the first weights")] = 0
-    """Seeds initial weights, the order of rows and dropout."""
+    """Seed of the initial weights, the order of rows and dropout."""
     output_dir: Free[str] = "runs/run"
     """The run's folder."""
     resume: Free[Literal["never", "auto"]] = "never"
-    """auto: go on from the newest valid checkpoint in `output_dir`, or start where there is none."""
+    """auto: go on from the newest valid checkpoint in `output_dir`, or start from the beginning if there is none."""
     resume_allow: Free[list[str]] = Field(default_factory=list)
-    """Keys or sections that may differ from the run's start though they change its curve: `resume.allow=seed,data`."""
+    """Keys or sections that may change on resume although they change the curve: `resume.allow=seed,data`."""
     strict: Free[bool] = False
-    """Refuse every fallback in place of taking and recording it."""
+    """Refuse every fallback, instead of taking and recording it."""
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     model: ModelSection = Field(default_factory=ModelSection)
     data: DataSection = Field(default_factory=DataSection)
