@@ -14,10 +14,8 @@ from finetune.cli.chat import chat
 from finetune.cli.checkpoints import checkpoints
 from finetune.cli.diff import diff
 from finetune.cli.evaluate import evaluate
-from finetune.cli.export import export
+from finetune.cli.export import export, merge, push
 from finetune.cli.generate import generate
-from finetune.cli.merge import merge
-from finetune.cli.push import push
 from finetune.cli.report import report
 from finetune.cli.runs import runs
 from finetune.cli.watch import watch

@@ -1,4 +1,4 @@
-"""`finetune export`: a merged folder for llama.cpp and Ollama."""
+"""`finetune merge`, `finetune export` and `finetune push`: take a run's weights elsewhere."""
 
 from __future__ import annotations
 
@@ -9,20 +9,62 @@ from typing import Annotated, Literal
 
 import typer
 
-from finetune.cli.alone import refuse_company
+from finetune.cli.run_options import BaseOption, CheckpointOption, RunFolderArgument, refuse_password
+from finetune.distributed.environment import read_environment
+from finetune.errors import ConfigError
 from finetune.runs.durable import in_units
+
+OutArgument = Annotated[
+    Path,
+    typer.Argument(metavar="OUT", help="The folder to write. It must not exist, or be empty.", show_default=False),
+]
+
+
+def merge(
+    run_folder: RunFolderArgument,
+    out: OutArgument,
+    dtype: Annotated[
+        Literal["base", "float32", "bfloat16", "float16"],
+        typer.Option(help="The type to store weights in. `base` takes the base model's."),
+    ] = "base",
+    max_difference: Annotated[
+        float | None,
+        typer.Option(help="The largest relative difference of logits. Default: a bound that fits the type.", min=0),
+    ] = None,
+    base: BaseOption = None,
+    checkpoint: CheckpointOption = None,
+) -> None:
+    """Merge a run's adapter into its base, and check that transformers alone loads it with the same answers."""
+    from finetune.export.out_folder import refuse_taken
+    from finetune.inference.finished_run import find_run
+    from finetune.logs import configure_logs
+
+    _refuse_company("merge")
+    configure_logs(rank=0)
+    refuse_taken(out)
+    run = find_run(run_folder, base=base, checkpoint=checkpoint, is_alone=True)
+
+    import torch
+
+    from finetune.export.merged_folder import write_merged
+
+    stored_as = None if dtype == "base" else getattr(torch, dtype)
+    merged = write_merged(run, out, dtype=stored_as, most_difference=max_difference)
+    embeddings = "embeddings tied" if merged.is_tied else "embeddings not tied"
+    _say(
+        f"Written to {out}: {in_units(merged.num_bytes)} of weights as {merged.dtype}, {embeddings}, "
+        f"stop ids {merged.stop_ids}"
+    )
+    against = "the run" if run.is_full else "base and adapter"
+    _say(f"Reloaded by transformers alone, against {against}: {merged.difference}")
+    _say(f"Next: finetune export {out} GGUF_FOLDER --gguf, or finetune push {out} OWNER/NAME")
 
 
 def export(
     model_folder: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A folder that `finetune merge` wrote.", show_default=False)
     ],
-    out: Annotated[
-        Path,
-        typer.Argument(
-            metavar="OUT", help="The folder to write; it must not be there, or be empty.", show_default=False
-        ),
-    ],
+    out: OutArgument,
     gguf: Annotated[bool, typer.Option("--gguf", help="Convert to GGUF with llama.cpp's converter.")] = False,
     llama_cpp: Annotated[
         Path | None,
@@ -30,7 +72,7 @@ def export(
     ] = None,
     gguf_type: Annotated[
         Literal["auto", "f32", "f16", "bf16", "q8_0"],
-        typer.Option("--type", help="Of the GGUF file's weights; auto: the model's 16-bit type."),
+        typer.Option("--type", help="The type of the GGUF file's weights. `auto` takes the model's 16-bit type."),
     ] = "auto",
     base: Annotated[
         Path | None,
@@ -38,18 +80,79 @@ def export(
     ] = None,
     modelfile: Annotated[bool, typer.Option("--modelfile/--no-modelfile", help="Write an Ollama Modelfile.")] = True,
 ) -> None:
-    """Write a merged model for Ollama, and with --gguf for llama.cpp: OUT/model.gguf and OUT/Modelfile."""
-    from finetune.export.exported_folder import Gguf, export_model
-    from finetune.export.gguf import find_converter
+    """Export a merged model for Ollama, and with --gguf for llama.cpp: OUT/Modelfile and OUT/model.gguf."""
+    from finetune.export.exported_folder import GGUF_FILE, export_model
+    from finetune.export.gguf import Gguf, find_converter
     from finetune.logs import configure_logs
 
-    refuse_company("export")
+    _refuse_company("export")
     configure_logs(rank=0)
     wanted = Gguf(converter=find_converter(llama_cpp, os.environ), kind=gguf_type, base=base) if gguf else None
-    exported = export_model(model_folder, out, gguf=wanted, with_modelfile=modelfile)
-    listed = ", ".join(f"{name} ({in_units(size)})" for name, size in exported.files.items())
-    sys.stdout.write(f"Written to {out}: {listed}\n")
-    if exported.header is not None:
-        sys.stdout.write(f"The GGUF file holds {exported.header.num_tensors} tensors.\n")
+    num_tensors = export_model(model_folder, out, gguf=wanted, with_modelfile=modelfile)
+    files = [path for name in (GGUF_FILE, "Modelfile") if (path := out.expanduser() / name).is_file()]
+    _say(f"Written to {out}: {', '.join(f'{path.name} ({in_units(path.stat().st_size)})' for path in files)}")
+    if num_tensors is not None:
+        _say(f"The GGUF file holds {num_tensors} tensors.")
     if modelfile:
-        sys.stdout.write(f"Next: cd {out} && ollama create my-model -f Modelfile\n")
+        _say(f"Next: cd {out} && ollama create my-model -f Modelfile")
+
+
+def push(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE", help="A run's folder, or one that `finetune merge` wrote.", show_default=False
+        ),
+    ],
+    repository: Annotated[
+        str,
+        typer.Argument(
+            metavar="OWNER/NAME", help="The repository on the hub.", show_default=False, callback=refuse_password
+        ),
+    ],
+    private: Annotated[bool, typer.Option("--private/--public", help="Whether a new repository is private.")] = True,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="The hub id of the adapter's base, if the run loaded it from a local folder.",
+            show_default=False,
+            callback=refuse_password,
+        ),
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace a model of another base or kind.")] = False,
+    message: Annotated[str, typer.Option(help="The commit's message.")] = "Upload with finetune",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and send nothing.")] = False,
+) -> None:
+    """Push a run's adapter or a merged model to the hub, as one commit. It shows first what it sends and where."""
+    from finetune.export.push import pack, plan_upload
+    from finetune.export.push import push as send
+
+    _refuse_company("push")
+    upload = plan_upload(pack(source, base=base), repository, private=private, replace=replace)
+    _say(str(upload))
+    sys.stdout.flush()
+    if dry_run:
+        _say("Nothing was sent.")
+        return
+    if not sys.stderr.isatty():
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        disable_progress_bars()
+    _say(f"Sent: {send(upload, message)}")
+
+
+def _refuse_company(command: str) -> None:
+    """Refuse to run in several processes: each of them would write the same folder.
+
+    Raises:
+        ConfigError: printed once.
+    """
+    started = read_environment(os.environ).world_size
+    if started > 1:
+        raise ConfigError(
+            f"finetune {command} needs one process, but {started} were started. Run it without a launcher."
+        )
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")

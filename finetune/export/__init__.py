@@ -1,1 +1,1 @@
-"""A finished run merged, described, converted, published; every result is checked before it is kept."""
+"""Merge a finished run, convert it, and push it to the hub. Every result is checked before it is kept."""

@@ -1,12 +1,10 @@
-"""How far a merged model is from base and adapter, and how far it may be."""
+"""Compare a merged model with its base and adapter, and refuse it where the two are too far apart."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,27 +13,27 @@ from finetune.errors import RunFailedError
 from finetune.export.plain_reload import prompt_ids
 
 PROBE_TEXTS = ("What is the capital of Portugal?", "Write one short sentence about three crates of oranges.")
-"""What a user might say; the rest of the prompts are random tokens."""
+"""User turns to compare on; the other prompts are random tokens."""
 _RANDOM_PROMPTS = 4
 _RANDOM_LENGTH = 24
 MOST_DIFFERENCE = {"float64": 1e-4, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1.25e-1}
-"""The largest relative difference by the type the weights are stored in: 16 of its steps at 1 (2^-10 and 2^-7 for the
-16-bit types), and for the wider types what the order of additions alone may make of many layers."""
+"""The largest relative difference for each type of the stored weights. For 16-bit types it is 16 steps of the type at 1
+(2^-10 and 2^-7); for wider types it is what the order of additions can make of many layers."""
 MOST_LOST = 0.5
 """The largest part of the adapter's own effect that rounding may take away."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Logits of the merged model, reloaded, against those of base and adapter; all computed in fp32.
+    """The logits of the merged model after a reload, against those of base and adapter. Both are computed in fp32.
 
     Attributes:
         max_abs: the largest difference of a logit.
-        relative: norm of the differences over the norm of the logits, each position's mean taken off: a shift of all
-            logits of a position changes no probability.
-        same_greedy: share of positions whose most likely token is the same.
+        relative: norm of the differences over the norm of the logits. The mean of each position is taken off first,
+            because a shift of all logits of a position changes no probability.
+        same_greedy: share of positions with the same most likely token.
         lost: norm of the differences over the norm of what the adapter changed; None without an adapter or an effect.
-        num_positions: how many positions were compared.
+        num_positions: number of positions compared.
     """
 
     max_abs: float
@@ -51,39 +49,14 @@ class Difference:
             f"same greedy token {self.same_greedy:.1%} of {self.num_positions} positions{lost}"
         )
 
-    def as_record(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Merged:
-    """What was written, and how close it is.
-
-    Attributes:
-        folder: the model's.
-        num_bytes: of its weights.
-        dtype: the type they are stored in.
-        is_tied: input embeddings and output head are one tensor.
-        stop_ids: at which generation ends.
-        difference: from base and adapter.
-    """
-
-    folder: Path
-    num_bytes: int
-    dtype: str
-    is_tied: bool
-    stop_ids: list[int]
-    difference: Difference
-
 
 def probe_prompts(tokenizer: Any, num_rows: int, seed: int = 0) -> list[list[int]]:
-    """The prompts to compare on: a few a user might type, through the chat template, and seeded random tokens.
+    """Prompts as token ids: `PROBE_TEXTS` in the chat template, then random tokens.
 
     Args:
         tokenizer: the run's.
-        num_rows: of the embedding; no token is above.
-        seed: of the random tokens.
+        num_rows: rows of the embedding; every token id is below.
+        seed: for the random tokens.
     """
     rng = random.Random(seed)
     ceiling = min(num_rows, len(tokenizer))
@@ -92,13 +65,7 @@ def probe_prompts(tokenizer: Any, num_rows: int, seed: int = 0) -> list[list[int
 
 
 def compare_logits(merged: torch.Tensor, tuned: torch.Tensor, base: torch.Tensor | None) -> Difference:
-    """Compare (positions, vocabulary) logits on the same prompts.
-
-    Args:
-        merged: of the merged model.
-        tuned: of base and adapter.
-        base: of the base alone; None where there is none.
-    """
+    """Compare (positions, vocabulary) logits of the merged model, of base and adapter, and of the base alone."""
     error = _centred(merged) - _centred(tuned)
     effect = 0.0 if base is None else float((_centred(tuned) - _centred(base)).norm())
     return Difference(
@@ -110,29 +77,28 @@ def compare_logits(merged: torch.Tensor, tuned: torch.Tensor, base: torch.Tensor
     )
 
 
-def refuse_far(difference: Difference, dtypes: Sequence[str], most: float | None = None) -> None:
-    """Say why a merged model is not the tuned one, where it is not.
+def refuse_far(difference: Difference, dtype: str, most: float | None = None) -> None:
+    """Refuse a merged model that is not the tuned one.
 
     Args:
-        difference: of the two.
-        dtypes: the types that the weights are stored in; the coarsest counts.
-        most: the largest relative difference; None: what fits the type.
+        difference: between the two.
+        dtype: the type of the stored weights.
+        most: the largest relative difference; None takes the bound of the type.
 
     Raises:
-        RunFailedError: it is too far off, or rounding took away most of what was trained.
+        RunFailedError: the difference is above the bound, or rounding took away most of the adapter's effect.
     """
-    bound = max(MOST_DIFFERENCE.get(dtype, 0.0) for dtype in dtypes) if most is None else most
-    stored = ", ".join(dtypes)
+    bound = MOST_DIFFERENCE.get(dtype, 0.0) if most is None else most
     if not math.isfinite(difference.relative) or difference.relative > bound:
         raise RunFailedError(
             f"the merged model does not answer like base and adapter: {difference}; expected a relative difference of "
-            f"at most {bound:.3g} for weights stored as {stored}. Merge with --dtype float32, or use the adapter as "
-            "it is; --max-difference sets another bound."
+            f"at most {bound:.3g} for weights stored as {dtype}. Merge with --dtype float32, use the adapter as it is, "
+            "or set another bound with --max-difference."
         )
     if difference.lost is not None and difference.lost > MOST_LOST:
         raise RunFailedError(
-            f"rounding to {stored} takes away most of what was trained: {difference}; expected to lose at most "
-            f"{MOST_LOST:.0%} of the adapter's effect. Merge with --dtype float32, or use the adapter as it is."
+            f"rounding to {dtype} takes away most of what the adapter learned: {difference}; expected to lose at most "
+            f"{MOST_LOST:.0%} of its effect. Merge with --dtype float32, or use the adapter as it is."
         )
 
 

@@ -1,4 +1,4 @@
-"""A run's weights as a model folder of their own: merged, written aside, reloaded by others, compared, put in place."""
+"""Write a run's model as a folder of its own: merge, write aside, reload elsewhere, compare, put in place."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from finetune.errors import ModelError, RunFailedError
 from finetune.export import plain_reload
-from finetune.export.comparison import PROBE_TEXTS, Merged, compare_logits, probe_prompts, refuse_far
+from finetune.export.comparison import PROBE_TEXTS, Difference, compare_logits, probe_prompts, refuse_far
 from finetune.export.merge import convert_weights, is_tied, merge_adapter
 from finetune.export.model_card import merged_card
-from finetune.export.out_folder import refuse_small_disk, refuse_taken
+from finetune.export.out_folder import new_folder
 from finetune.export.plain_reload import logits_in_fp32, prompt_ids
-from finetune.export.run_to_ship import RunToShip, load_tokenizer, load_tuned_model
+from finetune.inference.finished_run import FinishedRun, put_adapter_on
+from finetune.model.base import build_base_model
+from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.tokens import agree_on_tokens
-from finetune.runs.durable import Chunks, committed_folder, disk_failures_end_the_run
-from finetune.runs.model_files import encode_full_model, encode_tokenizer
+from finetune.runs.durable import Chunks
+from finetune.runs.model_files import encode_full_model, encode_tokenizer, has_adapter
 from finetune.runs.tensors import TensorFile, read_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -34,24 +38,44 @@ _WEIGHTS = "model.safetensors"
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """What was written, and how it compares.
+
+    Attributes:
+        folder: the model's.
+        num_bytes: size of its weights.
+        dtype: the type they are stored in.
+        is_tied: whether input embeddings and output head are one tensor.
+        stop_ids: the tokens at which generation ends.
+        difference: from base and adapter.
+    """
+
+    folder: Path
+    num_bytes: int
+    dtype: str
+    is_tied: bool
+    stop_ids: list[int]
+    difference: Difference
+
+
 def write_merged(
-    run: RunToShip, out: Path, *, dtype: torch.dtype | None = None, most_difference: float | None = None
+    run: FinishedRun, out: Path, *, dtype: torch.dtype | None = None, most_difference: float | None = None
 ) -> Merged:
-    """Write a run's model so that transformers alone loads it; on return it was loaded and compared.
+    """Write a run's model so that transformers alone loads it, then load and compare it.
 
     Args:
-        run: a finished one, of an adapter or of full fine-tuning.
-        out: a folder that is not there or is empty. If anything fails, it is as it was.
-        dtype: the type to store weights in; None: the base's.
+        run: a finished run, of an adapter or of full fine-tuning.
+        out: a folder that does not exist or is empty. If anything fails, it stays as it was.
+        dtype: the type to store weights in; None takes the base's.
         most_difference: see `refuse_far`.
 
     Raises:
         CheckpointError: the folder is taken.
-        ModelError: the model cannot be loaded by transformers alone, or the adapter cannot be merged.
-        RunFailedError: the disk is too small or failed, or the merged model is not the tuned one.
+        ModelError: transformers alone cannot load this model, or the adapter cannot be merged.
+        RunFailedError: the disk has too little room or failed, or the merged model is not the tuned one.
     """
-    out = refuse_taken(out)
-    tokenizer = load_tokenizer(run)
+    tokenizer = build_run_tokenizer(run.config)
     model = load_tuned_model(run)
     _refuse_foreign_code(model)
     target = _type_to_store(model, dtype)
@@ -68,36 +92,47 @@ def write_merged(
     files = {**encode_full_model(model), **encode_tokenizer(tokenizer)}
     weights = files.pop(_WEIGHTS)
     assert isinstance(weights, TensorFile)
-    refuse_small_disk(out, weights.num_bytes)
     name, tied, num_bytes = str(target).removeprefix("torch."), is_tied(model), weights.num_bytes
-    with disk_failures_end_the_run("Writing", out), committed_folder(out) as writer:
+    with new_folder(out, num_bytes) as writer:
         for file, content in [*files.items(), *_sharded(weights).items()]:
             writer.write(file, content)
         del model, weights, files, content  # the reload needs the memory
-        report, logits = _reload(writer.path, tokenizer, prompts)
-        _refuse_other(report, tied=tied, dtype=name, stops=stops, texts=[prompt_ids(tokenizer, t) for t in PROBE_TEXTS])
+        report, logits = _reload(writer.path, prompts)
+        texts = [prompt_ids(tokenizer, text) for text in PROBE_TEXTS]
+        _refuse_other(report, problems={}, dtypes=[name], is_tied=tied, stop_ids=stops, texts=texts)
         difference = compare_logits(logits, tuned, base)
-        refuse_far(difference, [name], most_difference)
-        merged = Merged(
-            folder=out, num_bytes=num_bytes, dtype=name, is_tied=tied, stop_ids=stops, difference=difference
-        )
-        writer.write("README.md", [merged_card(run, merged).encode()])
-    return merged
+        refuse_far(difference, name, most_difference)
+        card = merged_card(run, dtype=name, is_tied=tied, stop_ids=stops, difference=difference)
+        writer.write("README.md", [card.encode()])
+    return Merged(
+        folder=out.expanduser().absolute(),
+        num_bytes=num_bytes,
+        dtype=name,
+        is_tied=tied,
+        stop_ids=stops,
+        difference=difference,
+    )
 
 
-def _bare(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "peft_config") else model
+def load_tuned_model(run: FinishedRun) -> Any:
+    """Load the base with the adapter on it, or the fully tuned model; on the CPU, weights as they are stored.
+
+    Raises:
+        ModelError: the base cannot be loaded, or the adapter does not fit it.
+    """
+    model: Any = build_base_model(run.config.model)
+    return model if run.is_full else put_adapter_on(model, run.weights, str(run.config.model.path))
 
 
 def _type_to_store(model: Any, wish: torch.dtype | None) -> torch.dtype:
-    """What is asked for, or the type that most of the base's weights have; an adapter's own are wider."""
+    """The type that was asked for, or the one that most of the base's weights have; an adapter's own are wider."""
     sizes: Counter[torch.dtype] = Counter()
     for parameter in _bare(model).parameters():
-        if parameter.is_floating_point() and not (hasattr(model, "peft_config") and parameter.requires_grad):
+        if parameter.is_floating_point() and not (has_adapter(model) and parameter.requires_grad):
             sizes[parameter.dtype] += parameter.numel()
     stored = sizes.most_common(1)[0][0]
     if wish is not None and torch.finfo(wish).eps > torch.finfo(stored).eps:
-        _log.warning("the base is stored as %s, and is rounded to %s as it was asked for", stored, wish)
+        _log.warning("the base is stored as %s; --dtype rounds it to %s", stored, wish)
     return wish or stored
 
 
@@ -105,52 +140,44 @@ def _refuse_foreign_code(model: Any) -> None:
     bare = _bare(model)
     if not type(bare).__module__.startswith("transformers."):
         raise ModelError(
-            f"{type(bare).__name__} comes with code of its own (model.trust_remote_code), which a merged folder for "
-            "transformers alone cannot carry. Use a base with a native class, or the adapter as it is."
+            f"{type(bare).__name__} needs code of its own (model.trust_remote_code), which a folder for transformers "
+            "alone cannot carry. Use a base with a class in transformers, or use the adapter as it is."
         )
+
+
+def _bare(model: Any) -> Any:
+    return model.get_base_model() if has_adapter(model) else model
 
 
 def _sharded(weights: TensorFile) -> dict[str, Chunks]:
     """One file, or several with an index, as transformers lays out a large model."""
-    if weights.num_bytes <= MAX_SHARD_BYTES:
-        return {_WEIGHTS: weights}
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name, tensor in weights.tensors.items():
-        num_bytes = tensor.numel() * tensor.element_size()
-        if shards[-1] and size + num_bytes > MAX_SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor
-        size += num_bytes
-    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-    index = {"metadata": {"total_size": weights.num_bytes}, "weight_map": dict(sorted(places.items()))}
+    split = split_state_dict_into_shards_factory(
+        dict(weights.tensors),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=MAX_SHARD_BYTES,
+    )
     files: dict[str, Chunks] = {
-        name: TensorFile(shard, weights.metadata) for name, shard in zip(names, shards, strict=True)
+        file: TensorFile({name: weights.tensors[name] for name in names}, weights.metadata)
+        for file, names in split.filename_to_tensors.items()
     }
-    return {**files, f"{_WEIGHTS}.index.json": [json.dumps(index, indent=2).encode()]}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        files[f"{_WEIGHTS}.index.json"] = [json.dumps(index, indent=2).encode()]
+    return files
 
 
-def _reload(folder: Path, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Load the folder in a process of its own, by transformers alone. Returns its report and its logits.
+def _reload(folder: Path, prompts: Sequence[Sequence[int]]) -> tuple[dict[str, Any], torch.Tensor]:
+    """Load the folder in another process, by transformers alone. Returns its report and its logits.
 
     Raises:
-        RunFailedError: it cannot be loaded; repeats the last line of the reason.
+        RunFailedError: it cannot be loaded; the message repeats the last line of the reason.
     """
     with tempfile.TemporaryDirectory() as scratch:
         request, report, logits = (Path(scratch, name) for name in ("request.json", "report.json", "logits"))
-        request.write_text(
-            json.dumps(
-                {
-                    "folder": str(folder),
-                    "prompts": prompts,
-                    "texts": PROBE_TEXTS,
-                    "logits_file": str(logits),
-                    "report_file": str(report),
-                }
-            )
-        )
+        asked = {"folder": folder, "prompts": prompts, "texts": PROBE_TEXTS}
+        asked |= {"logits_file": logits, "report_file": report}
+        request.write_text(json.dumps(asked, default=str))
         # -P: a folder that happens to be the current one must not supply modules.
         command = [sys.executable, "-P", str(plain_reload.__file__), str(request)]
         done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
@@ -162,17 +189,14 @@ def _reload(folder: Path, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> t
         return json.loads(report.read_text()), read_tensors(logits)[0]["logits"]
 
 
-def _refuse_other(
-    report: Mapping[str, Any], *, tied: bool, dtype: str, stops: list[int], texts: list[list[int]]
-) -> None:
-    """Compare what the other process found with what was meant.
+def _refuse_other(report: Mapping[str, Any], **expected: Any) -> None:
+    """Compare what the other process found with what was written.
 
     Raises:
         RunFailedError: lists every difference.
     """
-    expected = {"problems": {}, "dtypes": [dtype], "is_tied": tied, "stop_ids": stops, "texts": texts}
     wrong = [f"{name} is {report[name]}, expected {value}" for name, value in expected.items() if report[name] != value]
     if wrong:
         raise RunFailedError(
-            f"the merged model is not read back as it was written: {'; '.join(wrong)}. It was removed."
+            f"the merged model does not load the way it was written: {'; '.join(wrong)}. It was removed again."
         )

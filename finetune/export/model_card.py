@@ -1,121 +1,141 @@
-"""A README.md for a model or an adapter: what is known, from the run's own files, and nothing that is guessed.
+"""Write the README.md of a model or an adapter from the run's own files. Nothing in it is guessed.
 
-Format of the header: https://huggingface.co/docs/hub/model-cards
+Format of the header: https://huggingface.co/docs/hub/model-cards. It is written here and not by huggingface_hub's
+`ModelCard`: its template needs jinja2, which is an extra, and `ModelCardData` does no more than dump a dictionary.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import yaml
 
+from finetune.config.compose import load_config
+from finetune.config.schema import Config
+from finetune.export.comparison import Difference
+from finetune.inference.finished_run import FinishedRun
+from finetune.runs.recorded_run import RecordedRun
 from finetune.shipped_files import SHIPPED_PREFIX
 
-if TYPE_CHECKING:
-    from finetune.export.comparison import Merged
-    from finetune.export.run_to_ship import RunToShip
-
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_SETTINGS = ("training", "optim", "lora", "data")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_SETTINGS = ("training", "preference", "optim", "lora", "data")
 _LEFT_OUT = {"device", "debug", "num_workers", "pin_memory", "prefetch_factor", "cache_dir", "log_every", "path"}
 _LICENCE = (
     "The licence of the base model applies to these weights as well. It was not looked up: read it at the base's own "
     "page, and name it in the header of this file (`license:`) before you pass the weights on. The same goes for the "
     "data."
 )
+_USE_MODEL = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("FOLDER_OR_HUB_ID")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_HUB_ID")"""
+_USE_ADAPTER = """\
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained("{base}")
+model = PeftModel.from_pretrained(base, "FOLDER_OR_HUB_ID")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_HUB_ID")"""
 
 
-def hub_id(path: str | None) -> str | None:
-    """The path, where it is that of a model or data set on the hub and of no folder here."""
-    is_id = path is not None and _HUB_ID.fullmatch(path) is not None and not path.startswith(".")
+class _Trained(NamedTuple):
+    """What a run's files say about it."""
+
+    config: Config
+    """As it was resolved when the run started; `FinishedRun` has the one that loads the weights."""
+    recorded: RecordedRun
+
+
+def merged_card(run: FinishedRun, *, dtype: str, is_tied: bool, stop_ids: list[int], difference: Difference) -> str:
+    """The card of a merged or fully tuned model: its weights' type, its ties, its stop ids, and how it compares."""
+    trained = _read(run)
+    base = _base_name(trained.config)
+    source = "the run" if run.is_full else "base and adapter"
+    facts = {
+        "weights": f"{dtype}, embeddings {'tied' if is_tied else 'not tied'}",
+        "generation stops at": ", ".join(map(str, stop_ids)),
+    }
+    about = [
+        f"{'Full fine-tuning of' if run.is_full else 'A LoRA adapter merged into'} {base}.",
+        _facts(trained, base, facts),
+        f"Reloaded by transformers alone and compared with {source} on seeded prompts: {difference}.",
+    ]
+    header = _header(trained.config, library="transformers", relation="finetune", base=_hub_base(trained.config))
+    return _card(trained, header, about, _USE_MODEL)
+
+
+def adapter_card(run: FinishedRun, base: str) -> str:
+    """The card of an adapter; `base` is the hub id that it names."""
+    trained = _read(run)
+    header = _header(trained.config, library="peft", relation="adapter", base=base)
+    about = [f"A LoRA adapter for {base}.", _facts(trained, base, {})]
+    return _card(trained, header, about, _USE_ADAPTER.format(base=base))
+
+
+def hub_base(run: FinishedRun) -> str | None:
+    """The hub id of the base that a run started from; None where the base is not on the hub."""
+    return _hub_base(_read(run).config)
+
+
+def _read(run: FinishedRun) -> _Trained:
+    return _Trained(load_config([], run=str(run.folder.config_file)), RecordedRun(run.folder.path))
+
+
+def _hub_base(config: Config) -> str | None:
+    return _hub_id(config.model.path if config.model.init == "pretrained" else None)
+
+
+def _hub_id(path: str | None) -> str | None:
+    """The path if it is a hub id of a model or data set; None if it is a folder here."""
+    is_id = path is not None and HUB_ID.fullmatch(path) is not None and not path.startswith(".")
     return path if is_id and not Path(str(path)).expanduser().exists() else None
 
 
-def merged_card(run: RunToShip, merged: Merged) -> str:
-    """The card of a merged or fully tuned model."""
-    relation = "finetune"
-    how = "Full fine-tuning of" if run.is_full else "A LoRA adapter merged into"
-    source = "the run" if run.is_full else "base and adapter"
-    check = f"Reloaded by transformers alone and compared with {source} on seeded prompts: {merged.difference}."
-    use = (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("FOLDER_OR_HUB_ID")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_HUB_ID")'
-    )
-    facts = {
-        "weights": f"{merged.dtype}, embeddings {'tied' if merged.is_tied else 'not tied'}",
-        "generation stops at": ", ".join(map(str, merged.stop_ids)),
-    }
-    return _card(run, relation=relation, library="transformers", how=how, facts=facts, check=check, use=use)
-
-
-def adapter_card(run: RunToShip, base: str) -> str:
-    """The card of an adapter; `base` is the hub id that it names."""
-    use = (
-        "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'base = AutoModelForCausalLM.from_pretrained("{base}")\n'
-        'model = PeftModel.from_pretrained(base, "FOLDER_OR_HUB_ID")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_HUB_ID")'
-    )
-    return _card(
-        run, relation="adapter", library="peft", how="A LoRA adapter for", facts={}, check=None, use=use, base=base
-    )
-
-
-def base_name(run: RunToShip) -> str:
-    """How a card calls the base: its hub id, or the last part of a folder's name; no path of one machine."""
-    section = run.config.model
-    if section.init == "random":
-        return f"a {(section.config or {}).get('model_type', '')} model of random weights (seed {run.config.seed})"
-    return hub_id(section.path) or _last_part(section.path)
-
-
-def _card(
-    run: RunToShip,
-    *,
-    relation: str,
-    library: str,
-    how: str,
-    facts: dict[str, str],
-    check: str | None,
-    use: str,
-    base: str | None = None,
-) -> str:
-    name = base or base_name(run)
-    versions = ", ".join(f"{package} {number}" for package, number in run.recorded.part("versions").items())
+def _card(trained: _Trained, header: str, about: list[str], use: str) -> str:
+    versions = trained.recorded.part("versions")
     sections = [
-        f"# {run.folder.path.name}",
-        f"{how} {name}.",
-        _table({"base": name, "data": _data_name(run), "training": _rows(run), **facts}),
-        check or "",
+        f"# {trained.recorded.folder.path.name}",
+        *about,
         "## Use\n\n```python\n" + use + "\n```",
-        "## Measured\n\n" + _measured(run),
-        "## Configuration\n\n```yaml\n" + _settings(run) + "```",
-        "## Versions\n\n" + (versions or "not recorded"),
+        "## Measured\n\n" + _measured(trained.recorded),
+        "## Configuration\n\n```yaml\n" + _settings(trained.config) + "```",
+        "## Versions\n\n" + (", ".join(f"{name} {number}" for name, number in versions.items()) or "not recorded"),
         "## Licence\n\n" + _LICENCE,
     ]
-    return _header(run, relation, library, base) + "\n\n".join(part for part in sections if part) + "\n"
+    return header + "\n\n".join(sections) + "\n"
 
 
-def _header(run: RunToShip, relation: str, library: str, base: str | None) -> str:
-    known = base or hub_id(run.config.model.path if run.config.model.init == "pretrained" else None)
-    data = hub_id(run.config.data.path)
+def _header(config: Config, *, library: str, relation: str, base: str | None) -> str:
     header: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["finetune"]}
-    if known:
-        header |= {"base_model": known, "base_model_relation": relation}
-    if data:
+    if base:
+        header |= {"base_model": base, "base_model_relation": relation}
+    if data := _hub_id(config.data.path):
         header["datasets"] = [data]
     return f"---\n{yaml.safe_dump(header, sort_keys=True)}---\n\n"
 
 
-def _measured(run: RunToShip) -> str:
+def _base_name(config: Config) -> str:
+    """The base's hub id, or the last part of a folder's name: no path of one machine."""
+    section = config.model
+    if section.init == "random":
+        return f"a {(section.config or {}).get('model_type', '')} model of random weights (seed {config.seed})"
+    return _hub_id(section.path) or _last_part(section.path)
+
+
+def _facts(trained: _Trained, base: str, more: dict[str, str]) -> str:
+    facts = {"base": base, "data": _data_name(trained.config), "training": _rows(trained.recorded), **more}
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())])
+
+
+def _measured(recorded: RecordedRun) -> str:
     lines = []
-    best = run.recorded.result
+    best = recorded.result
     if isinstance(best.get("best_loss"), (int, float)):
         lines.append(f"Validation loss {best['best_loss']:.4f} nats per target token at step {best.get('best_step')}.")
-    scores = run.recorded.scores()
+    scores = recorded.scores()
     models = [name for name in ("base", "tuned") if name in scores]
     figures = sorted({figure for name in models for figure in scores[name]})
     if figures:
@@ -125,34 +145,35 @@ def _measured(run: RunToShip) -> str:
     return "\n\n".join(lines) or "Nothing was measured on a held-out split."
 
 
-def _settings(run: RunToShip) -> str:
-    config = run.config.model_dump()
-    if run.is_full:
-        config.pop("lora")
+def _settings(config: Config) -> str:
+    values = config.model_dump()
+    if config.training.method == "full":
+        values.pop("lora")
+    if config.training.objective != "dpo":
+        values.pop("preference")
     kept = {
-        section: {key: value for key, value in config[section].items() if key not in _LEFT_OUT and _is_plain(value)}
+        section: {key: value for key, value in values[section].items() if key not in _LEFT_OUT and _is_plain(value)}
         for section in _SETTINGS
-        if section in config
+        if section in values
     }
-    return str(yaml.safe_dump({"seed": config["seed"], **kept}, sort_keys=False))
+    return str(yaml.safe_dump({"seed": config.seed, **kept}, sort_keys=False))
 
 
 def _is_plain(value: object) -> bool:
-    """Not a path of one machine, and nothing that was left at `unset`."""
+    """Whether a value says something to others: it is set, and is no path of one machine."""
     if isinstance(value, str):
-        return "/" not in value or hub_id(value) is not None
+        return "/" not in value or _hub_id(value) is not None
     return value is not None and value not in ([], {})
 
 
-def _data_name(run: RunToShip) -> str:
-    section = run.config.data
-    named = [section.path, section.train]
-    return ", ".join(hub_id(path) or _last_part(path) for path in named if path) or "see the configuration"
+def _data_name(config: Config) -> str:
+    named = [config.data.path, config.data.train]
+    return ", ".join(_hub_id(path) or _last_part(path) for path in named if path) or "see the configuration"
 
 
-def _rows(run: RunToShip) -> str:
-    steps = run.recorded.result.get("step")
-    size = run.recorded.part("global_batch").get("global_batch_size")
+def _rows(recorded: RecordedRun) -> str:
+    steps = recorded.result.get("step")
+    size = recorded.part("global_batch").get("global_batch_size")
     return f"{steps} steps of {size} rows" if steps and size else "not recorded"
 
 
@@ -162,7 +183,3 @@ def _last_part(path: str | None) -> str:
 
 def _figure(value: float | None) -> str:
     return "–" if value is None else f"{value:.4f}"
-
-
-def _table(facts: dict[str, str]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())])

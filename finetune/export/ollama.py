@@ -1,7 +1,7 @@
-"""An Ollama Modelfile whose template says what the tokenizer's own chat template says.
+"""Write an Ollama Modelfile whose template renders what the tokenizer's own chat template renders.
 
-The pieces around each turn are read from what the tokenizer renders, put together again for several conversations and
-compared: a template that is not made of such pieces is refused, not approximated.
+The text around each turn is read from what the tokenizer renders, put together again for several conversations, and
+compared. A template that does more than put text around turns is refused, not approximated.
 Formats: https://docs.ollama.com/modelfile and https://pkg.go.dev/text/template
 """
 
@@ -21,18 +21,18 @@ _CHECKED: tuple[tuple[str, ...], ...] = (
     ("user", "assistant", "user"),
     ("system", "user", "assistant", "user", "assistant", "user"),
 )
-"""The conversations that an answer can follow, by role, on which pieces and template are compared."""
+"""The roles of the conversations on which the pieces are compared with the template."""
 
 
 @dataclass(frozen=True)
 class TurnPieces:
-    """What a chat template puts around contents.
+    """The text that a chat template puts around the contents of turns.
 
     Attributes:
         opening: before the first turn.
-        before: before the content of a turn, by role; a role that is not there is left out whole.
-        after: behind the content of a turn, by role.
-        answer: behind the last turn, where the answer begins.
+        before: before the content of a turn, by role; turns of other roles are left out.
+        after: after the content of a turn, by role.
+        answer: after the last turn, where the answer begins.
     """
 
     opening: str
@@ -41,13 +41,13 @@ class TurnPieces:
     answer: str
 
     def render(self, turns: Turns) -> str:
-        """A conversation with the header of its next answer."""
+        """Render a conversation with the header of its next answer."""
         kept = [turn for turn in turns if turn["role"] in self.before]
         told = [self.before[turn["role"]] + turn["content"] + self.after[turn["role"]] for turn in kept]
         return self.opening + "".join(told) + self.answer
 
     def as_go_template(self) -> str:
-        """The same as a Go template over Ollama's `.Messages`."""
+        """Write the same as a Go template over Ollama's `.Messages`."""
         branches: list[str] = []
         for role in self.before:
             word = "if" if not branches else "else if"
@@ -61,10 +61,8 @@ def read_pieces(tokenizer: Any) -> TurnPieces:
     """Take a tokenizer's chat template apart.
 
     Raises:
-        ModelError: it has none, or is more than pieces around turns.
+        ModelError: the template does more than put text around turns.
     """
-    if tokenizer.chat_template is None:
-        raise ModelError("the tokenizer has no chat template, so there is nothing for a Modelfile's TEMPLATE to say.")
     try:
         pieces = _take_apart(tokenizer)
         for roles in _CHECKED:
@@ -77,15 +75,15 @@ def read_pieces(tokenizer: Any) -> TurnPieces:
 
 
 def modelfile(tokenizer: Any, model: str, stop_ids: Sequence[int]) -> str:
-    """A Modelfile for a model of this tokenizer.
+    """Write a Modelfile for a model with this tokenizer.
 
     Args:
-        tokenizer: with its chat template, or without one: prompts then stand as they are.
-        model: what `FROM` names: a GGUF file or a model folder, from where the Modelfile is.
-        stop_ids: at which an answer ends.
+        tokenizer: if it has no chat template, Ollama passes prompts on as they are.
+        model: the GGUF file or model folder for `FROM`, seen from the Modelfile.
+        stop_ids: the tokens at which an answer ends.
 
     Raises:
-        ModelError: the chat template cannot be said in Ollama's language, see `read_pieces`.
+        ModelError: the chat template cannot be written as Ollama's, see `read_pieces`.
     """
     template = "{{ .Prompt }}" if tokenizer.chat_template is None else read_pieces(tokenizer).as_go_template()
     stops = [str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in stop_ids]
@@ -95,13 +93,13 @@ def modelfile(tokenizer: Any, model: str, stop_ids: Sequence[int]) -> str:
 
 
 def _take_apart(tokenizer: Any) -> TurnPieces:
-    """Read the pieces from short conversations; that they are the right ones is for `read_pieces` to see.
+    """Read the pieces from short conversations; `read_pieces` checks them.
 
-    The text between two turns ends the one and begins the other. What it has in common with the beginning of a
+    The text between two turns ends one and begins the next. The part that it shares with the beginning of a
     conversation begins a turn.
 
     Raises:
-        ValueError: says how the template is no sequence of turns.
+        ValueError: the template is not a sequence of turns; says why.
     """
     start, end = _gaps(tokenizer, "user")
     _, between, _ = _gaps(tokenizer, "user", "user")
@@ -120,16 +118,16 @@ def _take_apart(tokenizer: Any) -> TurnPieces:
 
 
 def _leaves_system_out(tokenizer: Any) -> bool:
-    """As Phi-4-reasoning does, whose template has a system turn of its own."""
+    """Whether a system turn changes nothing, as for Phi-4-reasoning, whose template brings its own."""
     user = {"role": "user", "content": "a"}
     return _render(tokenizer, [{"role": "system", "content": "b"}, user]) == _render(tokenizer, [user])
 
 
 def _gaps(tokenizer: Any, *roles: str) -> list[str]:
-    """What a template renders before, between and behind the contents of turns, the next answer's header included.
+    """The text before, between and after the contents of turns, with the header of the next answer.
 
     Raises:
-        ValueError: a content is missing, or there twice.
+        ValueError: a content is missing, or appears twice.
     """
     marks = [f"\u27e6{number}\u27e7" for number in range(len(roles))]  # contents that no template spells itself
     rest = _render(tokenizer, [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
@@ -137,7 +135,7 @@ def _gaps(tokenizer: Any, *roles: str) -> list[str]:
     for mark in marks:
         gap, *others = rest.split(mark)
         if len(others) != 1:
-            raise ValueError(f"of the turns {', '.join(roles)} it leaves one out or tells one twice")
+            raise ValueError(f"it leaves out or repeats one of the turns {', '.join(roles)}")
         gaps.append(gap)
         rest = others[0]
     return [*gaps, rest]
@@ -151,7 +149,7 @@ def _render(tokenizer: Any, turns: Turns) -> str:
 
 
 def _without_common_end(text: str, other: str) -> tuple[str, str]:
-    """A text cut in two: the second part is the longest that both texts end in."""
+    """Cut a text in two: the second part is the longest ending that both texts share."""
     length = 0
     while length < min(len(text), len(other)) and text[-1 - length] == other[-1 - length]:
         length += 1
@@ -159,14 +157,14 @@ def _without_common_end(text: str, other: str) -> tuple[str, str]:
 
 
 def _literal(text: str) -> str:
-    """A text as a Go template spells it; white space at its end is quoted, where an editor could trim it.
+    """A text in a Go template. White space at its end is quoted, because an editor could trim it.
 
     Raises:
-        ModelError: it holds what a Modelfile or a Go template reads as its own.
+        ModelError: it contains a delimiter of Modelfiles or Go templates.
     """
     if "{{" in text or "}}" in text or '"""' in text:
         raise ModelError(
-            f"the chat template spells {text!r}, which a Modelfile cannot hold. Write the Modelfile by hand."
+            f"the chat template contains {text!r}, which a Modelfile cannot hold. Write the Modelfile by hand."
         )
     bare = text.rstrip()
     return bare + (f"{{{{ {json.dumps(text[len(bare) :])} }}}}" if bare != text else "")
@@ -174,6 +172,6 @@ def _literal(text: str) -> str:
 
 def _refusal(why: str) -> str:
     return (
-        f"the tokenizer's chat template cannot be said in a Modelfile: {why}. Export with --no-modelfile, and serve "
+        f"the tokenizer's chat template cannot be written as a Modelfile: {why}. Export with --no-modelfile, and serve "
         "the GGUF file with llama.cpp, which renders the chat template itself (--jinja)."
     )

@@ -1,48 +1,58 @@
-"""The folder that a command writes: free before, with room on its disk."""
+"""The folder that a command writes: new, with room on its disk, and complete or not there."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from finetune.errors import CheckpointError, RunFailedError
-from finetune.runs.durable import in_units
+from finetune.runs.durable import FolderWriter, committed_folder, disk_failures_end_the_run, in_units
 
 SPARE_BYTES = 64 << 20
-"""For what comes beside the weights: tokenizer, configuration, headers; generously."""
+"""For the files beside the weights: tokenizer, configuration, headers."""
 
 
-def refuse_taken(out: Path) -> Path:
-    """Nothing is overwritten. Returns the folder's absolute path.
+@contextmanager
+def new_folder(out: Path, num_bytes: int) -> Iterator[FolderWriter]:
+    """Fill a folder aside and give it its name at the end; if anything fails, `out` stays as it was.
 
-    Raises:
-        CheckpointError: something is there, or the folder above cannot be written.
-    """
-    out = out.expanduser().absolute()
-    if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} is there already and not an empty folder. Name another; nothing was changed.")
-    above = _nearest(out)
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise CheckpointError(f"{above} is no folder that can be written. Name a folder elsewhere.")
-    return out
-
-
-def refuse_small_disk(out: Path, num_bytes: int) -> None:
-    """Say so before hours of writing.
+    Args:
+        out: does not exist, or is an empty folder.
+        num_bytes: what the block will write.
 
     Raises:
-        RunFailedError: there is not as much room.
+        CheckpointError: see `refuse_taken`.
+        RunFailedError: the disk has too little room, or failed.
     """
-    above = _nearest(out)
+    out = refuse_taken(out)
+    above = _nearest_parent(out)
     free, needed = shutil.disk_usage(above).free, num_bytes + SPARE_BYTES
     if free < needed:
         raise RunFailedError(
-            f"{out} takes {in_units(needed)}, and {in_units(free)} are free at {above}. Make room, or name a folder on "
-            "another disk. Nothing was written."
+            f"{out} needs {in_units(needed)}, but only {in_units(free)} are free at {above}. Make room, or name a "
+            "folder on another disk. Nothing was written."
         )
+    with disk_failures_end_the_run("Writing", out), committed_folder(out) as writer:
+        yield writer
 
 
-def _nearest(out: Path) -> Path:
-    """The folder above that is there."""
+def refuse_taken(out: Path) -> Path:
+    """Refuse to overwrite anything. Returns the folder's absolute path.
+
+    Raises:
+        CheckpointError: `out` exists and is not an empty folder, or its parent cannot be written.
+    """
+    out = out.expanduser().absolute()
+    if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} already exists and is not an empty folder. Name another; nothing was changed.")
+    above = _nearest_parent(out)
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise CheckpointError(f"{above} is not a folder that you can write to. Name a folder elsewhere.")
+    return out
+
+
+def _nearest_parent(out: Path) -> Path:
     return next(folder for folder in out.parents if os.path.lexists(folder))

@@ -1,6 +1,6 @@
-"""Load a model folder with transformers alone and write down what it answers. Started as a process of its own.
+"""Load a model folder with transformers alone and record its answers. It is started as a process of its own.
 
-It imports nothing of this package, and makes sure of that: what it can load, anybody can.
+The process blocks imports of this package and of peft: anybody can load what it can load.
 Usage: `python plain_reload.py REQUEST.json`, see `main`.
 """
 
@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-BLOCKED = ("finetune", "peft")
-"""Packages that a merged model must not need."""
+from typing import Any, cast
 
 
 def logits_in_fp32(model: Any, prompts: Sequence[Sequence[int]]) -> Any:
-    """Logits at every position of each prompt, computed one prompt at a time in fp32 on the weights as they are stored.
+    """Compute logits at every position, one prompt at a time, in fp32 on the weights as they are stored.
 
     Args:
         model: a causal language model on the CPU.
@@ -34,44 +31,8 @@ def logits_in_fp32(model: Any, prompts: Sequence[Sequence[int]]) -> Any:
         return torch.cat([model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in prompts]).float()
 
 
-@contextmanager
-def _weights_in_fp32(model: Any) -> Iterator[None]:
-    """Widen each module's own weights while it runs: at no time is there a second copy of the whole model."""
-    import torch
-
-    handles: list[Any] = []
-    for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        if hasattr(module, "get_base_layer"):  # an adapter around a layer, some of which read its weight themselves
-            own += module.get_base_layer().parameters(recurse=False)
-        narrow = [p for p in own if p.is_floating_point() and p.dtype != torch.float32]
-        if narrow:
-            handles += _widened_while_running(module, narrow)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _widened_while_running(module: Any, narrow: list[Any]) -> list[Any]:
-    stored: list[Any] = []
-
-    def widen(*_: object) -> None:
-        stored[:] = [parameter.data for parameter in narrow]
-        for parameter in narrow:
-            parameter.data = parameter.data.float()
-
-    def restore(*_: object) -> None:
-        for parameter, data in zip(narrow, stored, strict=True):
-            parameter.data = data
-        stored.clear()
-
-    return [module.register_forward_pre_hook(widen), module.register_forward_hook(restore)]
-
-
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:
-    """What a user's turn is to the model, the header of the answer included; the bare text without a template."""
+    """Encode a user turn with the header of the answer, or the bare text if there is no chat template."""
     rendered = text
     if tokenizer.chat_template is not None:
         turns = [{"role": "user", "content": text}]
@@ -81,18 +42,19 @@ def prompt_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def main(request_file: str) -> None:
-    """Answer a request.
+    """Answer a request: an object with `folder`, `prompts` (token ids), `texts`, `logits_file` and `report_file`.
 
-    The request is an object with `folder`, `prompts` (token ids), `texts` (each rendered and encoded here again),
-    `logits_file` and `report_file`.
+    The logits of `prompts` go to one file; the other gets what was loaded, and `texts` rendered and encoded here.
     """
-    for name in BLOCKED:
-        sys.modules[name] = None  # type: ignore[assignment]  # whoever imports it fails
+    for name in ("finetune", "peft"):
+        sys.modules[name] = None  # type: ignore[assignment]  # importing it fails
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
-    folder, load = request["folder"], _quietly(AutoModelForCausalLM.from_pretrained)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    folder, load = request["folder"], cast(Any, AutoModelForCausalLM.from_pretrained)
     model, info = load(folder, output_loading_info=True, local_files_only=True, use_safetensors=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     tied = model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
@@ -107,11 +69,40 @@ def main(request_file: str) -> None:
     Path(request["report_file"]).write_text(json.dumps(report), encoding="utf-8")
 
 
-def _quietly(load: Callable[..., Any]) -> Callable[..., Any]:
-    from transformers.utils import logging
+@contextmanager
+def _weights_in_fp32(model: Any) -> Iterator[None]:
+    """Widen each module's own weights while it runs, so that the whole model is never copied."""
+    import torch
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    return load
+    handles: list[Any] = []
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        if hasattr(module, "get_base_layer"):  # some adapters read the weight of the layer that they wrap
+            own += module.get_base_layer().parameters(recurse=False)
+        narrow = [p for p in own if p.is_floating_point() and p.dtype != torch.float32]
+        if narrow:
+            handles += _widen_while_running(module, narrow)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _widen_while_running(module: Any, narrow: list[Any]) -> list[Any]:
+    stored: list[Any] = []
+
+    def widen(*_: object) -> None:
+        stored[:] = [parameter.data for parameter in narrow]
+        for parameter in narrow:
+            parameter.data = parameter.data.float()
+
+    def restore(*_: object) -> None:
+        for parameter, data in zip(narrow, stored, strict=True):
+            parameter.data = data
+        stored.clear()
+
+    return [module.register_forward_pre_hook(widen), module.register_forward_hook(restore)]
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""A finished run's adapter, or a merged model, to the hub: first what would be sent and where to, then one commit.
+"""Push a run's adapter, or a merged model, to the hub: show what would be sent and where, then make one commit.
 
-The token is the hub's own affair: huggingface_hub takes it from HF_TOKEN or from a login, and it is never shown here.
+huggingface_hub takes the token from HF_TOKEN or from a login; it is never shown here. The commit is made of single
+operations and not by `upload_folder`, because the card and the adapter's configuration exist only in memory.
 API: https://huggingface.co/docs/huggingface_hub/package_reference/hf_api
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,8 @@ import yaml
 
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export.exported_folder import refuse_no_model
-from finetune.export.model_card import adapter_card, hub_id
-from finetune.export.run_to_ship import read_run
+from finetune.export.model_card import HUB_ID, adapter_card, hub_base
+from finetune.inference.finished_run import find_run
 from finetune.runs.durable import MANIFEST, find_damage, in_units
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ _OF_EVERY_REPOSITORY = {".gitattributes", _CARD}
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """What is to be sent.
+    """The files to send.
 
     Attributes:
         kind: `adapter` or `model`.
         base: the hub id of the base; None for a model whose card names none.
         files: content by name.
-        licence: what the card's header names; None: nothing.
+        licence: the licence in the card's header; None if it names none.
     """
 
     kind: str
@@ -50,17 +50,17 @@ class Package:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What a push will do; nothing has been sent yet.
+class Upload:
+    """A package and the repository it goes to. Nothing has been sent yet.
 
     Attributes:
         package: the files.
         repository: its id.
         endpoint: the hub's address.
-        is_new: the repository is created first.
-        private: whether it is, or will be.
-        removed: weights there that would be left over beside ours.
-        parent: the commit that was looked at; another one in between fails the push.
+        is_new: the repository must be created first.
+        private: whether it is private, or will be.
+        removed: files in the repository that must not stay beside ours.
+        parent: the commit that was looked at; if another one comes in between, the push fails.
     """
 
     package: Package
@@ -68,7 +68,7 @@ class Plan:
     endpoint: str
     is_new: bool
     private: bool
-    removed: list[str] = field(default_factory=list)
+    removed: tuple[str, ...] = ()
     parent: str | None = None
 
     def __str__(self) -> str:
@@ -81,44 +81,44 @@ class Plan:
         lines += [f"  {name:<32} {in_units(size):>10}" for name, size in sizes.items()]
         lines += [f"  {name:<32} {'removed':>10}" for name in self.removed]
         if self.package.licence is None:
-            lines.append("  The card names no licence: that of the base applies, and is for you to look up.")
+            lines.append("  The card names no licence. The base's licence applies; please look it up.")
         return "\n".join(lines)
 
 
 def pack(source: Path, *, base: str | None = None) -> Package:
-    """Gather what a run or a merged folder has to send.
+    """Gather the files of a run or a merged folder.
 
     Args:
-        source: a run of an adapter, or a folder that merge wrote.
-        base: the hub id of the adapter's base, where the run's own is a folder of this machine.
+        source: a run of an adapter, or a folder that `finetune merge` wrote.
+        base: the hub id of the adapter's base, if the run loaded it from a local folder.
 
     Raises:
-        CheckpointError: it is neither, or damaged.
-        ConfigError: nobody else could find the adapter's base.
+        CheckpointError: it is neither, or it is damaged.
+        ConfigError: the adapter's base is not on the hub, so nobody else could load it.
     """
     source = source.expanduser().absolute()
     return _pack_adapter(source, base) if (source / "config.yaml").is_file() else _pack_model(source)
 
 
-def plan_push(package: Package, repository: str, *, private: bool = True, replace: bool = False) -> Plan:
-    """Look at the hub, and say what a push would do there.
+def plan_upload(package: Package, repository: str, *, private: bool = True, replace: bool = False) -> Upload:
+    """Look at the hub, and plan what a push would do there.
 
     Args:
         package: what to send.
         repository: `owner/name`.
-        private: what a new repository is to be.
-        replace: put it in place of a model of another base or kind.
+        private: whether a new repository is private.
+        replace: replace a model of another base or kind.
 
     Raises:
-        ConfigError: no name of a repository, no token, a public repository where a private one is wanted, or another
-            model is there.
+        ConfigError: the name is not a repository's, there is no token, the repository is public but a private one is
+            wanted, or it holds another model.
         RunFailedError: the hub cannot be reached.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        raise ConfigError(f"{repository} is no name of a repository. Expected OWNER/NAME, for example me/orders.")
+    if not HUB_ID.fullmatch(repository):
+        raise ConfigError(f"{repository} is not the name of a repository. Expected OWNER/NAME, for example me/orders.")
     if get_token() is None:
         raise ConfigError("there is no token for the hub. Log in with `hf auth login`, or set HF_TOKEN.")
     api = HfApi()
@@ -126,33 +126,31 @@ def plan_push(package: Package, repository: str, *, private: bool = True, replac
         try:
             info = api.model_info(repository)
         except RepositoryNotFoundError:
-            return Plan(package=package, repository=repository, endpoint=api.endpoint, is_new=True, private=private)
+            return Upload(package=package, repository=repository, endpoint=api.endpoint, is_new=True, private=private)
         present = [sibling.rfilename for sibling in info.siblings or ()]
-        there = _what_is_there(api, repository, present, info.card_data)
+        there = _find_model(api, repository, present, info.card_data)
     if private and not info.private:
-        raise ConfigError(
-            f"{repository} is public, and everybody would see what is sent. Say --public if that is meant."
-        )
+        raise ConfigError(f"{repository} is public: everybody could see what you send. If you want that, add --public.")
     ours = (package.kind, package.base)
     if there is not None and there != ours and not replace:
         raise ConfigError(
-            f"{repository} holds {_in_words(*there)}, but this is {_in_words(*ours)}. Name another repository, or put "
-            "it in that one's place with --replace. Nothing was sent."
+            f"{repository} holds {_in_words(*there)}, but this is {_in_words(*ours)}. Name another repository, or "
+            "replace the model there with --replace. Nothing was sent."
         )
-    stale = [name for name in present if name not in package.files and _is_left_over(name, there != ours)]
-    return Plan(
+    stale = (name for name in present if name not in package.files and _is_left_over(name, there != ours))
+    return Upload(
         package=package,
         repository=repository,
         endpoint=api.endpoint,
         is_new=False,
         private=bool(info.private),
-        removed=stale,
+        removed=tuple(stale),
         parent=info.sha,
     )
 
 
-def push(plan: Plan, message: str) -> str:
-    """Send it, as one commit. Returns the commit's address.
+def push(upload: Upload, message: str) -> str:
+    """Send the files as one commit. Returns the commit's address.
 
     Raises:
         ConfigError: the hub refuses the token or the name.
@@ -163,25 +161,25 @@ def push(plan: Plan, message: str) -> str:
     api = HfApi()
     operations: list[Any] = [
         CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)
-        for name, content in sorted(plan.package.files.items())
+        for name, content in sorted(upload.package.files.items())
     ]
-    operations += [CommitOperationDelete(path_in_repo=name) for name in plan.removed]
-    with _hub_errors(f"sending to {plan.repository}"):
-        if plan.is_new:
-            api.create_repo(plan.repository, private=plan.private)
-        done = api.create_commit(plan.repository, operations, commit_message=message, parent_commit=plan.parent)
+    operations += [CommitOperationDelete(path_in_repo=name) for name in upload.removed]
+    with _hub_errors(f"sending to {upload.repository}"):
+        if upload.is_new:
+            api.create_repo(upload.repository, private=upload.private)
+        done = api.create_commit(upload.repository, operations, commit_message=message, parent_commit=upload.parent)
     return str(done.commit_url)
 
 
 def _pack_adapter(source: Path, base: str | None) -> Package:
-    run = read_run(source)
+    run = find_run(source, is_alone=True)
     if run.is_full:
         raise CheckpointError(f"{source} trained every weight. Write its model first: finetune merge {source} OUT.")
-    found = base or hub_id(run.config.model.path if run.config.model.init == "pretrained" else None)
+    found = base or hub_base(run)
     if found is None:
         raise ConfigError(
-            "the adapter's base is a folder of this machine, which nobody else could load. Name the base's hub id with "
-            f"--base, or push the whole model: finetune merge {source} OUT."
+            "the adapter's base is a local folder, which nobody else could load. Name the base's hub id with --base, "
+            f"or push the whole model: finetune merge {source} OUT."
         )
     files: dict[str, Content] = {
         path.name: path for path in run.weights.iterdir() if path.is_file() and path.name != MANIFEST
@@ -195,20 +193,30 @@ def _pack_adapter(source: Path, base: str | None) -> Package:
 
 def _pack_model(source: Path) -> Package:
     refuse_no_model(source)
-    # The card is there to be edited, so that its bytes may have changed.
+    # You may edit the card, so its bytes may have changed.
     damage = [line for line in find_damage(source) if not line.startswith(f"{_CARD}:")]
     if damage and (source / MANIFEST).is_file():
         raise CheckpointError(f"{source} is damaged: {'; '.join(damage)}. Merge again into a new folder.")
-    card = source / _CARD
-    header = _header(card.read_text(encoding="utf-8")) if card.is_file() else {}
+    header = _card_header(source / _CARD)
     files: dict[str, Content] = {
-        path.name: path for path in source.iterdir() if path.is_file() and path.name not in (MANIFEST, "manifest.json")
+        path.name: path for path in source.iterdir() if path.is_file() and path.name != MANIFEST
     }
     return Package(kind="model", base=_one(header.get("base_model")), files=files, licence=header.get("license"))
 
 
-def _what_is_there(api: HfApi, repository: str, present: list[str], card: Any) -> tuple[str, str | None] | None:
-    """Kind and base of what a repository holds; None where it holds no weights yet."""
+def _card_header(card: Path) -> dict[str, Any]:
+    from huggingface_hub import metadata_load
+
+    try:
+        return (metadata_load(card) or {}) if card.is_file() else {}
+    except (yaml.YAMLError, ValueError) as error:
+        raise CheckpointError(
+            f"the header of {_CARD} is not valid YAML: {error}. Correct it; the hub refuses such a card."
+        ) from error
+
+
+def _find_model(api: HfApi, repository: str, present: list[str], card: Any) -> tuple[str, str | None] | None:
+    """Kind and base of the model in a repository; None if it holds no weights yet."""
     if not any(name.endswith(_WEIGHTS) for name in present):
         return None
     if _ADAPTER_CONFIG in present:
@@ -219,22 +227,8 @@ def _what_is_there(api: HfApi, repository: str, present: list[str], card: Any) -
 
 
 def _is_left_over(name: str, is_other: bool) -> bool:
-    """Weights of an earlier push would be loaded with ours; of another model nothing stays."""
+    """Whether a file must go: loaders would mix earlier weights with ours, and nothing of another model stays."""
     return name not in _OF_EVERY_REPOSITORY if is_other else name.endswith(_WEIGHTS)
-
-
-def _header(card: str) -> dict[str, Any]:
-    """The YAML between the first two lines of dashes."""
-    parts = card.split("---\n", 2)
-    if len(parts) < 3 or parts[0].strip():
-        return {}
-    try:
-        header = yaml.safe_load(parts[1])
-    except yaml.YAMLError as error:
-        raise CheckpointError(
-            f"the header of {_CARD} is no YAML: {error}. Mend it; the hub refuses such a card."
-        ) from error
-    return header if isinstance(header, dict) else {}
 
 
 def _one(base: object) -> str | None:
@@ -251,19 +245,17 @@ def _size(content: Content) -> int:
 
 @contextmanager
 def _hub_errors(doing: str) -> Iterator[None]:
-    """Say in a line what the hub or the network says, without what a message must not show."""
+    """Repeat in one line what the hub or the network says, without the token."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
         yield
-    except (ConfigError, CheckpointError):
-        raise
     except Exception as error:  # of the hub's library and of those below it
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         said = " ".join(str(error).split()).replace(get_token() or "\n", "(token)") or type(error).__name__
         if status in (401, 403):
             raise ConfigError(
-                f"{doing}: the hub refuses it ({said}). The token needs the right to write there: `hf auth login`."
+                f"{doing}: the hub refuses it ({said}). The token needs write access: `hf auth login`."
             ) from error
-        raise RunFailedError(f"{doing} failed: {said}. Nothing was put in place; try again.") from error
+        raise RunFailedError(f"{doing} failed: {said}. Nothing was changed there; try again.") from error

@@ -32,6 +32,11 @@ class FinishedRun:
     """`adapter/` or a checkpoint; all its bytes are as they were written."""
 
     @property
+    def is_full(self) -> bool:
+        """Whether every weight was trained, so that `weights` holds a whole model."""
+        return self.config.training.method == "full"
+
+    @property
     def weights_name(self) -> str:
         """The weights' path within the run's folder: `adapter`, `checkpoints/step-000012`."""
         return self.weights.relative_to(self.folder.path).as_posix()

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from finetune.config.compose import load_config, resolved_yaml
-from finetune.export.run_to_ship import RunToShip, read_run
+from finetune.inference.finished_run import FinishedRun, find_run
 from finetune.runs.durable import committed_folder
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import encode_model, encode_tokenizer
@@ -64,7 +64,7 @@ def write_run(
     words: tuple[str, ...] = (),
     scale: float = 0.1,
     **settings: Any,
-) -> RunToShip:
+) -> FinishedRun:
     """The folder of a finished run and, beside it, that of its base."""
     base, tokenizer = build_base(kind, dtype), tiny_tokenizer(style)
     base_folder = folder.with_name(f"{folder.name}-base")
@@ -90,4 +90,4 @@ def write_run(
     record = {"versions": read_versions(), "result": result, "global_batch": {"global_batch_size": 8}}
     run.record_file.write_text(json.dumps(record))
     run.metrics_file.write_text("".join(json.dumps(event) + "\n" for event in EVENTS) + '{"event": "te')
-    return read_run(folder)
+    return find_run(folder, is_alone=True)

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from finetune.cli import main as finetune
 from finetune.errors import ModelError, RunFailedError
-from finetune.export.exported_folder import Gguf, export_model
-from finetune.export.gguf import find_converter, is_byte_level, read_header
+from finetune.export.exported_folder import export_model
+from finetune.export.gguf import Gguf, count_tensors, find_converter, is_byte_level
 from tests.export.finished_runs import write_run
 from tests.model.variants import VARIANTS
 from tests.tiny import tiny_tokenizer
@@ -132,7 +132,7 @@ def test_the_real_converter_keeps_weights_tokens_template_and_end(llama_cpp, mod
     ("name", "reason"),
     [
         ("Phi-3-mini-4k", r"Missing .*tokenizer\.model\. Put the base's tokenizer\.model into the merged folder"),
-        ("phi-4", r"pre-tokenizer was not recognized.* Those of the Phi family on the hub can"),
+        ("phi-4", r"pre-tokenizer was not recognized.* The Phi models on the hub can"),
     ],
 )
 def test_what_the_real_converter_refuses_is_said_in_words(llama_cpp, tmp_path, name, reason):
@@ -169,14 +169,14 @@ def test_a_file_that_is_no_model_is_not_taken_for_one(tmp_path, written):
     script = tmp_path / "convert_hf_to_gguf.py"
     script.write_text(f"import sys; open(sys.argv[sys.argv.index('--outfile') + 1], 'wb').write({written!r})")
     model = write_model(tmp_path / "merged", "phi-4")
-    with pytest.raises(RunFailedError, match=r"the converter ended well, but model\.gguf"):
+    with pytest.raises(RunFailedError, match=r"the converter reported success, but model\.gguf"):
         export_model(model, tmp_path / "out", gguf=Gguf(converter=script, kind="f16"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["convert_hf_to_gguf.py", "merged"]
 
 
-def test_a_header_is_read(tmp_path):
+def test_the_number_of_tensors_is_read_from_the_header(tmp_path):
     (tmp_path / "a.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "little") + (7).to_bytes(8, "little") + bytes(8) + b"x")
-    assert read_header(tmp_path / "a.gguf") == (3, 7, 0)
+    assert count_tensors(tmp_path / "a.gguf") == 7
 
 
 def test_a_modelfile_alone_names_the_merged_folder(model, tmp_path, capsys):
@@ -194,7 +194,7 @@ def test_a_run_is_told_to_be_merged_first(tmp_path, capsys):
         assert command("export", folder, tmp_path / "out") == 2
     said = capsys.readouterr().err
     assert said.count("finetune merge RUN OUT") == 2
-    assert "is no model folder" in said
+    assert "is not a model folder" in said
 
 
 def test_byte_level_tokenizers_are_told_from_others(tmp_path):

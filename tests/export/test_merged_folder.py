@@ -15,10 +15,11 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from finetune.cli.merge import merge
+from finetune.cli.export import merge
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import merged_folder, out_folder
-from finetune.export.merged_folder import write_merged
+from finetune.export.merged_folder import load_tuned_model, write_merged
+from finetune.export.model_card import adapter_card
 from tests.export.finished_runs import write_run
 from tests.in_process import run_finetune
 from tests.launches import free_port, place_variables, run_command
@@ -56,8 +57,6 @@ def test_it_answers_like_base_and_adapter_where_neither_we_nor_peft_are_installe
     done = subprocess.run([sys.executable, "-c", ANSWER_WITHOUT_US, str(merged.folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     ids, answer, logits = json.loads(done.stdout)
-
-    from finetune.export.run_to_ship import load_tuned_model
 
     tuned = load_tuned_model(run).float().eval()
     with torch.no_grad():
@@ -113,6 +112,13 @@ def test_the_card_says_what_is_known_and_does_not_guess_a_licence(run, merged):
     assert "It was not looked up" in body
 
 
+@pytest.mark.parametrize(("objective", "has_beta"), [("sft", False), ("dpo", True)])
+def test_a_card_has_the_beta_of_preference_tuning_where_it_was_used(tmp_path, objective, has_beta):
+    words = (f"training.objective={objective}", "preference.beta=0.25")
+    card = adapter_card(write_run(tmp_path / "run", words=words), "owner/base")
+    assert ("preference:\n  beta: 0.25\n" in card) is has_beta
+
+
 def test_the_command_prints_the_difference_and_writes_a_large_model_in_parts(run, tmp_path, monkeypatch):
     monkeypatch.setattr(merged_folder, "MAX_SHARD_BYTES", 12_000)
     done = run_finetune("merge", run.folder.path, tmp_path / "out", "--dtype", "float32")
@@ -149,7 +155,7 @@ def test_nothing_is_overwritten(run, tmp_path, taken):
     before = sorted(tmp_path.rglob("*"))
     done = run_finetune("merge", run.folder.path, out)
     assert done.returncode == 2
-    assert "is there already" in done.stdout
+    assert "already exists and is not an empty folder" in done.stdout
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -175,12 +181,12 @@ def test_a_folder_that_transformers_cannot_load_is_said(merged, tmp_path):
     torn = shutil.copytree(merged.folder, tmp_path / "torn")
     os.truncate(torn / "model.safetensors", 100)
     with pytest.raises(RunFailedError, match=r"transformers alone cannot load it: .+ It was removed again"):
-        merged_folder._reload(torn, None, [[1, 2]])
+        merged_folder._reload(torn, [[1, 2]])
 
 
 def test_too_small_a_disk_is_said_before_anything_is_written(run, tmp_path, monkeypatch):
     monkeypatch.setattr(out_folder, "SPARE_BYTES", 1 << 60)
-    with pytest.raises(RunFailedError, match=r"takes .* GB, and .* are free at .* Nothing was written"):
+    with pytest.raises(RunFailedError, match=r"needs .* GB, but only .* are free at .* Nothing was written"):
         write_merged(run, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -231,7 +237,7 @@ def test_a_run_that_was_trained_here_on_a_base_of_random_weights(tmp_path):
 def test_it_is_for_one_process(run, tmp_path):
     with (
         patch.dict(os.environ, place_variables(0, 2, free_port())),
-        pytest.raises(ConfigError, match=r"finetune merge is for one process, but 2 were started\."),
+        pytest.raises(ConfigError, match=r"finetune merge needs one process, but 2 were started\."),
     ):
         merge(run.folder.path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -265,5 +271,5 @@ def test_a_base_that_moved_is_named(run, tmp_path):
 
 def test_a_file_above_is_refused(run, tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="no folder that can be written"):
+    with pytest.raises(CheckpointError, match="not a folder that you can write to"):
         write_merged(run, tmp_path / "file" / "out")

@@ -152,13 +152,13 @@ def test_a_tokenizer_without_a_template_takes_prompts_as_they_stand():
     [
         (PHI2, "the last turn ends in"),
         ("{% for m in messages %}{{ m.role + loop.index|string + m.content }}{% endfor %}", "last turn ends in"),
-        ("{% for m in messages %}{{ m.content + m.content }}{% endfor %}", "tells one twice"),
-        ("{{ messages[-1].content }}", "leaves one out"),
+        ("{% for m in messages %}{{ m.content + m.content }}{% endfor %}", "leaves out or repeats one"),
+        ("{{ messages[-1].content }}", "leaves out or repeats one"),
         ("{{ raise_exception('no') }}", "refuses the turns user"),
     ],
 )
 def test_a_template_that_is_more_than_pieces_is_refused_with_a_way_out(template, reason):
-    with pytest.raises(ModelError, match=rf"cannot be said in a Modelfile: .*({reason}).*--no-modelfile"):
+    with pytest.raises(ModelError, match=rf"cannot be written as a Modelfile: .*({reason}).*--no-modelfile"):
         read_pieces(tokenizer_with(template))
 
 

@@ -190,7 +190,7 @@ def test_a_token_that_may_not_write(hub, push, model):
     hub.may_write = False
     done = push(model, "me/merged")
     assert done.returncode == 2, done.stdout
-    assert "needs the right to write" in done.stdout
+    assert "The token needs write access" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["orders", "me/or ders", "https://huggingface.co/me/orders"])
@@ -220,6 +220,11 @@ def test_what_nobody_could_use_is_not_sent(hub, push, run, model, tmp_path, spoi
         (source / "adapter_model.safetensors").write_bytes(b"cut")
     done = push(source, "me/orders")
     assert done.returncode == 2
-    expected = {"local base": "--base", "full run": "finetune merge", "damage": "is damaged", "nothing": "is no model"}
+    expected = {
+        "local base": "--base",
+        "full run": "finetune merge",
+        "damage": "is damaged",
+        "nothing": "is not a model",
+    }
     assert expected[spoil] in done.stdout
     assert hub.requests == []
