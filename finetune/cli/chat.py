@@ -24,7 +24,7 @@ from finetune.cli.run_options import (
 from finetune.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from finetune.cli.answering import Answering
+    from finetune.inference.answering import Answering
     from finetune.inference.conversation import Command
 
 _PROMPT = "> "
@@ -44,20 +44,15 @@ def chat(
     settings: SetOption = None,
 ) -> None:
     """Talk with a finished run. /help lists what else a line can say; Ctrl-C stops an answer, Ctrl-D leaves."""
-    from finetune.cli.answering import Answering, AnswerSettings
-    from finetune.inference.finished_run import find_run, load_finished_run
+    from finetune.inference.answering import AnswerSettings, open_run
+    from finetune.inference.finished_run import find_run
 
     wished = AnswerSettings(
         system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
     )
-    wished.check()
     run = find_run(run_folder, settings or [], base=base, checkpoint=checkpoint, is_alone=True)
-
-    from finetune.distributed.launch import launch
-
-    with launch(run.config, trains=False) as runtime:
-        talk = Chat(Answering(load_finished_run(runtime, run), run, wished), compare=compare)
-        talk.run()
+    with open_run(run, wished) as answering:
+        Chat(answering, compare=compare).run()
 
 
 class Chat:
@@ -182,7 +177,7 @@ class Chat:
         sys.stdout.flush()
 
     def _note(self, text: str) -> None:
-        """What the program says, apart from what the model does."""
+        """Write a note of the program to standard error; standard output is the model's."""
         from finetune.terminal import visible
 
         sys.stdout.flush()

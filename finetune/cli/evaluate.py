@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from finetune.distributed.runtime import Runtime
-    from finetune.inference.answers import Metric
+    from finetune.inference.answer_metrics import Metric
     from finetune.inference.evaluation import Evaluation
     from finetune.inference.finished_run import FinishedRun
     from finetune.inference.harness import Results
@@ -60,6 +60,7 @@ def evaluate(
     from finetune.inference.answer_metrics import resolve_metrics
     from finetune.inference.finished_run import find_run
     from finetune.inference.harness import require_harness
+    from finetune.terminal import print_json
 
     _refuse_to_overwrite(output)
     if harness is not None:
@@ -70,7 +71,7 @@ def evaluate(
         record = {"run": str(run.folder.path), "weights": run.weights_name, "harness": results}
         if output is not None:
             _write(output, record)
-        _print_json(record) if as_json else _show_harness(results)
+        print_json(record, indent=None) if as_json else _show_harness(results)
         return
     metrics = resolve_metrics([*run.config.testing.metrics, *(metric or [])], metrics_from or [])
 
@@ -83,17 +84,19 @@ def evaluate(
     if output is not None:
         _write(output, {**_as_record(run, split, evaluation), "rows": _rows(evaluation)})
     if as_json:
-        _print_json(_as_record(run, split, evaluation))
+        print_json(_as_record(run, split, evaluation), indent=None)
     else:
         _show(split, evaluation, run.config.testing.num_samples)
 
 
 def _measure(runtime: Runtime, run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> Evaluation:
     """Collective."""
+    from finetune.data.batches import EvaluationLoader
     from finetune.data.encode import encode_examples
     from finetune.data.examples import load_examples
     from finetune.inference.evaluation import evaluate_model
     from finetune.inference.finished_run import load_finished_run
+    from finetune.model.base import longrope_boundary
     from finetune.training.forward import agree_on_forward
 
     config = run.config
@@ -108,8 +111,15 @@ def _measure(runtime: Runtime, run: FinishedRun, split: Split, metrics: Mapping[
             "--metric, and set testing.metrics=[] where the run's config names some."
         )
     runtime.refuse_differences(f"the {split} rows", examples.fingerprint)
-    collate = agree_on_forward(runtime, config.training, model).collate
-    return evaluate_model(runtime, model, tokenizer, examples, config.testing, metrics=metrics, collate=collate)
+    loader = EvaluationLoader(
+        examples,
+        config.testing.model_copy(update={"drop_last": False}),  # every row counts
+        boundary=longrope_boundary(model),
+        rank=runtime.rank,
+        world_size=runtime.world_size,
+        collate=agree_on_forward(runtime, config.training, model).collate,
+    )
+    return evaluate_model(runtime, model, tokenizer, loader, config.testing, metrics=metrics)
 
 
 def _measure_by_harness(run: FinishedRun, tasks: str, folder: Path | None) -> Results:
@@ -184,57 +194,40 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _print_json(record: Mapping[str, Any]) -> None:
-    from finetune.terminal import print_json
-
-    print_json(record, indent=None)
-
-
 def _show(split: Split, evaluation: Evaluation, num_samples: int) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from finetune.terminal import visible
+    from finetune.terminal import print_table, visible
 
-    table = Table(title=f"{split.capitalize()} split, {evaluation.num_rows:,} rows")
-    table.add_column("")
-    for name in evaluation.scores:
-        table.add_column(name, justify="right")
-    scores = list(evaluation.scores.values())
-    for metric in scores[-1].metrics:
-        table.add_row(
-            Text(_READABLE.get(metric, metric)), *(_figure(metric, score.metrics[metric]) for score in scores)
-        )
-    table.add_row("loss (nats per target token)", *(f"{score.loss:.4f}" for score in scores))
-    table.add_row("perplexity", *(f"{score.perplexity:.3f}" for score in scores))
-    console = Console()
-    console.print(table)
+    scores = evaluation.scores.values()
+    metrics = evaluation.scores["tuned"].metrics
+    rows = [[_READABLE.get(name, name), *(_figure(name, each.metrics[name]) for each in scores)] for name in metrics]
+    rows.append(["loss (nats per target token)", *(f"{each.loss:.4f}" for each in scores)])
+    rows.append(["perplexity", *(f"{each.perplexity:.3f}" for each in scores)])
+    title = f"{split.capitalize()} split, {evaluation.num_rows:,} rows"
+    print_table(["", *evaluation.scores], rows, right=evaluation.scores, title=title)
     for row in evaluation.answered[:num_samples]:
-        pairs = [("prompt", row.prompt), ("expected", row.expected), *row.answers.items()]
         sample = Table(box=None, show_header=False, padding=(0, 1))
-        for label, text in pairs:
-            # As it stands, since rich could take a part of it for markup.
+        for label, text in [("prompt", row.prompt), ("expected", row.expected), *row.answers.items()]:
             sample.add_row(Text(label, style="bold"), Text(visible(text)))
-        console.print(sample)
+        Console().print(sample)
 
 
 def _figure(name: str, value: float) -> str:
-    from finetune.inference.answers import SHARES
+    from finetune.inference.answer_metrics import SHARES
 
     return f"{value:.1%}" if name in SHARES else f"{value:.4f}"
 
 
 def _show_harness(results: Results) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from finetune.terminal import print_table
 
-    table = Table(title="lm-evaluation-harness")
-    for heading in ("task", "metric", "value"):
-        table.add_column(heading)
-    for task, figures in results.items():
-        for name, value in figures.items():
-            if isinstance(value, float):
-                table.add_row(Text(task), Text(name), f"{value:.4f}")
-    Console().print(table)
+    rows = [
+        [task, name, f"{value:.4f}"]
+        for task, figures in results.items()
+        for name, value in figures.items()
+        if isinstance(value, float)
+    ]
+    print_table(["task", "metric", "value"], rows, title="lm-evaluation-harness")

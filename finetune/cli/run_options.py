@@ -11,7 +11,7 @@ from finetune.errors import ConfigError
 
 
 def refuse_password(value: str | None) -> str | None:
-    """Stop at an address with a password or a token in it, which messages and files would repeat.
+    """Refuse an address with a password or a token in it, which messages and files would repeat.
 
     Raises:
         ConfigError: shows the address without it.
@@ -20,7 +20,7 @@ def refuse_password(value: str | None) -> str | None:
 
     if value is not None and (shown := without_passwords(value)) != value:
         raise ConfigError(
-            f"{shown} names a user, a password or a token, which would be shown and kept. Give it without; for the "
+            f"{shown} contains a user, a password or a token, which would be shown and stored. Leave it out; for the "
             "hub, set HF_TOKEN in the environment."
         )
     return value
@@ -60,7 +60,7 @@ TopPOption = Annotated[
     typer.Option(help="Draw from the most likely tokens with this probability together.", max=1.0, show_default=False),
 ]
 TopKOption = Annotated[
-    int | None, typer.Option(help="Draw from so many of the most likely tokens.", min=1, show_default=False)
+    int | None, typer.Option(help="Draw from this many of the most likely tokens.", min=1, show_default=False)
 ]
-SeedOption = Annotated[int, typer.Option(help="Of the draws.", min=0)]
+SeedOption = Annotated[int, typer.Option(help="Seed for drawing tokens.", min=0)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -1,43 +1,92 @@
-"""Which functions may measure an answer.
+"""Measures of a generated answer against the expected one: those that are shipped, and the user's own.
 
-Security: a metric is code. A name is looked up among those of `finetune.inference.answers`, or in a module that the
-command line itself allows with `--metrics-from`; never in one that only a configuration, a run's folder or a data set
-names. The module must be installed: what happens to lie in the current folder, which may be a downloaded one, is not
-imported.
+Security: a metric is code. A name is looked up in `METRICS`, or in a module that the command line itself allows with
+`--metrics-from`; never in one that only a configuration, a run's folder or a data set names. The module must be
+installed: a file in the current folder, which may be a downloaded one, is not imported.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
 from finetune.errors import ConfigError, DataError
-from finetune.inference.answers import METRICS, Metric
+
+Metric = Callable[[str, str], float]
+"""(generated answer, expected answer) to a number. The figure of a model is the mean over the rows."""
+
+
+def exact_match(answer: str, expected: str) -> float:
+    """1 where both are the same but for white space around them."""
+    return float(answer.strip() == expected.strip())
+
+
+def json_valid(answer: str, expected: str) -> float:
+    """1 where the answer is a JSON object or array; a bare number or word is an answer, not a document."""
+    return float(isinstance(_parsed(answer), (dict, list)))
+
+
+def json_equal(answer: str, expected: str) -> float:
+    """1 where both are JSON documents that say the same, whatever the order of keys and the spacing."""
+    found = _parsed(answer)
+    return float(isinstance(found, (dict, list)) and found == _parsed(expected))
+
+
+def token_f1(answer: str, expected: str) -> float:
+    """Harmonic mean of precision and recall over words, as SQuAD counts them (Rajpurkar et al., arXiv:1606.05250).
+
+    Words are split at white space and compared in lower case. Unlike SQuAD, articles are kept: removing them is for
+    English alone.
+    """
+    found, wanted = answer.lower().split(), expected.lower().split()
+    common = (Counter(found) & Counter(wanted)).total()
+    if not found or not wanted:
+        return float(found == wanted)
+    return 2 * common / (len(found) + len(wanted))
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+METRICS: Mapping[str, Metric] = {
+    "exact_match": exact_match,
+    "json_valid": json_valid,
+    "json_equal": json_equal,
+    "token_f1": token_f1,
+}
+SHARES = frozenset({"exact_match", "json_valid", "json_equal"})
+"""Metrics that are shares of the rows, shown in per cent."""
 
 
 def resolve_metrics(names: Sequence[str], allowed_modules: Sequence[str] = ()) -> dict[str, Metric]:
-    """The functions that names mean. Imports a module only if it is allowed.
+    """Look up metrics by name. Imports a module only if it is allowed.
 
     Args:
         names: of `METRICS`, or dotted: `my_package.scores.bleu`.
         allowed_modules: in which a dotted name may stand, from the command line and nowhere else.
 
     Raises:
-        ConfigError: an unknown name, a module that is not allowed or not installed, or something that is no function.
+        ConfigError: an unknown name, a module that is not allowed or not installed, or a name that is not a function.
     """
     return {name: _resolve(name, allowed_modules) for name in dict.fromkeys(names)}
 
 
 def measure(name: str, metric: Metric, answer: str, expected: str) -> float:
-    """One answer's figure.
+    """Measure one answer.
 
     Raises:
-        DataError: a user's own metric failed, or gave something that is no finite number.
+        DataError: a user's own metric failed, or gave something that is not a finite number.
     """
     try:
         value = float(metric(answer, expected))
@@ -54,13 +103,13 @@ def _resolve(name: str, allowed_modules: Sequence[str]) -> Metric:
     module, _, attribute = name.rpartition(".")
     if not module:
         raise ConfigError(
-            f"--metric is {name}, which is none of {', '.join(METRICS)}. Name one of these, or a function of your own "
+            f"--metric is {name}; expected one of {', '.join(METRICS)}, or a function of your own "
             f"installed package: --metric my_package.scores.{name} --metrics-from my_package.scores."
         )
     if module not in allowed_modules:
         raise ConfigError(
-            f"--metric is {name}, and {module} is no module that metrics may come from: a metric is code, and is run. "
-            f"If the package is yours, allow it with --metrics-from {module}."
+            f"--metric is {name}, but {module} is not allowed: a metric is code, which is run. If the package is "
+            f"yours, allow it with --metrics-from {module}."
         )
     found = getattr(_import_installed(module), attribute, None)
     if not callable(found):
@@ -85,7 +134,7 @@ def _import_installed(module: str) -> object:
 
 @contextmanager
 def _without_current_folder() -> Iterator[None]:
-    """What `python -P` leaves out: `python -m` puts the folder that one stands in before all installed packages."""
+    """Import as `python -P` does: `python -m` puts the current folder before all installed packages."""
     before = list(sys.path)
     if sys.path and not sys.flags.safe_path and sys.path[0] in ("", os.curdir, str(Path.cwd())):
         del sys.path[0]

@@ -17,17 +17,17 @@ COMMANDS = {
 
 @dataclass
 class Conversation:
-    """What was said so far."""
+    """The turns so far, and the system turn before them."""
 
     system: str | None = None
     turns: list[Turn] = field(default_factory=list)
 
     def ask(self, text: str) -> None:
-        """A user's turn."""
+        """Add a user's turn."""
         self.turns.append({"role": "user", "content": text})
 
     def answer(self, text: str) -> None:
-        """The assistant's turn. One that says nothing takes the question back: no template renders it well."""
+        """Add the assistant's turn. An empty one takes the question back, since no template renders it well."""
         if text.strip():
             self.turns.append({"role": "assistant", "content": text})
         else:
@@ -47,20 +47,20 @@ class Conversation:
         self.turns.clear()
 
     def as_prompt(self) -> Prompt:
-        """What the model is given next."""
+        """The prompt for the next answer."""
         return Prompt(source="the conversation", messages=tuple(with_system_turn(self.turns, self.system)))
 
 
 @dataclass(frozen=True)
 class Command:
-    """A line that is for the program: `/system Be brief.`"""
+    """A line for the program: `/system Be brief.`"""
 
     name: str
     text: str = ""
 
 
 def read_line(line: str) -> Command | str | None:
-    """A command, what the user says, or None for a blank line. `//` at the start says a text that begins with `/`."""
+    """Read a line as a command, as the user's words, or as None if it is blank. `//` at its start stands for `/`."""
     text = line.strip()
     if not text:
         return None

@@ -1,4 +1,4 @@
-"""Decoding with the right stop ids: greedy or drawn, and the same answers however the prompts are put together."""
+"""Decoding with the right stop ids, greedy or drawn. The answers do not depend on how prompts are put together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from finetune.model.base import evaluation_mode, longrope_boundary, max_context
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is drawn, in place of taking the most likely one.
+    """Settings for drawing tokens, instead of taking the most likely one each time.
 
     The draws of an answer are a function of (seed, place of its prompt, position): they do not depend on what else is
     decoded with it, nor on the device.
@@ -25,15 +25,15 @@ class Sampling:
     temperature: float = 1.0
     """Logits are divided by it; above 0."""
     top_k: int | None = None
-    """Only so many of the most likely tokens can be drawn."""
+    """Draw only from this many of the most likely tokens."""
     top_p: float | None = None
-    """Only the most likely tokens that together have this probability can be drawn; above 0, at most 1."""
+    """Draw only from the most likely tokens that together have this probability; above 0, at most 1."""
     seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """What ends an answer, and how its tokens are chosen."""
+    """When an answer ends, and how its tokens are chosen."""
 
     stop_ids: Sequence[int]
     """An answer ends before the first of any of these."""
@@ -58,7 +58,7 @@ def generate_answers(
         prompts: token ids, none empty.
         stop_ids: generation of a row ends at any of these; they are not part of the answer.
         max_new_tokens: the longest answer.
-        batch_size: prompts decoded together. Prompts of like length are, so that little is padded.
+        batch_size: prompts decoded together. Prompts of similar length are, to pad little.
         sampling: draw tokens; None: take the most likely.
 
     Returns:
@@ -78,7 +78,7 @@ def generate_answers(
 def plan_batches(
     model: Any, prompts: Sequence[Sequence[int]], *, batch_size: int, max_new_tokens: int
 ) -> list[list[int]]:
-    """Which prompts are decoded together: those of like length.
+    """Plan which prompts are decoded together: those of similar length.
 
     A LongRoPE model chooses its factors for a whole batch from the longest position in it, so prompts on the two sides
     of that boundary are kept apart, and one whose answer may cross it, or reach the end of the context, is alone.
@@ -191,7 +191,7 @@ def _only_our_settings(model: Any) -> Iterator[None]:
 
 
 class _Draw:
-    """A logits processor that leaves one token of each row: the one drawn for it, from random numbers of its own."""
+    """A logits processor that draws one token for each row, from the row's own random numbers, and leaves only it."""
 
     def __init__(self, sampling: Sampling, rows: Sequence[int]) -> None:
         from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -218,7 +218,7 @@ class _Draw:
 
 
 class _TokenWatcher:
-    """What transformers calls a streamer: told of the prompt first, then of each token."""
+    """A streamer for transformers, which passes it the prompt first and then each token."""
 
     def __init__(self, on_token: Callable[[int], object]) -> None:
         self._on_token = on_token

@@ -1,9 +1,10 @@
-"""Figures of a model over a split: the same for any batch size and any number of processes.
+"""The figures of a model over a split: those of the test phase, and of `finetune evaluate`.
 
-Every figure is a mean over rows or tokens. What each row gives is computed once, on the rank that its batch falls to;
-the batches do not depend on the number of ranks, and what rows gave is added with `math.fsum`, whose result does not
-depend on the order. So the number of processes changes no bit. The batch size changes no generated token in fp32, and
-the loss only by the rounding of fp32 products of another shape (about 1e-7 of it).
+They are the same for any batch size and any number of processes. Every figure is a mean over rows or tokens. Each row
+is computed once, on the rank that its batch falls to; the batches do not depend on the number of ranks, and the rows'
+values are added with `math.fsum`, whose result does not depend on the order. So the number of processes changes no bit.
+The batch size changes no generated token in fp32, and the loss only by the rounding of fp32 products of another shape
+(about 1e-7 of it).
 """
 
 from __future__ import annotations
@@ -17,17 +18,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from finetune.config.schema import TestingSection
-from finetune.data.batches import Collate, EvaluationLoader
+from finetune.data.batches import EvaluationLoader
 from finetune.data.encoded import EncodedExamples
 from finetune.data.templates import stop_ids
 from finetune.distributed.runtime import Runtime
-from finetune.engine.loss import cross_entropy_per_target
-from finetune.engine.reference import in_float64
-from finetune.inference.answer_metrics import measure
-from finetune.inference.answers import Dialogues, Metric, text_of
+from finetune.inference.answer_metrics import METRICS, Metric, measure
 from finetune.inference.decoding import Decoding, decode_rows, plan_batches
 from finetune.inference.finished_run import has_base
-from finetune.model.base import evaluation_mode, longrope_boundary
+from finetune.inference.losses import measure_losses
+from finetune.model.base import evaluation_mode
+from finetune.runs.state import ComparedAnswer, Comparison, ModelScores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,12 +37,12 @@ ModelName = Literal["base", "tuned"]
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What one model did."""
+    """The figures of one model."""
 
     loss: float
     """Nats per target token; nan without targets."""
     standard_error: float
-    """Of the rows' mean losses."""
+    """Standard error of the rows' mean losses."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Means over the rows that have an answer."""
 
@@ -54,7 +54,7 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweredRow:
-    """A row, and what the models made of it."""
+    """A row with the answers of the models and their figures."""
 
     source: str
     prompt: str
@@ -70,49 +70,80 @@ class Evaluation:
     num_rows: int
     num_targets: int
     scores: Mapping[ModelName, Scores]
-    """Of the base, where there is one, and of the tuned model."""
+    """Those of the base, where there is one, and of the tuned model."""
     answered: Sequence[AnsweredRow] = ()
+
+
+def run_test_phase(
+    runtime: Runtime, model: Any, tokenizer: PreTrainedTokenizerBase, loader: EvaluationLoader, section: TestingSection
+) -> Comparison:
+    """Evaluate as the test phase of training does: on this process alone, by the metrics of the configuration.
+
+    Args:
+        runtime: for precision and device; nothing is exchanged.
+        model: the tuned model, placed.
+        tokenizer: the model's.
+        loader: over the whole test split.
+        section: what to measure.
+    """
+    metrics: dict[str, Metric] = {name: METRICS[name] for name in section.metrics}
+    found = evaluate_model(runtime, model, tokenizer, loader, section, metrics=metrics, is_alone=True)
+    scores = {name: ModelScores(loss=each.loss, **each.metrics) for name, each in found.scores.items()}
+    return Comparison(
+        tuned=scores["tuned"],
+        base=scores.get("base"),
+        num_rows=found.num_rows,
+        answers=tuple(
+            ComparedAnswer(
+                prompt=row.prompt, expected=row.expected, tuned=row.answers["tuned"], base=row.answers.get("base")
+            )
+            for row in found.answered[: section.num_samples]
+        ),
+    )
 
 
 def evaluate_model(
     runtime: Runtime,
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    examples: EncodedExamples,
+    loader: EvaluationLoader,
     section: TestingSection,
     *,
     metrics: Mapping[str, Metric],
-    collate: Collate | None = None,
+    is_alone: bool = False,
 ) -> Evaluation:
     """Measure the tuned model, and the base by switching the adapter off.
 
-    Collective: every rank, with the same arguments.
+    Collective, unless `is_alone`: every rank, with the same arguments.
 
     Args:
         runtime: the world of processes.
         model: placed.
         tokenizer: the model's.
-        examples: the rows; all of them are measured, `drop_last` or not.
+        loader: this rank's rows of the split, or all of them if `is_alone`.
         section: batch size, the longest answer, how many answers to show, whether to measure the base.
         metrics: of generated answers, by name.
-        collate: what puts rows together for the loss.
+        is_alone: this process measures everything, and nothing is exchanged.
     """
-    dialogue = Dialogues(examples, tokenizer)
+    examples = loader.dataset
+    assert isinstance(examples, EncodedExamples)
+    is_shared = runtime.world_size > 1 and not is_alone
+    dialogue = Dialogues(examples if metrics or section.num_samples else None, tokenizer)
     asked = len(dialogue.prompts) if metrics else min(section.num_samples, len(dialogue.prompts))
+    is_writer = is_alone or runtime.is_main_process
     names: list[ModelName] = ["base", "tuned"] if section.compare_base and has_base(model) else ["tuned"]
-    nats: dict[ModelName, torch.Tensor] = {}
+    losses: dict[ModelName, torch.Tensor] = {}
     answers: dict[ModelName, list[str]] = {}
     for name in names:
         with model.disable_adapter() if name == "base" else nullcontext():
-            nats[name] = _row_losses(runtime, model, examples, section, collate)
-            ids = _answers(runtime, model, tokenizer, dialogue.prompts[:asked], section)
-            answers[name] = [text_of(tokenizer, row) for row in ids] if runtime.is_main_process else []
+            losses[name] = _row_losses(runtime, model, loader, is_shared=is_shared)
+            ids = _answers(runtime, model, tokenizer, dialogue.prompts[:asked], section, is_shared=is_shared)
+            answers[name] = [text_of(tokenizer, row) for row in ids] if is_writer else []
     measured = {name: _measure(metrics, given, dialogue.expected) for name, given in answers.items()}
-    counts = examples.num_targets
     return Evaluation(
         num_rows=len(examples),
-        num_targets=int(counts.sum()),
-        scores={name: _scores(nats[name], counts, measured[name]) for name in names},
+        num_targets=int(losses["tuned"][1].sum()),
+        scores={name: _scores(losses[name], measured[name]) for name in names},
         answered=tuple(
             AnsweredRow(
                 source=dialogue.sources[row],
@@ -121,32 +152,64 @@ def evaluate_model(
                 answers={name: answers[name][row] for name in names},
                 metrics={name: {key: values[row] for key, values in measured[name].items()} for name in names},
             )
-            for row in range(asked if runtime.is_main_process else 0)
+            for row in range(asked if is_writer else 0)
         ),
     )
 
 
-def _row_losses(
-    runtime: Runtime, model: Any, examples: EncodedExamples, section: TestingSection, collate: Collate | None
-) -> torch.Tensor:
-    """Nats of each row, summed over its targets: float64, shape (rows,). Collective."""
-    loader = EvaluationLoader(
-        examples,
-        section.model_copy(update={"drop_last": False}),
-        boundary=longrope_boundary(model),
-        rank=runtime.rank,
-        world_size=runtime.world_size,
-        collate=collate,
-    )
-    mine = torch.zeros(len(examples), dtype=torch.float64)
+class Dialogues:
+    """Prompt and expected answer of each row that has an answer to generate.
+
+    Args:
+        examples: encoded rows; those of plain text have no answers. None: no row.
+        tokenizer: the model's.
+
+    Attributes:
+        sources: where each row was read.
+        prompts: token ids, the header of the assistant's turn included.
+        expected: what the assistant says, as text.
+    """
+
+    def __init__(self, examples: EncodedExamples | None, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.sources: list[str] = []
+        self.prompts: list[list[int]] = []
+        self.expected: list[str] = []
+        self._tokenizer = tokenizer
+        if examples is None or examples.kind == "text":
+            return
+        for row in examples.num_targets.nonzero()[:, 0].tolist():
+            prompt, answer = examples.prompt_and_answer(row)
+            self.sources.append(examples.source(row))
+            self.prompts.append([int(token) for token in prompt])
+            self.expected.append(text_of(tokenizer, answer))
+
+    def last_turn(self, row: int) -> str:
+        """The text of the last turn before the answer, or all of a prompt without turns."""
+        prompt = self.prompts[row]
+        special = set(self._tokenizer.all_special_ids)
+        end_of_turn = stop_ids(self._tokenizer, None)[0]
+        ends = [position for position, token in enumerate(prompt) if token == end_of_turn]
+        end = start = ends[-1] if ends else len(prompt)
+        while start > 0 and prompt[start - 1] not in special:
+            start -= 1
+        return text_of(self._tokenizer, prompt[start:end])
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Tokens as text without special tokens, and without white space around it."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
+
+
+def _row_losses(runtime: Runtime, model: Any, loader: EvaluationLoader, *, is_shared: bool) -> torch.Tensor:
+    """Nats and target tokens of each row, float64, shape (2, rows); zeros where none was measured. Collective."""
+    mine = torch.zeros(2, len(loader.dataset), dtype=torch.float64)  # type: ignore[arg-type]
     with evaluation_mode(model):
         for rows, microbatch in zip(loader.row_batches, loader, strict=True):
-            there = microbatch.to(runtime.device)
-            with runtime.autocast():
-                nats = in_float64(cross_entropy_per_target(model, there))
-            of_rows = torch.zeros(there.num_rows, dtype=torch.float64, device=nats.device)
-            mine[rows] = of_rows.index_add_(0, there.target_row.to(nats.device), nats).cpu()
-    return torch.tensor(runtime.sum(mine.tolist()), dtype=torch.float64)
+            found = measure_losses(runtime, model, microbatch)
+            mine[:, rows] = torch.stack([found.nats, found.num_targets.double()]).cpu()
+    if not is_shared:
+        return mine
+    return torch.tensor(runtime.sum(mine.flatten().tolist()), dtype=torch.float64).view_as(mine)
 
 
 def _answers(
@@ -155,18 +218,18 @@ def _answers(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     section: TestingSection,
+    *,
+    is_shared: bool,
 ) -> list[list[int]]:
     """The greedy answer to each prompt. Collective: the ranks are dealt whole batches, and tell each other theirs."""
     limit = section.max_new_tokens
-    decoding = Decoding(
-        stop_ids=stop_ids(tokenizer, model.generation_config.eos_token_id), max_new_tokens=limit, sampling=None
-    )
+    decoding = Decoding(stop_ids=stop_ids(tokenizer, model.generation_config.eos_token_id), max_new_tokens=limit)
     batches = plan_batches(model, prompts, batch_size=section.batch_size, max_new_tokens=limit)
     mine: list[list[int]] = [[] for _ in prompts]
-    for rows in batches[runtime.rank :: runtime.world_size]:
+    for rows in batches[runtime.rank :: runtime.world_size] if is_shared else batches:
         for row, answer in zip(rows, decode_rows(model, prompts, rows, decoding), strict=True):
             mine[row] = answer
-    if runtime.world_size == 1 or not prompts:
+    if not (is_shared and prompts):
         return mine
     # A row is one rank's alone, so that the sum over ranks is that rank's: ids from 1 on, 0 behind the end.
     flat = [float(token + 1) for answer in mine for token in [*answer, *[-1] * (limit - len(answer))]]
@@ -183,13 +246,12 @@ def _measure(metrics: Mapping[str, Metric], answers: Sequence[str], expected: Se
     return {name: [measure(name, metric, *pair) for pair in pairs] for name, metric in metrics.items()}
 
 
-def _scores(nats: torch.Tensor, counts: torch.Tensor, measured: Mapping[str, Sequence[float]]) -> Scores:
-    taught = counts > 0
+def _scores(losses: torch.Tensor, measured: Mapping[str, Sequence[float]]) -> Scores:
+    nats, counts = losses
     num_targets = int(counts.sum())
-    means = (nats[taught] / counts[taught]).tolist()
     return Scores(
         loss=math.fsum(nats.tolist()) / num_targets if num_targets else math.nan,
-        standard_error=_standard_error(means),
+        standard_error=_standard_error((nats[counts > 0] / counts[counts > 0]).tolist()),
         metrics={name: math.fsum(values) / len(values) for name, values in measured.items() if values},
     )
 

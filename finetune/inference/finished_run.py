@@ -43,7 +43,7 @@ class FinishedRun:
 
 
 class LoadedRun(NamedTuple):
-    """What `load_finished_run` gives."""
+    """A run's model and tokenizer."""
 
     model: Any
     """Placed: a PeftModel, or a transformers model where every weight was trained."""
@@ -190,7 +190,7 @@ def _checkpoint(folder: RunFolder, path: Path, wish: str) -> Path:
     number = wish.rstrip("/").rpartition("/")[2].removeprefix("step-")
     if not number.isdecimal() or int(number) not in steps:
         raise CheckpointError(
-            f"--checkpoint is {wish}, but {path} has no such checkpoint. There are the steps {there}; or say {LATEST}."
+            f"--checkpoint is {wish}, but {path} has checkpoints of the steps {there}. Choose one, or say {LATEST}."
         )
     found = folder.checkpoint(int(number))
     if problems := verify(found):
@@ -201,7 +201,7 @@ def _checkpoint(folder: RunFolder, path: Path, wish: str) -> Path:
 def _with_tokenizer_of_run(
     section: ModelSection, folder: RunFolder, weights: Path, words: Sequence[str]
 ) -> ModelSection:
-    """What a run was trained with lies beside its weights; a base's own tokenizer may have changed since."""
+    """Prefer the tokenizer saved beside the weights: the base's own may have changed since."""
     if any(word.startswith("model.tokenizer=") for word in words):
         return section
     for place in (weights, folder.adapter):

@@ -1,4 +1,4 @@
-"""What a finished run is asked: words, text from a pipe, or the rows of a file; and each as the tokens of a prompt."""
+"""Prompts for a finished run, from words, a pipe or the rows of a file, and the tokens of each."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ class Prompt:
 
     @property
     def shown(self) -> str:
-        """What the last turn says."""
+        """The text of the last turn."""
         return self.messages[-1]["content"] if self.messages else self.text
 
 
 def read_words(words: Sequence[str]) -> list[Prompt]:
-    """Each word of the command line is what a user says, in a conversation of its own."""
+    """Make each word of the command line a user's turn, in a conversation of its own."""
     return [_user_says(word, f"prompt {place}") for place, word in enumerate(words, start=1)]
 
 
 def read_text(text: str, source: str) -> list[Prompt]:
-    """All of a text is what one user says.
+    """Make a whole text one user's turn.
 
     Raises:
         DataError: it is blank.
@@ -73,13 +73,15 @@ def read_text(text: str, source: str) -> list[Prompt]:
 
 
 def read_file(path: Path) -> list[Prompt]:
-    """The prompts of a file: each row has `prompt`, `messages` or `text`; see `read_rows`.
+    """Read the prompts of a file: each row has `prompt`, `messages` or `text`; see `read_rows`.
 
     Raises:
-        DataError: no such file, or rows that cannot be asked.
+        DataError: the file does not exist, or has rows that are not prompts.
     """
     if not path.is_file():
-        raise DataError(f"--from is {path}, but there is no such file. Correct the path, or say - for standard input.")
+        raise DataError(
+            f"--from is {path}, but that file does not exist. Correct the path, or give - for standard input."
+        )
     if path.suffix not in SUFFIXES:
         raise DataError(f"--from is {path}, which ends in {path.suffix or 'nothing'}; expected {', '.join(SUFFIXES)}.")
     rows = FileRows(path, str(path))
@@ -87,12 +89,12 @@ def read_file(path: Path) -> list[Prompt]:
 
 
 def read_json_lines(lines: Iterable[str], source: str) -> list[Prompt]:
-    """The same of JSON lines that do not stand in a file."""
+    """Read prompts from JSON lines that are not in a file."""
     return read_rows((_raw_row(number, line) for number, line in enumerate(lines, start=1) if line.strip()), source)
 
 
 def read_rows(rows: Iterable[RawRow], source: str) -> list[Prompt]:
-    """Prompts of rows. An assistant's turn at the end, and a `completion`, are kept as the answer that is expected.
+    """Read prompts from rows. A last turn of the assistant, or a `completion`, is kept as the expected answer.
 
     Raises:
         DataError: names the first rows that cannot be asked; or there is no row.
@@ -116,7 +118,7 @@ def read_rows(rows: Iterable[RawRow], source: str) -> list[Prompt]:
 
 
 def usual_system_turn(section: DataSection) -> str | None:
-    """What most of the first training rows open with: answers are best where a prompt looks like these rows."""
+    """Find the system turn of most of the first training rows: answers are best if a prompt looks like these rows."""
     from finetune.data.examples import load_examples
 
     try:
@@ -135,7 +137,7 @@ def usual_system_turn(section: DataSection) -> str | None:
 
 
 def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = None) -> list[int]:
-    """The tokens of a prompt, with the header of the assistant's turn.
+    """Encode a prompt, with the header of the assistant's turn.
 
     Args:
         tokens: of the run's tokenizer. Without a chat template a single turn goes to the model as it stands.
@@ -165,7 +167,7 @@ def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = 
 
 
 def with_system_turn(turns: Sequence[Turn], system: str | None) -> list[Turn]:
-    """The turns behind a system turn, unless they have one that says something or there is none."""
+    """Put a system turn before the turns, unless they have one that is not empty or `system` is empty."""
     first, rest = (turns[0], turns[1:]) if turns and turns[0]["role"] == "system" else ({"role": "system"}, turns)
     return list(turns) if first.get("content") or not system else [{**first, "content": system}, *rest]
 

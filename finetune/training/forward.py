@@ -1,4 +1,4 @@
-"""Which forward a run goes through: the engine's on packed rows, or the model's own on padded ones."""
+"""The forward pass of a run: the engine's on packed rows, or the model's own on padded ones."""
 
 from __future__ import annotations
 

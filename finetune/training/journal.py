@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.compose import resolved_yaml
 from finetune.errors import PreemptedError, RunFailedError
-from finetune.inference.evaluate import LossSums
+from finetune.inference.losses import LossSums
 from finetune.logs import log_only_to, log_to_file, stop_logging_to
 from finetune.runs.durable import disk_failures_end_the_run, replace_file
 from finetune.runs.folder import RunFolder

@@ -1,4 +1,4 @@
-"""How the rows of a run become steps, and which of them this rank loads."""
+"""From the rows of a run to its steps, and to the loaders of this rank."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
-    """What happens after which step. Steps count from 1.
+    """When to validate, to save and to end. Steps count from 1.
 
     Attributes:
         steps_per_epoch: optimizer steps of one pass over the rows.
@@ -70,7 +70,7 @@ class Cadence:
 
 @dataclass(frozen=True, kw_only=True)
 class Actions:
-    """What the loop calls. All are collective: every rank calls them in the same order.
+    """The functions that the loop calls. All are collective: every rank calls them in the same order.
 
     Attributes:
         batches: (epoch, first step) to this rank's share of each step from there on.
@@ -195,7 +195,7 @@ def _refuse_too_many(state: TrainerState, result: StepResult, limit: int) -> Non
 
 
 def _refuse_not_finite(state: TrainerState, loss: float) -> None:
-    """Such weights are not good ones, wherever they came from: a checkpoint of them would be what a restart takes."""
+    """Refuse weights that a restart must not go on from."""
     if not math.isfinite(loss):
         raise RunFailedError(
             f"the validation loss after step {state.step} is {loss}: these weights are not saved. Look at the rows of "

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _RATIO = "ratio_to_learning_rate"
-"""Of a group of weights; the optimizer keeps it and does not look at it."""
+"""A key of a group of weights. The optimizer keeps it and does not look at it."""
 
 
 def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.optim.Optimizer:
@@ -77,7 +77,7 @@ def _groups(model: torch.nn.Module, section: OptimSection) -> list[dict[str, Any
 
 
 def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """The class that a dotted name means; nothing outside the allowed modules is ever imported.
+    """Look up the class of a dotted name. Nothing outside the allowed modules is ever imported.
 
     Raises:
         ConfigError: not an optimizer there.

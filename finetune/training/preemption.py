@@ -1,4 +1,4 @@
-"""How a run ends that a signal told to stop: which ranks were told, by what, and what the user does next."""
+"""The errors of a run that a signal told to stop: which ranks were told, by which signal, and what to do next."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from finetune.engine.loss import BY_DEVICE, Choices, before_head, cross_entropy_
 from finetune.engine.loss_head import head_loss_per_target, summed_head_loss
 from finetune.engine.microbatch import Microbatch
 from finetune.engine.reference import in_float64
-from finetune.inference.evaluate import LossSums
+from finetune.inference.losses import LossSums
 from finetune.model.base import evaluation_mode
 
 
@@ -30,7 +30,7 @@ from finetune.model.base import evaluation_mode
 class PreferenceMicrobatch:
     """One forward over pairs: rows 2k and 2k + 1 are the chosen and the rejected answer of pair k.
 
-    What the loss is divided by is pairs, so these are its targets.
+    The loss is divided by the number of pairs, so pairs are its targets.
     """
 
     rows: Microbatch
@@ -47,12 +47,12 @@ class PreferenceMicrobatch:
 
     @property
     def num_tokens(self) -> int:
-        """Of both sides."""
+        """Tokens of both sides."""
         return self.rows.num_tokens
 
     @property
     def num_computed(self) -> int:
-        """The same, but what rows share counts once."""
+        """Tokens of both sides, where a shared beginning counts once."""
         return self.rows.num_computed
 
     @property
@@ -65,29 +65,29 @@ class PreferenceMicrobatch:
         return replace(self, rows=self.rows.to(device))
 
     def pin_memory(self) -> PreferenceMicrobatch:
-        """What a loader with `pin_memory` calls."""
+        """A copy in page-locked memory; a loader with `pin_memory` calls it."""
         return replace(self, rows=self.rows.pin_memory())
 
 
 def put_pairs_together(pairs: Sequence[EncodedPair], *, rows: Collate) -> PreferenceMicrobatch:
-    """What a loader calls: the sides of each pair next to each other, packed or padded as `rows` has it."""
+    """Put the sides of each pair next to each other, and pack or pad the rows as `rows` does. A loader calls it."""
     return PreferenceMicrobatch(rows=rows([side for pair in pairs for side in pair]))
 
 
 FIGURES = ("chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy")
-"""What is measured beside the loss, as means over pairs. A reward is beta times the nats that the model gives an answer
-more than the reference does; the margin is the chosen answer's less the rejected one's; accuracy is the share of pairs
-with a margin above 0."""
+"""Figures measured beside the loss, as means over pairs. A reward is beta times how much more the model prefers an
+answer than the reference does, in nats; the margin is the chosen answer's reward less the rejected one's; accuracy is
+the share of pairs with a margin above 0."""
 
 _ROUNDING_NATS = 1e-4
-"""A margin of no more is none. Such a pair counts half: what has learnt nothing would score by rounding alone."""
+"""Smaller margins are rounding. A pair with one counts half, or a model that has learnt nothing would score."""
 
 
 class Outcomes(NamedTuple):
-    """Of each pair, float64, shape (pairs,)."""
+    """The values of each pair, float64, shape (pairs,)."""
 
     losses: torch.Tensor
-    """The only ones with a gradient."""
+    """They alone have a gradient."""
     chosen_rewards: torch.Tensor
     rejected_rewards: torch.Tensor
     wins: torch.Tensor
@@ -117,7 +117,7 @@ def summed_preferences(
 def measure_preferences(
     model: Any, microbatch: PreferenceMicrobatch, *, beta: float, choices: Choices = BY_DEVICE
 ) -> Outcomes:
-    """What a model makes of each pair. A micro-batch of no kind of pairs is one without any: `EMPTY_MICROBATCH`."""
+    """Measure each pair under the model and the reference. `EMPTY_MICROBATCH` has no pairs."""
     rows = microbatch.rows if isinstance(microbatch, PreferenceMicrobatch) else microbatch
     with evaluation_mode(model), model.disable_adapter():
         reference = _by_row(rows, in_float64(cross_entropy_per_target(model, rows, choices)))
@@ -138,10 +138,10 @@ def sum_preference_losses(
 ) -> tuple[LossSums, list[float]]:
     """Add up losses and `FIGURES` of this rank's pairs, without gradients and in evaluation mode.
 
-    It is cut short, with figures of zero, once a rank was told to stop.
+    Once a rank was told to stop, it is cut short and its figures are zero.
     """
     totals, figures = [0.0] * 4, [0.0] * len(FIGURES)
-    each: Any = loader  # of pairs, whatever its type says
+    each: Any = loader  # it yields pairs, whatever its type says
     with evaluation_mode(model):
         for microbatch in each:
             if runtime.is_anyone_told_to_stop():
@@ -185,7 +185,7 @@ def _packed_losses(
         of_terms.index_add_(0, rows.target_term.to(of_target.device), of_target)
         counts = of_terms.to(hidden.device, of_term.dtype)
         weighted = summed_head_loss(hidden, head.weight, rows.labels, bias=head.bias, counts=counts, chunk_bytes=size)
-    # The weighted sum brings the gradient and no value: it is shared out evenly, for only the sum of all is used.
+    # The weighted sum adds a gradient and no value. It is shared out evenly, since only the sum of all losses is used.
     return losses.detach() + (weighted - weighted.detach()) / len(losses), nats.detach()
 
 

@@ -12,7 +12,7 @@ from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE, Choices
 from finetune.errors import ConfigError, DataError
-from finetune.inference.evaluate import LossSums
+from finetune.inference.losses import LossSums
 from finetune.model.base import longrope_boundary
 from finetune.training.preference import FIGURES, put_pairs_together, sum_preference_losses, summed_preferences
 from finetune.training.step import LossWithFigures

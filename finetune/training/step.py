@@ -34,7 +34,7 @@ class LossWithFigures:
 
 
 class StepResult(NamedTuple):
-    """What one step did, over the whole global batch."""
+    """The result of one step, over the whole global batch."""
 
     loss: float
     """Nats per target token."""
@@ -194,7 +194,7 @@ def _backpropagate(
 
 
 def _sum_over_ranks(runtime: Runtime, own: _Sums, *, is_bad_norm: bool) -> _Sums:
-    """What all ranks have, and how long each took. Collective.
+    """Add the sums of all ranks, and collect how long each took. Collective.
 
     The norm could overflow on one kind of device and not on another: a sum decides, not each rank for itself.
     """
@@ -210,7 +210,7 @@ def _counts(microbatch: Microbatch) -> tuple[int, int, int]:
 
 
 def _whose(runtime: Runtime, is_mine: bool) -> str:
-    """Which ranks it is true of, in words; nothing in a world of one. Collective."""
+    """Name the ranks for which it is true; empty in a world of one. Collective."""
     counts = runtime.sum([float(is_mine and rank == runtime.rank) for rank in range(runtime.world_size)])
     ranks = [str(rank) for rank, count in enumerate(counts) if count]
     return f" (that of rank {', '.join(ranks)})" if ranks and runtime.world_size > 1 else ""

@@ -54,7 +54,7 @@ def trainer_for(config: Config) -> type[Trainer]:
 
 
 class Parts(NamedTuple):
-    """What a trainer trains, in the order in which it takes them."""
+    """Model, tokenizer and rows, in the order in which a trainer takes them."""
 
     model: Any
     """A PEFT model, or a transformers model where every weight trains; on the CPU, or on the GPU if quantized."""

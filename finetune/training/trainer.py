@@ -21,8 +21,8 @@ from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
 from finetune.engine.microbatch import Microbatch
 from finetune.errors import FinetuneError
-from finetune.inference.compare import compare_models
-from finetune.inference.evaluate import LossSums, sum_losses
+from finetune.inference.evaluation import run_test_phase
+from finetune.inference.losses import LossSums, sum_losses
 from finetune.model.base import checkpoint_gradients, longrope_boundary
 from finetune.model.embedding_noise import add_embedding_noise
 from finetune.model.lora import without_adapter
@@ -226,7 +226,7 @@ class Trainer:
         with preempted_in_test(self.runtime):
             _log.info("Starting testing phase...")
             load_model(self.model, self.journal.folder.adapter)
-            comparison = compare_models(self.runtime, self.model, self.tokenizer, test_loader, self.config.testing)
+            comparison = run_test_phase(self.runtime, self.model, self.tokenizer, test_loader, self.config.testing)
             if not self.journal.is_closed:  # a script may measure again after its run has ended
                 self.journal.test(comparison)
             show_comparison(comparison)

@@ -28,7 +28,7 @@ from finetune.training.train import build_parts
 from finetune.training.trainer import Trainer, TrainingResults
 
 if TYPE_CHECKING:
-    from finetune.inference.evaluate import LossSums
+    from finetune.inference.losses import LossSums
 
 _log = logging.getLogger(__name__)
 _ORIGIN = "the dict given to TrainerDDP"

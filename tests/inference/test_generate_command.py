@@ -113,7 +113,7 @@ def test_a_key_of_the_runs_config_can_be_set(asked, adapter_run):
     [
         ({"temperature": 0.0}, ConfigError, "--temperature is 0"),
         ({"top_p": 0.0}, ConfigError, "--top-p is 0"),
-        ({"from_file": "x.jsonl", "prompts": ["a"]}, DataError, "both PROMPT and --from"),
+        ({"from_file": "x.jsonl", "prompts": ["a"]}, DataError, "PROMPT and --from are both given. Drop one."),
         ({"prompts": ["a <|end|> b"]}, DataError, "special token"),
         ({"prompts": ["\udcff"]}, DataError, "prompt 1"),
     ],
@@ -124,7 +124,7 @@ def test_mistakes_are_told(asked, adapter_run, options, error, why):
 
 
 def test_control_characters_of_an_answer_do_not_reach_the_screen(asked, adapter_run, monkeypatch):
-    from finetune.cli.answering import Answering
+    from finetune.inference.answering import Answering
 
     monkeypatch.setattr(Answering, "text", lambda self, ids: "\x1b[2J\x9bgone\u202e\nnext")
     assert asked(adapter_run, PROMPTS[:1]) == "<U+001B>[2J<U+009B>gone<U+202E>\nnext\n"

@@ -75,7 +75,7 @@ def test_rows_of_a_file_name_their_line(tmp_path):
         read_file(path)
     for part in (":2: messages", ":3: prompt is 3 (int)", ":4:", ":5: no column prompt", "it has question"):
         assert part in str(caught.value)
-    with pytest.raises(DataError, match="no such file"):
+    with pytest.raises(DataError, match="that file does not exist"):
         read_file(tmp_path / "gone.jsonl")
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(DataError, match=r"ends in \.txt"):

@@ -18,7 +18,7 @@ from finetune import (
     load_examples,
 )
 from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedError
-from finetune.inference.evaluate import LossSums
+from finetune.inference.losses import LossSums
 from finetune.training import trainer as trainer_module
 from tests.tiny_runs import random_model_words, write_base, write_rows
 

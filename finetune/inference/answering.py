@@ -1,4 +1,4 @@
-"""What `generate` and `chat` share: the settings of an answer, and a loaded run that gives one."""
+"""A finished run that answers prompts: what `finetune generate` and `finetune chat` share."""
 
 from __future__ import annotations
 
@@ -9,33 +9,30 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import ConfigError
-from finetune.inference.finished_run import has_base
+from finetune.inference.finished_run import FinishedRun, LoadedRun, has_base, load_finished_run
 
 if TYPE_CHECKING:
-    from finetune.data.templates import AnswerTokens
     from finetune.inference.decoding import Decoding
-    from finetune.inference.finished_run import FinishedRun, LoadedRun
     from finetune.inference.prompts import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSettings:
-    """How answers are made, as the command line says it."""
+    """How answers are made, as the command line says it. Checked before a model is loaded.
 
-    system: str | None
-    """None: the one most training rows have."""
+    Raises:
+        ConfigError: a temperature or a probability out of range.
+    """
+
+    system: str | None = None
+    """The system turn; None: the one that most training rows have."""
     max_new_tokens: int
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     seed: int = 0
 
-    def check(self) -> None:
-        """Refuse what cannot be meant, before a model is loaded.
-
-        Raises:
-            ConfigError: a temperature or a probability out of range.
-        """
+    def __post_init__(self) -> None:
         if self.temperature is not None and self.temperature <= 0:
             raise ConfigError(
                 f"--temperature is {self.temperature:g}; expected a number above 0. Leave it out for the most likely "
@@ -45,17 +42,23 @@ class AnswerSettings:
             raise ConfigError(f"--top-p is {self.top_p:g}; expected a number above 0, at most 1.")
 
     def decoding(self, stops: Sequence[int]) -> Decoding:
-        """What the decoder takes. Greedy unless one of temperature, top_p and top_k is set."""
+        """The decoding with these stop ids: greedy unless one of temperature, top_p and top_k is set."""
         from finetune.inference.decoding import Decoding, Sampling
 
-        drawn = any(value is not None for value in (self.temperature, self.top_p, self.top_k))
-        sampling = Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=self.seed,
-        )
-        return Decoding(stop_ids=stops, max_new_tokens=self.max_new_tokens, sampling=sampling if drawn else None)
+        if self.temperature is self.top_p is self.top_k is None:
+            return Decoding(stop_ids=stops, max_new_tokens=self.max_new_tokens)
+        temperature = 1.0 if self.temperature is None else self.temperature
+        sampling = Sampling(temperature=temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed)
+        return Decoding(stop_ids=stops, max_new_tokens=self.max_new_tokens, sampling=sampling)
+
+
+@contextmanager
+def open_run(run: FinishedRun, settings: AnswerSettings) -> Iterator[Answering]:
+    """Load a run for as long as it answers. Collective: every process of the launch."""
+    from finetune.distributed.launch import launch
+
+    with launch(run.config, trains=False) as runtime:
+        yield Answering(load_finished_run(runtime, run), run, settings)
 
 
 class Answering:
@@ -71,10 +74,9 @@ class Answering:
         from finetune.data.templates import AnswerTokens, stop_ids
 
         self.model, self.tokenizer = loaded
-        self.tokens: AnswerTokens = AnswerTokens(self.tokenizer)
-        self.stops = stop_ids(self.tokenizer, self.model.generation_config.eos_token_id)
-        self.settings = settings
-        self.decoding = settings.decoding(self.stops)
+        self.decoding = settings.decoding(stop_ids(self.tokenizer, self.model.generation_config.eos_token_id))
+        self._tokens = AnswerTokens(self.tokenizer)
+        self._settings = settings
         self._data = run.config.data
 
     @property
@@ -91,7 +93,7 @@ class Answering:
         if not self.has_base:
             raise ConfigError(
                 "--compare switches the adapter off to get the base's answer, but this run trained every weight "
-                "(training.method=full): there is none. Drop --compare."
+                "(training.method=full): it has no adapter. Drop --compare."
             )
 
     @cached_property
@@ -99,8 +101,8 @@ class Answering:
         """The system turn of a conversation that brings none."""
         from finetune.inference.prompts import usual_system_turn
 
-        if self.settings.system is not None:
-            return self.settings.system or None
+        if self._settings.system is not None:
+            return self._settings.system or None
         return usual_system_turn(self._data) if self.tokenizer.chat_template is not None else None
 
     @contextmanager
@@ -110,26 +112,23 @@ class Answering:
             yield self.model
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """A prompt's tokens. Its system turn: that of the command line, or, for a single turn, the usual one."""
+        """Encode a prompt. Its system turn is the command line's, or, for a single turn, the usual one."""
         from finetune.inference.prompts import encode_prompt
 
-        is_wanted = prompt.is_open or self.settings.system is not None
-        return encode_prompt(self.tokens, prompt, system=self.system if is_wanted and prompt.messages else None)
+        is_wanted = prompt.is_open or self._settings.system is not None
+        return encode_prompt(self._tokens, prompt, system=self.system if is_wanted and prompt.messages else None)
 
     def text(self, ids: Sequence[int]) -> str:
         """Tokens as text, without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def stream(self, name: str, ids: Sequence[int], write: Callable[[str], object]) -> list[int]:
+    def stream(self, name: str, ids: Sequence[int], write: Callable[[str], object]) -> None:
         """Answer one prompt, and hand each piece of text over as soon as it is settled.
 
         Args:
             name: `base` or `tuned`.
             ids: the prompt.
-            write: takes the pieces; together they are the answer's text.
-
-        Returns:
-            The answer's tokens; those there were when Ctrl-C stopped it.
+            write: takes the pieces; together they are the answer's text, up to where Ctrl-C stopped it.
         """
         from finetune.inference.decoding import stream_answer
 
@@ -150,4 +149,3 @@ class Answering:
                 stream_answer(model, ids, self.decoding, show)
         finally:
             write(self.text(given)[len(shown) :])
-        return given

@@ -8,7 +8,7 @@ from finetune.data.batches import EvaluationLoader, pad
 from finetune.data.encoded import EncodedExamples
 from finetune.distributed.launch import launch
 from finetune.engine.loss import cross_entropy_per_target
-from finetune.inference.evaluate import LossSums, sum_losses
+from finetune.inference.losses import LossSums, sum_losses
 from finetune.model.lora import add_lora
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config
 

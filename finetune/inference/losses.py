@@ -1,4 +1,4 @@
-"""Sums over a loader. No collective inside: the caller adds the sums over ranks."""
+"""Losses over a loader. No collective inside: the caller adds them over ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from finetune.data.batches import EvaluationLoader
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import cross_entropy_per_target
+from finetune.engine.microbatch import Microbatch
 from finetune.engine.reference import in_float64
 from finetune.model.base import evaluation_mode
 
 
 class LossSums(NamedTuple):
-    """What can be added over batches and ranks; every figure of an evaluation follows from the total."""
+    """Sums over batches and ranks, from whose total every figure of a validation follows."""
 
     nats: float = 0.0
     """Cross-entropy summed over target tokens."""
@@ -44,6 +45,33 @@ class LossSums(NamedTuple):
         return math.sqrt(max(0.0, variance) / n)
 
 
+class MicrobatchLosses(NamedTuple):
+    """The losses of one micro-batch, on the model's device."""
+
+    total: torch.Tensor
+    """Nats of all targets, float64, a scalar."""
+    nats: torch.Tensor
+    """Nats of each row, summed over its targets, float64, shape (rows,)."""
+    num_targets: torch.Tensor
+    """Target tokens of each row, int64, shape (rows,)."""
+
+
+def measure_losses(runtime: Runtime, model: torch.nn.Module, microbatch: Microbatch) -> MicrobatchLosses:
+    """Measure the losses of a micro-batch.
+
+    Args:
+        runtime: for precision and device.
+        model: placed, in evaluation mode and without gradients (`evaluation_mode`).
+        microbatch: on any device.
+    """
+    there = microbatch.to(runtime.device)
+    with runtime.autocast():
+        nats = in_float64(cross_entropy_per_target(model, there))
+    owner, rows = there.target_row.to(nats.device), there.num_rows
+    per_row = torch.zeros(rows, dtype=torch.float64, device=nats.device).index_add_(0, owner, nats)
+    return MicrobatchLosses(nats.sum(), per_row, torch.bincount(owner, minlength=rows))
+
+
 def sum_losses(
     runtime: Runtime,
     model: torch.nn.Module,
@@ -64,13 +92,8 @@ def sum_losses(
         for microbatch in loader:
             if is_to_stop():
                 return LossSums(num_cut_short=1.0)
-            there = microbatch.to(runtime.device)
-            with runtime.autocast():
-                nats = in_float64(cross_entropy_per_target(model, there))
-            owner, rows = there.target_row.to(nats.device), there.num_rows
-            per_row = torch.zeros(rows, dtype=torch.float64, device=nats.device).index_add_(0, owner, nats)
-            counts = torch.bincount(owner, minlength=rows)
-            means = per_row[counts > 0] / counts[counts > 0]
-            batch = (nats.sum(), counts.sum(), (counts > 0).sum(), means.sum(), (means**2).sum())
+            total, nats, counts = measure_losses(runtime, model, microbatch)
+            means = nats[counts > 0] / counts[counts > 0]
+            batch = (total, counts.sum(), (counts > 0).sum(), means.sum(), (means**2).sum())
             totals = [total + float(value) for total, value in zip(totals, batch, strict=True)]
     return LossSums(*totals)
