@@ -1,4 +1,4 @@
-"""Find what travels with the package: configs/, recipes/ and the assets that configs name ``shipped:…``."""
+"""Find the files that come with the package: configs/, recipes/ and the assets named ``shipped:…``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def shipped_folder(name: Literal["configs", "recipes"]) -> Path:
-    """That folder: inside the package where a wheel was installed, beside it in a checkout of the repository.
+    """The folder inside the package if a wheel is installed, or beside it in a checkout of the repository.
 
     Raises:
         ConfigError: the installation is incomplete.
@@ -26,7 +26,7 @@ def shipped_folder(name: Literal["configs", "recipes"]) -> Path:
 
 
 def resolve_shipped(path: str) -> str:
-    """``shipped:phi_tiny`` as the absolute path of that asset; every other path as it is.
+    """Return ``shipped:phi_tiny`` as the absolute path of that asset, and every other path as it is.
 
     Raises:
         ConfigError: nothing of that name is shipped.

@@ -1,4 +1,4 @@
-"""What each command takes and says; the work is done elsewhere."""
+"""The commands of `finetune`, with their arguments and options."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from finetune.cli.evaluate import evaluate
 from finetune.cli.export import export, merge, push
 from finetune.cli.generate import generate
 from finetune.cli.report import report
+from finetune.cli.run_options import JsonOption
 from finetune.cli.runs import runs
 from finetune.cli.watch import watch
 
@@ -28,18 +29,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 config_app = typer.Typer(
-    help="Show what a run would use, the schema of all keys, and the configs that are shipped.",
-    no_args_is_help=True,
+    help="Show the configuration of a run, the schema of all keys, or the configs to choose from.", no_args_is_help=True
 )
-recipes_app = typer.Typer(
-    help="List the recipes that are shipped, or copy one to where you are.", invoke_without_command=True
-)
+recipes_app = typer.Typer(help="List the recipes, or copy one to a folder.", invoke_without_command=True)
 app.add_typer(config_app, name="config")
 app.add_typer(recipes_app, name="recipes")
 
 
 def _complete_word(incomplete: str) -> list[str]:
-    """What a shell offers where WORDS stand: runs, choices of a group, keys."""
+    """Complete WORDS in a shell: runs, choices of a group, keys."""
     from finetune.config.compose import list_configs
     from finetune.config.keys import fields
 
@@ -71,7 +69,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_show_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
     pass
@@ -102,9 +100,9 @@ app.command()(report)
 @app.command()
 def doctor(
     words: Words = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Examine launch, versions, devices, address and folders; under a launcher, the whole world. WORDS as for train."""
+    """Check launch, versions, devices, network and folders, of all processes of a launch. Takes the WORDS of train."""
     from finetune.config.compose import compose
 
     run, rest = _run_and_words(words)
@@ -118,15 +116,15 @@ def doctor(
 @app.command()
 def preview(
     words: Words = None,
-    split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Whose rows are shown.")] = "train",
-    num_rows: Annotated[int, typer.Option("--rows", help="Show so many rows, from the first on.", min=0)] = 3,
+    split: Annotated[Literal["train", "validation", "test"], typer.Option(help="The split to show.")] = "train",
+    num_rows: Annotated[int, typer.Option("--rows", help="Number of rows to show, from the first on.", min=0)] = 3,
     row: Annotated[
-        list[int] | None, typer.Option(help="Show this row, whole, counted from 1. Once for each row.", min=1)
+        list[int] | None, typer.Option(help="Show this row in full, counted from 1. Repeatable.", min=1)
     ] = None,
-    tokens: Annotated[bool, typer.Option("--tokens", help="A line for each token.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Print a line for each token.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Show rows as the model will see them: loss, special tokens, lengths, what is cut or twice. WORDS as for train."""
+    """Show rows as the model will see them: tokens, loss, lengths, truncated rows. Takes the WORDS of train."""
     from finetune.cli.preview import preview_from_words
 
     run, rest = _run_and_words(words)
@@ -139,12 +137,14 @@ def preview(
 def plan(
     words: Words = None,
     device: Annotated[
-        str | None, typer.Option(help="Plan for a device by name: 'H100 80GB'. Default: the one at hand.")
+        str | None, typer.Option(help="Plan for this device: 'H100 80GB'. Default: the device of this machine.")
     ] = None,
-    probe: Annotated[bool, typer.Option("--probe", help="Measure a few steps here, for the time.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Run a few steps on this machine to measure the time.")
+    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Say before a run what it will be: parameters, steps, memory by part, what fits, disk. WORDS as for train."""
+    """Predict a run: parameters, steps, memory, whether it fits, disk, time. Takes the WORDS of train."""
     from finetune.cli.plan import plan_from_words
 
     run, rest = _run_and_words(words)
@@ -154,9 +154,9 @@ def plan(
 @config_app.command("show")
 def config_show(
     words: Words = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print values and origins as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Print the resolved config and where each value came from. WORDS as for train."""
+    """Print the configuration of a run and where each value comes from. Takes the WORDS of train."""
     from finetune.config.compose import compose, show
     from finetune.config.keys import fields
 
@@ -178,8 +178,8 @@ def config_schema() -> None:
 
 
 @config_app.command("list")
-def config_list(as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False) -> None:
-    """List the configs that are shipped."""
+def config_list(as_json: JsonOption = False) -> None:
+    """List the configs to choose from: the shipped ones, and those in ./configs."""
     from finetune.config.compose import list_configs
 
     if as_json:
@@ -194,9 +194,9 @@ def config_list(as_json: Annotated[bool, typer.Option("--json", help="Print the 
 @recipes_app.callback()
 def recipes_list(
     context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """List the recipes that are shipped."""
+    """List the recipes."""
     if context.invoked_subcommand is None:
         from finetune.cli.recipes import list_recipes
 
@@ -205,15 +205,15 @@ def recipes_list(
             return
         for name, description in list_recipes():
             _say(f"{name:<20} {description}")
-        _say("\nCopy one to where you are: finetune recipes copy finetune_lora")
+        _say("\nCopy one to this folder: finetune recipes copy finetune_lora")
 
 
 @recipes_app.command("copy")
 def recipes_copy(
     name: Annotated[str, typer.Argument(help="A name from `finetune recipes`.")],
-    folder: Annotated[Path, typer.Argument(help="Where to write it.")] = Path(),
+    folder: Annotated[Path, typer.Argument(help="The folder to write to.")] = Path(),
 ) -> None:
-    """Write a recipe and its config to a folder. Nothing is overwritten."""
+    """Copy a recipe and its config to a folder. Nothing is overwritten."""
     from finetune.cli.recipes import copy_recipe
 
     for path in copy_recipe(name, folder):

@@ -16,10 +16,10 @@ def list_recipes() -> list[tuple[str, str]]:
 
 
 def copy_recipe(name: str, folder: Path) -> list[Path]:
-    """Write a recipe to a folder, and beside it the config files that its name stands for.
+    """Copy a recipe to a folder, with the config files that it names.
 
     Raises:
-        ConfigError: no such recipe, or a file is there already: nothing is written then.
+        ConfigError: there is no such recipe, or a file is there already. Nothing is written then.
     """
     recipes = {path.stem: path for path in shipped_folder("recipes").glob("*.py")}
     name = name.removesuffix(".py")
@@ -38,7 +38,7 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
 
 
 def _configs_of(recipe: Path) -> list[Path]:
-    """The files that a recipe composes its config with: ``load_config(words, task="…")`` or ``run="…"``."""
+    """The config files that a recipe names: ``load_config(words, task="…")`` or ``run="…"``."""
     folders = {"task": shipped_folder("configs") / "task", "run": shipped_folder("configs")}
     tree = ast.parse(recipe.read_text(encoding="utf-8"))
     words = [(node.arg, node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword)]

@@ -1,4 +1,4 @@
-"""The options by which commands on a finished run say which weights they mean."""
+"""The options that several commands on a run share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from finetune.errors import ConfigError
 
 
 def refuse_password(value: str | None) -> str | None:
-    """Refuse an address with a password or a token in it, which messages and files would repeat.
+    """Refuse an address that contains a password or a token, which messages and files would repeat.
 
     Raises:
         ConfigError: shows the address without it.
@@ -20,7 +20,7 @@ def refuse_password(value: str | None) -> str | None:
 
     if value is not None and (shown := without_passwords(value)) != value:
         raise ConfigError(
-            f"{shown} contains a user, a password or a token, which would be shown and stored. Leave it out; for the "
+            f"{shown} contains a user name, a password or a token, which would be shown and stored. Leave it out; for the "
             "hub, set HF_TOKEN in the environment."
         )
     return value
@@ -33,34 +33,38 @@ BaseOption = Annotated[
     str | None,
     typer.Option(
         "--base",
-        help="Load the adapter's base from this folder or hub id.",
+        help="Load the base model from this folder or hub id.",
         show_default=False,
         callback=refuse_password,
     ),
 ]
 CheckpointOption = Annotated[
     str | None,
-    typer.Option("--checkpoint", help="Ask a checkpoint: a step, or `latest`. Default: adapter/.", show_default=False),
+    typer.Option(
+        "--checkpoint", help="Use this checkpoint: a step, or `latest`. Default: adapter/.", show_default=False
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run's config.", show_default=False),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run's configuration.", show_default=False),
 ]
 SystemOption = Annotated[
     str | None,
-    typer.Option(help="The system turn; an empty one for none. Default: the one most training rows have."),
+    typer.Option(help="The system prompt; empty: none. Default: the most frequent one in the training rows."),
 ]
-MaxNewTokensOption = Annotated[int, typer.Option(help="The longest answer, in tokens.", min=1)]
+MaxNewTokensOption = Annotated[int, typer.Option(help="Maximum number of tokens in an answer.", min=1)]
 TemperatureOption = Annotated[
     float | None,
-    typer.Option(help="Draw tokens, with logits divided by this. Default: take the most likely.", show_default=False),
+    typer.Option(help="Sample at this temperature. Default: take the most likely token.", show_default=False),
 ]
 TopPOption = Annotated[
     float | None,
-    typer.Option(help="Draw from the most likely tokens with this probability together.", max=1.0, show_default=False),
+    typer.Option(
+        help="Sample from the most likely tokens whose probabilities add up to this.", max=1.0, show_default=False
+    ),
 ]
 TopKOption = Annotated[
-    int | None, typer.Option(help="Draw from this many of the most likely tokens.", min=1, show_default=False)
+    int | None, typer.Option(help="Sample from this many of the most likely tokens.", min=1, show_default=False)
 ]
-SeedOption = Annotated[int, typer.Option(help="Seed for drawing tokens.", min=0)]
+SeedOption = Annotated[int, typer.Option(help="Seed of the sampling.", min=0)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]

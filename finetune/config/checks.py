@@ -142,12 +142,12 @@ def _password_problem(setting: Setting) -> str:
     if setting.dotted == "model.chat_template":
         return ""
     found = _USER_IN_ADDRESS.search(str(setting.value))
+    if not found:
+        return ""
+    address = without_passwords(setting.value) if isinstance(setting.value, str) else f"{found[1]}…@"
     return (
-        f"{without_passwords(setting.value) if isinstance(setting.value, str) else found[1] + '…@'} names a user, a "
-        "password or a token, which config.yaml, run.json and log.txt would repeat. Give the address without it; for "
-        "the hub, set HF_TOKEN in the environment."
-        if found
-        else ""
+        f"{address} contains a user name, a password or a token, which config.yaml, run.json and log.txt would repeat. "
+        "Give the address without it; for the hub, set HF_TOKEN in the environment."
     )
 
 

@@ -244,7 +244,7 @@ class LoraSection(Section):
     dora: AdapterShape[bool] = False
     """Train a magnitude for each output besides the low-rank direction (DoRA: Liu et al., 2024, arXiv:2402.09353)."""
     init: AdapterShape[Literal["default", "pissa", "pissa_fast"]] = "default"
-    """pissa: start as the largest singular values (arXiv:2404.02948); pissa_fast: as about these; default: as nothing."""
+    """pissa: start as largest singular values (arXiv:2404.02948); pissa_fast: as about these; default: at zero."""
     start_from: Annotated[str | None, OnResume("adapter", "the adapter's first weights")] = None
     """Folder of an adapter or of a run whose adapter weights the new adapter starts with."""
     start_from_any_base: Free[bool] = False
