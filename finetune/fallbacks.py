@@ -1,4 +1,4 @@
-"""Every downgrade in one list: logged when it is taken, kept for run.json, refused under ``strict=true``."""
+"""All downgrades of a run in one list: logged when taken, kept for run.json, refused under ``strict=true``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Fallback:
-    """One wish that could not be granted."""
+    """A setting that could not be followed."""
 
     what: str
     """The setting or feature concerned, for example ``parallel.backend``."""
@@ -21,14 +21,14 @@ class Fallback:
     why: str
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.wanted} was wanted, {self.used} is used: {self.why}"
+        return f"{self.what}: wanted {self.wanted}, using {self.used}: {self.why}"
 
 
 class Fallbacks:
     """The downgrades of one run, in the order in which they were taken.
 
     Args:
-        strict: refuse the first downgrade with a ConfigError in place of taking it.
+        strict: refuse the first downgrade with a ConfigError instead of taking it.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
@@ -40,7 +40,7 @@ class Fallbacks:
 
         Args:
             fallback: the downgrade.
-            warning: what the log says in place of the downgrade's own words.
+            warning: for the log, instead of the downgrade's own text.
 
         Raises:
             ConfigError: the run is strict.

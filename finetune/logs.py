@@ -1,4 +1,4 @@
-"""The package's own logger: rank in front, INFO on the main process, WARNING and up on all; never the root logger."""
+"""The package's own logger, never the root logger: rank in front, INFO from rank 0, WARNING and above from all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HANDLER_NAME = "finetune-stderr"
 
 
 class _Early(logging.Handler):
-    """Keeps what is logged before the run's folder is open, so that log.txt begins with the first line too."""
+    """Keeps the records from before the run's folder is open, so that log.txt begins with the first line too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,21 +31,21 @@ class _RankFormatter(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """A disk that takes no more ends the log, not the run; and logging's own way, a traceback a line, helps nobody."""
+    """A full disk ends the log, not the run. logging itself would print a traceback for each line."""
 
     _is_broken = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
-        """Say it once."""
+        """Report it once."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
         elif not self._is_broken:
             self._is_broken = True
-            sys.stderr.write(f"finetune: {self.baseFilename} misses lines from here on: {error.strerror}\n")
+            sys.stderr.write(f"finetune: {self.baseFilename} lacks all lines from here on: {error.strerror}\n")
 
     def close(self) -> None:
-        """What could not be written before cannot be now."""
+        """Close it, even if lines are left that cannot be written."""
         with suppress(OSError):
             super().close()
 
@@ -66,12 +66,12 @@ def configure_logs(rank: int, *, level: int = logging.INFO) -> None:
 
 
 def is_configured() -> bool:
-    """Whether anybody listens to the package's log already."""
+    """Whether the package's log goes anywhere already."""
     return bool(logging.getLogger(PACKAGE).handlers)
 
 
 def log_to_file(path: Path, rank: int) -> logging.Handler:
-    """Append the package's log, from its first line on, to a file. Hand the result to `stop_logging_to`."""
+    """Append the package's log to a file, from its first line on. `stop_logging_to` takes the result."""
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_RankFormatter(rank))
     logger = logging.getLogger(PACKAGE)
@@ -84,7 +84,7 @@ def log_to_file(path: Path, rank: int) -> logging.Handler:
 
 
 def log_only_to(handler: logging.Handler, name: str, message: str) -> None:
-    """Put an error into one place that the user will be told of in another."""
+    """Write an error to this handler alone: the user sees it elsewhere."""
     handler.handle(logging.getLogger(name).makeRecord(name, logging.ERROR, "", 0, message, (), None))
 
 

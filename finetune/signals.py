@@ -9,13 +9,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import ClassVar, NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-"""SIGHUP: the terminal is gone. `nohup` lets a process ignore it, and then it is not ours to handle."""
+"""SIGHUP: the terminal is gone. `nohup` makes a process ignore it, and we leave it ignored."""
 _PR_SET_PDEATHSIG = 1
 """linux/prctl.h: the signal that the kernel sends to this process when the thread that made it is gone."""
 _ONE_REQUEST_SECONDS = 1.0
@@ -36,7 +36,7 @@ class Terminated(SystemExit):
 
 
 class _Told:
-    """What this process has heard: signals belong to the process."""
+    """The signal that this process has received; signals belong to the process."""
 
     pid = 0
     """The process that listens; a forked child inherits its handlers."""
@@ -49,10 +49,10 @@ class _Told:
 def stops_after_step() -> Iterator[None]:
     """A block in which the first SIGTERM, SIGUSR1, SIGHUP or Ctrl-C is only noted, for `told_to_stop`.
 
-    A second SIGTERM or Ctrl-C, more than a second later, raises `Terminated` or KeyboardInterrupt in the main thread. A
-    signal that the program has other plans for is left alone.
+    A second SIGTERM or Ctrl-C, more than a second later, raises `Terminated` or KeyboardInterrupt in the main thread.
+    Signals that the program handles itself are left alone.
     """
-    with stop_signals_go_to(_hear):
+    with stop_signals_go_to(_note):
         _Told.pid, _Told.waits_for_step, _Told.by = os.getpid(), True, None
         try:
             yield
@@ -61,11 +61,13 @@ def stops_after_step() -> Iterator[None]:
 
 
 @contextmanager
-def stop_signals_go_to(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """A block with a handler for those of `STOP_SIGNALS` that the program has no plans for. In the main thread only."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+def stop_signals_go_to(
+    handler: Callable[[int, FrameType | None], object], signals: Sequence[signal.Signals] = STOP_SIGNALS
+) -> Iterator[None]:
+    """A block with a handler for those signals that the program does not handle itself. In the main thread only."""
+    before = {number: signal.getsignal(number) for number in signals}
     defaults = (signal.SIG_DFL, signal.default_int_handler)
-    mine = [number for number in STOP_SIGNALS if before[number] in defaults] if _is_main_thread() else []
+    mine = [number for number in signals if before[number] in defaults] if _is_main_thread() else []
     for number in mine:
         signal.signal(number, handler)
     try:
@@ -75,20 +77,26 @@ def stop_signals_go_to(handler: Callable[[int, FrameType | None], object]) -> It
             signal.signal(number, before[number])
 
 
+def termination_raises() -> AbstractContextManager[None]:
+    """A block in which SIGTERM raises `Terminated` in the main thread, unless the program handles it itself."""
+    return stop_signals_go_to(_raise, (signal.SIGTERM,))
+
+
 def told_to_stop() -> signal.Signals | None:
-    """What told this process to stop after its step; None: it goes on."""
+    """The signal that told this process to stop after its step; None: it goes on."""
     return _Told.by if _Told.pid == os.getpid() else None
 
 
 def no_step_is_left() -> None:
-    """From here on the first signal raises, as the second one did before: training is over."""
+    """Training is over: from here on the first signal raises, as only the second did before."""
     _Told.waits_for_step = False
 
 
 def leave_signals_to_parent(*_: object) -> None:
-    """For a process that works for one which decides, and is of no use without it. Takes what torch hands over.
+    """Ignore stop signals, and end with the parent: for a process that only works for its parent.
 
-    Signals are sent to the whole group. Torch's own look whether the parent is still there comes every 5 s.
+    Signals are sent to the whole group, and torch itself looks only every 5 s whether the parent is still there. Takes
+    the arguments of torch's `worker_init_fn`.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -97,23 +105,10 @@ def leave_signals_to_parent(*_: object) -> None:
 
 
 @contextmanager
-def termination_raises() -> Iterator[None]:
-    """A block in which SIGTERM raises `Terminated` in the main thread, unless the program has other plans for it."""
-    if not _is_main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _raise)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextmanager
 def undisturbed() -> Iterator[None]:
-    """A block in which `STOP_SIGNALS` are passed over: the process is on its way out already.
+    """A block that stop signals do not interrupt: this process is on its way out already.
 
-    Under a launcher they come twice: from the terminal, and from the launcher that heard it too.
+    Under a launcher they come twice: from the terminal, and from the launcher that received them too.
     """
     if not _is_main_thread():
         yield
@@ -128,7 +123,7 @@ def undisturbed() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _hear(number: int, frame: FrameType | None) -> None:
+def _note(number: int, frame: FrameType | None) -> None:
     if os.getpid() != _Told.pid:
         _in_child(number)
         return
@@ -139,13 +134,13 @@ def _hear(number: int, frame: FrameType | None) -> None:
     if is_first:
         _Told.by, _Told.at = signal.Signals(number), now
     if _Told.waits_for_step and is_first:
-        _say_that_it_was_heard(number)
+        _acknowledge(number)
     elif is_first or (now - _Told.at > _ONE_REQUEST_SECONDS and number in (signal.SIGTERM, signal.SIGINT)):
         _raise(number, frame)
 
 
 def give_up_dead_screens() -> None:
-    """Let standard streams whose terminal is gone go nowhere: a line that nobody can see must not end a run."""
+    """Redirect standard streams whose terminal is gone to nowhere: a line that nobody sees must not end a run."""
     for descriptor in (1, 2):
         try:
             os.write(descriptor, b"")  # takes nothing, and fails where the terminal has hung up
@@ -156,15 +151,15 @@ def give_up_dead_screens() -> None:
                 os.close(nowhere)
 
 
-def _say_that_it_was_heard(number: int) -> None:
-    """At once, for whoever sits at the keyboard. The streams may be in the middle of a line: not through them."""
+def _acknowledge(number: int) -> None:
+    """Answer Ctrl-C at once. Python's streams may be in the middle of a line, so the text does not go through them."""
     if number == signal.SIGINT:
         with suppress(OSError):
-            os.write(2, b"\nfinetune: stops after this step and its checkpoint; Ctrl-C once more stops at once\n")
+            os.write(2, b"\nfinetune: stops after this step and its checkpoint; press Ctrl-C again to stop at once\n")
 
 
 def _in_child(number: int) -> None:
-    """A fork of the process that listens. Its parent decides: only SIGTERM, by which it ends children, is for it."""
+    """A fork of the process that listens leaves the decision to its parent, and obeys only SIGTERM from it."""
     if number == signal.SIGTERM:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

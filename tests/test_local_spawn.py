@@ -62,7 +62,7 @@ def test_a_session_without_a_command_line_is_refused(words, tmp_path):
     """As a notebook is."""
     done = run_launched("python", ["-c", SESSION.format(words=[*words, "parallel.num_processes=2"])], cwd=tmp_path)
     assert done.returncode != 0
-    assert "LaunchError: parallel.num_processes starts the command line again, and this session has none" in done.stdout
+    assert "LaunchError: parallel.num_processes runs the command line again, and this session has none" in done.stdout
     assert "torchrun" in done.stdout.splitlines()[-1]
     assert not (tmp_path / "run").exists()
 

@@ -187,7 +187,7 @@ def ctrl_c_counted_once_in_a_second(play):
         time.sleep(0.05)
     assert play.end() == PREEMPTED
     play.has_stopped("SIGINT")
-    assert "Ctrl-C once more stops at once" in play.text()
+    assert "press Ctrl-C again to stop at once" in play.text()
 
 
 @scene

@@ -1,4 +1,4 @@
-"""The `finetune` command. Nothing heavy is imported before a command needs it: `--help` answers at once."""
+"""The `finetune` command. It imports nothing heavy before a command needs it, so `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | None = None) -> None:
-    """Run a recipe's `main(words)` as a command: our errors end it with one message and their exit code.
+    """Run a recipe's `main(words)` as a command: an error of ours ends it with one message and its exit code.
 
     Args:
         run: takes the words of the command line.
@@ -44,7 +44,7 @@ def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | No
 
 
 def _end(error: BaseException) -> NoReturn:
-    """Say once what went wrong, and leave with its exit code."""
+    """Print the error once, and leave with its exit code."""
     give_up_dead_screens()
     if isinstance(error, FinetuneError):
         if logging.getLogger("finetune").isEnabledFor(logging.DEBUG):
@@ -53,10 +53,10 @@ def _end(error: BaseException) -> NoReturn:
         _leave(error.peer_exit_code if isinstance(error, PeerFailedError) else error.exit_code)
     # typer makes an exit code of Ctrl-C.
     if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == EXIT_INTERRUPTED):
-        _say_how_to_go_on("\nfinetune: stopped")
+        _say_how_to_resume("\nfinetune: stopped")
         _leave(EXIT_INTERRUPTED)
     if isinstance(error, Terminated):
-        _say_how_to_go_on("finetune: ended by SIGTERM")
+        _say_how_to_resume("finetune: ended by SIGTERM")
         _leave(Terminated.exit_code)
     if isinstance(error, Exception) and _is_one_of_several():
         sys.excepthook(type(error), error, error.__traceback__)
@@ -64,13 +64,13 @@ def _end(error: BaseException) -> NoReturn:
     raise error
 
 
-def _say_how_to_go_on(what: str) -> None:
+def _say_how_to_resume(what: str) -> None:
     if is_first_process(os.environ):
-        sys.stderr.write(f"{what}. Go on from the last checkpoint with resume=auto.\n")
+        sys.stderr.write(f"{what}. Resume from the last checkpoint with resume=auto.\n")
 
 
 def _leave(code: int) -> NoReturn:
-    """Leave the process. Without Python's teardown, which takes torch seconds, where the other ranks wait for that."""
+    """Leave the process. Other ranks wait for that, so they are spared Python's teardown, which takes torch seconds."""
     if not _is_one_of_several():
         sys.exit(code)
     atexit._run_exitfuncs()
@@ -88,12 +88,12 @@ def _is_one_of_several() -> bool:
 
 
 def _report(error: FinetuneError) -> None:
-    # Every process composes the same words: one copy of a config error is enough.
+    # Every process has the same config error: one copy is enough.
     if isinstance(error, ConfigError) and not is_first_process(os.environ):
         return
     if error.is_reported_elsewhere and not speaks_for_a_node(os.environ):
         return
-    if isinstance(error, PreemptedError):  # as it was asked to
+    if isinstance(error, PreemptedError):  # not an error to the user
         sys.stderr.write(f"finetune: {error}\n")
         return
     where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
@@ -101,7 +101,7 @@ def _report(error: FinetuneError) -> None:
 
 
 def _without_local_rank(words: Sequence[str]) -> list[str]:
-    """`python -m torch.distributed.launch` puts --local-rank=N before a script's own words; the environment says it."""
+    """Drop the --local-rank=N of `python -m torch.distributed.launch`, which the environment holds too."""
     return [word for word in words if not re.fullmatch("--local[-_]rank=[0-9]+", word)]
 
 

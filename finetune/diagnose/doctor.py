@@ -19,7 +19,8 @@ from finetune.diagnose.machine_checks import check_backend, check_devices, check
 from finetune.diagnose.world_judgement import judge_bandwidth, judge_ranks
 from finetune.diagnose.world_probe import gather_json, meet, probe_world
 from finetune.distributed.ddp_init import cleanup_ddp, initialize_ddp
-from finetune.distributed.environment import LaunchEnvironment, is_cpu_requested, read_environment
+from finetune.distributed.environment import LaunchEnvironment, read_environment
+from finetune.distributed.launch import wished_device
 from finetune.errors import FinetuneError, LaunchError
 from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, count, exit_code, findings_of_others, ok, problem, show
@@ -80,14 +81,13 @@ def _examine_world(environment: LaunchEnvironment, config: Config, own: list[Fin
     """Join the world and measure it; what that shows beside this rank's own findings. Collective."""
     is_set = config.origin("parallel.timeout_minutes") != "default"
     timeout = timedelta(minutes=config.parallel.timeout_minutes) if is_set else DEFAULT_TIMEOUT
-    device = "cpu" if is_cpu_requested(os.environ) and config.training.device == "auto" else config.training.device
     try:
         context = initialize_ddp(
             timeout,
             master_addr=config.parallel.master_addr,
             master_port=config.parallel.master_port,
             backend=config.parallel.backend,
-            device=None if device == "auto" else device,
+            device=wished_device(config),
             fallbacks=Fallbacks(strict=True),  # to go on alone would hide what is wrong
         )
         assert context is not None  # the command line starts without a group

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from finetune.distributed.accelerate_command import processes_asked_of_accelerate
+from finetune.distributed.accelerate_command import read_accelerate_command
 from finetune.distributed.environment import (
     LAUNCH_VARIABLES,
     WORLD_VARIABLES,
     LaunchEnvironment,
+    given_address,
     has_agent_store,
-    is_address_given,
     is_batch_script_body,
     refused_settings,
     requested_accumulation,
@@ -54,7 +54,7 @@ def check_address(environment: LaunchEnvironment, config: Config, environ: Mappi
     host = environment.master_addr if is_held_by_agent else config.parallel.master_addr or environment.master_addr
     port = environment.master_port if is_held_by_agent else config.parallel.master_port or environment.master_port
     is_alone = environment.world_size == 1
-    if is_alone and not (config.parallel.master_port or is_address_given(environ)):
+    if is_alone and not config.parallel.master_port and given_address(environ) == (None, None):
         return [ok(_ADDRESS, "one process: no address is needed")]
     try:
         socket.getaddrinfo(host, port)
@@ -129,7 +129,8 @@ def _check_accelerate(config: Config, environ: Mapping[str, str]) -> list[Findin
 def _check_one(environ: Mapping[str, str]) -> list[Finding]:
     """Launches of several processes that started one."""
     found = []
-    asked = processes_asked_of_accelerate(environ)
+    command = read_accelerate_command(environ)
+    asked = None if command is None else command.num_processes
     if (asked or 1) > 1:
         what = f"accelerate launch was asked for {asked} processes and started one, as it does with --cpu"
         fix = f"use torchrun --nproc_per_node {asked}, or accelerate launch --multi_gpu, which needs no GPU here"

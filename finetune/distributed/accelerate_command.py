@@ -1,19 +1,27 @@
-"""What was typed after `accelerate launch`, where the environment of the started process no longer says it.
+"""The settings of `accelerate launch`: read from its command line, and compared with finetune's own.
 
-`accelerate launch --cpu --num_processes 2` (1.15) starts one process without a word, and with `--cpu` it passes over
-the engine of its config file. Both show only in the command line of the parent process and in the file named there.
+`accelerate launch --cpu --num_processes 2` (1.15) silently starts one process, and with `--cpu` it ignores the engine
+of its config file. Both show only in the command line of the parent process and in the config file named there.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.distributed.environment import accelerate_config_folder, is_started_by_accelerate_alone
+from finetune.distributed.environment import (
+    accelerate_config_folder,
+    is_started_by_accelerate_alone,
+    refused_settings,
+    requested_accumulation,
+    requested_precision,
+)
+from finetune.errors import LaunchError
 
 _ENGINES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
 _MAX_ANCESTORS = 8
@@ -21,7 +29,7 @@ _MAX_ANCESTORS = 8
 
 @dataclass(frozen=True)
 class AccelerateCommand:
-    """One `accelerate launch`: its options, without the script and the script's own, and its config file."""
+    """An `accelerate launch`: its options, without the script and the script's own, and its config file."""
 
     options: tuple[str, ...]
     config: Mapping[str, Any]
@@ -34,7 +42,7 @@ class AccelerateCommand:
 
     @property
     def engine(self) -> str | None:
-        """The engine asked for in place of plain data parallelism, by its name in a config file."""
+        """The engine that was asked for instead of plain data parallelism, by its name in a config file."""
         flags = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "use_megatron_lm": "MEGATRON_LM", "tpu": "XLA"}
         for option in self.options:
             if _name(option) in flags:
@@ -43,10 +51,33 @@ class AccelerateCommand:
         return kind if kind in _ENGINES else None
 
 
-def processes_asked_of_accelerate(environ: Mapping[str, str]) -> int | None:
-    """How many processes `accelerate launch` was asked for where it started just one; None where it cannot be told."""
-    command = read_accelerate_command(environ)
-    return None if command is None else command.num_processes
+def refuse_settings_of_accelerate(precision: str, wish: str) -> None:
+    """Refuse settings of `accelerate launch` that finetune would otherwise ignore.
+
+    Args:
+        precision: of this run, as settled for its device.
+        wish: `training.precision`.
+
+    Raises:
+        LaunchError: accelerate was asked for something that finetune does not do or that its configuration contradicts.
+    """
+    refused = refused_settings(os.environ)
+    if refused:
+        listed = "; ".join(f"{setting}: {why}" for setting, why in refused)
+        raise LaunchError(f"accelerate launch asks for something that finetune does not do. {listed}")
+    asked = requested_precision(os.environ)
+    if asked not in (None, precision):
+        raise LaunchError(
+            f"accelerate launch asks for mixed precision {asked} (ACCELERATE_MIXED_PRECISION), but training.precision "
+            f"{wish} means {precision} here. Set training.precision, or remove mixed_precision from accelerate's "
+            "config file."
+        )
+    steps = requested_accumulation(os.environ)
+    if steps is not None:
+        raise LaunchError(
+            f"the environment asks for {steps} accumulation steps (ACCELERATE_GRADIENT_ACCUMULATION_STEPS), but here "
+            "training.batch_size and training.global_batch_size settle them. Unset it."
+        )
 
 
 def read_accelerate_command(environ: Mapping[str, str]) -> AccelerateCommand | None:
@@ -72,7 +103,7 @@ def launch_options(command: Sequence[str], child: Sequence[str]) -> tuple[str, .
 
     Args:
         command: the command line of the launcher.
-        child: that of the process it started: they end in the same script and arguments, which are not options.
+        child: the command line of the process that it started; both end in the same script and arguments.
     """
     start = _start_of_options(command)
     if start is None:
@@ -97,7 +128,7 @@ def _start_of_options(command: Sequence[str]) -> int | None:
 
 
 def _name(option: str) -> str:
-    """`--num-processes=2` and `--num_processes` are one option to accelerate."""
+    """To accelerate, `--num-processes=2` and `--num_processes` are the same option."""
     return option.split("=")[0].lstrip("-").replace("-", "_") if option.startswith("-") else ""
 
 
@@ -111,7 +142,7 @@ def _option(options: Sequence[str], name: str) -> str | None:
 
 
 def _read_config(options: Sequence[str], environ: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """The config file as accelerate finds it: the one named, else its default one, which `--cpu` passes over."""
+    """The config file as accelerate finds it: the named one, else its default one, which `--cpu` ignores."""
     import yaml
 
     named = _option(options, "config_file")

@@ -59,7 +59,7 @@ class Joined(NamedTuple):
 
 
 class _State:
-    """What this process joined and changed, for `cleanup_ddp` to undo; one for each process."""
+    """The world that this process joined and its changes, for `cleanup_ddp` to undo; one for each process."""
 
     group_is_ours = False
     num_rendezvous = 0
@@ -85,9 +85,7 @@ def initialize_ddp(
     """Join the world that the launcher described, or the one that the arguments describe.
 
     If the world cannot be formed, rank 0 goes on alone and says so, and the other ranks leave once they know it; under
-    strict fallbacks it is an error on all of them.
-
-    Collective: called by every process of the launch; returns when all have joined.
+    strict fallbacks it is an error on all. Collective: called by every process; returns when all have joined.
 
     Args:
         timeout: how long the ranks wait for each other, now and in a collective; 60 minutes by default.

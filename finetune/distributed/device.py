@@ -1,4 +1,4 @@
-"""Which device this process computes on."""
+"""The device that this process computes on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WISH = re.compile(r"(cuda|gpu|mps|cpu)(?::([0-9]{1,4}))?")
 
 
 def _resolve_device(device: str | torch.device | int | None) -> torch.device:
-    """Turn a wish into a device that is there; an absent or out-of-range one becomes the CPU, with a warning.
+    """Turn a wish into a device of this machine; an absent or out-of-range one becomes the CPU, with a warning.
 
     Args:
         device: ``cuda``, ``gpu``, ``cuda:1``, ``mps``, ``cpu``, an index, a device, or None for the best there is.
@@ -46,10 +46,10 @@ def _pick_device(local_rank: int) -> torch.device:
     """This rank's own device: the GPU with its local rank, or the CPU where there is no GPU.
 
     A launcher may show each process only its own GPU (`srun --gpus-per-task=1`, CUDA_VISIBLE_DEVICES per rank), which
-    is then number 0 in each. Whether these differ shows only once the ranks can talk: `refuse_shared_devices`.
+    is then number 0 in each. `refuse_shared_devices` compares them once the ranks can talk.
 
     Raises:
-        LaunchError: there are GPUs, but fewer than processes on this node: two ranks would share one in silence.
+        LaunchError: there are GPUs, but fewer than processes on this node: two ranks would silently share one.
     """
     count = torch.cuda.device_count()
     if count == 0:
@@ -65,17 +65,14 @@ def _pick_device(local_rank: int) -> torch.device:
 
 
 def device_of_rank(local_rank: int, wish: str | torch.device | None) -> torch.device:
-    """The CPU where it is wished for, else `_pick_device`: a launch of several processes settles the index itself."""
+    """The CPU where the wish says so, else the GPU with the local rank: a launch chooses the index itself."""
     if wish is not None and _resolve_device(wish).type == "cpu":
         return torch.device("cpu")
     return _pick_device(local_rank)
 
 
 def device_identity(device: torch.device) -> str | None:
-    """What tells this GPU from every other one, on whatever node and under whatever index: host and UUID.
-
-    None for the CPU and others that processes may share.
-    """
+    """Host and UUID of a GPU, which differ from those of every other one; None for a device that ranks may share."""
     if device.type != "cuda":
         return None
     index = device.index or 0
@@ -87,13 +84,13 @@ def device_identity(device: torch.device) -> str | None:
 
 
 def refuse_shared_devices(identities: Sequence[str | None]) -> None:
-    """Refuse two ranks on one GPU: they would take each other's memory and time, and nccl would not start.
+    """Refuse two ranks on one GPU: they would compete for memory and time, and nccl would not start.
 
     Args:
         identities: `device_identity` of every rank, in the order of ranks.
 
     Raises:
-        LaunchError: two ranks named the same GPU.
+        LaunchError: two ranks have the same GPU.
     """
     ranks: dict[str, list[int]] = {}
     for rank, identity in enumerate(identities):

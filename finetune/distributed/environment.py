@@ -1,8 +1,8 @@
 """The launcher's environment, read once into values. The only module that knows a launch variable by name.
 
-Each kind of launcher passes rank and sizes under names of its own (a `Family`). The first family that is present is
-taken whole and never compared with another: `srun torchrun …` and `mpirun` inside a Slurm job are normal, and there
-RANK differs from SLURM_PROCID by design.
+Each kind of launcher passes rank and sizes under names of its own (`LauncherVariables`). The first kind that is present
+counts alone: `srun torchrun …` and `mpirun` inside a Slurm job are normal, and there RANK differs from SLURM_PROCID by
+design.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from finetune.distributed.launch_family import Family, number
+from finetune.distributed.launcher_variables import LauncherVariables, number
 from finetune.distributed.slurm_notation import _first_host_from_slurm_nodelist, tasks_on_node
 from finetune.errors import LaunchError
 
@@ -23,15 +23,14 @@ Launcher = Literal["torchrun", "accelerate", "spawn", "mpi", "slurm", "none"]
 DEFAULT_MASTER_ADDR = "127.0.0.1"
 DEFAULT_MASTER_PORT = 29500
 SPAWN_RUN_ID_PREFIX = "finetune-spawn-"
-"""How the run id of a local spawn of ours begins: torch's elastic launcher starts it, but nobody typed torchrun."""
+"""The run id of our own local spawn begins so: torch's elastic launcher starts it, but nobody typed torchrun."""
 GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""Which network interface gloo listens on."""
+"""Names the network interface that gloo listens on."""
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torch.distributed and Accelerate read; `initialize_ddp` writes those that a launcher left out."""
-
+"""torch.distributed and Accelerate read these; `initialize_ddp` writes those that a launcher left out."""
 
 _parent_pid = os.getppid()
-"""As it was at the start of this process: a launcher may be gone before anybody asks for it."""
+"""From the start of this process: a launcher may be gone before anybody asks for it."""
 
 
 def _note_parent() -> None:
@@ -44,7 +43,7 @@ os.register_at_fork(after_in_child=_note_parent)
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:
-    """What the launcher said about this process."""
+    """This process's place in its launch, as the launcher said it."""
 
     launcher: Launcher
     rank: int
@@ -54,48 +53,32 @@ class LaunchEnvironment:
     master_addr: str
     master_port: int
     launch_id: str = ""
-    """What all processes of this launch share and no other launch does; empty where the launcher has no such thing."""
+    """The same for all processes of this launch and for no other; empty where the launcher has no such thing."""
 
     def as_variables(self) -> dict[str, str]:
         """The same facts under the names that torch.distributed and Accelerate read."""
-        values = (
-            self.rank,
-            self.world_size,
-            self.local_rank,
-            self.local_world_size,
-            self.master_addr,
-            self.master_port,
-        )
+        sizes = (self.rank, self.world_size, self.local_rank, self.local_world_size)
+        values = (*sizes, self.master_addr, self.master_port)
         return {name: str(value) for name, value in zip(LAUNCH_VARIABLES, values, strict=True)}
 
 
-_TORCH = Family("torch", ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
-_OPEN_MPI = Family(
+_TORCH = LauncherVariables("torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = LauncherVariables(
     "Open MPI",
-    ("OMPI_COMM_WORLD_RANK",),
-    ("OMPI_COMM_WORLD_SIZE",),
-    ("OMPI_COMM_WORLD_LOCAL_RANK",),
-    ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-_MVAPICH = Family(
-    "MVAPICH",
-    ("MV2_COMM_WORLD_RANK",),
-    ("MV2_COMM_WORLD_SIZE",),
-    ("MV2_COMM_WORLD_LOCAL_RANK",),
-    ("MV2_COMM_WORLD_LOCAL_SIZE",),
+_MVAPICH = LauncherVariables(
+    "MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"
 )
 # MPICH, Intel MPI (both with Hydra) and others that speak PMI.
-_PMI = Family(
-    "PMI",
-    ("PMI_RANK",),
-    ("PMI_SIZE",),
-    ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-    ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+_PMI = LauncherVariables(
+    "PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE"
 )
-_SLURM = Family(
-    "Slurm", ("SLURM_PROCID",), ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_LOCALID",)
-)
-_MPI_FAMILIES = (_OPEN_MPI, _MVAPICH, _PMI)
+_SLURM = LauncherVariables("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS SLURM_NPROCS", "SLURM_LOCALID")
+_MPI = (_OPEN_MPI, _MVAPICH, _PMI)
 # Slurm numbers its own steps (batch, extern, interactive, pending) down from 0xFFFFFFFF.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
@@ -113,24 +96,23 @@ _PLAIN_KINDS = "Use an accelerate config file with distributed_type MULTI_GPU, M
 WORLD_VARIABLES: tuple[str, ...] = (
     *_TORCH.names,
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
-    *(name for family in _MPI_FAMILIES for name in family.names),
+    *(name for kind in _MPI for name in kind.names),
 )
-"""Everything from which torch (2.13) or Accelerate (1.15) would conclude that there are several processes.
+"""All variables from which torch (2.13) or Accelerate (1.15) would conclude that there are several processes.
 
-Hidden from them where one process of a failed launch goes on alone. Slurm's own variables are not among them: neither
-library reads those.
+They are hidden where one process of a failed launch goes on alone. Neither library reads Slurm's own variables.
 """
 
 
 def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
-    """Read what the launcher said.
+    """Read this process's place in its launch.
 
     Raises:
-        LaunchError: variables of the launcher's family are missing, malformed or contradict each other.
+        LaunchError: the launcher's variables are missing, malformed or contradict each other.
     """
-    family = _family_of(environ)
-    if family is not None:
-        return _read_family(environ, family)
+    kind = _kind_of_launcher(environ)
+    if kind is not None:
+        return _read_place(environ, kind)
     return LaunchEnvironment(
         # `accelerate launch` of one process sets its own settings and no rank.
         launcher="accelerate" if _is_from_accelerate(environ) else "none",
@@ -144,7 +126,7 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def with_place(environ: Mapping[str, str], rank: int, worldsize: int) -> dict[str, str]:
-    """Rank and world size as a launcher would set them, with what the environment says about node and address.
+    """Rank and world size as a launcher would set them, with node and address from the environment.
 
     Raises:
         LaunchError: a launcher gave this process another place.
@@ -154,25 +136,20 @@ def with_place(environ: Mapping[str, str], rank: int, worldsize: int) -> dict[st
     if other:
         raise LaunchError(
             f"rank={rank} and worldsize={worldsize} were given, but the environment says {', '.join(other)}. "
-            "Give none where a launcher started the process, or unset these variables."
+            "Give neither where a launcher started the process, or unset these variables."
         )
     beside = {name: environ[name] for name in LAUNCH_VARIABLES if name in environ}
     return {"LOCAL_RANK": str(rank), **beside, **given}
 
 
 def has_agent_store(environ: Mapping[str, str]) -> bool:
-    """True where torchrun's agent already holds a store at the address."""
+    """Whether torchrun's agent already holds a store at the address."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def given_address(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
-    """The address and port of rank 0 as a launcher or the user set them; None where we have to find a default."""
-    return environ.get("MASTER_ADDR") or None, number(environ, ("MASTER_PORT",))
-
-
-def is_address_given(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher or the user said where rank 0 listens; otherwise address and port are defaults of ours."""
-    return bool(environ.get("MASTER_ADDR") or environ.get("MASTER_PORT"))
+    """The address and port of rank 0 that a launcher or the user set; None where finetune chooses a default."""
+    return environ.get("MASTER_ADDR") or None, number(environ, "MASTER_PORT")
 
 
 def is_first_process(environ: Mapping[str, str]) -> bool:
@@ -184,7 +161,7 @@ def is_first_process(environ: Mapping[str, str]) -> bool:
 
 
 def speaks_for_a_node(environ: Mapping[str, str]) -> bool:
-    """Whether this is the first process of one of several nodes: what others say may stand on another screen."""
+    """Whether this is the first process of one of several nodes: other nodes may print on other screens."""
     try:
         place = read_environment(environ)
     except LaunchError:
@@ -206,21 +183,21 @@ def launcher_pid(environ: Mapping[str, str], environment: LaunchEnvironment) -> 
 
 
 def is_address_missing(environ: Mapping[str, str], environment: LaunchEnvironment) -> bool:
-    """Whether processes of other nodes cannot know where rank 0 listens: nobody said it, and a default is of no use."""
-    family = _family_of(environ)
-    if family is None or environ.get("MASTER_ADDR") or environment.master_addr != DEFAULT_MASTER_ADDR:
+    """Whether processes of other nodes cannot know where rank 0 listens: nobody said it, and no default can help."""
+    kind = _kind_of_launcher(environ)
+    if kind is None or environ.get("MASTER_ADDR") or environment.master_addr != DEFAULT_MASTER_ADDR:
         return False
-    here = number(environ, family.local_world_size)
+    here = number(environ, kind.local_world_size)
     return here is not None and here < environment.world_size
 
 
 def is_batch_script_body(environ: Mapping[str, str]) -> bool:
-    """True where Slurm gave a job several tasks but this process was started outside of srun, as the only one.
+    """Whether Slurm gave a job several tasks but this process was started outside of srun, as the only one.
 
-    That is the body of an sbatch script, or a shell that salloc opened. Under torchrun or mpirun it is False: they
-    start processes of their own there.
+    That is the body of an sbatch script, or a shell that salloc opened. Torchrun and mpirun start processes of their
+    own there, so it is False under them.
     """
-    if "SLURM_JOB_ID" not in environ or _family_of(environ) is not None:
+    if "SLURM_JOB_ID" not in environ or _kind_of_launcher(environ) is not None:
         return False
     counts = (environ.get(name, "") for name in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"))
     total, per_node, nodes = (int(count) if re.fullmatch(r"[0-9]{1,9}", count) else None for count in counts)
@@ -230,7 +207,7 @@ def is_batch_script_body(environ: Mapping[str, str]) -> bool:
 
 
 def is_gpu_choice_given(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher or the user chose the GPUs that this process sees, perhaps another one for each process."""
+    """Whether a launcher or the user chose the GPUs that this process sees, perhaps others for each process."""
     return any(environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))
 
 
@@ -246,61 +223,49 @@ def accelerate_config_folder(environ: Mapping[str, str]) -> str:
 
 
 def is_cpu_requested(environ: Mapping[str, str]) -> bool:
-    """True where `accelerate launch --cpu` asked for the CPU."""
+    """Whether `accelerate launch --cpu` asked for the CPU."""
     return _is_true(environ.get("ACCELERATE_USE_CPU", ""))
 
 
 def is_started_by_accelerate_alone(environ: Mapping[str, str]) -> bool:
-    """True in the only process of an `accelerate launch`, whatever else (srun) started that."""
+    """Whether this is the only process of an `accelerate launch`, whatever else (srun) started that."""
     return _is_from_accelerate(environ) and read_environment(environ).world_size == 1
 
 
-def requested_engine(environ: Mapping[str, str]) -> str | None:
-    """The engine that an accelerate config file asked for in place of plain data parallelism, by its name there."""
-    known = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
-    names = (name.removeprefix(_USE) for name, value in environ.items() if name.startswith(_USE) and _is_true(value))
-    engines = [name for name in names if name not in ("CPU", "SAGEMAKER")]
-    return min(engines, key=lambda name: (name not in known, name), default=None)
-
-
 def requested_precision(environ: Mapping[str, str]) -> str | None:
-    """The mixed precision that `accelerate launch` was asked for; it exports `no` where it was not."""
+    """The mixed precision that `accelerate launch` was asked for; it exports `no` where nobody asked."""
     asked = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     return None if asked in ("no", "") else asked
 
 
 def requested_accumulation(environ: Mapping[str, str]) -> int | None:
-    """The gradient accumulation that Accelerate would apply whatever the code says; 1 means that nobody asked.
+    """The gradient accumulation that Accelerate would apply in any case; None where nobody asked (1).
 
     `accelerate launch` exports it for DeepSpeed only; elsewhere it comes from the user's shell.
 
     Raises:
         LaunchError: it is not a whole number.
     """
-    asked = number(environ, ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",))
+    asked = number(environ, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
     return None if asked == 1 else asked
 
 
 def refused_settings(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Settings of `accelerate launch` that finetune does not follow whatever its own configuration says.
+    """Settings of `accelerate launch` that finetune refuses whatever its own configuration says.
 
-    What `accelerate launch` (seen with 1.15) exports without any option means "not set": ACCELERATE_MIXED_PRECISION=no,
-    ACCELERATE_DYNAMO_BACKEND=NO, ACCELERATE_DYNAMO_MODE=default, ACCELERATE_DYNAMO_USE_DYNAMIC, …_USE_FULLGRAPH and
-    …_USE_REGIONAL_COMPILATION=False, ACCELERATE_USE_CPU=False. Without a backend the other DYNAMO settings do nothing,
-    and without their engine FSDP_*, MEGATRON_LM_*, PARALLELISM_CONFIG_*, ACCELERATE_DEEPSPEED_* and ACCELERATE_FP8_* do
-    nothing. ACCELERATE_DEBUG_MODE, ACCELERATE_CPU_AFFINITY, ACCELERATE_CONFIG_FILE and the like change no result.
-    Precision, accumulation and device are compared with the configuration by others (`requested_precision`,
-    `requested_accumulation`, `is_cpu_requested`).
+    `accelerate launch` (1.15) exports some variables without any option, which then means "not set":
+    ACCELERATE_MIXED_PRECISION=no, ACCELERATE_DYNAMO_BACKEND=NO, ACCELERATE_DYNAMO_MODE=default, ACCELERATE_USE_CPU and
+    ACCELERATE_DYNAMO_USE_*=False. Without a backend the other DYNAMO settings do nothing, nor do those of an engine
+    (FSDP_*, MEGATRON_LM_*, PARALLELISM_CONFIG_*, ACCELERATE_DEEPSPEED_*, ACCELERATE_FP8_*) without it.
+    ACCELERATE_DEBUG_MODE, ACCELERATE_CPU_AFFINITY, ACCELERATE_CONFIG_FILE and the like change no result. Precision,
+    accumulation and device are compared with the configuration (`requested_precision`, `requested_accumulation`,
+    `is_cpu_requested`).
 
     Returns:
-        Pairs of the setting as it was found, ``NAME=value``, and why it is refused with what to do.
+        Pairs of a setting, ``NAME=value``, and the reason with what to do.
     """
-    found: list[tuple[str, str]] = []
-    for name, value in sorted(environ.items()):
-        why = _why_refused(name, value, environ)
-        if why is not None:
-            found.append((f"{name}={value}", why))
-    return found
+    reasons = ((f"{name}={value}", _why_refused(name, value, environ)) for name, value in sorted(environ.items()))
+    return [(setting, why) for setting, why in reasons if why is not None]
 
 
 def _why_refused(name: str, value: str, environ: Mapping[str, str]) -> str | None:
@@ -312,11 +277,11 @@ def _why_refused(name: str, value: str, environ: Mapping[str, str]) -> str | Non
         return None if is_plain else f"SageMaker's data parallelism ({kind}) is not supported. {_PLAIN_KINDS}"
     if name.startswith(_USE) and _is_true(value):
         engine = _ENGINES.get(name.removeprefix(_USE), name.removeprefix(_USE))
-        return f"{engine} is not supported: training would quietly be plain data parallelism. {_PLAIN_KINDS}"
+        return f"{engine} is not supported: training would silently be plain data parallelism. {_PLAIN_KINDS}"
     if name == "ACCELERATE_DYNAMO_BACKEND" and value.upper() not in ("NO", ""):
-        return "models are not compiled. Remove dynamo_config from accelerate's config file, or --dynamo_backend."
+        return "finetune does not compile models. Remove --dynamo_backend, or dynamo_config from the config file."
     if name == "ACCELERATE_MIXED_PRECISION" and value.lower() in ("fp16", "fp8"):
-        return "trained are fp32 and bf16. Set mixed_precision to no or bf16, and training.precision."
+        return "finetune trains in fp32 and bf16 only. Set mixed_precision to no or bf16, and training.precision."
     if name == "ACCELERATE_TORCH_DEVICE":
         return "every process would compute on that one device. Unset it and set training.device."
     if name in _TPU and (_is_true(value) or value.upper() == "TPU"):
@@ -333,15 +298,15 @@ def _is_from_accelerate(environ: Mapping[str, str]) -> bool:
     return "ACCELERATE_MIXED_PRECISION" in environ or "ACCELERATE_DYNAMO_BACKEND" in environ
 
 
-def _family_of(environ: Mapping[str, str]) -> Family | None:
-    if _TORCH.is_present(environ):
+def _kind_of_launcher(environ: Mapping[str, str]) -> LauncherVariables | None:
+    if _TORCH.are_present(environ):
         return _TORCH
     is_slurm_step = _is_slurm_step(environ)
-    for family in _MPI_FAMILIES:
+    for kind in _MPI:
         # srun with a PMI plugin sets PMI_RANK too, but not the local rank that every mpirun sets.
-        is_from_srun = is_slurm_step and family.local_rank[0] not in environ
-        if family.is_present(environ) and not is_from_srun:
-            return family
+        is_from_srun = is_slurm_step and kind.local_rank.split()[0] not in environ
+        if kind.are_present(environ) and not is_from_srun:
+            return kind
     return _SLURM if is_slurm_step else None
 
 
@@ -365,10 +330,10 @@ def _is_step_inherited(environ: Mapping[str, str]) -> bool:
     return None not in (here, ranks_here) and len(str(ranks_here).split(",")) != here
 
 
-def _launcher(environ: Mapping[str, str], family: Family) -> Launcher:
-    if family is _SLURM:
+def _launcher(environ: Mapping[str, str], kind: LauncherVariables) -> Launcher:
+    if kind is _SLURM:
         return "slurm"
-    if family is not _TORCH:
+    if kind is not _TORCH:
         return "mpi"
     if _is_from_accelerate(environ):
         return "accelerate"
@@ -376,11 +341,11 @@ def _launcher(environ: Mapping[str, str], family: Family) -> Launcher:
     return "spawn" if run_id is None or run_id.startswith(SPAWN_RUN_ID_PREFIX) else "torchrun"
 
 
-def _launch_id(environ: Mapping[str, str], family: Family, *, is_one_node: bool) -> str:
-    if family is _SLURM:
+def _launch_id(environ: Mapping[str, str], kind: LauncherVariables, *, is_one_node: bool) -> str:
+    if kind is _SLURM:
         job, step = environ.get("SLURM_JOB_ID", "?"), environ.get("SLURM_STEP_ID", "?")
         return f"{job}.{step}/attempt-{environ.get('SLURM_RESTART_COUNT', '0')}"
-    if family is not _TORCH:
+    if kind is not _TORCH:
         return environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or ""
     run_id = environ.get("TORCHELASTIC_RUN_ID", "none")
     # Each node's agent counts only the failures of its own workers: over several nodes the counts differ.
@@ -389,32 +354,32 @@ def _launch_id(environ: Mapping[str, str], family: Family, *, is_one_node: bool)
     return "/".join(parts)
 
 
-def _refuse_unknown_first_node(environ: Mapping[str, str], family: Family) -> None:
+def _refuse_unknown_first_node(environ: Mapping[str, str], kind: LauncherVariables) -> None:
     """With `--distribution=arbitrary` rank 0 may be on any node, and the sorted node list does not say on which."""
     node = environ.get("SLURMD_NODENAME", "NODE")
-    is_elsewhere = number(environ, family.rank) == 0 and (number(environ, ("SLURM_NODEID",)) or 0) > 0
-    if family is _SLURM and is_elsewhere and not environ.get("MASTER_ADDR"):
+    is_elsewhere = number(environ, kind.rank) == 0 and (number(environ, "SLURM_NODEID") or 0) > 0
+    if kind is _SLURM and is_elsewhere and not environ.get("MASTER_ADDR"):
         raise LaunchError(
             f"rank 0 is not on the first node of this step (SLURM_PROCID=0, SLURM_NODEID={environ['SLURM_NODEID']}), "
             f"where the other ranks look for it. Export MASTER_ADDR={node} before srun."
         )
 
 
-def _read_family(environ: Mapping[str, str], family: Family) -> LaunchEnvironment:
-    _refuse_unknown_first_node(environ, family)
-    place = family.place(environ, processes_here=_slurm_tasks_here(environ) if family is _SLURM else None)
-    is_one_node = place.local_world_size == place.world_size
+def _read_place(environ: Mapping[str, str], kind: LauncherVariables) -> LaunchEnvironment:
+    _refuse_unknown_first_node(environ, kind)
+    place = kind.read(environ, processes_here=_slurm_tasks_here(environ) if kind is _SLURM else None)
+    is_one_node = place["local_world_size"] == place["world_size"]
     return LaunchEnvironment(
-        launcher=_launcher(environ, family),
-        **place._asdict(),
-        master_addr=environ.get("MASTER_ADDR") or _default_address(environ, family, is_one_node=is_one_node),
-        master_port=_port(environ, _default_port(environ, family)),
-        launch_id=_launch_id(environ, family, is_one_node=is_one_node),
+        launcher=_launcher(environ, kind),
+        **place,
+        master_addr=environ.get("MASTER_ADDR") or _default_address(environ, kind, is_one_node=is_one_node),
+        master_port=_port(environ, _default_port(environ, kind)),
+        launch_id=_launch_id(environ, kind, is_one_node=is_one_node),
     )
 
 
 def _port(environ: Mapping[str, str], default: int) -> int:
-    port = number(environ, ("MASTER_PORT",))
+    port = number(environ, "MASTER_PORT")
     if port is None:
         return default
     if not 0 < port < 65536:
@@ -424,22 +389,22 @@ def _port(environ: Mapping[str, str], default: int) -> int:
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
-    node = number(environ, ("SLURM_NODEID",))
+    node = number(environ, "SLURM_NODEID")
     return None if counts is None or node is None else tasks_on_node(counts, node)
 
 
-def _default_address(environ: Mapping[str, str], family: Family, *, is_one_node: bool) -> str:
+def _default_address(environ: Mapping[str, str], kind: LauncherVariables, *, is_one_node: bool) -> str:
     """The first host that Slurm names: mpirun in a Slurm job of several nodes begins there too."""
-    nodelist = environ.get("SLURM_STEP_NODELIST") if family is _SLURM else None
+    nodelist = environ.get("SLURM_STEP_NODELIST") if kind is _SLURM else None
     nodelist = nodelist or environ.get("SLURM_JOB_NODELIST")
-    if nodelist and (family is _SLURM or (family in _MPI_FAMILIES and not is_one_node)):
+    if nodelist and (kind is _SLURM or (kind in _MPI and not is_one_node)):
         return _first_host_from_slurm_nodelist(nodelist)
     return DEFAULT_MASTER_ADDR
 
 
-def _default_port(environ: Mapping[str, str], family: Family) -> int:
+def _default_port(environ: Mapping[str, str], kind: LauncherVariables) -> int:
     """Jobs and steps that share a node get different ports; every rank computes the same one."""
-    if family is not _SLURM:
+    if kind is not _SLURM:
         return DEFAULT_MASTER_PORT
     job = int(re.sub(r"\D", "", environ.get("SLURM_JOB_ID", "")) or 0)
     step = int(re.sub(r"\D", "", environ.get("SLURM_STEP_ID", "")) or 0)

@@ -16,8 +16,8 @@ LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
 def sum_flat(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Sum the gradients over ranks in one all-reduce.
 
-    Parameters in their own order give one sum with the same bits after a restart, which rebuilt buckets do not; and a
-    rank may come without any micro-batch.
+    Summed in the parameters' own order, gradients have the same bits after a restart, unlike in rebuilt buckets; and a
+    rank may have no micro-batch.
 
     Collective: every rank, once per step, with the same parameters, each of which has a gradient.
     """
@@ -40,8 +40,8 @@ class Reducer:
         model: placed (`Runtime.place`), so that all ranks have rank 0's trained weights already.
         loss: the summed loss of a micro-batch.
         device: of this rank.
-        output_device: index of the GPU that holds the outputs; None: the model's own.
-        find_unused_parameters: look in every backward pass for parameters that it leaves out.
+        output_device: index of the GPU for the outputs; None: the model's own.
+        find_unused_parameters: look in every backward pass for parameters without a gradient.
 
     Attributes:
         model: the one it was made for.
@@ -66,7 +66,7 @@ class Reducer:
                 device_ids=[device] if is_gpu else None,
                 output_device=output_device if is_gpu else None,
                 find_unused_parameters=find_unused_parameters,
-                # A frozen base of many gigabytes would be sent as well, and rank 0's buffers before each step.
+                # Otherwise it would send a frozen base of many gigabytes, and rank 0's buffers before each step.
                 init_sync=False,
                 broadcast_buffers=False,
             )
@@ -82,7 +82,7 @@ class Reducer:
 
 
 class _LossOf(torch.nn.Module):
-    """The reducer watches one forward call: that of the loss, not of the model within it."""
+    """The module that the reducer wraps: it watches one forward call, and that must be the loss's."""
 
     def __init__(self, model: torch.nn.Module, loss: LossFunction) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Join the world that a launcher started, with what the configuration wishes, and leave it again."""
+"""Join the world that a launcher started, as the configuration asks, and leave it again."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 from finetune.config.tracker_packages import refuse_missing_trackers
 from finetune.distributed.accelerate_command import read_accelerate_command
 from finetune.distributed.ddp_init import (
+    ProcessContext,
     cleanup_ddp,
     current_context,
     initialize_ddp,
@@ -47,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
-    """Join the world this process was started in, and leave it again whatever happens.
+    """Join the world that this process was started in, and leave it again whatever happens.
 
     With `parallel.num_processes` and no launcher, this process becomes the launcher: it starts its own command line
     that many times, waits, and leaves with their exit code.
@@ -57,13 +58,13 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
 
     Args:
         config: the whole run.
-        trains: whether the run will write to its folder, which is then looked at before anything slow begins.
+        trains: whether the run will write to its folder, which is then checked before anything slow begins.
 
     Raises:
         CheckpointError: the folder holds another run.
         ConfigError: a tracker of `training.report_to` is not installed where rank 0 runs.
         LaunchError: the launcher, the configuration and Accelerate do not describe the same world.
-        SystemExit: this process only started others, or rank 0 goes on alone (`LeftToMain`).
+        SystemExit: this process only started others, or rank 0 trains alone (`LeftToMain`).
     """
     environment = joined_environment()
     configure_logs(environment.rank, level=logging.DEBUG if config.training.debug else logging.INFO)
@@ -79,18 +80,8 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     if _is_to_spawn(config, environment):
         raise SystemExit(run_as_processes(config.parallel.num_processes or 1))
     torch.manual_seed(config.seed)
-    device = "cpu" if is_cpu_requested(os.environ) and config.training.device == "auto" else config.training.device
-    wish = None if device == "auto" else device
     is_adopted = is_joined()  # then it has an owner, who may launch again
-    context = initialize_ddp(
-        timedelta(minutes=config.parallel.timeout_minutes),
-        master_addr=config.parallel.master_addr,
-        master_port=config.parallel.master_port,
-        backend=config.parallel.backend,
-        device=wish,
-        flag=config.ddp,
-        fallbacks=fallbacks,
-    )
+    context = _join(config, fallbacks)
     with ExitStack() as signals, ExitStack() as leaving:
         signals.enter_context(stops_after_step() if trains else termination_raises())
         leaving.callback(lambda: _log.info("Process %d cleanup completed", environment.rank))
@@ -102,17 +93,13 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         if config.training.deterministic:
             torch.use_deterministic_algorithms(True)
             leaving.callback(torch.use_deterministic_algorithms, False)
-        runtime = Runtime(context or current_context(wish), environment, fallbacks, config)
+        runtime = Runtime(context, environment, fallbacks, config)
         try:
             _log.info("Process %d/%d started", environment.rank, environment.world_size)
-            runtime.refuse_differences("the configuration", _digest(config))
-            _record_other_device(wish, runtime)
-            _record_output_device(config, runtime)
-            if trains and runtime.is_main_process:
-                refuse_missing_trackers(config)
+            _check_world(config, runtime, trains=trains)
             yield runtime
         except BaseException as error:
-            # A launcher sends SIGTERM to the ranks that outlive another: it must not cut short what they write now.
+            # A launcher sends SIGTERM to the ranks that outlive another: it must not interrupt their last writes.
             signals.enter_context(undisturbed())
             named = runtime.explain(error)
             runtime.close(named)
@@ -122,15 +109,42 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         runtime.close(None)
 
 
+def _join(config: Config, fallbacks: Fallbacks) -> ProcessContext:
+    wish = wished_device(config)
+    context = initialize_ddp(
+        timedelta(minutes=config.parallel.timeout_minutes),
+        master_addr=config.parallel.master_addr,
+        master_port=config.parallel.master_port,
+        backend=config.parallel.backend,
+        device=wish,
+        flag=config.ddp,
+        fallbacks=fallbacks,
+    )
+    return context or current_context(wish)
+
+
+def wished_device(config: Config) -> str | None:
+    """The configured device, or the CPU of `accelerate launch --cpu`; None: this rank's own."""
+    if config.training.device != "auto":
+        return config.training.device
+    return "cpu" if is_cpu_requested(os.environ) else None
+
+
 def _is_to_spawn(config: Config, environment: LaunchEnvironment) -> bool:
     return environment.launcher == "none" and (config.parallel.num_processes or 1) > 1 and not is_joined()
 
 
-def _digest(config: Config) -> str:
-    """What must be equal on all ranks: everything but the place of the process."""
-    own = {"rank", "output_device"}
-    values = config.model_dump(mode="json", exclude={"parallel": own, "data": {"cache_dir"}})
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+def _check_world(config: Config, runtime: Runtime, *, trains: bool) -> None:
+    """Compare the ranks with each other, and this one's devices and packages with the configuration. Collective."""
+    must_be_equal = config.model_dump(
+        mode="json", exclude={"parallel": {"rank", "output_device"}, "data": {"cache_dir"}}
+    )
+    digest = hashlib.sha256(json.dumps(must_be_equal, sort_keys=True).encode()).hexdigest()
+    runtime.refuse_differences("the configuration", digest)
+    _record_other_device(wished_device(config), runtime)
+    _record_output_device(config, runtime)
+    if trains and runtime.is_main_process:
+        refuse_missing_trackers(config)
 
 
 def _record_other_device(wish: str | None, runtime: Runtime) -> None:
@@ -140,7 +154,7 @@ def _record_other_device(wish: str | None, runtime: Runtime) -> None:
 
 
 def _record_output_device(config: Config, runtime: Runtime) -> None:
-    """Only torch's reducer on GPUs knows an output device.
+    """Check `parallel.output_device`, which only torch's reducer on GPUs can use.
 
     Raises:
         LaunchError: this process sees no such GPU.
@@ -149,7 +163,7 @@ def _record_output_device(config: Config, runtime: Runtime) -> None:
     if index is None:
         return
     if runtime.device.type != "cuda" or not runtime.needs_even_shares:
-        why = "it concerns parallel.gradient_sync=ddp with several processes on GPUs only; drop the key"
+        why = "only parallel.gradient_sync=ddp with several processes on GPUs uses it; drop the key"
         fallback = Fallback(what="parallel.output_device", wanted=str(index), used=str(runtime.device), why=why)
         runtime.fallbacks.take(fallback)
     elif index >= torch.cuda.device_count():
@@ -160,10 +174,10 @@ def _record_output_device(config: Config, runtime: Runtime) -> None:
 
 
 def _check_wish(config: Config, environment: LaunchEnvironment, fallbacks: Fallbacks) -> None:
-    """Compare what the configuration asks for with what the launcher started.
+    """Compare the configuration with the launch.
 
     Raises:
-        LaunchError: names both sides, and where the wish was made.
+        LaunchError: names both sides, and the line of the configuration.
     """
     started = {"world_size": environment.world_size, "rank": environment.rank}
     if environment.launcher != "none":
@@ -191,7 +205,7 @@ def _check_wish(config: Config, environment: LaunchEnvironment, fallbacks: Fallb
 
 
 def _check_accelerate(config: Config, environment: LaunchEnvironment, fallbacks: Fallbacks) -> None:
-    """What `accelerate launch` was asked for, and does not say in its variables or does not do."""
+    """Compare what `accelerate launch` was asked for with the configuration and with what it started."""
     if is_cpu_requested(os.environ) and config.training.device not in ("auto", "cpu"):
         raise LaunchError(
             f"accelerate launch --cpu was asked for, but training.device is {config.training.device} "
@@ -200,8 +214,8 @@ def _check_accelerate(config: Config, environment: LaunchEnvironment, fallbacks:
     command = read_accelerate_command(os.environ)
     if command is not None and command.engine is not None:
         raise LaunchError(
-            f"accelerate launch was asked for {command.engine}, which finetune does not support, and dropped it "
-            "without a word because of --cpu. Use a config file with distributed_type MULTI_GPU, MULTI_CPU or NO."
+            f"accelerate launch was asked for {command.engine}, which finetune does not support, and silently "
+            "dropped it because of --cpu. Use a config file with distributed_type MULTI_GPU, MULTI_CPU or NO."
         )
     asked = None if command is None else command.num_processes
     if asked is not None and asked > environment.world_size:
@@ -214,7 +228,7 @@ def _check_accelerate(config: Config, environment: LaunchEnvironment, fallbacks:
 
 
 def _check_address(config: Config, environment: LaunchEnvironment) -> None:
-    """An address that a launcher settled is settled: its agent may hold the store there already."""
+    """Refuse another address than the launcher's: its agent may hold the store there already."""
     given_addr, given_port = given_address(os.environ)
     settled = {"master_addr": given_addr, "master_port": given_port}
     for key, value in settled.items():

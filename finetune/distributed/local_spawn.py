@@ -23,11 +23,11 @@ _log = logging.getLogger(__name__)
 
 
 def run_as_processes(num_processes: int) -> int:
-    """Run this process's own command line in `num_processes` workers and wait for them; an exit code.
+    """Run this process's own command line in `num_processes` workers, wait for them, and return their exit code.
 
     Raises:
-        LaunchError: there is no command line that could be run again.
-        KeyboardInterrupt: stopped from the keyboard before a worker was there.
+        LaunchError: there is no command line to run again.
+        KeyboardInterrupt: stopped from the keyboard before a worker was started.
     """
     command = _command_to_repeat()
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -43,7 +43,7 @@ def run_as_processes(num_processes: int) -> int:
         local_addr="localhost",
         max_restarts=0,
         monitor_interval=0.1,
-        # Of the others the workers decide what they mean; elastic would kill them 30 s later. It would also undo nohup.
+        # The workers handle the other signals themselves: elastic would kill them 30 s later, and would undo nohup.
         signals_to_handle="SIGQUIT",
     )
     _log.info("starting %d processes on this machine: %s", num_processes, " ".join(command))
@@ -51,14 +51,14 @@ def run_as_processes(num_processes: int) -> int:
         try:
             elastic_launch(config, command[0])(*command[1:])
         except ChildFailedError as error:
-            # The workers have said what went wrong: the launcher adds nothing but the code.
+            # The workers have reported what went wrong: the launcher adds only the exit code.
             return _exit_code_of_cause([failure.exitcode for failure in error.failures.values()], sent)
     return 0
 
 
 @contextmanager
 def _signals_go_to_workers() -> Iterator[list[int]]:
-    """A block in which the workers get what this process is sent, and a list of it; before they are there, it ends."""
+    """A block that passes signals on to the workers and lists them; before there are workers, a signal ends it."""
     sent: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -75,11 +75,11 @@ def _signals_go_to_workers() -> Iterator[list[int]]:
 
 
 def _exit_code_of_cause(codes: Sequence[int], sent: Sequence[int]) -> int:
-    """The workers end almost at once: those that end with another one's failure have 3, or were ended by a signal.
+    """The exit code of the worker that failed first: those that end because of it have 3, or were ended by a signal.
 
     Args:
-        codes: of the workers that failed; minus the signal's number for one that it killed.
-        sent: the signals that they were sent by us.
+        codes: of the workers that failed; minus the signal's number for a killed one.
+        sent: the signals that this process passed on to them.
     """
     failed, preempted, terminated = RunFailedError.exit_code, PreemptedError.exit_code, Terminated.exit_code
     causes = [code for code in codes if code > 0 and code not in (failed, preempted, terminated)]
@@ -95,7 +95,7 @@ def _command_to_repeat() -> list[str]:
     main = sys.modules["__main__"]
     if getattr(main, "__file__", None) is None or "-c" in sys.orig_argv[1:2]:
         raise LaunchError(
-            "parallel.num_processes starts the command line again, and this session has none (a notebook, or python "
+            "parallel.num_processes runs the command line again, and this session has none (a notebook, or python "
             "-c). Put the code into a script, or start it with torchrun."
         )
     return [sys.executable, *sys.orig_argv[1:]]

@@ -9,7 +9,7 @@ import struct
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address means each machine itself. Other names than ``localhost`` are not looked up."""
+    """Whether an address means each machine itself. Looks up no name but ``localhost``."""
     if host == "localhost":
         return True
     try:
@@ -27,7 +27,7 @@ def own_name_is_loopback() -> bool:
 
 
 def own_addresses(master_addr: str) -> list[str]:
-    """Names by which the other ranks may find rank 0's machine, which is this one; the likeliest first."""
+    """Addresses under which other ranks may reach this machine, which is rank 0's; the likeliest first."""
     if is_loopback(master_addr):
         return ["127.0.0.1"]
     towards = own_address_towards(master_addr)
@@ -35,7 +35,7 @@ def own_addresses(master_addr: str) -> list[str]:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether an address or name is one of this machine: only then can a socket be bound to it."""
+    """Whether an address or name belongs to this machine: only then can a socket be bound to it."""
     for family, kind, protocol, _, place in _resolve(host):
         with socket.socket(family, kind, protocol) as probe:
             try:
@@ -47,7 +47,7 @@ def is_own_address(host: str) -> bool:
 
 
 def own_address_towards(host: str) -> str | None:
-    """This machine's address on the way to `host`, from the routing table; None where there is no way or no name."""
+    """This machine's address on the way to `host`, from the routing table; None where there is no route or no name."""
     for family, kind, protocol, _, place in _resolve(host):
         with socket.socket(family, kind, protocol) as probe:
             try:
@@ -59,10 +59,9 @@ def own_address_towards(host: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """The name of this machine's network interface on the way to `host`; None where it cannot be told.
+    """The name of this machine's network interface on the way to `host`; None where it is unknown.
 
-    gloo takes the interface of the machine's own name, and on many systems that name means 127.0.1.1, which no other
-    node reaches.
+    gloo takes the interface of the machine's own name, which on many systems means 127.0.1.1: no other node reaches it.
     """
     address = own_address_towards(host)
     if address is None:

@@ -1,8 +1,8 @@
 """Find every rank of a launch at one address, and settle together who trains. The only module that opens a TCPStore.
 
 torch waits silently for about twice its timeout, and forever where something other than a store answers. So the ranks
-meet here first: each one joins, the missing ones are named while the others wait, and rank 0 gives one verdict that all
-of them read. Only then is a process group made.
+join at a store first: the missing ones are named while the others wait, and rank 0 gives one verdict that all of them
+read. Only then is a process group made.
 """
 
 from __future__ import annotations
@@ -100,12 +100,12 @@ class Rendezvous:
 
     @property
     def address(self) -> str:
-        """The host and port where the ranks meet."""
+        """The host and port of the store."""
         return f"{self.environment.master_addr}:{self.environment.master_port}"
 
     @property
     def seconds_left(self) -> float:
-        """What is left of the timeout, at least 0."""
+        """The rest of the timeout, at least 0."""
         return max(0.0, self._began + self._timeout - time.monotonic())
 
     def wait_for_all(self) -> str | None:

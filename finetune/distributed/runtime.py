@@ -13,7 +13,6 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,15 +24,10 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 
 from finetune import __version__
+from finetune.distributed.accelerate_command import refuse_settings_of_accelerate
 from finetune.distributed.ddp_init import ProcessContext, rendezvous_store
 from finetune.distributed.ending import explain, in_a_line
-from finetune.distributed.environment import (
-    LaunchEnvironment,
-    launcher_pid,
-    refused_settings,
-    requested_accumulation,
-    requested_precision,
-)
+from finetune.distributed.environment import LaunchEnvironment, launcher_pid
 from finetune.distributed.gradients import LossFunction, Reducer, sum_flat
 from finetune.distributed.guardian.faults import ranks_in_words
 from finetune.distributed.precision import choose_precision, convert_weights
@@ -60,7 +54,7 @@ class Runtime:
 
     Attributes:
         context: this process's rank, world size and device.
-        environment: what the launcher said.
+        environment: this process's place in the launch.
         fallbacks: every downgrade taken in this run.
         precision: ``fp32`` or ``bf16``, settled for this device.
     """
@@ -80,7 +74,7 @@ class Runtime:
         self._closing: list[Callable[[BaseException | None], None]] = []
         self._reducer: Reducer | None = None
         self._watchdog: Watchdog | None = None
-        self._refuse_wishes_of_accelerate(config.training.precision)
+        refuse_settings_of_accelerate(self.precision, config.training.precision)
         self._accelerator = Accelerator(
             cpu=context.device.type == "cpu",
             mixed_precision="bf16" if self.precision == "bf16" else "no",
@@ -142,7 +136,7 @@ class Runtime:
 
     @property
     def needs_even_shares(self) -> bool:
-        """Whether every rank must come with the same number of micro-batches (`parallel.gradient_sync=ddp`)."""
+        """Whether every rank needs the same number of micro-batches (`parallel.gradient_sync=ddp`)."""
         return self._parallel.gradient_sync == "ddp" and self.context.distributed
 
     def loss(self, compute: LossFunction, model: torch.nn.Module, microbatch: Any, *, is_last: bool) -> torch.Tensor:
@@ -154,7 +148,7 @@ class Runtime:
             compute: (model, micro-batch) to the loss.
             model: placed.
             microbatch: on the CPU or on this rank's device.
-            is_last: whether the gradients may be shared with the backward pass of this one.
+            is_last: whether it is the step's last, whose backward pass may sync the gradients.
         """
         there = microbatch.to(self.device)
         with self.autocast():
@@ -173,7 +167,7 @@ class Runtime:
             return self._reducer.loss(there, is_last=is_last)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add a loss's gradients to this rank's own; `sync_gradients` shares them."""
+        """Add a loss's gradients to this rank's own; `sync_gradients` sums them over ranks."""
         with self._collective("backward") if self._reducer is not None else nullcontext():
             self._accelerator.backward(loss)
 
@@ -193,9 +187,9 @@ class Runtime:
                 sum_flat(parameters)
 
     def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> float:
-        """Scale gradients down to `max_norm`; the norm before that is returned (None: only measure).
+        """Scale gradients down to `max_norm` (None: only measure), and return their norm before that.
 
-        After `sync_gradients` the norm is equal on all ranks: "not finite" needs no agreement.
+        After `sync_gradients` the norm is equal on all ranks, so they agree whether it is finite.
         """
         limit = float("inf") if max_norm is None else max_norm
         norm = self._accelerator.clip_grad_norm_(parameters, limit)
@@ -206,7 +200,7 @@ class Runtime:
         mine = torch.tensor(list(values), dtype=torch.float64)
         if not self.context.distributed:
             return [float(value) for value in mine]
-        # The sums travel through the backend's own device: nccl knows no CPU tensors.
+        # The sums go through the backend's own device: nccl takes no CPU tensors.
         there = mine.to(self.device)
         with self._collective("sum"):
             dist.all_reduce(there)
@@ -246,11 +240,7 @@ class Runtime:
 
     @contextmanager
     def failing_together(self, during: str) -> Iterator[None]:
-        """A block that fails on all ranks if it fails on one. Collective: every rank enters and leaves it.
-
-        Raises:
-            PeerFailedError: another rank failed; the ranks that failed raise their own error.
-        """
+        """A block that fails on all ranks if it fails on one, as `agree` does. Collective: every rank enters it."""
         error: Exception | None = None
         try:
             yield
@@ -259,7 +249,7 @@ class Runtime:
         self.agree(error, during)
 
     def fail_in_next_step(self, error: BaseException, during: str) -> None:
-        """Let all ranks raise at the beginning of the next step, for what failed beside training. Not a collective."""
+        """Let all ranks raise at the start of the next step, after a failure beside training. Not a collective."""
         self._failed_beside = (error, during)
 
     @property
@@ -268,16 +258,12 @@ class Runtime:
         return self._failed_beside is not None
 
     def agree_on_failure_beside(self) -> None:
-        """Raise what `fail_in_next_step` was given on any rank. Collective.
-
-        Raises:
-            PeerFailedError: another rank failed; the ranks that failed raise their own error.
-        """
-        error, during = self._failed_beside or (None, "what goes on beside training")
+        """Raise on all ranks the error that any gave to `fail_in_next_step`, as `agree` does. Collective."""
+        error, during = self._failed_beside or (None, "work beside training")
         self.agree(error, during)
 
     def agree_set_up(self) -> None:
-        """Every rank has its model and data. Collective: once, before the first step."""
+        """Wait until every rank has its model and data. Collective: once, before the first step."""
         if not self._is_set_up:
             self._is_set_up = True
             self.agree(None, during="set-up")
@@ -304,7 +290,7 @@ class Runtime:
             )
 
     def at(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
-        """Say where this rank is: what a fault's message names, and where `parallel.step_timeout_minutes` starts anew.
+        """Report where this rank is: a fault names it, and `parallel.step_timeout_minutes` starts anew.
 
         Args:
             phase: for example ``training``.
@@ -320,7 +306,7 @@ class Runtime:
         return told_to_stop() is not None
 
     def is_anyone_told_to_stop(self) -> bool:
-        """The same of any rank, for a phase of many batches without a collective. Not a collective itself.
+        """Whether any rank was told to stop, in a phase of many batches without a collective. Not a collective itself.
 
         A rank that was told to stop passes it on through the store of the rendezvous, where the others look twice a
         second. In a group that others made there is no store: False, on the rank that was told too.
@@ -335,7 +321,7 @@ class Runtime:
             if self.is_told_to_stop:
                 store.set(_TOLD_TO_STOP, "")
             return bool(store.check([_TOLD_TO_STOP]))
-        except (dist.DistError, RuntimeError):  # its process is gone: the next collective will say which
+        except (dist.DistError, RuntimeError):  # its process is gone: the next collective names it
             return self.is_told_to_stop
 
     def barrier(self) -> None:
@@ -348,7 +334,7 @@ class Runtime:
         self._closing.append(action)
 
     def explain(self, error: BaseException) -> BaseException:
-        """The error to leave with in place of this one: its cause, and a note of where this rank was."""
+        """The error to leave with instead of this one: its cause, and a note of where this rank was."""
         return explain(error, self._watchdog)
 
     def close(self, error: BaseException | None) -> None:
@@ -378,7 +364,7 @@ class Runtime:
             world_size=self.world_size,
             master_addr=self.environment.master_addr,
             launcher_pid=launcher_pid(os.environ, self.environment),
-            step_timeout=timedelta(minutes=self._parallel.step_timeout_minutes),
+            step_timeout_seconds=60 * self._parallel.step_timeout_minutes,
         )
         return Watchdog(
             watched,
@@ -388,11 +374,7 @@ class Runtime:
 
     @contextmanager
     def _collective(self, what: str) -> Iterator[None]:
-        """A block that waits for the other ranks. If one of them is gone, the error says which and where it was.
-
-        Raises:
-            RunFailedError: another rank failed, was killed or cannot be reached.
-        """
+        """A block that waits for the other ranks. If one of them is gone, a RunFailedError says which and where."""
         watchdog = self._watchdog
         try:
             with watchdog.waiting(what) if watchdog is not None else nullcontext():
@@ -404,30 +386,6 @@ class Runtime:
             _log.debug("%s: %s", what, error)
             message = f"another rank left during {what}: {error}" if fault is None else str(fault)
             raise RunFailedError(message, fault=fault) from error
-
-    def _refuse_wishes_of_accelerate(self, precision: str) -> None:
-        """What `accelerate launch` was asked for must not be passed over in silence.
-
-        Raises:
-            LaunchError: it asks for what finetune does not do, or for something else than the configuration.
-        """
-        refused = refused_settings(os.environ)
-        if refused:
-            listed = "; ".join(f"{setting}: {why}" for setting, why in refused)
-            raise LaunchError(f"accelerate launch asks for what finetune does not do. {listed}")
-        asked = requested_precision(os.environ)
-        if asked not in (None, self.precision):
-            raise LaunchError(
-                f"accelerate launch asks for mixed precision {asked} (ACCELERATE_MIXED_PRECISION), but "
-                f"training.precision {precision} means {self.precision} here. Set training.precision, or remove it "
-                "from accelerate's config."
-            )
-        steps = requested_accumulation(os.environ)
-        if steps is not None:
-            raise LaunchError(
-                f"the environment asks for {steps} accumulation steps (ACCELERATE_GRADIENT_ACCUMULATION_STEPS); here "
-                "training.batch_size and training.global_batch_size settle them. Unset it."
-            )
 
     def _compare_worlds(self) -> None:
         theirs = self._accelerator
@@ -463,19 +421,19 @@ class Runtime:
 
 
 def forget_accelerate() -> None:
-    """Accelerate's state is process-wide: in it the first caller's arguments would win for ever."""
+    """Reset Accelerate's state, which is process-wide: the first caller's arguments would hold for ever."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 def open_tracker(name: str, folder: Path, run: str, *, first_step: int) -> Any:
-    """One of Accelerate's trackers, started: it has `log`, `store_init_configuration` and `finish`.
+    """Start one of Accelerate's trackers, with `log`, `store_init_configuration` and `finish`.
 
     Args:
-        name: as Accelerate calls it.
-        folder: for what TensorBoard and wandb write.
-        run: what it calls the run.
-        first_step: steps that were done before; what TensorBoard has behind them is taken back.
+        name: Accelerate's name for it.
+        folder: for the files of TensorBoard and wandb.
+        run: the name of the run.
+        first_step: number of steps done before; TensorBoard drops its events after them.
     """
     if name in ("tensorboard", "wandb"):  # the others have places of their own
         folder.mkdir(exist_ok=True)
@@ -501,7 +459,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _is_lost_contact(error: Exception) -> bool:
-    """Whether a collective failed because of another rank; the backends have no type of error for it."""
+    """Whether a collective failed because of another rank, for which the backends have no type of error."""
     text = str(error)
     signs = ("closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out", "NCCL", "Socket")
     return isinstance(error, dist.DistError) or any(sign in text for sign in signs)

@@ -1,7 +1,4 @@
-"""Slurm's own notations: node lists such as ``gpu[07-08],c[1-2]n5`` and counts per node such as ``2(x3),1``.
-
-Text in, values out: no environment variable is named here.
-"""
+"""Slurm's own notations: node lists such as ``gpu[07-08],c[1-2]n5`` and counts per node such as ``2(x3),1``."""
 
 from __future__ import annotations
 
@@ -25,21 +22,6 @@ def _first_host_from_slurm_nodelist(nodelist: str) -> str:
     """
     first = _names(nodelist)[0]
     return _GROUP.sub(lambda group: group[1].split(",")[0].split("-")[0], first)
-
-
-def count_hosts(nodelist: str) -> int:
-    """How many hosts a Slurm node list names.
-
-    Raises:
-        LaunchError: the list is empty or malformed.
-    """
-    total = 0
-    for name in _names(nodelist):
-        hosts = 1
-        for group in _GROUP.findall(name):
-            hosts *= sum(_length(part) for part in group.split(","))
-        total += hosts
-    return total
 
 
 def tasks_on_node(counts: str, node: int) -> int | None:
@@ -77,12 +59,10 @@ def _names(nodelist: str) -> list[str]:
 def _is_well_formed(name: str) -> bool:
     parts = [part for group in _GROUP.findall(name) for part in group.split(",")]
     bare = _GROUP.sub("0", name)
-    return bool(bare) and not re.search(r"[\[\]\s,]", bare) and all(_length(part) > 0 for part in parts)
+    return bool(bare) and not re.search(r"[\[\]\s,]", bare) and all(map(_is_range, parts))
 
 
-def _length(part: str) -> int:
-    """How many numbers ``7`` or ``01-04`` names; 0 where it is neither."""
+def _is_range(part: str) -> bool:
+    """Whether it is ``7`` or an ascending range such as ``01-04``."""
     match = _RANGE.fullmatch(part)
-    if match is None:
-        return 0
-    return int(match[2] or match[1]) - int(match[1]) + 1
+    return match is not None and int(match[1]) <= int(match[2] or match[1])

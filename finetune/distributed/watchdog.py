@@ -19,8 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ class WatchedRank:
     """An address of rank 0 that every node reaches."""
     launcher_pid: int | None = None
     """The parent that this process must not outlive; None in a plain run, which may outlive its shell."""
-    step_timeout: timedelta | None = None
+    step_timeout_seconds: float | None = None
     """The longest time in one timed position; None: no limit."""
 
 
@@ -208,16 +207,8 @@ class Watchdog:
     def _start_guardian(self, watched: WatchedRank) -> Message | None:
         """Start it. On rank 0: where it listens, and the token that it wants."""
         token = secrets.token_hex(16)
-        limit = watched.step_timeout
-        settings = {
-            "rank": watched.rank,
-            "world_size": watched.world_size,
-            "worker_pid": self._pid,
-            "launcher_pid": watched.launcher_pid,
-            "step_timeout": None if limit is None else limit.total_seconds(),
-            "token": token,
-            "only_here": is_loopback(watched.master_addr),
-        }
+        is_one_machine = is_loopback(watched.master_addr)
+        settings = {**asdict(watched), "worker_pid": self._pid, "token": token, "only_here": is_one_machine}
         occupy_standard_streams()
         try:
             self._guardian = subprocess.Popen(

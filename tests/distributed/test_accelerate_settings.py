@@ -9,14 +9,12 @@ import pytest
 
 from finetune.distributed.accelerate_command import (
     launch_options,
-    processes_asked_of_accelerate,
     read_accelerate_command,
 )
 from finetune.distributed.environment import (
     is_cpu_requested,
     refused_settings,
     requested_accumulation,
-    requested_engine,
     requested_precision,
 )
 from finetune.errors import LaunchError
@@ -27,9 +25,6 @@ from tests.launches import REPOSITORY
 def test_wishes_of_accelerate_are_read():
     assert is_cpu_requested({"ACCELERATE_USE_CPU": "True"})
     assert not is_cpu_requested({"ACCELERATE_USE_CPU": "False"})
-    assert requested_engine({"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}) == "FSDP"
-    assert requested_engine({"ACCELERATE_USE_DEEPSPEED": "true"}) == "DEEPSPEED"
-    assert requested_engine({"ACCELERATE_USE_FSDP": "false", "ACCELERATE_USE_CPU": "True"}) is None
     assert requested_precision({"ACCELERATE_MIXED_PRECISION": "bf16"}) == "bf16"
     assert requested_precision(ACCELERATE) is None
     assert requested_accumulation({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}) == 4
@@ -48,7 +43,7 @@ def test_wishes_of_accelerate_are_read():
         ("ACCELERATE_USE_PARALLELISM_CONFIG=true", "parallelism_config is not supported"),
         ("ACCELERATE_USE_SAGEMAKER=true", "SageMaker's data parallelism"),
         ("ACCELERATE_USE_NEWEST=true", "NEWEST is not supported"),
-        ("ACCELERATE_DYNAMO_BACKEND=INDUCTOR", "models are not compiled"),
+        ("ACCELERATE_DYNAMO_BACKEND=INDUCTOR", "does not compile models"),
         ("ACCELERATE_MIXED_PRECISION=fp16", "fp32 and bf16"),
         ("ACCELERATE_MIXED_PRECISION=fp8", "fp32 and bf16"),
         ("ACCELERATE_TORCH_DEVICE=cuda:1", "training.device"),
@@ -126,14 +121,13 @@ def test_other_commands_are_no_launch(command):
 @pytest.mark.parametrize("environ", [{}, ACCELERATE, ACCELERATE_DEFAULTS])
 def test_no_number_is_known_where_accelerate_did_not_start_this_process_alone(environ):
     # The last has the variables of a launch, but no `accelerate launch` among the ancestors: nobody can be asked.
-    assert processes_asked_of_accelerate(environ) is None
     assert read_accelerate_command(environ) is None
 
 
 REPORT = """
 import json, os
 from finetune.distributed import environment as settings
-from finetune.distributed.accelerate_command import processes_asked_of_accelerate, read_accelerate_command
+from finetune.distributed.accelerate_command import read_accelerate_command
 command = read_accelerate_command(os.environ)
 print("REPORT", json.dumps({
     "world_size": settings.read_environment(os.environ).world_size,
@@ -141,7 +135,7 @@ print("REPORT", json.dumps({
     "precision": settings.requested_precision(os.environ),
     "accumulation": settings.requested_accumulation(os.environ),
     "cpu": settings.is_cpu_requested(os.environ),
-    "asked": processes_asked_of_accelerate(os.environ),
+    "asked": command and command.num_processes,
     "engine": command and command.engine,
 }), flush=True)
 """

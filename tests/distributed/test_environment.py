@@ -7,7 +7,7 @@ from finetune.distributed.environment import (
     DEFAULT_MASTER_ADDR,
     DEFAULT_MASTER_PORT,
     LAUNCH_VARIABLES,
-    is_address_given,
+    given_address,
     is_address_missing,
     is_batch_script_body,
     read_environment,
@@ -217,9 +217,9 @@ def test_a_launch_over_several_nodes_needs_an_address(environ, is_missing):
 def test_address_and_port_may_default_and_count_as_given_where_either_is_set():
     read = read_environment(without(TORCHRUN, "MASTER_ADDR", "MASTER_PORT"))
     assert (read.master_addr, read.master_port) == (DEFAULT_MASTER_ADDR, DEFAULT_MASTER_PORT)
-    assert is_address_given({"MASTER_PORT": "1234"})
-    assert is_address_given({"MASTER_ADDR": "node7"})
-    assert not is_address_given({"RANK": "0", "MASTER_ADDR": ""})
+    assert given_address({"MASTER_PORT": "1234"}) == (None, 1234)
+    assert given_address({"MASTER_ADDR": "node7"}) == ("node7", None)
+    assert given_address({"RANK": "0", "MASTER_ADDR": ""}) == (None, None)
 
 
 def test_a_master_address_that_is_set_wins_over_the_node_list():

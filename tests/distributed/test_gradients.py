@@ -50,7 +50,7 @@ def test_an_output_device_that_does_nothing_is_said_to():
         (fallback,) = runtime.fallbacks.as_records()
         assert (fallback["what"], fallback["wanted"], fallback["used"]) == ("parallel.output_device", "0", "cpu")
     with (
-        pytest.raises(ConfigError, match=r"parallel\.output_device: 0 was wanted"),
+        pytest.raises(ConfigError, match=r"parallel\.output_device: wanted 0"),
         launch(Config.model_validate({**sections, "strict": True}), trains=False),
     ):
         pass

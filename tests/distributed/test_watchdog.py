@@ -70,7 +70,7 @@ class Play:
         return (self.folder / name).read_text()
 
     def let_go(self, name):
-        """Let ranks go on that wait for a word of this name."""
+        """Let ranks go on that wait for a file of this name."""
         (self.folder / f".{name}").write_text("true")
         (self.folder / f".{name}").rename(self.folder / name)
 
@@ -78,7 +78,7 @@ class Play:
         return json.loads(self.wait_for(f"pids-{rank}"))[whose]
 
     def wait_for_all(self):
-        """Every guardian has met the others, and the hub has heard where each worker is."""
+        """Every guardian is connected, and the hub knows where each worker is."""
         for rank in range(self.world_size):
             self.pid(rank)
         time.sleep(1.5)
@@ -392,8 +392,8 @@ def send_and_wait_for_the_end(port, data):
 @scene(world_size=2)
 def strangers_at_the_port_are_sent_away(play):
     play.start("leave")
-    meeting = json.loads(play.wait_for("share"))
-    token = meeting["token"]
+    hub = json.loads(play.wait_for("share"))
+    token = hub["token"]
     letters = [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         os.urandom(3000) + b"\n",
@@ -408,8 +408,8 @@ def strangers_at_the_port_are_sent_away(play):
         json.dumps({"token": token, "rank": [1]}).encode() + b"\n",
     ]
     for letter in letters:
-        assert send_and_wait_for_the_end(meeting["port"], letter), letter[:50]
-    silent = [socket.create_connection(("127.0.0.1", meeting["port"])) for _ in range(20)]
+        assert send_and_wait_for_the_end(hub["port"], letter), letter[:50]
+    silent = [socket.create_connection(("127.0.0.1", hub["port"])) for _ in range(20)]
     play.start("leave", first_rank=1)
     assert play.end() == [0, 0]
     assert play.last_lines() == {""}

@@ -2,7 +2,7 @@
 
     watched_worker.py FOLDER RANK WORLD_SIZE PART [key=value …]
 
-`share` goes through a file in FOLDER. Each rank writes `pids-RANK` once its guardian has met the others.
+`share` goes through a file in FOLDER. Each rank writes `pids-RANK` once all guardians are connected.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 from finetune.distributed.watchdog import Watchdog, WatchedRank
@@ -52,7 +51,7 @@ def watch():
             world_size=WORLD_SIZE,
             master_addr=OPTIONS.get("master_addr", "127.0.0.1"),
             launcher_pid=os.getppid() if "launched" in OPTIONS else None,
-            step_timeout=timedelta(seconds=seconds) if seconds else None,
+            step_timeout_seconds=seconds or None,
         ),
         share,
         last_words=lambda fault: write(f"last-words-{RANK}", str(fault)),

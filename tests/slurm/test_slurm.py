@@ -118,8 +118,8 @@ def test_the_shell_of_salloc_is_one_process_and_is_told_of_srun(cluster, tmp_pat
 
 
 def test_one_torchrun_on_each_node_has_ranks_of_its_own(cluster, tmp_path):
-    meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"n1:{free_port()}"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2", *meeting]
+    rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"n1:{free_port()}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2", *rendezvous]
     words = [*torchrun, SCRIPT, tmp_path]
     run(cluster, "srun", "-N", "2", "--ntasks-per-node=1", "--cpus-per-task=2", "-w", "n1,n2", *words)
     reports = reports_in(tmp_path)

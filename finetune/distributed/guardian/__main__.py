@@ -17,10 +17,8 @@ import finetune  # noqa: E402, F401
 
 sys.path.remove(_ROOT)
 
-from finetune.distributed.guardian.guardian import LivedClock  # noqa: E402
 from finetune.distributed.guardian.link import Message, occupy_standard_streams  # noqa: E402
 from finetune.distributed.guardian.star import Hub, Spoke  # noqa: E402
-from finetune.distributed.guardian.worker import Worker  # noqa: E402
 
 
 def _read_settings() -> Message | None:
@@ -54,8 +52,8 @@ def main() -> None:
         return
     os.set_blocking(0, False)
     os.set_blocking(1, False)
-    role = Hub if settings["rank"] == 0 else Spoke
-    role(settings, Worker(settings), LivedClock()).run()
+    guardian = Hub(settings) if settings["rank"] == 0 else Spoke(settings)
+    guardian.run()
 
 
 if __name__ == "__main__":

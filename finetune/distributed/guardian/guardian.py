@@ -1,4 +1,4 @@
-"""What every guardian does: watch its own worker, and end it once there is a fault."""
+"""The part that all guardians share: watch their own worker, and end it once there is a fault."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class LivedClock:
 
 
 class Guardian(ABC):
-    """What the hub and the spokes have in common: their own worker, and the end of it after a fault."""
+    """A guardian with its own worker. `Hub` and `Spoke` know how to talk to the others."""
 
-    def __init__(self, settings: Message, worker: Worker, clock: LivedClock) -> None:
+    def __init__(self, settings: Message) -> None:
         self.rank: int = settings["rank"]
         self.settings = settings
-        self.worker = worker
-        self.clock = clock
+        self.worker = Worker(settings)
+        self.clock = LivedClock()
         self.fault: Fault | None = None
         self.is_ready = False
         """All guardians are connected."""
@@ -56,7 +56,7 @@ class Guardian(ABC):
         """Its worker left in peace, before any fault."""
         self.selector = selectors.DefaultSelector()
         self.selector.register(0, selectors.EVENT_READ, lambda: self.worker.read(self.clock.now))
-        self._fault_at = self._beat_at = self._children_at = 0.0
+        self._fault_at = self._beat_at = self._children_at = self._start_at = 0.0
         self._is_reported = False
 
     @property
@@ -65,8 +65,8 @@ class Guardian(ABC):
         """The connections to other guardians."""
 
     @abstractmethod
-    def _connect(self) -> None:
-        """Get closer to `is_ready`; called in every turn until then."""
+    def _connect(self, hub: Message, seconds: float) -> None:
+        """Get closer to `is_ready`; called in every turn until then, with the seconds since the first."""
 
     @abstractmethod
     def _report(self, fault: Fault) -> None:
@@ -97,8 +97,10 @@ class Guardian(ABC):
         self.clock.tick()
         if self.worker.is_silent and 0 in self.selector.get_map():
             self.selector.unregister(0)
-        if self.worker.hub is not None and not self.is_ready:
-            self._connect()
+        if self.worker.hub is None:
+            self._start_at = self.clock.now
+        elif not self.is_ready:
+            self._connect(self.worker.hub, self.clock.now - self._start_at)
         self.worker.grow_older(self.clock.now)
         is_second = self.clock.now - self._beat_at >= HEARTBEAT_SECONDS
         self._watch_worker(is_second)

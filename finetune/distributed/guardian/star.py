@@ -24,9 +24,8 @@ from finetune.distributed.guardian.faults import (
     ranks_in_words,
     unreachable,
 )
-from finetune.distributed.guardian.guardian import Guardian, LivedClock
+from finetune.distributed.guardian.guardian import Guardian
 from finetune.distributed.guardian.link import Link, Message
-from finetune.distributed.guardian.worker import Worker
 from finetune.errors import Fault
 
 _MOST_STRANGERS = 64
@@ -35,31 +34,27 @@ _MOST_STRANGERS = 64
 class Hub(Guardian):
     """Rank 0's guardian. All others connect to it."""
 
-    def __init__(self, settings: Message, worker: Worker, clock: LivedClock) -> None:
-        super().__init__(settings, worker, clock)
+    def __init__(self, settings: Message) -> None:
+        super().__init__(settings)
         self._peers: dict[int, Link] = {}
         self._strangers: list[Link] = []
-        self._connecting_since: float | None = None
         self._second_hand: tuple[float, Fault] | None = None
         self._listener: socket.socket | None = _listen(only_here=settings["only_here"])
         self._listener.setblocking(False)
         self.selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        worker.tell({"listening": self._listener.getsockname()[1]})
+        self.worker.tell({"listening": self._listener.getsockname()[1]})
 
     @property
     def _links(self) -> list[Link]:
         return [link for link in self._peers.values() if not link.has_left]
 
-    def _connect(self) -> None:
-        if self._connecting_since is None:
-            self._connecting_since = self.clock.now
+    def _connect(self, hub: Message, seconds: float) -> None:
         missing = [rank for rank in range(1, self.settings["world_size"]) if rank not in self._peers]
-        if missing and self.clock.now - self._connecting_since > START_SECONDS and self.fault is None:
-            hub = self.worker.hub or {}
+        if missing and seconds > START_SECONDS and self.fault is None:
             self._adopt(
                 _failed_start(
                     f"no guardian of {ranks_in_words(missing)} reached the guardian of rank 0 at "
-                    f"{', '.join(hub.get('addresses', []))} port {hub.get('port')} within {START_SECONDS:g} s"
+                    f"{', '.join(hub['addresses'])} port {hub['port']} within {START_SECONDS:g} s"
                 )
             )
         if missing or self.fault is not None:
@@ -153,7 +148,7 @@ class Hub(Guardian):
                 self._report(unreachable(link.rank, link.position))
         if self._second_hand is not None and now >= self._second_hand[0]:
             self._adopt(self._second_hand[1])
-        limit = self.settings["step_timeout"]
+        limit = self.settings["step_timeout_seconds"]
         if limit is not None and self.is_ready and self.fault is None:
             positions = {link.rank: link.position for link in self._links if link.rank is not None}
             if not self.is_released:
@@ -174,10 +169,9 @@ class Hub(Guardian):
 class Spoke(Guardian):
     """The guardian of every other rank. It is connected to the hub alone."""
 
-    def __init__(self, settings: Message, worker: Worker, clock: LivedClock) -> None:
-        super().__init__(settings, worker, clock)
+    def __init__(self, settings: Message) -> None:
+        super().__init__(settings)
         self._link: Link | None = None
-        self._connecting_since: float | None = None
         self._tried: dict[str, OSError] = {}
         self._num_tries = 0
         self._has_hub_left = False
@@ -187,14 +181,10 @@ class Spoke(Guardian):
     def _links(self) -> list[Link]:
         return [] if self._link is None or self._link.has_left else [self._link]
 
-    def _connect(self) -> None:
+    def _connect(self, hub: Message, seconds: float) -> None:
         """Connect to the hub and show the token; the hub says when all are there."""
-        hub = self.worker.hub
-        if hub is None or self.fault is not None or self._is_reported:
+        if self.fault is not None or self._is_reported:
             return
-        if self._connecting_since is None:
-            self._connecting_since = self.clock.now
-        seconds = self.clock.now - self._connecting_since
         if self._link is None:
             self._try_an_address(hub)
             if self._link is None and seconds > START_SECONDS:

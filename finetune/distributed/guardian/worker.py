@@ -109,7 +109,7 @@ class Worker:
         hint = ""
         if _memory_kills() > self._memory_kills[0]:
             hint = "; the kernel's out-of-memory killer was at work on that machine just then"
-        return f"was killed during {self.position}: {place} ended without a word{hint}"
+        return f"was killed during {self.position}: {place} ended without reporting an error{hint}"
 
     @property
     def is_stopped(self) -> bool:

@@ -1,6 +1,6 @@
 """How one kind of launcher tells a process its place: rank and sizes under names of its own.
 
-The names themselves are in `finetune.distributed.environment`; here is what holds for every kind.
+The names themselves are in `finetune.distributed.environment`; this module holds what is true of every kind.
 """
 
 from __future__ import annotations
@@ -8,54 +8,43 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from finetune.errors import LaunchError
 
 
-class Place(NamedTuple):
-    """A process's place among those that were started with it."""
-
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-
-
 @dataclass(frozen=True)
-class Family:
-    """The names of one kind of launcher, each with alternatives of which the first that is set counts."""
+class LauncherVariables:
+    """The names of one kind of launcher. Between spaces stand alternatives: the first that is set counts."""
 
     name: str
-    rank: tuple[str, ...]
-    world_size: tuple[str, ...]
-    local_rank: tuple[str, ...]
-    local_world_size: tuple[str, ...] = ()
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str = ""
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> list[str]:
         """All names, alternatives included."""
-        return (*self.rank, *self.world_size, *self.local_rank, *self.local_world_size)
+        return f"{self.rank} {self.world_size} {self.local_rank} {self.local_world_size}".split()
 
-    def is_present(self, environ: Mapping[str, str]) -> bool:
-        """Whether any of its variables that say which process this is are set."""
-        return any(name in environ for name in (*self.rank, *self.world_size, *self.local_rank))
+    def are_present(self, environ: Mapping[str, str]) -> bool:
+        """Whether any of them is set that says which process this is."""
+        return any(name in environ for name in f"{self.rank} {self.world_size} {self.local_rank}".split())
 
-    def place(self, environ: Mapping[str, str], *, processes_here: int | None = None) -> Place:
-        """Read this process's place.
+    def read(self, environ: Mapping[str, str], *, processes_here: int | None = None) -> dict[str, int]:
+        """Read rank, local_rank, world_size and local_world_size.
 
-        A world of one needs no local rank. Where the number of processes on this node is not said, it is the smallest
-        that fits the local rank.
+        A world of one needs no local rank. Where nothing says how many processes run on this node, it is the smallest
+        number that fits the local rank.
 
         Args:
             environ: the environment.
-            processes_here: the number of processes on this node where the launcher says it in another way.
+            processes_here: the number of processes on this node where the launcher gives it in another way.
 
         Raises:
             LaunchError: variables are missing, malformed or contradict each other.
         """
-        rank = number(environ, self.rank)
-        world_size = number(environ, self.world_size)
+        rank, world_size = number(environ, self.rank), number(environ, self.world_size)
         local_rank = number(environ, self.local_rank)
         if local_rank is None and world_size == 1:
             local_rank = 0
@@ -71,28 +60,29 @@ class Family:
                 "this node. Expected 0 <= rank < world size and 0 <= local rank < processes on this node <= world "
                 "size. Unset them, or start again through the launcher."
             )
-        return Place(rank, local_rank, world_size, local_world_size)
+        sizes = {"world_size": world_size, "local_world_size": local_world_size}
+        return {"rank": rank, "local_rank": local_rank, **sizes}
 
     def _found(self, environ: Mapping[str, str]) -> str:
         return ", ".join(f"{name}={environ[name]}" for name in self.names if name in environ) or "none of them"
 
     def _incomplete(self, environ: Mapping[str, str]) -> LaunchError:
         needed = (self.rank, self.world_size, self.local_rank)
-        missing = [" or ".join(names) for names in needed if not any(name in environ for name in names)]
+        missing = [names.replace(" ", " or ") for names in needed if not any(name in environ for name in names.split())]
         return LaunchError(
-            f"The environment is only half set for a launch through {self.name} variables: found "
+            f"The environment is incomplete for a launch through {self.name} variables: found "
             f"{self._found(environ)}; missing {', '.join(missing)}. Start through torchrun, accelerate "
             "launch, srun or mpirun, which set them all, or unset them to train in one process."
         )
 
 
-def number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    """The whole number under the first of these names that is set.
+def number(environ: Mapping[str, str], names: str) -> int | None:
+    """The whole number under the first of these names (between spaces) that is set.
 
     Raises:
         LaunchError: it is not a whole number.
     """
-    for name in names:
+    for name in names.split():
         if name in environ:
             if not re.fullmatch(r"[0-9]{1,9}", environ[name]):
                 raise LaunchError(
