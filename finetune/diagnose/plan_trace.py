@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from finetune.distributed.gradients import LossFunction
-from finetune.engine.attention import plan_blocks
-from finetune.engine.attention_cuda import plan_varlen
+from finetune.engine.attention import prepare_blocks
+from finetune.engine.attention_cuda import prepare_varlen
 from finetune.engine.decoder import bare_model
 from finetune.engine.layout import Layout, PackedMicrobatch
 from finetune.engine.loss import BY_DEVICE, Choices
@@ -297,9 +297,9 @@ def _prepare_attention(model: torch.nn.Module, microbatch: Microbatch, kind: Dev
     window = _window(getattr(bare_model(model).config, "sliding_window", None), microbatch.layout)
     for queries in (None, microbatch.positions):
         if kind == "cpu":
-            microbatch.layout.planned(plan_blocks, queries, window)
+            microbatch.layout.prepared(prepare_blocks, queries, window)
         else:
-            microbatch.layout.planned(plan_varlen, queries, window)
+            microbatch.layout.prepared(prepare_varlen, queries, window)
 
 
 def _window(window: int | None, layout: Layout) -> int | None:
@@ -317,9 +317,9 @@ def _flash_attention(
     scale: float | None = None,
 ) -> torch.Tensor:
     """Allocate what variable-length flash attention allocates, and compute nothing."""
-    plan = layout.planned(plan_varlen, queries, _window(window, layout))
-    if plan.key_index is not None:
-        k, v = (x.index_select(0, plan.key_index) for x in (k, v))
+    runs = layout.prepared(prepare_varlen, queries, _window(window, layout))
+    if runs.key_index is not None:
+        k, v = (x.index_select(0, runs.key_index) for x in (k, v))
     out: torch.Tensor = _FlashAttention.apply(q, k, v)  # type: ignore[no-untyped-call]
     return out
 
@@ -349,9 +349,9 @@ def _tensors_of(microbatch: Microbatch) -> list[torch.Tensor]:
     """All tensors of a micro-batch and of its prepared attention."""
     if not isinstance(microbatch, PackedMicrobatch):
         return [microbatch.input_ids, microbatch.is_target]
-    plans = [plan for _, plan in microbatch.layout._planned.values()]
+    prepared = [made for _, made in microbatch.layout._prepared.values()]
     held = [*vars(microbatch).values(), *vars(microbatch.layout).values()]
-    held += [value for plan in plans for block in plan for value in (block if isinstance(block, tuple) else (block,))]
+    held += [value for made in prepared for part in made for value in (part if isinstance(part, tuple) else (part,))]
     tensors = [value for value in held if isinstance(value, torch.Tensor)]
     return list({tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values())
 

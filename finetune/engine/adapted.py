@@ -1,4 +1,4 @@
-"""Linear layers as transformers, PEFT and quantisation leave them: their tensors, or why they must be called."""
+"""Read the tensors of linear layers that transformers, PEFT or quantisation made, or say why they must be called."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from finetune.engine.linear import Linear, draw_keep
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GRADIENT_HOOK = "make_inputs_require_grads"
-"""Of transformers' `enable_input_require_grads`, which its gradient checkpointing needs and ours does not."""
-_VARIANTS_THAT_NEED_NO_MORE_THAN_THEIR_INPUT = ("DoraLinearVariant",)
+"""The hook of transformers' `enable_input_require_grads`: its gradient checkpointing needs it, ours does not."""
+_CALLABLE_VARIANTS = ("DoraLinearVariant",)
 
 
 def read_linear(module: Any, like: Any) -> Linear | nn.Module:
-    """The tensors of a linear layer and a new dropout mask where its adapter drops, or the module if it must be called.
+    """Read the tensors of a linear layer, with a new mask if its adapter has dropout, or return a module to be called.
 
     Args:
-        module: one that `unknown_linear` has nothing against.
+        module: a layer for which `unknown_linear` returns None.
         like: a tensor with the rows, the type and the device of the module's input.
     """
     if own_way_reason(module) is not None:
@@ -40,7 +40,7 @@ def read_linear(module: Any, like: Any) -> Linear | nn.Module:
 
 
 def own_way_reason(module: Any) -> str | None:
-    """Why a linear layer's own forward must be called, or None where its tensors say all."""
+    """Why a linear layer's own forward must be called; None where its tensors are enough."""
     if type(module) is nn.Linear:
         return hook_reason(module)
     if not hasattr(module, "lora_A"):
@@ -63,17 +63,17 @@ def own_way_reason(module: Any) -> str | None:
 
 
 def unknown_linear(module: Any) -> str | None:
-    """Why not even calling a module gives what it gives inside the model's own forward, or None where it does."""
+    """Why even a call of a module differs from what it does in the model's own forward; None where it does not."""
     if hasattr(module, "lora_A"):
         unknown = {type(variant).__name__ for variant in module.lora_variant.values()}
-        unknown -= set(_VARIANTS_THAT_NEED_NO_MORE_THAN_THEIR_INPUT)
+        unknown -= set(_CALLABLE_VARIANTS)
         return f"a LoRA layer with {', '.join(sorted(unknown))}" if unknown else None
     is_known = type(module) is nn.Linear or type(module).__module__.startswith("bitsandbytes.nn")
     return None if is_known else f"a {type(module).__name__}"
 
 
 def hook_reason(module: nn.Module) -> str | None:
-    """Whether something was hung into a module that only calling it would run, in words."""
+    """Hooks of a module, or a replaced forward, in words; only a call of the module would run them."""
     hooks = [hook for kind in _HOOKS for hook in getattr(module, kind, {}).values()]
     if any(_GRADIENT_HOOK not in getattr(hook, "__qualname__", "") for hook in hooks):
         return "hooks"

@@ -1,8 +1,8 @@
 """Exact causal attention over a layout: each query sees its own row and nothing else, however rows are packed.
 
-One entry, `attention`, and one way of computing it per kind of device: blocks of queries through torch's CPU kernel; on
-CUDA variable-length flash attention where its types allow, FlexAttention otherwise (`attention_cuda`); and a dense mask
-where a device has neither.
+`attention` is the entry. Each kind of device has its own kernel. A CPU computes blocks of queries with torch's kernel.
+CUDA has variable-length flash attention for 16-bit types and FlexAttention for others (`attention_cuda`). Other devices
+use a dense mask.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn import functional
 
-from finetune.engine.attention_cuda import flex_attention, has_varlen, plan_flex, plan_varlen, varlen_attention
+from finetune.engine.attention_cuda import flex_attention, has_varlen, prepare_flex, prepare_varlen, varlen_attention
 from finetune.engine.layout import Layout, dense_mask
 
 Kernel = Literal["blocks", "varlen", "flex", "dense"]
 Range = tuple[int, int]
 
 BLOCK_QUERIES = 64
-"""A causal row of n tokens costs n * (n + 64) / 2 pairs of query and key in blocks of so many, and n * n at once."""
+"""In blocks of this size a causal row of n tokens costs n * (n + 64) / 2 pairs of query and key; in one block n * n."""
 BLOCK_OVERHEAD = 600
-"""What one more kernel call costs, in pairs of query and key."""
+"""The cost of one more kernel call, in pairs of query and key."""
 KEY_OVERHEAD = 16
-"""What gathering a key and adding up its gradient cost, in pairs of query and key."""
+"""The cost of gathering a key and adding up its gradient, in pairs of query and key."""
 
 
 def attention(
@@ -47,7 +47,7 @@ def attention(
         v: like k.
         layout: of the tokens.
         queries: the flat tokens that the rows of q belong to, ascending, int64, (queries,); None: all.
-        window: how many tokens of its row, itself included, a token sees; None: all before it.
+        window: how many tokens of its row a token sees, itself included; None: all before it.
         scale: of the scores; None: head_dim ** -0.5.
 
     Returns:
@@ -60,18 +60,18 @@ def attention(
     kernel = choose_kernel(q.device.type, q.dtype, has_varlen=q.is_cuda and has_varlen())
     if kernel == "blocks":
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        blocks = layout.planned(plan_blocks, queries, window)
+        blocks = layout.prepared(prepare_blocks, queries, window)
         out: torch.Tensor = _BlockAttention.apply(q, k, v, blocks, scale)  # type: ignore[no-untyped-call]
         return out
     if kernel == "varlen":
-        return varlen_attention(q, k, v, layout.planned(plan_varlen, queries, window), scale)
+        return varlen_attention(q, k, v, layout.prepared(prepare_varlen, queries, window), scale)
     if kernel == "flex":
-        return flex_attention(q, k, v, layout.planned(plan_flex, queries, window), scale)
-    return dense_attention(q, k, v, layout.planned(dense_mask, queries, window), scale)
+        return flex_attention(q, k, v, layout.prepared(prepare_flex, queries, window), scale)
+    return dense_attention(q, k, v, layout.prepared(dense_mask, queries, window), scale)
 
 
 def choose_kernel(device_type: str, dtype: torch.dtype, *, has_varlen: bool) -> Kernel:
-    """How attention is computed for tensors of this kind."""
+    """Choose the kernel for tensors of this kind."""
     if device_type == "cpu":
         return "blocks"
     if device_type != "cuda":
@@ -84,7 +84,7 @@ def choose_kernel(device_type: str, dtype: torch.dtype, *, has_varlen: bool) -> 
 def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Attend with a mask of (queries, tokens): simple, and wasteful beyond a few rows."""
+    """Attend with a mask of (queries, tokens): simple, but wasteful for more than a few rows."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
@@ -95,28 +95,30 @@ class Block(NamedTuple):
 
     first: int
     last: int
-    """Behind the last query."""
+    """The index after the last query."""
     keys: tuple[Range, ...]
-    """Flat tokens that any of them sees, ascending."""
+    """Flat tokens that at least one of them sees, ascending."""
     bias: torch.Tensor | None
-    """0 where a query sees a key and -inf elsewhere, fp32, shape (queries, keys); None: nowhere."""
+    """0 where a query sees a key and -inf elsewhere, fp32, shape (queries, keys); None: 0 everywhere."""
     is_causal: bool
     """The i-th query sees the first i + 1 keys, and there is no bias."""
 
 
-def plan_blocks(layout: Layout, queries: torch.Tensor, window: int | None = None) -> list[Block]:
+def prepare_blocks(layout: Layout, queries: torch.Tensor, window: int | None = None) -> list[Block]:
     """Cut queries into blocks, each with the keys that it sees."""
-    plans: list[_Plan] = []
-    for plan in _pieces(layout, queries, window):
-        merged = _merge(plans[-1], plan) if plans else plan
-        if plans and merged.cost <= plans[-1].cost + plan.cost:
-            plans[-1] = merged
+    pieces: list[_Piece] = []
+    for piece in _pieces(layout, queries, window):
+        merged = _merge(pieces[-1], piece) if pieces else piece
+        if pieces and merged.cost <= pieces[-1].cost + piece.cost:
+            pieces[-1] = merged
         else:
-            plans.append(plan)
-    return [_block(layout, queries[plan.first : plan.last], plan, window) for plan in plans]
+            pieces.append(piece)
+    return [_block(layout, queries[piece.first : piece.last], piece, window) for piece in pieces]
 
 
-class _Plan(NamedTuple):
+class _Piece(NamedTuple):
+    """A block without its bias."""
+
     first: int
     last: int
     keys: tuple[Range, ...]
@@ -130,8 +132,8 @@ class _Plan(NamedTuple):
         return (self.last - self.first + KEY_OVERHEAD) * self.num_keys + BLOCK_OVERHEAD
 
 
-def _pieces(layout: Layout, queries: torch.Tensor, window: int | None) -> Iterator[_Plan]:
-    """About `BLOCK_QUERIES` queries of one stretch, and the keys that these see."""
+def _pieces(layout: Layout, queries: torch.Tensor, window: int | None) -> Iterator[_Piece]:
+    """Cut the queries of each stretch into pieces of about `BLOCK_QUERIES`, with the keys that they see."""
     edges = torch.tensor([0, *(stretch.end for stretch in layout.stretches)])
     bounds = torch.searchsorted(queries, edges).tolist()
     for index, (low, high) in enumerate(pairwise(bounds)):
@@ -144,33 +146,33 @@ def _pieces(layout: Layout, queries: torch.Tensor, window: int | None) -> Iterat
             oldest = 0 if window is None else position - window + 1
             ends = [stretch.end for stretch in path[:-1]] + [int(queries[last - 1]) + 1]
             ranges = [(s.start + max(0, oldest - s.position), end) for s, end in zip(path, ends, strict=True)]
-            yield _Plan(first, last, tuple((a, b) for a, b in ranges if a < b))
+            yield _Piece(first, last, tuple((a, b) for a, b in ranges if a < b))
 
 
-def _merge(one: _Plan, two: _Plan) -> _Plan:
+def _merge(one: _Piece, two: _Piece) -> _Piece:
     keys: list[Range] = []
     for start, end in sorted(one.keys + two.keys):
         if keys and start <= keys[-1][1]:
             keys[-1] = (keys[-1][0], max(end, keys[-1][1]))
         else:
             keys.append((start, end))
-    return _Plan(one.first, two.last, tuple(keys))
+    return _Piece(one.first, two.last, tuple(keys))
 
 
-def _block(layout: Layout, queries: torch.Tensor, plan: _Plan, window: int | None) -> Block:
-    keys = torch.cat([torch.arange(start, end) for start, end in plan.keys])
+def _block(layout: Layout, queries: torch.Tensor, piece: _Piece, window: int | None) -> Block:
+    keys = torch.cat([torch.arange(start, end) for start, end in piece.keys])
     seen = layout.sees(queries[:, None], keys, window)
     if seen.all():
-        return Block(*plan, bias=None, is_causal=False)
+        return Block(*piece, bias=None, is_causal=False)
     rows, columns = seen.shape
     if torch.equal(seen, torch.ones_like(seen).tril(columns - rows)):
         is_causal = rows == columns  # the kernel aligns to the upper left
-        return Block(*plan, bias=None if is_causal else _lower_right_bias(rows, columns), is_causal=is_causal)
-    return Block(*plan, bias=torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf), is_causal=False)
+        return Block(*piece, bias=None if is_causal else _lower_right_bias(rows, columns), is_causal=is_causal)
+    return Block(*piece, bias=torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf), is_causal=False)
 
 
 def _lower_right_bias(rows: int, columns: int) -> torch.Tensor:
-    """A view of one strip that all such blocks share: rows of thousands of tokens would need much memory otherwise."""
+    """A view of a strip that such blocks share; rows of thousands of tokens would need much memory otherwise."""
     offset = columns - rows
     height, room = _power_of_two(rows), _power_of_two(offset)
     return _strip(height, room)[:rows, room - offset : room - offset + columns]
@@ -186,10 +188,10 @@ def _power_of_two(number: int) -> int:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """The CPU kernel on one block after the other; each block's logsumexp is kept, its scores are not.
+    """The CPU kernel, one block after the other. It keeps each block's logsumexp and not its scores.
 
     Query heads that share a key head lie along a batch dimension in which keys have stride 0. Low precision is widened
-    to fp32: the CPU kernel is slower in bf16.
+    to fp32, because the CPU kernel is slower in bf16.
     """
 
     @staticmethod
@@ -252,7 +254,7 @@ def _taken(x: torch.Tensor, keys: tuple[Range, ...], groups: int) -> torch.Tenso
 
 
 def _add(total: torch.Tensor, part: torch.Tensor, keys: tuple[Range, ...]) -> None:
-    """The way back of `_taken`."""
+    """The backward pass of `_taken`."""
     summed = (part[0] if len(part) == 1 else part.sum(0)).transpose(0, 1)
     sizes = [end - start for start, end in keys]
     for (start, end), piece in zip(keys, torch.split(summed, sizes), strict=True):

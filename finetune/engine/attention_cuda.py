@@ -13,11 +13,11 @@ import torch
 from finetune.engine.layout import Layout, is_seen
 
 
-class VarlenPlan(NamedTuple):
-    """Runs of queries that follow each other in a row, each with all of its row up to its end.
+class VarlenRuns(NamedTuple):
+    """Runs of queries that follow each other in a row, each with all tokens of its row up to its end.
 
-    A causal mask aligned to the lower right, as flash attention has it, is then exact: for a shared beginning too. Its
-    keys are gathered anew for each row that has it.
+    So the causal mask of flash attention, which is aligned to the lower right, is exact, also for a shared beginning.
+    The keys of a shared beginning are gathered again for each row that has it.
     """
 
     query_edges: torch.Tensor
@@ -25,22 +25,21 @@ class VarlenPlan(NamedTuple):
     key_edges: torch.Tensor
     """int32, shape (runs + 1,), in gathered keys."""
     key_index: torch.Tensor | None
-    """Flat tokens to gather, int64, shape (gathered keys,); None: all of them, as they lie."""
+    """Flat tokens to gather, int64, shape (gathered keys,); None: all of them, in order."""
     most_queries: int
     most_keys: int
-
     window: int | None
 
 
-def plan_varlen(layout: Layout, queries: torch.Tensor, window: int | None) -> VarlenPlan:
-    """What variable-length attention needs to know, on the device of the queries."""
+def prepare_varlen(layout: Layout, queries: torch.Tensor, window: int | None) -> VarlenRuns:
+    """Prepare variable-length attention, on the device of the queries."""
     device = queries.device
     runs = list(_runs(layout, queries.cpu()))
     index = torch.cat([torch.arange(start, end) for _, keys in runs for start, end in keys])
     is_plain = torch.equal(index, torch.arange(len(layout.position_ids)))
     num_queries = [queries for queries, _ in runs]
     num_keys = [sum(end - start for start, end in keys) for _, keys in runs]
-    return VarlenPlan(
+    return VarlenRuns(
         query_edges=_edges(num_queries).to(device),
         key_edges=_edges(num_keys).to(device),
         key_index=None if is_plain else index.to(device),
@@ -51,7 +50,7 @@ def plan_varlen(layout: Layout, queries: torch.Tensor, window: int | None) -> Va
 
 
 def _runs(layout: Layout, queries: torch.Tensor) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """The number of queries in each run and the flat tokens of its row up to its end."""
+    """For each run, the number of its queries and the flat tokens of its row up to its end."""
     ends = torch.tensor([stretch.end for stretch in layout.stretches])
     owner = torch.searchsorted(ends, queries, right=True)
     goes_on = torch.tensor([stretch.parent for stretch in layout.stretches])[owner[1:]] == owner[:-1]
@@ -67,12 +66,12 @@ def _edges(sizes: list[int]) -> torch.Tensor:
     return torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
 
 
-def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: VarlenPlan, scale: float) -> torch.Tensor:
+def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: VarlenRuns, scale: float) -> torch.Tensor:
     """Attend with flash attention: CUDA, fp16 or bf16; shapes as in `attention`."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if plan.key_index is not None:
-        k, v = (x.index_select(0, plan.key_index) for x in (k, v))
+    if runs.key_index is not None:
+        k, v = (x.index_select(0, runs.key_index) for x in (k, v))
     options: dict[str, Any] = {}
     if k.shape[1] != q.shape[1]:
         if "enable_gqa" in _varlen_options():
@@ -83,12 +82,12 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Va
         q,
         k,
         v,
-        plan.query_edges,
-        plan.key_edges,
-        plan.most_queries,
-        plan.most_keys,
+        runs.query_edges,
+        runs.key_edges,
+        runs.most_queries,
+        runs.most_keys,
         scale=scale,
-        window_size=(-1 if plan.window is None else plan.window - 1, 0),
+        window_size=(-1 if runs.window is None else runs.window - 1, 0),
         **options,
     )
     return out  # type: ignore[no-any-return]
@@ -110,7 +109,7 @@ def _varlen_options() -> frozenset[str]:
 
 
 def flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any, scale: float) -> torch.Tensor:
-    """Attend with FlexAttention, which leaves out whole blocks that the layout masks; shapes as in `attention`."""
+    """Attend with FlexAttention, which skips blocks that the layout masks altogether; shapes as in `attention`."""
     heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
     out: torch.Tensor = _compiled_flex_attention()(
         *heads_first, block_mask=block_mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
@@ -118,8 +117,8 @@ def flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask
     return out[0].transpose(0, 1)
 
 
-def plan_flex(layout: Layout, queries: torch.Tensor, window: int | None) -> Any:
-    """The block mask of a layout, on the device of the queries."""
+def prepare_flex(layout: Layout, queries: torch.Tensor, window: int | None) -> Any:
+    """Prepare the block mask of a layout, on the device of the queries."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     sizes = len(queries), len(layout.position_ids)
@@ -129,7 +128,7 @@ def plan_flex(layout: Layout, queries: torch.Tensor, window: int | None) -> Any:
 def mask_of(layout: Layout, queries: torch.Tensor, window: int | None) -> Callable[..., torch.Tensor]:
     """`Layout.sees` as FlexAttention calls it.
 
-    It holds tensors alone: torch.compile takes these as inputs, and would compile anew for every layout held here.
+    It holds only tensors: torch.compile takes these as inputs, and would compile again for every layout held here.
     """
     until, positions = layout.visible_until, layout.position_ids
 

@@ -1,8 +1,8 @@
 """The forward pass of a decoder stack over packed tokens, through the engine's own functions.
 
-The weights stay in the modules that transformers and PEFT made; only the way through them is ours: no batch dimension,
-no padding, and hidden states where they are asked for. The last layer computes keys and values everywhere, all else
-there only; so it draws its dropout there only.
+The weights stay in the modules that transformers and PEFT made; only the forward pass is ours: no batch dimension, no
+padding, and hidden states only where they are asked for. The last layer computes keys and values everywhere, and
+everything else only there; so it draws its dropout only there.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from finetune.engine.norm import rms_norm
 from finetune.engine.rotary import split_heads
 
 AnyLinear: TypeAlias = Linear | torch.nn.Module
-"""Its tensors, or a module that must be called."""
+"""The tensors of a layer, or a module that must be called."""
 
 
 class Attention(Protocol):
-    """What lets tokens look at each other."""
+    """A function that computes attention."""
 
     def __call__(
         self,
@@ -45,9 +45,9 @@ class Attention(Protocol):
             q: (queries, heads, head_dim).
             k: (tokens, kv_heads, head_dim); each serves heads / kv_heads heads in a row.
             v: like k.
-            layout: which token sees which, as it was handed to `Decoder`.
+            layout: which token sees which, as given to `Decoder`.
             queries: (queries,), the tokens that the rows of q belong to, or None for all tokens in order.
-            window: how many tokens of its document, itself included, a token sees; None for all before it.
+            window: how many tokens of its document a token sees, itself included; None for all before it.
 
         Returns:
             (queries, heads, head_dim)
@@ -57,15 +57,15 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class Family:
-    """Where the parts of a decoder of one model type are.
+    """The names of the parts of a decoder, for one model type.
 
     Attributes:
         projections: queries, keys and values: one module with all three side by side, or three.
         output: the attention's output projection.
         widen: into the feed-forward part: gate and up in one module, or in two, or without a gate.
-        narrow: out of it.
-        final_norm: behind the last layer.
-        is_parallel: attention and feed-forward part read the same norm; a LayerNorm, and no gate.
+        narrow: out of the feed-forward part.
+        final_norm: after the last layer.
+        is_parallel: attention and the feed-forward part read the same LayerNorm, and there is no gate.
     """
 
     projections: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -97,7 +97,7 @@ FAMILIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Tokens:
-    """What the layers know of the tokens, beside their hidden states."""
+    """Everything that the layers need about the tokens, except their hidden states."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -105,17 +105,17 @@ class _Tokens:
     at: torch.Tensor | None
 
     def chosen(self, x: torch.Tensor) -> torch.Tensor:
-        """(tokens, features) to (n, features), at the asked tokens."""
+        """(tokens, features) to (n, features), at the requested tokens."""
         return x if self.at is None else x.index_select(0, self.at)
 
 
 class Decoder:
-    """The decoder of a causal language model that `unsupported_reason` has nothing against.
+    """The decoder of a causal language model for which `unsupported_reason` returns None.
 
     Args:
         model: a transformers causal language model, or a PEFT model around one.
         attention: see `Attention`.
-        checkpoint_layers: compute each layer again in the backward pass in place of keeping what is inside it.
+        checkpoint_layers: compute each layer again in the backward pass instead of keeping its activations.
         mlp_chunk_rows: see `gated_mlp`.
     """
 
@@ -139,12 +139,12 @@ class Decoder:
     def hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: Any, at: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What the head is given at some tokens, computed in the embedding's type, or in that of the autocast around.
+        """Compute the input of the head at some tokens, in the type of the embedding or of a surrounding autocast.
 
         Args:
             input_ids: (tokens,), documents one after the other.
             position_ids: (tokens,), each token's position in its own document.
-            layout: handed on to the attention.
+            layout: passed on to the attention.
             at: (n,), indices of tokens, or None for all.
 
         Returns:
@@ -167,7 +167,7 @@ class Decoder:
             return _normalize(self._modules.get_submodule(self._family.final_norm), h)
 
     def _layer(self, modules: Any, h: torch.Tensor, tokens: _Tokens) -> torch.Tensor:
-        """(tokens, hidden) to the same, or to (n, hidden) at n of them."""
+        """(tokens, hidden) to (tokens, hidden), or to (n, hidden) at n of them."""
         family, norm = self._family, modules.input_layernorm
         projections = self._linears(modules, family.projections, h)
         if family.is_parallel:

@@ -1,7 +1,7 @@
-"""How the rows of a micro-batch lie in one flat run of tokens: no padding, and a shared beginning only once.
+"""The layout of the rows of a micro-batch in one flat run of tokens: no padding, and a shared beginning only once.
 
 The flat tokens are a prefix tree, depth first. Token j is seen by the tokens i with j <= i < visible_until[j]: those
-behind it in its own stretch and in the subtree below. Without shared beginnings a row is one stretch, seen by itself.
+after it in its own stretch and in the subtree below. Without shared beginnings a row is one stretch by itself.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ Made = TypeVar("Made")
 
 
 class Stretch(NamedTuple):
-    """Flat tokens `start` to `end` that follow each other in every row that has them."""
+    """Flat tokens `start` to `end`, which follow each other in every row that has them."""
 
     start: int
     end: int
     parent: int
-    """Index of the stretch that goes before, or -1."""
+    """Index of the stretch before it, or -1."""
     position: int
     """Of its first token in the row."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
-    """Which flat tokens attend to which; what attention needs to know of a micro-batch.
+    """Which flat tokens attend to which.
 
     Attributes:
         position_ids: each token's position in its rows, int64, shape (tokens,).
-        visible_until: behind the last token that sees it, int64, shape (tokens,).
+        visible_until: the index after the last token that sees it, int64, shape (tokens,).
         stretches: the tree, depth first, from flat token 0 on without a gap.
     """
 
     position_ids: torch.Tensor
     visible_until: torch.Tensor
     stretches: tuple[Stretch, ...]
-    _planned: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
+    _prepared: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -67,25 +67,25 @@ class Layout:
         Args:
             query: flat indices.
             key: flat indices.
-            window: how many tokens of its row, itself included, a token sees; None: all before it.
+            window: how many tokens of its row a token sees, itself included; None: all before it.
         """
         return is_seen(query, key, self.visible_until, self.position_ids, window)
 
-    def planned(
+    def prepared(
         self,
-        plan: Callable[[Layout, torch.Tensor, int | None], Made],
+        prepare: Callable[[Layout, torch.Tensor, int | None], Made],
         queries: torch.Tensor | None,
         window: int | None,
     ) -> Made:
-        """`plan(layout, queries, window)`, worked out once for all layers; None: queries at all tokens."""
-        key = (plan, id(queries), window)
-        if key not in self._planned:  # the queries are kept with the plan: no other tensor can then have their id
-            self._planned[key] = queries, plan(self, self.tokens if queries is None else queries, window)
-        made: Made = self._planned[key][1]
+        """Call `prepare(layout, queries, window)` once for all layers; without queries, for all tokens."""
+        key = (prepare, id(queries), window)
+        if key not in self._prepared:  # the queries are kept too, so that no other tensor can have their id
+            self._prepared[key] = queries, prepare(self, self.tokens if queries is None else queries, window)
+        made: Made = self._prepared[key][1]
         return made
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Layout:
-        """Change every tensor, for instance move it."""
+        """Apply a function to every tensor, for example to move it."""
         return replace(self, position_ids=change(self.position_ids), visible_until=change(self.visible_until))
 
 
@@ -96,34 +96,34 @@ def is_seen(
     position_ids: torch.Tensor,
     window: int | None,
 ) -> torch.Tensor:
-    """`Layout.sees` of tensors alone."""
+    """`Layout.sees` as a function of tensors."""
     seen = (key <= query) & (query < visible_until[key])
     return seen if window is None else seen & (position_ids[query] - position_ids[key] < window)
 
 
 def dense_mask(layout: Layout, queries: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """Which tokens each query sees, bool, shape (queries, tokens)."""
+    """The tokens that each query sees, bool, shape (queries, tokens)."""
     return layout.sees(queries[:, None], layout.tokens, window)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedMicrobatch:
-    """One forward over the rows of a micro-batch, and what its loss is made of.
+    """The packed rows of one forward pass, and the terms of their loss.
 
-    A term of the loss is a (position, label) pair. Rows that share a position and the token after it share the term; a
-    position after which rows part has a term for each label.
+    A term is a (position, label) pair. Rows that share a position and the token after it share the term. A position
+    after which rows part has a term for each label.
 
     Attributes:
         input_ids: flat tokens, int64, shape (tokens,).
-        layout: how they lie.
-        positions: the flat token that each term is predicted at, ascending, int64, shape (terms,): where the last layer
-            computes hidden states. A token with several terms is there several times.
-        labels: the token that each term must predict, int64, shape (terms,).
+        layout: of the tokens.
+        positions: the flat token at which each term is predicted, ascending, int64, shape (terms,). The last layer
+            computes hidden states there. A token with several terms appears several times.
+        labels: the token to predict, int64, shape (terms,).
         counts: how many rows have each term, int64, shape (terms,).
         target_term: the term of each target, row after row, int64, shape (targets,).
         target_row: the row of each target, int64, shape (targets,).
         num_rows: rows.
-        num_tokens: their tokens, a shared one counted once for each row.
+        num_tokens: tokens of the rows; a shared token counts once for each row.
     """
 
     input_ids: torch.Tensor
@@ -138,7 +138,7 @@ class PackedMicrobatch:
 
     @property
     def num_targets(self) -> int:
-        """Tokens that carry loss, a shared one counted once for each row."""
+        """Tokens that carry loss; a shared token counts once for each row."""
         return len(self.target_term)
 
     @property
@@ -151,7 +151,7 @@ class PackedMicrobatch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> PackedMicrobatch:
-        """What a loader with `pin_memory` calls."""
+        """Called by a loader with `pin_memory`."""
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedMicrobatch:
@@ -168,12 +168,12 @@ class PackedMicrobatch:
 
 
 def pack(rows: Sequence[tuple[torch.Tensor, torch.Tensor]], *, share_prefixes: bool = True) -> PackedMicrobatch:
-    """Lay rows out without padding.
+    """Pack rows without padding.
 
     Args:
-        rows: (token ids, is target) of each row, int64 and bool, both of shape (time,). Nothing predicts a row's first
-            token: its target mark is ignored.
-        share_prefixes: compute what rows begin with alike only once.
+        rows: (token ids, is target) of each row, int64 and bool, both of shape (time,). The mark of a row's first token
+            is ignored, since nothing predicts it.
+        share_prefixes: compute shared beginnings only once.
 
     Raises:
         ValueError: there is no row, or one without a token.
@@ -185,7 +185,7 @@ def pack(rows: Sequence[tuple[torch.Tensor, torch.Tensor]], *, share_prefixes: b
         )
     tree = build_prefix_tree(tokens) if share_prefixes else separate_rows(tokens)
     layout, input_ids = _lay_out(tree, tokens)
-    flat = flat_tokens_of_rows(layout, tree.last_stretch, [len(ids) for ids in tokens])
+    flat = flat_tokens_of_rows(layout, tree.last_node, [len(ids) for ids in tokens])
 
     marks = [is_target.numpy()[1:] for _, is_target in rows]
     predictor = numpy.concatenate([row[:-1][mark] for row, mark in zip(flat, marks, strict=True)])
@@ -209,19 +209,19 @@ _ID_BITS = 32
 
 
 def flat_tokens_of_rows(
-    layout: Layout, last_stretch: Sequence[int], lengths: Sequence[int]
+    layout: Layout, last_node: Sequence[int], lengths: Sequence[int]
 ) -> list[numpy.typing.NDArray[numpy.int64]]:
     """The flat tokens of each row, in its order."""
     return [
         numpy.concatenate([numpy.arange(*layout.stretches[index][:2]) for index in layout.path(last)])[:length]
-        for last, length in zip(last_stretch, lengths, strict=True)
+        for last, length in zip(last_node, lengths, strict=True)
     ]
 
 
 def _lay_out(tree: PrefixTree, rows: Sequence[Tokens]) -> tuple[Layout, torch.Tensor]:
     stretches: list[Stretch] = []
     start = 0
-    for _, begin, end, parent in tree.stretches:
+    for _, begin, end, parent in tree.nodes:
         stretches.append(Stretch(start, start + end - begin, parent, begin))
         start = stretches[-1].end
     subtree_ends = [stretch.end for stretch in stretches]
@@ -230,11 +230,9 @@ def _lay_out(tree: PrefixTree, rows: Sequence[Tokens]) -> tuple[Layout, torch.Te
             subtree_ends[parent] = max(subtree_ends[parent], subtree_ends[index])
     lengths = [stretch.end - stretch.start for stretch in stretches]
     layout = Layout(
-        position_ids=torch.from_numpy(
-            numpy.concatenate([numpy.arange(begin, end) for _, begin, end, _ in tree.stretches])
-        ),
+        position_ids=torch.from_numpy(numpy.concatenate([numpy.arange(begin, end) for _, begin, end, _ in tree.nodes])),
         visible_until=torch.from_numpy(numpy.repeat(subtree_ends, lengths)),
         stretches=tuple(stretches),
     )
-    input_ids = numpy.concatenate([rows[row][begin:end] for row, begin, end, _ in tree.stretches])
+    input_ids = numpy.concatenate([rows[row][begin:end] for row, begin, end, _ in tree.nodes])
     return layout, torch.from_numpy(input_ids)

@@ -1,8 +1,8 @@
 """Linear layers with LoRA, as one autograd function that keeps nothing but its input.
 
-`y = x Wᵀ + bias + scale · ((x ∘ keep) Aᵀ) Bᵀ`, each part of it trained or frozen, and several layers of one input side
-by side. Step by step this makes six tensors as large as x or y, of which autograd keeps half. Where that is exact and
-less work the adapter is added to the weight first, for this one product: the adapter then costs its gradients only.
+It computes `y = x Wᵀ + bias + scale · ((x ∘ keep) Aᵀ) Bᵀ`, each part trained or frozen, for several layers of one input
+side by side. Step by step this would make six tensors as large as x or y, and autograd would keep half of them. Where
+it is exact and less work, the adapter is added to the weight first: then the adapter costs only its gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Linear(NamedTuple):
         lora_a: (r, in_features), or None where the layer has no adapter.
         lora_b: (out_features, r), or None.
         keep: bool (rows, in_features), False where the adapter's dropout takes an element of its input out, or None.
-        scale: what the adapter's part is multiplied by; with `keep` it holds the 1 / (1 - p) too.
+        scale: the factor of the adapter's part; with `keep` it includes 1 / (1 - p).
     """
 
     weight: torch.Tensor
@@ -38,9 +38,9 @@ class Linear(NamedTuple):
     scale: float = 1.0
 
     def folded(self, x: torch.Tensor) -> Linear:
-        """The same layer with its adapter added to its weight, where that is exact and less work for the rows of x.
+        """Add the adapter to the weight, where that is exact and less work for the rows of x; else return the layer.
 
-        Not with dropout, and not where the sum would be rounded to 16 bits. Else the layer as it is.
+        It is not exact with dropout, nor where the sum would be rounded to 16 bits.
         """
         if self.lora_a is None or self.lora_b is None or self.keep is not None:
             return self
@@ -53,17 +53,17 @@ class Linear(NamedTuple):
 
     @property
     def width(self) -> int:
-        """How many output columns there are."""
+        """The number of output columns."""
         return self.weight.shape[0]
 
     def columns(self, start: int, stop: int) -> Linear:
-        """The same layer with these output columns only."""
+        """The same layer with only these output columns."""
         bias = None if self.bias is None else self.bias[start:stop]
         lora_b = None if self.lora_b is None else self.lora_b[start:stop]
         return self._replace(weight=self.weight[start:stop], bias=bias, lora_b=lora_b)
 
     def at_rows(self, rows: slice | torch.Tensor) -> Linear:
-        """The same layer for these rows of its input only."""
+        """The same layer for only these rows of its input."""
         return self if self.keep is None else self._replace(keep=self.keep[rows])
 
 
@@ -71,7 +71,7 @@ PARTS = len(Linear._fields)
 
 
 def draw_keep(like: torch.Tensor, features: int, p: float) -> torch.Tensor:
-    """A dropout mask (rows of `like`, features) from torch's global generator: what `functional.dropout` would keep."""
+    """Draw a dropout mask (rows of `like`, features) from torch's global generator, as `functional.dropout` does."""
     return like.new_empty(len(like), features).bernoulli_(1 - p).bool()
 
 
@@ -91,7 +91,7 @@ def linear(x: torch.Tensor, *layers: Linear, residual: torch.Tensor | None = Non
 
 
 def normed_linear(h: torch.Tensor, *layers: Linear, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`linear(rms_norm(h, weight, eps), *layers)`, keeping h alone: a norm costs less to compute again than to keep."""
+    """`linear(rms_norm(h, weight, eps), *layers)`. It keeps only h: a norm costs less to compute again than to keep."""
     result: torch.Tensor = _NormedLinears.apply(h, weight, eps, *flatten(layers))  # type: ignore[no-untyped-call]
     return result
 
@@ -175,11 +175,11 @@ class LinearGradients:
         ]
 
     def propagate(self, dy: torch.Tensor, x: torch.Tensor | None, rows: slice = ALL_ROWS) -> torch.Tensor:
-        """Add what some rows give, and return the gradient of their input, (rows, in_features).
+        """Add the gradients of some rows, and return the gradient of their input, (rows, in_features).
 
         Args:
             dy: (rows, sum of out_features).
-            x: (rows, in_features), or None if no gradient is wanted but the input's.
+            x: (rows, in_features), or None if only the gradient of the input is wanted.
             rows: which rows of the whole input these are.
         """
         dx = self._add(dy, x, rows, wants_input=True)
@@ -187,7 +187,7 @@ class LinearGradients:
         return dx
 
     def add(self, dy: torch.Tensor, x: torch.Tensor | None, rows: slice = ALL_ROWS) -> None:
-        """`propagate` without the input's gradient, which is half of the work or more."""
+        """`propagate` without the input's gradient, which is at least half of the work."""
         self._add(dy, x, rows, wants_input=False)
 
     def _add(self, dy: torch.Tensor, x: torch.Tensor | None, rows: slice, *, wants_input: bool) -> torch.Tensor | None:
@@ -219,7 +219,7 @@ class _LayerGradients:
     def add(
         self, dy: torch.Tensor, x: torch.Tensor | None, dx: torch.Tensor | None, rows: slice, *, wants_input: bool
     ) -> torch.Tensor | None:
-        """Returns dx with this layer's part."""
+        """Add to the sums, and return dx with this layer's part."""
         if wants_input:
             dx = product(dy, self._folded.weight.to(dy.dtype).t(), residual=dx)
         if x is not None and self._weight is not None:

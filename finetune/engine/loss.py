@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What is otherwise chosen by the kind of device that the tensors are on; the loss is the same.
+    """Choices that otherwise follow from the kind of device; they do not change the loss.
 
-    `finetune plan` runs the engine on one kind of device as it would run on another.
+    `finetune plan` uses them to run the engine on one kind of device as it would run on another.
     """
 
     attention: Attention = attention
@@ -38,8 +38,8 @@ def summed_cross_entropy(model: torch.nn.Module, microbatch: Microbatch, choices
     """Nats summed over the micro-batch's target tokens, as a float64 scalar that can be differentiated.
 
     Args:
-        model: a transformers causal language model, or a PEFT model around one; for packed rows one that
-            `unsupported_reason` has nothing against.
+        model: a transformers causal language model, or a PEFT model around one; for packed rows a model for which
+            `unsupported_reason` returns None.
         microbatch: on the model's device.
         choices: how packed rows are computed.
     """

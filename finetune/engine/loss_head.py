@@ -1,7 +1,8 @@
 """Cross-entropy of target positions through the head, a chunk of logits at a time.
 
-The gradient is made in the forward pass, while a chunk's logits are there: they are computed once and never kept. It is
-exact: whatever is made of the sum later on reaches the gradient as one factor, which the backward pass multiplies in.
+The gradient is computed in the forward pass, while a chunk's logits are there: they are computed once and never kept.
+It is exact: whatever is done with the sum later reaches the gradient as one factor, which the backward pass multiplies
+in.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from finetune.engine.reference import in_float64
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 """Of logits in fp32, by the kind of device."""
 MIN_CHUNK_ROWS = 256
-"""With fewer rows a product spends its time on reading the head's weight, so a large vocabulary gets larger chunks."""
+"""With fewer rows a product spends its time on reading the head's weight. So a large vocabulary gets larger chunks."""
 
 
 def summed_head_loss(
@@ -32,12 +33,12 @@ def summed_head_loss(
     """Nats summed over targets, as a float64 scalar that can be differentiated.
 
     Args:
-        hidden: (targets, features), what the head is given where a target is predicted.
+        hidden: (targets, features), the input of the head where a target is predicted.
         weight: (vocabulary, features), frozen or trained, tied or not.
         labels: (targets,), the tokens to predict.
         bias: (vocabulary,), or None.
         counts: (targets,), how often each loss counts, whole or not, or None for once. No gradient goes there.
-        chunk_bytes: of a chunk's logits in fp32; None: what suits the device, `CHUNK_BYTES`.
+        chunk_bytes: of a chunk's logits in fp32; None: `CHUNK_BYTES` of the device.
     """
     chunk_bytes = _chunk_bytes(hidden) if chunk_bytes is None else chunk_bytes
     loss: torch.Tensor = _SummedHeadLoss.apply(hidden, weight, bias, labels, counts, chunk_bytes)  # type: ignore[no-untyped-call]
@@ -80,7 +81,7 @@ class _SummedHeadLoss(torch.autograd.Function):
         for rows in _chunks(hidden, weight, chunk_bytes):
             x, count = hidden[rows], counts[rows].unsqueeze(1)
             softmax, losses[rows] = _softmax_and_loss(x, weight, bias, labels[rows])
-            # The gradient of the logits, but for the counts: these go into the narrower factor of each product.
+            # The gradient of the logits without the counts, which go into the narrower factor of each product.
             d_logits = _minus_one_at(softmax, labels[rows])
             if d_bias is not None:
                 d_bias.addmv_(d_logits.t(), counts[rows])

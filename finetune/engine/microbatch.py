@@ -1,4 +1,4 @@
-"""One forward: rows padded for a model's own way, or packed for the engine."""
+"""The rows of one forward pass: padded for a model's own forward, or packed for the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from finetune.engine.layout import PackedMicrobatch
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedMicrobatch:
-    """One forward of a model's own: rows padded on the right to the longest."""
+    """Rows of one forward pass, padded on the right to the longest."""
 
     input_ids: torch.Tensor
     """Token ids, int64, shape (batch, time)."""
@@ -47,7 +47,7 @@ class PaddedMicrobatch:
         )
 
     def pin_memory(self) -> PaddedMicrobatch:
-        """What a loader with `pin_memory` calls."""
+        """Called by a loader with `pin_memory`."""
         return PaddedMicrobatch(
             input_ids=self.input_ids.pin_memory(),
             is_target=self.is_target.pin_memory(),
@@ -57,7 +57,7 @@ class PaddedMicrobatch:
 
 
 Microbatch: TypeAlias = PaddedMicrobatch | PackedMicrobatch
-"""One forward. Both kinds have `to`, `num_rows`, `num_tokens`, `num_targets`, `num_computed` and `target_row`."""
+"""Either kind of rows. Both have `to`, `num_rows`, `num_tokens`, `num_targets`, `num_computed` and `target_row`."""
 
 EMPTY_MICROBATCH = PaddedMicrobatch(
     input_ids=torch.zeros((1, 2), dtype=torch.int64),
@@ -65,4 +65,4 @@ EMPTY_MICROBATCH = PaddedMicrobatch(
     num_tokens=0,
     num_targets=0,
 )
-"""Computes a loss of zero and gradients of zero: for a rank that must come with as many micro-batches as the others."""
+"""It gives a loss of zero and gradients of zero, for a rank that needs as many micro-batches as the others."""

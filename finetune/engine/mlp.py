@@ -1,7 +1,8 @@
-"""The gated half of a decoder layer as one function: `h + down(silu(gate) * up)`, with gate and up of `rms_norm(h)`.
+"""The gated feed-forward part of a decoder layer as one function.
 
-It goes through the tokens in chunks, so that what stands between two matrix products stays in the cache, and keeps h
-and the output of the first product only: norm and activation cost less to compute again than to keep.
+It computes `h + down(silu(gate) * up)`, where gate and up are projections of `rms_norm(h)`, in chunks of tokens: what
+lies between two matrix products stays in the cache. It keeps only h and the output of the first product, since norm and
+activation cost less to compute again than to keep.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from finetune.engine import norm, swiglu
+from finetune.engine import norm
 from finetune.engine.linear import (
     PARTS,
     Linear,
@@ -25,7 +26,7 @@ from finetune.engine.linear import (
 )
 
 CHUNK_ROWS = {"cpu": 512, "cuda": 8192}
-"""Enough rows for the matrix products, on a CPU few enough for its cache; by the kind of device."""
+"""By the kind of device: enough rows for the matrix products, and on a CPU few enough for its cache."""
 
 
 def gated_mlp(
@@ -36,15 +37,15 @@ def gated_mlp(
     down: Linear,
     chunk_rows: int | None = None,
 ) -> torch.Tensor:
-    """Add the feed-forward part to the residual stream.
+    """Add the gated feed-forward part to the residual stream.
 
     Args:
         h: (tokens, hidden).
         weight: (hidden,), of the norm before.
         eps: of the norm before.
-        gate_up: one layer with the gate's columns left and the others right, or the two layers.
+        gate_up: one layer with the gate's columns left and the other columns right, or two layers.
         down: back to (tokens, hidden).
-        chunk_rows: rows of a chunk; None: what suits the device, `CHUNK_ROWS`.
+        chunk_rows: rows of a chunk; None: `CHUNK_ROWS` of the device.
     """
     chunk_rows = chunk_rows or CHUNK_ROWS.get(h.device.type, CHUNK_ROWS["cuda"])
     result: torch.Tensor = _GatedMlp.apply(h, weight, eps, chunk_rows, *flatten([down, *gate_up]))  # type: ignore[no-untyped-call]
@@ -64,7 +65,7 @@ class _GatedMlp(torch.autograd.Function):
         for rows in _chunks(h, chunk_rows):
             x = norm.normalized(h[rows], weight, inverse_rms[rows])
             hidden.append(apply_linears(x, gate_up, rows))
-            outputs.append(apply_linears(swiglu.gated(hidden[-1]), [down], rows, residual=h[rows]))
+            outputs.append(apply_linears(_gated(hidden[-1]), [down], rows, residual=h[rows]))
         save_for_backward(ctx, layers, h, weight, inverse_rms, *hidden)
         return torch.cat(outputs)
 
@@ -81,7 +82,7 @@ class _GatedMlp(torch.autograd.Function):
             gate, up = gate_up_rows.chunk(2, dim=-1)
             silu = functional.silu(gate)
             d_gated = down_gradients.propagate(dy[rows], silu * up, rows)
-            d_hidden = swiglu.gradient(gate_up_rows, silu, d_gated)
+            d_hidden = _gate_up_gradient(gate_up_rows, silu, d_gated)
             x = norm.normalized(h[rows], weight, inverse_rms[rows])
             dx = gate_up_gradients.propagate(d_hidden, x, rows)
             if wants_weight:
@@ -97,6 +98,22 @@ class _GatedMlp(torch.autograd.Function):
         )
 
 
+def _gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up` of a projection with the gate left: (rows, 2 * features) to (rows, features)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate).mul_(up)
+
+
+def _gate_up_gradient(gate_up: torch.Tensor, silu: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    """The gradient of `gate_up`, given silu(gate)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    d_gate_up = torch.empty_like(gate_up)
+    d_gate, d_up = d_gate_up.chunk(2, dim=-1)
+    torch.mul(dy, silu, out=d_up)
+    torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d_gate)
+    return d_gate_up
+
+
 def _chunks(h: torch.Tensor, num_rows: int) -> Iterator[slice]:
-    """At least one, be it empty."""
+    """One chunk or more; without rows, an empty one."""
     return (slice(start, start + num_rows) for start in range(0, max(1, len(h)), num_rows))

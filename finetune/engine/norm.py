@@ -1,4 +1,4 @@
-"""Root-mean-square norm, with statistics in fp32 and a backward pass that keeps one number a row besides its input."""
+"""Root-mean-square norm, with statistics in fp32; for the backward pass it keeps its input and one number per row."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which beginnings rows have in common, and how to cut a global batch so that these are computed once.
+"""Find the beginnings that rows share, and cut a global batch so that each is computed once.
 
-In a causal model the hidden states of a shared beginning are the same for every row that has it. Rows are laid out as a
-prefix tree whose stretches are computed once each; what is cut and dealt here looks at the rows alone and never at the
-world size, so that every launch cuts alike.
+In a causal model the hidden states of a shared beginning are the same for every row that has it. Rows become a prefix
+tree, and each of its nodes is computed once. The cuts depend on the rows alone and never on the world size, so that
+every launch cuts alike.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ Tokens = numpy.typing.NDArray[numpy.integer]
 """Token ids of one row, shape (time,)."""
 
 MIN_SHARED = 16
-"""A branching is made where at least so many more tokens are shared: below that, its bookkeeping costs more."""
+"""The tree branches only where this many more tokens are shared; for fewer, its bookkeeping costs more."""
 
 _NEVER = 1 << 62
 
 
-class Stretch(NamedTuple):
-    """Tokens `begin` to `end` of `row`, which every row of the subtree has that is as long."""
+class Node(NamedTuple):
+    """Tokens `begin` to `end` of `row`; every row of the subtree that is as long has them."""
 
     row: int
     begin: int
     end: int
     parent: int
-    """The stretch that goes before, or -1."""
+    """Index of the node before it, or -1."""
 
 
 class PrefixTree(NamedTuple):
     """Rows as paths from a root."""
 
-    stretches: tuple[Stretch, ...]
-    """Depth first: a stretch's subtree follows it."""
-    last_stretch: tuple[int, ...]
-    """For each row the stretch of its last token, which it may leave before that stretch's end."""
+    nodes: tuple[Node, ...]
+    """Depth first: a node's subtree follows it."""
+    last_node: tuple[int, ...]
+    """For each row the node of its last token; the row may end before the node does."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens that are computed."""
-        return sum(stretch.end - stretch.begin for stretch in self.stretches)
+        return sum(node.end - node.begin for node in self.nodes)
 
 
 class Cut(NamedTuple):
@@ -57,12 +57,12 @@ class Cut(NamedTuple):
 
 def separate_rows(rows: Sequence[Tokens]) -> PrefixTree:
     """The tree in which nothing is shared."""
-    stretches = tuple(Stretch(row, 0, len(tokens), -1) for row, tokens in enumerate(rows))
-    return PrefixTree(stretches, tuple(range(len(rows))))
+    nodes = tuple(Node(row, 0, len(tokens), -1) for row, tokens in enumerate(rows))
+    return PrefixTree(nodes, tuple(range(len(rows))))
 
 
 def build_prefix_tree(rows: Sequence[Tokens], min_shared: int = MIN_SHARED) -> PrefixTree:
-    """Find what rows share. A row that is the beginning of another, or equal to it, adds nothing to the tree.
+    """Build the prefix tree of rows. A row that is the beginning of another, or equal to it, adds nothing to the tree.
 
     Args:
         rows: none of them empty; ids from 0.
@@ -72,24 +72,24 @@ def build_prefix_tree(rows: Sequence[Tokens], min_shared: int = MIN_SHARED) -> P
     forks = [_fork(rows[a], rows[b]) for a, b in pairwise(order)]
 
     def split(first: int, last: int, shared: int, parent: int) -> list[tuple[int, int, int, int]]:
-        """The families among rows that all share `shared` tokens, last family first."""
+        """Split rows that share `shared` tokens into groups that share more, last group first."""
         ends = [i + 1 for i in range(first, last - 1) if forks[i] < shared + min_shared]
         edges = [first, *ends, last] if first < last else []
         return [(a, b, shared, parent) for a, b in pairwise(edges)][::-1]
 
-    stretches: list[Stretch] = []
-    last_stretch = [-1] * len(rows)
-    families = split(0, len(order), 0, -1)
-    while families:
-        first, last, begin, parent = families.pop()
-        row, here = order[last - 1], len(stretches)
+    nodes: list[Node] = []
+    last_node = [-1] * len(rows)
+    groups = split(0, len(order), 0, -1)
+    while groups:
+        first, last, begin, parent = groups.pop()
+        row, here = order[last - 1], len(nodes)
         end = min([len(rows[row]), *forks[first : last - 1]])
-        stretches.append(Stretch(row, begin, end, parent))
+        nodes.append(Node(row, begin, end, parent))
         while first < last and len(rows[order[first]]) <= end:  # these sort before all that go on
-            last_stretch[order[first]] = here
+            last_node[order[first]] = here
             first += 1
-        families += split(first, last, end, here)
-    return PrefixTree(tuple(stretches), tuple(last_stretch))
+        groups += split(first, last, end, here)
+    return PrefixTree(tuple(nodes), tuple(last_node))
 
 
 def cut_global_batch(
@@ -150,7 +150,7 @@ def deal(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def _fork(first: Tokens, second: Tokens) -> int:
-    """How many tokens two rows share before they part; no row is so long if the second goes on where the first ends."""
+    """How many tokens two rows share before they part; `_NEVER` if one is the beginning of the other."""
     length = min(len(first), len(second))
     differs = first[:length] != second[:length]
     fork = int(differs.argmax())
@@ -159,11 +159,11 @@ def _fork(first: Tokens, second: Tokens) -> int:
 
 def _cut_tree(tree: PrefixTree, lengths: Sequence[int], max_rows: int, max_tokens: int | None) -> list[Cut]:
     limits = (max_rows, max_tokens if max_tokens is not None else _NEVER)
-    parts: list[list[Cut]] = [[] for _ in tree.stretches]
+    parts: list[list[Cut]] = [[] for _ in tree.nodes]
     roots: list[Cut] = []
-    for row, stretch in enumerate(tree.last_stretch):
-        parts[stretch].append(Cut([row], 0))
-    for index, (_, begin, end, parent) in reversed(list(enumerate(tree.stretches))):
+    for row, node in enumerate(tree.last_node):
+        parts[node].append(Cut([row], 0))
+    for index, (_, begin, end, parent) in reversed(list(enumerate(tree.nodes))):
         above = parts[parent] if parent >= 0 else roots
         for cut in _fill(parts[index], end, *limits):
             longest = max(lengths[row] for row in cut.rows)

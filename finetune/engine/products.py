@@ -1,4 +1,4 @@
-"""Matrix products by the fastest way that is there."""
+"""Matrix products by the fastest available kernel."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-# oneDNN, and ideep on top of it, each keep what they compiled for the last 1024 shapes: 0.6 MB a shape, and every
-# micro-batch has shapes of its own. Enough for one micro-batch is enough. They read this when they are first used.
+# oneDNN, and ideep on top of it, keep the code they compiled for the last 1024 shapes: 0.6 MB a shape, and every
+# micro-batch has new shapes. Room for one micro-batch is enough. They read this when they are first used.
 for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_name, "32")
 

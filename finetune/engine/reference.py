@@ -1,4 +1,4 @@
-"""The losses of padded rows through a model's own forward: what the engine must equal, and what stands in for it."""
+"""The losses of padded rows through a model's own forward, which the engine must equal and which can replace it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PLAIN_HEADS = ("phi", "phi3", "llama", "mistral", "qwen2", "qwen3")
 def cross_entropy_of_padded(model: torch.nn.Module, microbatch: PaddedMicrobatch) -> torch.Tensor:
     """Nats of each target token, row after row: shape (num_targets,), fp32. Logits are computed where a target is.
 
-    Rows are padded on the right and a causal model never looks to the right, so no mask is needed: what stands behind a
-    row's end cannot reach its targets.
+    Rows are padded on the right and a causal model never looks to the right, so no mask is needed: padding cannot reach
+    the targets of a row.
 
     Args:
         model: a transformers causal language model, or a PEFT model around one.

@@ -14,13 +14,13 @@ def split_heads(
 
     Args:
         projected: (tokens, sum(heads) * head_dim).
-        cos: (tokens, rotary_dim); head_dim beyond rotary_dim stays as it is.
+        cos: (tokens, rotary_dim); the part of head_dim beyond rotary_dim is not rotated.
         sin: like cos.
         heads: how many heads each group has, for example queries, keys, values.
         num_rotated: how many groups are rotated, counted from the left.
 
     Returns:
-        for each group (tokens, heads, head_dim), contiguous.
+        For each group (tokens, heads, head_dim), contiguous.
     """
     groups: tuple[torch.Tensor, ...] = _SplitHeads.apply(projected, cos, sin, heads, num_rotated)  # type: ignore[no-untyped-call]
     return groups

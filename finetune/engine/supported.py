@@ -14,10 +14,10 @@ _PLAIN_TYPES = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, 
 
 
 def unsupported_reason(model: nn.Module) -> str | None:
-    """Why `Decoder` cannot stand in for the model's own forward, in words, or None where it can.
+    """Why `Decoder` cannot replace the model's own forward, in words; None where it can.
 
-    Every module on the way must be of a known type: what was replaced, wrapped or hooked is found by that. Of
-    linear layers more kinds will do: those of `own_layers` are called as they are.
+    Every module must be of a known type, so that replaced, wrapped and hooked modules are found. More kinds of linear
+    layers are supported: those of `own_layers` are called as they are.
 
     Args:
         model: a transformers causal language model, or a PEFT model around one.
@@ -57,7 +57,7 @@ def _config_reasons(config: Any) -> Iterator[str]:
 
 
 def own_layers(model: nn.Module) -> dict[str, list[str]]:
-    """Linear layers that the engine calls as they are, for want of a way of its own: why, and their names."""
+    """Linear layers that the engine has no code for and calls as they are: why, and their names."""
     found: dict[str, list[str]] = {}
     for name, module in _linears(bare_model(model)):
         reason = own_way_reason(module)
@@ -67,7 +67,7 @@ def own_layers(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _linears(bare: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of a decoder that the engine reads, with their names."""
+    """The linear layers of a decoder, with their names."""
     names = FAMILIES[bare.config.model_type].linears
     for index, layer in enumerate(bare.get_decoder().layers):
         for name in names:
@@ -75,15 +75,15 @@ def _linears(bare: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _module_reasons(name: str, module: nn.Module, of_model: str, linears: frozenset[str]) -> Iterator[str]:
-    """What is unknown about a module or those inside it."""
+    """Reasons why a module, or one inside it, is not supported."""
     if name in linears:
         unknown = unknown_linear(module)
         if unknown:
             yield f"{name} is {unknown}"
         return
-    hung_in = hook_reason(module)
-    if hung_in:
-        yield f"{name or 'its decoder'} has {hung_in}"
+    hooks = hook_reason(module)
+    if hooks:
+        yield f"{name or 'its decoder'} has {hooks}"
     if type(module) in _PLAIN_TYPES or type(module).__module__.startswith((of_model, "transformers.activations")):
         for child_name, child in module.named_children():
             yield from _module_reasons(f"{name}.{child_name}".lstrip("."), child, of_model, linears)

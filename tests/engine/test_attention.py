@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_mask
 
-from finetune.engine.attention import attention, choose_kernel, dense_attention, plan_blocks
-from finetune.engine.attention_cuda import mask_of, plan_varlen
+from finetune.engine.attention import attention, choose_kernel, dense_attention, prepare_blocks
+from finetune.engine.attention_cuda import mask_of, prepare_varlen
 from finetune.engine.layout import PackedMicrobatch, dense_mask, pack
 from tests.engine.prefix_rows import Row, random_rows, rows_of
 
@@ -104,7 +104,7 @@ def test_one_token_and_many_short_rows() -> None:
         inputs = tensors(packed.num_computed, 2, 1, torch.float64)
         out = attention(*inputs, packed.layout)
         assert_same(out, by_row(packed, *inputs, list(range(packed.num_computed))), inputs, 1e-12)
-        assert len(plan_blocks(packed.layout, packed.layout.tokens)) < max(
+        assert len(prepare_blocks(packed.layout, packed.layout.tokens)) < max(
             2, len(rows) // 4
         )  # not a kernel call for each
 
@@ -152,7 +152,7 @@ def test_blocks_hold_every_query_once_and_only_keys_that_are_seen(seed: int, win
     layout = packed.layout
     for queries in (layout.tokens, packed.positions):
         mask = dense_mask(layout, queries, window)
-        blocks = plan_blocks(layout, queries, window)
+        blocks = prepare_blocks(layout, queries, window)
         assert [row for block in blocks for row in range(block.first, block.last)] == list(range(len(mask)))
         for block in blocks:
             keys = [key for start, end in block.keys for key in range(start, end)]
@@ -164,7 +164,7 @@ def test_a_causal_row_costs_little_more_than_half_of_its_square() -> None:
     packed = pack(rows_of(list(range(512))))
     pairs = sum(
         (b.last - b.first) * sum(end - start for start, end in b.keys)
-        for b in plan_blocks(packed.layout, packed.layout.tokens)
+        for b in prepare_blocks(packed.layout, packed.layout.tokens)
     )
     assert pairs < 0.6 * 512**2
 
@@ -192,13 +192,13 @@ def test_what_cuda_kernels_are_told_is_the_mask(seed: int, window: int | None) -
 
 def varlen_mask(layout, queries: torch.Tensor, window: int | None) -> torch.Tensor:
     """What flash attention computes for a plan: each run causal and windowed, aligned to the lower right."""
-    plan = plan_varlen(layout, queries, window)
+    runs = prepare_varlen(layout, queries, window)
     mask = torch.zeros(len(queries), len(layout.tokens), dtype=torch.bool)
-    index = layout.tokens if plan.key_index is None else plan.key_index
-    for run in range(len(plan.query_edges) - 1):
-        (first, last), (start, end) = plan.query_edges[run : run + 2].tolist(), plan.key_edges[run : run + 2].tolist()
-        assert last - first <= plan.most_queries
-        assert end - start <= plan.most_keys
+    index = layout.tokens if runs.key_index is None else runs.key_index
+    for run in range(len(runs.query_edges) - 1):
+        (first, last), (start, end) = runs.query_edges[run : run + 2].tolist(), runs.key_edges[run : run + 2].tolist()
+        assert last - first <= runs.most_queries
+        assert end - start <= runs.most_keys
         band = torch.ones(last - first, end - start, dtype=torch.bool).tril(end - start - last + first)
         if window is not None:
             band = band.triu(end - start - last + first - window + 1)
@@ -209,8 +209,8 @@ def varlen_mask(layout, queries: torch.Tensor, window: int | None) -> torch.Tens
 def test_varlen_gathers_nothing_where_nothing_is_shared() -> None:
     rows = random_rows(4)
     apart, packed = pack(rows, share_prefixes=False), pack(rows)
-    assert plan_varlen(apart.layout, apart.layout.tokens, None).key_index is None
-    assert len(plan_varlen(packed.layout, packed.layout.tokens, None).key_index) <= packed.num_tokens
+    assert prepare_varlen(apart.layout, apart.layout.tokens, None).key_index is None
+    assert len(prepare_varlen(packed.layout, packed.layout.tokens, None).key_index) <= packed.num_tokens
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -31,13 +31,13 @@ def seeded(*, rows: int, mean: int, shared: int = 0, seed: int = 0) -> list[nump
 
 def test_a_shared_beginning_is_one_stretch_and_what_follows_one_stretch_each() -> None:
     tree = build_prefix_tree(ids([1, 2, 3, 4], [1, 2, 5], [9]), min_shared=2)
-    assert [(stretch.begin, stretch.end, stretch.parent) for stretch in tree.stretches] == [
+    assert [(node.begin, node.end, node.parent) for node in tree.nodes] == [
         (0, 2, -1),
         (2, 4, 0),
         (2, 3, 0),
         (0, 1, -1),
     ]
-    assert tree.last_stretch == (1, 2, 3)
+    assert tree.last_node == (1, 2, 3)
 
 
 def test_no_branching_for_fewer_tokens_than_it_is_worth() -> None:
@@ -50,21 +50,21 @@ def test_no_branching_for_fewer_tokens_than_it_is_worth() -> None:
 
 def test_equal_rows_and_beginnings_of_others_add_nothing() -> None:
     tree = build_prefix_tree(ids([1, 2, 3], [1], [1, 2, 3], [1, 2, 3, 4]))
-    assert len(tree.stretches) == 1
+    assert len(tree.nodes) == 1
     assert tree.num_tokens == 4
-    assert tree.last_stretch == (0, 0, 0, 0)
+    assert tree.last_node == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_row_is_a_path(seed: int) -> None:
     rows = tokens_of(random_rows(seed))
     for tree in (build_prefix_tree(rows, min_shared=1), build_prefix_tree(rows), separate_rows(rows)):
-        for row, last in zip(rows, tree.last_stretch, strict=True):
+        for row, last in zip(rows, tree.last_node, strict=True):
             path = []
             while last >= 0:
-                stretch = tree.stretches[last]
-                path[:0] = rows[stretch.row][stretch.begin : stretch.end].tolist()
-                last = stretch.parent
+                node = tree.nodes[last]
+                path[:0] = rows[node.row][node.begin : node.end].tolist()
+                last = node.parent
             assert path[: len(row)] == row.tolist()
 
 
