@@ -1,4 +1,4 @@
-"""`finetune doctor`: examine this process's launch and machine, and under a launcher the whole world of processes."""
+"""`finetune doctor`: examine the launch and the machine of this process, and the whole world under a launcher."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from finetune.diagnose.folder_checks import check_folders
 from finetune.diagnose.launch_checks import AREA as THIS_PROCESS
 from finetune.diagnose.launch_checks import check_address, check_launch
 from finetune.diagnose.machine_checks import check_backend, check_devices, check_limits, check_versions
-from finetune.diagnose.world_judgement import judge_bandwidth, judge_ranks
-from finetune.diagnose.world_probe import gather_json, meet, probe_world
+from finetune.diagnose.world_checks import gather_json, judge_bandwidth, judge_ranks, meet, probe_world
 from finetune.distributed.ddp_init import cleanup_ddp, initialize_ddp
 from finetune.distributed.environment import LaunchEnvironment, read_environment
 from finetune.distributed.launch import wished_device
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
-"""How long the doctor waits for ranks where `parallel.timeout_minutes` is not set."""
+"""How long the doctor waits for ranks if `parallel.timeout_minutes` is not set."""
 
 
 def diagnose(config: Config, *, as_json: bool = False) -> int:
@@ -39,10 +38,10 @@ def diagnose(config: Config, *, as_json: bool = False) -> int:
 
     Args:
         config: the run that is to be started; it need not be complete.
-        as_json: write the findings as JSON in place of text.
+        as_json: write the findings as JSON.
 
     Returns:
-        The exit code: 0 without a problem (strict: and without a warning), else 2. The same on every rank.
+        The exit code: 2 with a problem (with strict: also with a warning), else 0. The same on every rank.
 
     Raises:
         LaunchError: on ranks other than 0, where the world cannot be formed or measured.
@@ -61,7 +60,7 @@ def diagnose(config: Config, *, as_json: bool = False) -> int:
         *check_address(environment, config, os.environ),
         *_examine_machine(config, environment.local_world_size),
     ]
-    report.show(findings)  # now: the other ranks may keep us waiting
+    report.show(findings)  # now, because the other ranks may keep us waiting
     if environment.world_size > 1:
         findings += _examine_world(environment, config, findings)
     return report.end(findings, config)
@@ -78,7 +77,7 @@ def _examine_machine(config: Config, local_world_size: int) -> list[Finding]:
 
 
 def _examine_world(environment: LaunchEnvironment, config: Config, own: list[Finding]) -> list[Finding]:
-    """Join the world and measure it; what that shows beside this rank's own findings. Collective."""
+    """Join the world and measure it; the findings do not repeat this rank's own. Collective."""
     is_set = config.origin("parallel.timeout_minutes") != "default"
     timeout = timedelta(minutes=config.parallel.timeout_minutes) if is_set else DEFAULT_TIMEOUT
     try:
@@ -88,7 +87,7 @@ def _examine_world(environment: LaunchEnvironment, config: Config, own: list[Fin
             master_port=config.parallel.master_port,
             backend=config.parallel.backend,
             device=wished_device(config),
-            fallbacks=Fallbacks(strict=True),  # to go on alone would hide what is wrong
+            fallbacks=Fallbacks(strict=True),  # going on alone would hide the problem
         )
         assert context is not None  # the command line starts without a group
         meet(timeout)
@@ -102,7 +101,7 @@ def _examine_world(environment: LaunchEnvironment, config: Config, own: list[Fin
         what = _sentence(error) if isinstance(error, FinetuneError) else _unmeasured(error)
         fix = (
             "look at the output of the ranks that are named; run `finetune doctor` alone on their machines; check that "
-            "all were started with one address and port, and that no firewall is between them"
+            "all ranks were started with the same address and port, and that no firewall is between them"
         )
         return [problem("World", what, fix)]
     finally:
@@ -124,7 +123,7 @@ def _sentence(error: Exception) -> str:
 
 
 class _Report:
-    """What rank 0 writes as it goes: each finding once."""
+    """The report of rank 0; it prints each finding once."""
 
     def __init__(self, *, is_silent: bool, as_json: bool) -> None:
         self._is_silent = is_silent
@@ -132,7 +131,7 @@ class _Report:
         self._num_shown = 0
 
     def show(self, findings: Sequence[Finding]) -> None:
-        """Print those that are new in a list that grows."""
+        """Print the findings that are new in a growing list."""
         if not self._is_silent and not self._as_json:
             from rich.console import Console
 
@@ -141,7 +140,7 @@ class _Report:
         self._num_shown = len(findings)
 
     def end(self, findings: Sequence[Finding], config: Config) -> int:
-        """Print the rest; the exit code."""
+        """Print the rest, and return the exit code."""
         self.show(findings)
         code = exit_code(findings, strict=config.strict)
         if self._is_silent:

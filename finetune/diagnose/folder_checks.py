@@ -1,4 +1,4 @@
-"""Folders that a run writes to: whether they can be written and locked, have room, and are seen by all ranks."""
+"""Check that the folders of a run can be written and locked, have room, and are seen by all ranks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _PREFIX = ".finetune-doctor-"
 
 
 def check_folders(config: Config) -> list[Finding]:
-    """Look at output_dir, the cache of encoded data and the hub's cache. Nothing is left in them."""
+    """Check output_dir, the cache of encoded data and the hub's cache. Nothing is left in them."""
     return [*_check_output_dir(config), _check_cache(config.data.cache_dir), *_check_hub(config)]
 
 
 def existing_folder(path: Path) -> Path:
-    """The path itself, or the nearest of its parents that is there."""
+    """The path itself, or its nearest parent that exists."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
@@ -50,18 +50,18 @@ def file_system(path: Path, mounts: str) -> str:
     for line in mounts.splitlines():
         _, point, kind, *_ = line.split(" ")
         point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), point)
-        if path.is_relative_to(point) and len(point) >= len(found[0]):  # of two on one point the later covers
+        if path.is_relative_to(point) and len(point) >= len(found[0]):  # a later mount hides an earlier one
             found = (point, kind)
     return found[1]
 
 
-def judge_space(free_bytes: int, needed_bytes: int | None, place: str) -> Finding:
-    """Whether checkpoints will fit.
+def judge_space(free_bytes: int, needed_bytes: int | None, folder: str) -> Finding:
+    """Judge whether checkpoints will fit.
 
     Args:
-        free_bytes: what is free.
-        needed_bytes: what the run will write; None where that is not known.
-        place: where, for the message.
+        free_bytes: free space.
+        needed_bytes: the size of what the run will write; None where it is not known.
+        folder: for the message.
     """
     free, needed = f"{free_bytes / 1e9:.1f} GB", f"{(needed_bytes or 0) / 1e9:.1f} GB"
     fix = (
@@ -69,12 +69,12 @@ def judge_space(free_bytes: int, needed_bytes: int | None, place: str) -> Findin
         "or keep fewer with checkpoint.save_total_limit="
     )
     if needed_bytes is not None and free_bytes < needed_bytes:
-        return problem(AREA, f"{free} free in {place}, but the checkpoints of this run take about {needed}", fix)
+        return problem(AREA, f"{free} free in {folder}, but the checkpoints of this run take about {needed}", fix)
     if free_bytes < _LEAST_BYTES:
-        return problem(AREA, f"{free} free in {place}: no checkpoint will fit", fix)
+        return problem(AREA, f"{free} free in {folder}: no checkpoint will fit", fix)
     if needed_bytes is None and free_bytes < _ENOUGH_BYTES:
-        return warning(AREA, f"{free} free in {place}: a checkpoint may not fit", fix)
-    return ok(AREA, f"{free} free in {place}" + (f"; this run takes about {needed}" if needed_bytes else ""))
+        return warning(AREA, f"{free} free in {folder}: a checkpoint may not fit", fix)
+    return ok(AREA, f"{free} free in {folder}" + (f"; this run takes about {needed}" if needed_bytes else ""))
 
 
 def write_token(output_dir: Path) -> Path | None:
@@ -88,7 +88,7 @@ def write_token(output_dir: Path) -> Path | None:
 
 
 def sees_token(token: Path) -> bool:
-    """Whether the file is seen here; a network file system may take seconds to show it."""
+    """Whether this process sees the file; a network file system may take seconds to show it."""
     until = time.monotonic() + _SECONDS_TO_SEE
     while True:
         try:
@@ -136,7 +136,7 @@ def _file_system_here(path: Path) -> str:
 
 
 def _needed_bytes(config: Config) -> int | None:
-    """What the checkpoints of full fine-tuning take, where the weights are here to be counted."""
+    """The size of the checkpoints of full fine-tuning, if the weights are here to be counted."""
     from safetensors import safe_open
 
     from finetune.model.base import locate_model
@@ -151,7 +151,7 @@ def _needed_bytes(config: Config) -> int | None:
     for file in files:
         with safe_open(file, "pt") as tensors:
             num_parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    # Kept ones, the best, and the one that is being written.
+    # Those that are kept, the best, and the one that is being written.
     return num_parameters * _BYTES_PER_PARAMETER * (config.checkpoint.save_total_limit + 2) or None
 
 
@@ -174,7 +174,7 @@ def _check_cache(cache_dir: str) -> Finding:
 
 
 def _check_hub(config: Config) -> list[Finding]:
-    """Whether a model from the hub is here already, or can be fetched."""
+    """Check whether a model from the hub is here already, or can be downloaded."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     from finetune.model.base import locate_model
@@ -192,7 +192,6 @@ def _check_hub(config: Config) -> list[Finding]:
     what = f"model.path={where} is not in the hub's cache, {constants.HF_HUB_CACHE}"
     download = f"hf download {where}"
     if constants.HF_HUB_OFFLINE:
-        return [
-            problem(AREA, f"{what}, and HF_HUB_OFFLINE is set", f"unset it, or run `{download}` where there is net")
-        ]
-    return [warning(AREA, f"{what}: the run will load it first", f"run `{download}` beforehand")]
+        fix = f"unset it, or run `{download}` on a machine with internet access"
+        return [problem(AREA, f"{what}, and HF_HUB_OFFLINE is set", fix)]
+    return [warning(AREA, f"{what}: the run will download it first", f"run `{download}` beforehand")]

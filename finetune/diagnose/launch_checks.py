@@ -1,4 +1,4 @@
-"""How this process was started: the world it is in, what contradicts it, and the address where that world meets."""
+"""Check how this process was started: its world, settings that contradict it, and the address where the ranks meet."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ADDRESS = "Address"
 
 
 def check_launch(environment: LaunchEnvironment, config: Config, environ: Mapping[str, str]) -> list[Finding]:
-    """Say what world the initialiser sees, and what speaks against it."""
+    """Report the world that the initialiser sees, and everything that contradicts it."""
     names = dict.fromkeys((*LAUNCH_VARIABLES, *WORLD_VARIABLES))
     read = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
     derived = " ".join(f"{name}={value}" for name, value in environment.as_variables().items() if name not in environ)
@@ -49,7 +49,7 @@ def check_launch(environment: LaunchEnvironment, config: Config, environ: Mappin
 
 
 def check_address(environment: LaunchEnvironment, config: Config, environ: Mapping[str, str]) -> list[Finding]:
-    """Whether the address leads to rank 0, and whether its port is free there, before anybody listens."""
+    """Check that the address leads to rank 0 and that its port is free there, before any process listens."""
     is_held_by_agent = has_agent_store(environ)
     host = environment.master_addr if is_held_by_agent else config.parallel.master_addr or environment.master_addr
     port = environment.master_port if is_held_by_agent else config.parallel.master_port or environment.master_port
@@ -74,15 +74,16 @@ def check_address(environment: LaunchEnvironment, config: Config, environ: Mappi
 
 
 def judge_port(port: int, *, is_alone: bool) -> Finding:
-    """Whether a port of this machine can be listened on."""
+    """Judge whether a process can listen on a port of this machine."""
     error = _listen_error(port)
     if error is None:
         return ok(_ADDRESS, f"port {port} is free")
     judge = warning if is_alone else problem
     fix = (
-        f"`ss -ltnp 'sport = :{port}'` names its holder; end it, or set MASTER_PORT or parallel.master_port to another"
+        f"`ss -ltnp 'sport = :{port}'` names the process that holds it; end that process, or set MASTER_PORT or "
+        "parallel.master_port to another port"
     )
-    return judge(_ADDRESS, f"port {port} of {socket.gethostname()} cannot be listened on: {error}", fix)
+    return judge(_ADDRESS, f"port {port} of {socket.gethostname()} is not free to listen on: {error}", fix)
 
 
 def _check_wishes(environment: LaunchEnvironment, config: Config) -> list[Finding]:
@@ -97,8 +98,8 @@ def _check_wishes(environment: LaunchEnvironment, config: Config) -> list[Findin
         found.append(problem(AREA, what, "start one process, or drop ddp=False"))
     wanted = config.parallel.num_processes
     if environment.world_size == 1 and (wanted or 1) > 1:
-        what = f"train would start {wanted} processes here; this report is of one"
-        fix = f"to examine them: torchrun --standalone --nproc_per_node {wanted} -m finetune doctor …"
+        what = f"train would start {wanted} processes here; this report covers one process"
+        fix = f"to examine all of them, run torchrun --standalone --nproc_per_node {wanted} -m finetune doctor …"
         found.append(warning(AREA, what, fix))
     elif environment.world_size == 1 and config.ddp is True:
         what = f"ddp is true ({config.origin('ddp')}), but one process was started: it would train alone"
@@ -107,7 +108,7 @@ def _check_wishes(environment: LaunchEnvironment, config: Config) -> list[Findin
 
 
 def _check_accelerate(config: Config, environ: Mapping[str, str]) -> list[Finding]:
-    """Settings of `accelerate launch` that contradict the configuration or that finetune does not follow."""
+    """Find settings of `accelerate launch` that contradict the configuration or that finetune does not support."""
     found = []
     for setting, why in refused_settings(environ):
         reason, _, fix = why.partition(". ")
@@ -121,13 +122,13 @@ def _check_accelerate(config: Config, environ: Mapping[str, str]) -> list[Findin
         )
         found.append(problem(AREA, f"accelerate launch asks for bf16, but the run would compute in {ours}", fix))
     if accumulation is not None:
-        what = f"gradient accumulation of {accumulation} is asked of Accelerate"
+        what = f"Accelerate is asked for gradient accumulation over {accumulation} steps"
         found.append(problem(AREA, what, "leave it unset (or 1) and set training.global_batch_size"))
     return found
 
 
 def _check_one(environ: Mapping[str, str]) -> list[Finding]:
-    """Launches of several processes that started one."""
+    """Find launches that were asked for several processes and started one."""
     found = []
     command = read_accelerate_command(environ)
     asked = None if command is None else command.num_processes
@@ -142,15 +143,16 @@ def _check_one(environ: Mapping[str, str]) -> list[Finding]:
 
 
 def _check_reach(host: str) -> list[Finding]:
-    """In a world of several machines every one must reach rank 0's, and itself be reached."""
+    """Check that the machines of a world reach each other by name."""
     found = []
     if is_loopback(host):
-        what = f"{host} means each machine itself, but the world spans several"
+        what = f"on every machine {host} means that machine itself, but the world spans several machines"
         fix = "set MASTER_ADDR or parallel.master_addr to an address of rank 0's machine that the others reach"
         found.append(warning(_ADDRESS, what, fix))
     if own_name_is_loopback():
         what = (
-            f"this machine's own name, {socket.gethostname()}, means 127.x to itself: torchrun gives it to the others"
+            f"this machine's own name, {socket.gethostname()}, resolves to 127.x here, and torchrun gives that name to "
+            "the other machines"
         )
         fix = "start torchrun with --local_addr and this machine's address, or correct the name in /etc/hosts"
         found.append(warning(_ADDRESS, what, fix))
@@ -160,7 +162,7 @@ def _check_reach(host: str) -> list[Finding]:
 def _check_agent(host: str, port: int) -> Finding:
     answer = what_answers(host, port)
     if answer is not None:
-        fix = "start again through torchrun, and end what is left of the launch before"
+        fix = "end what is left of the previous launch, and start torchrun again"
         return problem(_ADDRESS, f"torchrun's agent does not answer at {host}:{port}: {answer}", fix)
     return ok(_ADDRESS, f"torchrun's agent answers at {host}:{port}")
 

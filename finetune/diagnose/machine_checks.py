@@ -1,4 +1,4 @@
-"""This machine and this installation: versions, devices, processors, memory for workers, open files."""
+"""Check this machine and this installation: versions, devices, processors, memory for workers, open files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def check_versions() -> list[Finding]:
         return [warning(area, what, "run `pip install -e .` in its folder")]
     found = [ok(area, f"Python {platform.python_version()} ({sys.executable})")]
     if not python.contains(platform.python_version(), prereleases=True):
-        found = [problem(area, f"Python {platform.python_version()}, but finetune needs {python}", "use one of these")]
+        what = f"Python {platform.python_version()}, but finetune needs {python}"
+        found = [problem(area, what, "install one of these versions of Python")]
     return [*found, *judge_packages(asked)]
 
 
@@ -65,7 +66,7 @@ def judge_packages(requirements: Sequence[str]) -> list[Finding]:
 
 
 def check_devices(config: Config, local_world_size: int) -> list[Finding]:
-    """GPUs and processors, and whether they are enough for the processes on this machine."""
+    """Report GPUs and processors, and whether they are enough for the processes on this machine."""
     devices = [_describe_gpu(index) for index in range(torch.cuda.device_count())]
     has_driver = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
     found = [ok("Devices", device) for device in devices]
@@ -79,7 +80,7 @@ def check_devices(config: Config, local_world_size: int) -> list[Finding]:
 
 
 def judge_gpus(count: int, *, has_driver: bool, cuda: str | None, wish: str) -> list[Finding]:
-    """Whether torch uses the GPUs that are there.
+    """Judge whether torch uses the GPUs of this machine.
 
     Args:
         count: GPUs that torch sees.
@@ -105,7 +106,7 @@ def judge_gpus(count: int, *, has_driver: bool, cuda: str | None, wish: str) -> 
 
 
 def judge_cores(cores: float, threads: int, processes: int, *, on_gpu: bool) -> list[Finding]:
-    """Whether the processes on this machine have processors enough.
+    """Judge whether the processes on this machine have enough processors.
 
     Args:
         cores: how many this process may use.
@@ -126,7 +127,7 @@ def judge_cores(cores: float, threads: int, processes: int, *, on_gpu: bool) -> 
 
 
 def num_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Processors this process may use: its affinity, and the limit of its container.
+    """Count the processors that this process may use, by its affinity and the limit of its container.
 
     Args:
         root: where control groups of version 2 (cpu.max) or 1 (cpu/cpu.cfs_*) are mounted.
@@ -142,7 +143,7 @@ def num_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
 
 
 def check_backend(config: Config) -> list[Finding]:
-    """Whether this torch has the backend that the run will use."""
+    """Check that this torch has the backend that the run will use."""
     area, wish = "Backend", config.parallel.backend
     on_gpu = torch.cuda.is_available() and _wants_gpu(config)
     if not dist.is_available() or not dist.is_gloo_available():
@@ -156,7 +157,7 @@ def check_backend(config: Config) -> list[Finding]:
 
 
 def check_limits(config: Config) -> list[Finding]:
-    """Open files, and the shared memory through which data workers pass their batches."""
+    """Check the limit of open files, and the shared memory through which data workers pass their batches."""
     area = "Limits"
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = [ok(area, f"up to {files} open files")]
@@ -170,7 +171,7 @@ def check_limits(config: Config) -> list[Finding]:
 
 
 def judge_shared_memory(num_bytes: int, num_workers: int) -> Finding:
-    """Whether /dev/shm is large enough for data workers; containers give it 64 MB by default."""
+    """Judge whether /dev/shm is large enough for data workers; containers give it 64 MB by default."""
     shown = f"{num_bytes / 1e6:,.0f} MB of shared memory in /dev/shm"
     if num_workers and num_bytes < _LEAST_SHARED_BYTES:
         fix = "start the container with --shm-size=2g or --ipc=host, or set training.num_workers=0"

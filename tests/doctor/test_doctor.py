@@ -38,7 +38,7 @@ from finetune.diagnose.machine_checks import (
     judge_shared_memory,
     num_cores,
 )
-from finetune.diagnose.world_judgement import (
+from finetune.diagnose.world_checks import (
     Bandwidth,
     RankMeasurement,
     judge_bandwidth,
@@ -236,7 +236,7 @@ def test_a_held_port_is_a_problem_for_several_processes_and_a_warning_for_one():
         port = holder.getsockname()[1]
         found = address_findings(**rank_variables(0, port))[-1]
         assert found.level == "problem"
-        assert f"port {port} of {socket.gethostname()} cannot be listened on" in found.what
+        assert f"port {port} of {socket.gethostname()} is not free to listen on" in found.what
         assert f"sport = :{port}" in found.fix
         assert levels(address_findings(f"parallel.master_port={port}")) == ["warning"]
         assert levels(address_findings(MASTER_PORT=str(port))) == ["warning"]
@@ -266,7 +266,7 @@ def test_a_loopback_address_cannot_join_several_machines():
     )
     found = check_address(several, config_of(), {})[0]
     assert found.level == "warning"
-    assert "127.0.0.1 means each machine itself" in found.what
+    assert "on every machine 127.0.0.1 means that machine itself, but the world spans several machines" in found.what
 
 
 def test_an_agent_of_torchrun_that_is_gone_is_a_problem():
@@ -457,7 +457,7 @@ def test_under_torchrun_it_forms_the_world_and_reports_once(tmp_path):
     assert done.stdout.count("This process") == 1
     for part in ("started by torchrun: rank 0 of 2", "torchrun's agent answers", "2 ranks came together"):
         assert done.stdout.count(part) == 1, done.stdout
-    for part in ("rank 0 on ", "rank 1 on ", "to rank 0 and back", "give their sum on every rank", "all ranks see"):
+    for part in ("rank 0 on ", "rank 1 on ", "to rank 0 and back", "give the right sum on every rank", "all ranks see"):
         assert part in done.stdout
     for size in (1, 16, 64):
         assert f"all-reduce of {size} MB: " in done.stdout

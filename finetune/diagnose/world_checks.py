@@ -1,0 +1,369 @@
+"""Measure the world that was formed (sums, latency, bandwidth, each rank and its link), and judge the figures."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from statistics import median, median_low
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from finetune.diagnose.folder_checks import remove_token, sees_token, write_token
+from finetune.distributed.ddp_init import ProcessContext
+from finetune.findings import Finding, ok, problem, warning
+
+_SUM_LENGTHS = (1, 1_000, 1_000_003)
+_BANDWIDTH_BYTES = (1_000_000, 16_000_000, 64_000_000)
+_BANDWIDTH_SECONDS = 2.0
+_MAX_REPEATS = 5
+_NUM_PINGS = 9
+_NUM_SMALL = 30
+_NUM_PRODUCTS = 40
+_WIDTH_ON_CPU, _WIDTH_ON_GPU = 768, 4096
+
+_SLOW_COMPUTE = 1.5
+_SLOW_LINK = 5.0
+_SLOW_LINK_SECONDS = 5e-3
+_HOPELESS_LINK_SECONDS = 50e-3
+_SLOW_BUS_GIGABYTES = 0.1
+_MOST_CLOCK_SKEW_SECONDS = 2.0
+
+
+class RankMeasurement(NamedTuple):
+    """The figures of one rank."""
+
+    rank: int
+    host: str
+    device: str
+    compute_seconds: float
+    """Wall-clock seconds of a fixed matrix product, mean."""
+    compute_cpu_seconds: float
+    """Its seconds of processor time."""
+    round_trip_seconds: float
+    """From rank 0 to this rank and back, median; 0 for rank 0."""
+    clock_offset_seconds: float
+    """How far this rank's clock is ahead of rank 0's."""
+    has_right_sum: bool
+    """Whether every all-reduce of known numbers gave the right sum."""
+    sees_output_dir: bool | None
+    """Whether this rank sees the file that rank 0 wrote beside `output_dir`; None: rank 0 could not write it."""
+
+    @property
+    def name(self) -> str:
+        """The rank's name in messages."""
+        return f"rank {self.rank} on {self.host}"
+
+
+class Bandwidth(NamedTuple):
+    """All-reduces of one size. Formulas: NVIDIA's nccl-tests, doc/PERFORMANCE.md."""
+
+    num_bytes: int
+    seconds: float
+    """Median of the slowest rank's seconds."""
+    world_size: int
+
+    @property
+    def algorithm_gigabytes(self) -> float:
+        """GB/s for the program: bytes / seconds."""
+        return self.num_bytes / self.seconds / 1e9
+
+    @property
+    def bus_gigabytes(self) -> float:
+        """GB/s on a link, comparable with the hardware's figure: an all-reduce moves 2(n-1)/n of the bytes."""
+        return self.algorithm_gigabytes * 2 * (self.world_size - 1) / self.world_size
+
+
+class WorldMeasurement(NamedTuple):
+    """The figures of all ranks; the same on every rank."""
+
+    ranks: list[RankMeasurement]
+    latency_seconds: float
+    bandwidths: list[Bandwidth]
+
+
+def probe_world(context: ProcessContext, hosts: Sequence[str], output_dir: Path) -> WorldMeasurement:
+    """Measure for a few seconds. Collective: every rank of the group.
+
+    Args:
+        context: this process's rank and device.
+        hosts: the machine of each rank.
+        output_dir: the run's folder, which need not be there yet.
+
+    Raises:
+        RuntimeError: a rank stopped answering, or a collective took longer than the group's timeout.
+    """
+    pings = gather_json(_ping_all(context), context.device)[0]
+    compute_seconds, compute_cpu_seconds = _measure_compute(context.device)
+    own = {
+        "host": hosts[context.rank],
+        "device": str(context.device),
+        "compute_seconds": compute_seconds,
+        "compute_cpu_seconds": compute_cpu_seconds,
+        "has_right_sum": _sums_are_right(context),
+        "sees_output_dir": _is_shared(context, output_dir),
+    }
+    ranks = [
+        RankMeasurement(rank=rank, round_trip_seconds=pings[rank][0], clock_offset_seconds=pings[rank][1], **facts)
+        for rank, facts in enumerate(gather_json(own, context.device))
+    ]
+    latency = _slowest(median(_time_all_reduce(1, context) for _ in range(_NUM_SMALL)), context)
+    return WorldMeasurement(ranks, latency, _measure_bandwidth(context))
+
+
+def meet(timeout: timedelta) -> None:
+    """Wait for all ranks that have joined. Collective.
+
+    Raises:
+        RuntimeError: names the ranks that do not answer. Only gloo knows them, so with nccl a gloo group is made.
+    """
+    group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    dist.monitored_barrier(group, timeout, wait_all_ranks=True)
+
+
+def gather_json(value: Any, device: torch.device) -> list[Any]:
+    """Gather every rank's value, in order of rank, as JSON in tensors. Collective."""
+    text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(text)], dtype=torch.int64, device=device))
+    sizes = [int(length.item()) for length in lengths]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+    padded[: len(text)] = text
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded)
+    return [json.loads(bytes(each[:size].tolist())) for each, size in zip(texts, sizes, strict=True)]
+
+
+def _ping_all(context: ProcessContext) -> list[tuple[float, float]]:
+    """On rank 0, measure the seconds to each rank and back, and how far its clock is ahead. Collective."""
+    if context.rank:
+        _answer_pings(context.device)
+        return []
+    found = [(0.0, 0.0)]
+    for rank in range(1, context.world_size):
+        pings = [_ping(rank, context.device) for _ in range(_NUM_PINGS)]
+        found.append((median(seconds for seconds, _ in pings), median(offset for _, offset in pings)))
+    return found
+
+
+def _ping(rank: int, device: torch.device) -> tuple[float, float]:
+    clock = torch.zeros(1, dtype=torch.float64, device=device)
+    sent, started = time.time(), time.perf_counter()
+    dist.send(clock, rank)
+    dist.recv(clock, rank)
+    theirs = clock.item()
+    seconds = time.perf_counter() - started
+    return seconds, theirs - (sent + seconds / 2)
+
+
+def _answer_pings(device: torch.device) -> None:
+    clock = torch.zeros(1, dtype=torch.float64, device=device)
+    for _ in range(_NUM_PINGS):
+        dist.recv(clock, 0)
+        dist.send(clock.fill_(time.time()), 0)
+
+
+def _measure_compute(device: torch.device) -> tuple[float, float]:
+    """Measure wall and processor seconds of a matrix product, while all ranks compute as they do in training.
+
+    The mean of many, since a process that waits for its processor stops only now and then: a median would hide that.
+    """
+    width = _WIDTH_ON_CPU if device.type == "cpu" else _WIDTH_ON_GPU
+    matrix = torch.ones(width, width, device=device)
+    (matrix @ matrix)[0, 0].item()  # the first product allocates and chooses a kernel
+    started, started_cpu = time.perf_counter(), time.process_time()
+    for _ in range(_NUM_PRODUCTS):
+        (matrix @ matrix)[0, 0].item()  # waits for a GPU
+    return (time.perf_counter() - started) / _NUM_PRODUCTS, (time.process_time() - started_cpu) / _NUM_PRODUCTS
+
+
+def _sums_are_right(context: ProcessContext) -> bool:
+    expected = context.world_size * (context.world_size + 1) / 2
+    results = []
+    for length in _SUM_LENGTHS:
+        numbers = torch.full((length,), context.rank + 1.0, device=context.device)
+        dist.all_reduce(numbers)
+        results.append(bool((numbers == expected).all()))
+    return all(results)
+
+
+def _is_shared(context: ProcessContext, output_dir: Path) -> bool | None:
+    """Check whether this rank sees a file that rank 0 writes; None: rank 0 cannot write one. Collective."""
+    token = write_token(output_dir) if context.rank == 0 else None
+    path = gather_json(str(token) if token else None, context.device)[0]
+    is_seen = None if path is None else sees_token(Path(path))
+    gather_json(None, context.device)  # all have looked
+    if token is not None:
+        remove_token(token)
+    return is_seen
+
+
+def _measure_bandwidth(context: ProcessContext) -> list[Bandwidth]:
+    """Time all-reduces of rising size, without those that would not end within the budget. Collective."""
+    found: list[Bandwidth] = []
+    for num_bytes in _BANDWIDTH_BYTES:
+        if found and found[-1].seconds * num_bytes / found[-1].num_bytes > _BANDWIDTH_SECONDS:
+            break
+        length = num_bytes // 4
+        spent = _slowest(_time_all_reduce(length, context), context)  # warm-up
+        seconds: list[float] = []
+        # Every rank has the slowest rank's seconds, so all decide alike.
+        while not seconds or (len(seconds) < _MAX_REPEATS and spent < _BANDWIDTH_SECONDS):
+            seconds.append(_slowest(_time_all_reduce(length, context), context))
+            spent += seconds[-1]
+        found.append(Bandwidth(num_bytes, median(seconds), context.world_size))
+    return found
+
+
+def _time_all_reduce(length: int, context: ProcessContext) -> float:
+    """Time one all-reduce of fp32 numbers on this rank, in seconds."""
+    numbers = torch.ones(length, device=context.device)
+    numbers[0].item()  # a GPU has made it by now
+    started = time.perf_counter()
+    dist.all_reduce(numbers)
+    numbers[0].item()
+    return time.perf_counter() - started
+
+
+def _slowest(seconds: float, context: ProcessContext) -> float:
+    there = torch.tensor([seconds], dtype=torch.float64, device=context.device)
+    dist.all_reduce(there, op=dist.ReduceOp.MAX)
+    return float(there.item())
+
+
+def judge_ranks(ranks: Sequence[RankMeasurement], *, needs_shared_folder: bool) -> list[Finding]:
+    """Report every rank with its figures, then the ranks that are slow, wrong, cut off or have another time.
+
+    Args:
+        ranks: all of them, in order.
+        needs_shared_folder: every rank will read from `output_dir`, because the run is resumed.
+    """
+    rows = [
+        ok(
+            "Ranks",
+            f"{rank.name}, {rank.device}: matrix product {_ms(rank.compute_seconds)} ms"
+            f" ({_ms(rank.compute_cpu_seconds)} ms of processor time)"
+            + (f", to rank 0 and back {_ms(rank.round_trip_seconds)} ms" if rank.rank else ""),
+        )
+        for rank in ranks
+    ]
+    return [
+        *judge_sums(ranks),
+        *judge_shared_folder(ranks, is_needed=needs_shared_folder),
+        *rows,
+        *judge_compute(ranks),
+        *judge_links(ranks),
+        *judge_clocks(ranks),
+    ]
+
+
+def judge_compute(ranks: Sequence[RankMeasurement]) -> list[Finding]:
+    """Name the ranks that compute more slowly than the others, which wait for them in every step."""
+    usual = median_low(rank.compute_seconds for rank in ranks)
+    usual_cpu = median_low(rank.compute_cpu_seconds for rank in ranks)
+    found = []
+    for rank in ranks:
+        if rank.compute_seconds <= _SLOW_COMPUTE * usual:
+            continue
+        waits = rank.device == "cpu" and rank.compute_cpu_seconds <= _SLOW_COMPUTE * usual_cpu
+        reason = "it waits for its processor" if waits else "it computes slower"
+        fix = (
+            f"look with top on {rank.host} for other work on its cores, and give each rank cores of its own "
+            "(srun --cpus-per-task, taskset, a larger CPU limit of the container)"
+            if waits
+            else f"look on {rank.host} for other work on {rank.device} (nvidia-smi, top), a lower clock or an older "
+            "device, or leave this host out"
+        )
+        ratio = rank.compute_seconds / usual
+        found.append(warning("Ranks", f"{rank.name} is slow: it needs {ratio:.1f}x the median ({reason})", fix))
+    return found
+
+
+def judge_links(ranks: Sequence[RankMeasurement]) -> list[Finding]:
+    """Name the ranks with a slow link to rank 0."""
+    others = [rank for rank in ranks if rank.rank]
+    usual = median_low(rank.round_trip_seconds for rank in others)
+    limit = min(max(_SLOW_LINK * usual, _SLOW_LINK_SECONDS), _HOPELESS_LINK_SECONDS)
+    return [
+        warning(
+            "Ranks",
+            f"the link of {rank.name} is slow: to rank 0 and back takes {_ms(rank.round_trip_seconds)} ms, "
+            f"the median of all is {_ms(usual)} ms",
+            f"compare with `ping` between {ranks[0].host} and {rank.host}; name the fast network card in "
+            "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; or leave this host out",
+        )
+        for rank in others
+        if rank.round_trip_seconds > limit
+    ]
+
+
+def judge_clocks(ranks: Sequence[RankMeasurement]) -> list[Finding]:
+    """Name the ranks whose clock differs too much from rank 0's for logs and file times."""
+    return [
+        warning(
+            "Ranks",
+            f"the clock of {rank.name} differs from rank 0's by {rank.clock_offset_seconds:+.1f} s",
+            f"start a time service (chrony, systemd-timesyncd) on {rank.host} and {ranks[0].host}",
+        )
+        for rank in ranks
+        if abs(rank.clock_offset_seconds) > _MOST_CLOCK_SKEW_SECONDS
+    ]
+
+
+def judge_sums(ranks: Sequence[RankMeasurement]) -> list[Finding]:
+    """Judge the sums of all-reduces."""
+    wrong = [rank.name for rank in ranks if not rank.has_right_sum]
+    if not wrong:
+        return [ok("World", "all-reduces of known numbers give the right sum on every rank")]
+    fix = (
+        "do not train on this: try parallel.backend=gloo, or NCCL_P2P_DISABLE=1 with nccl, and report the faulty "
+        "driver or link"
+    )
+    return [problem("World", f"all-reduces of known numbers give a wrong sum on {', '.join(wrong)}", fix)]
+
+
+def judge_shared_folder(ranks: Sequence[RankMeasurement], *, is_needed: bool) -> list[Finding]:
+    """Judge whether all ranks see the folder that rank 0 writes to."""
+    if ranks[0].sees_output_dir is None:
+        return []  # rank 0 has reported that already
+    blind = [rank.name for rank in ranks if not rank.sees_output_dir]
+    if not blind:
+        return [ok("World", "all ranks see rank 0's output_dir")]
+    judge = problem if is_needed else warning
+    what = f"{', '.join(blind)} cannot see rank 0's output_dir, which every rank reads when a run is resumed"
+    return [judge("World", what, "set output_dir to a folder that all hosts mount at the same path (NFS, Lustre)")]
+
+
+def judge_bandwidth(latency_seconds: float, bandwidths: Sequence[Bandwidth]) -> list[Finding]:
+    """Judge how fast gradients are summed.
+
+    Args:
+        latency_seconds: of an all-reduce of one number.
+        bandwidths: of all-reduces of rising size.
+    """
+    found = [ok("Bandwidth", f"an all-reduce of one number takes {_ms(latency_seconds)} ms")]
+    found += [
+        ok(
+            "Bandwidth",
+            f"all-reduce of {each.num_bytes / 1e6:.0f} MB: {_ms(each.seconds)} ms, "
+            f"algorithm {each.algorithm_gigabytes:.2f} GB/s, bus {each.bus_gigabytes:.2f} GB/s",
+        )
+        for each in bandwidths
+    ]
+    best = max(each.bus_gigabytes for each in bandwidths)
+    if best < _SLOW_BUS_GIGABYTES:
+        what = f"the network is slow: {best:.3f} GB/s at best is below 1 Gbit/s Ethernet"
+        fix = (
+            "name the fast network card (`ip -br addr`) in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; LoRA adapters "
+            "suffer least from a slow network"
+        )
+        found.append(warning("Bandwidth", what, fix))
+    return found
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}"
