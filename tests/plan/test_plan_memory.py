@@ -188,8 +188,8 @@ def test_gradients_that_are_added_up_are_there_all_the_time():
     assert predicted.parts["gradients"] == sum(weight.nbytes for weight in model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_few_layers_tell_what_many_take(kind, monkeypatch):
+@pytest.mark.parametrize(("kind", "loss_of"), [("cpu", sft), ("cuda", sft), ("cuda", dpo)])
+def test_few_layers_tell_what_many_take(kind, loss_of, monkeypatch):
     """Also with LongRoPE, which looks at positions, and with dropout."""
     rope = {
         "rope_type": "longrope",
@@ -204,11 +204,12 @@ def test_few_layers_tell_what_many_take(kind, monkeypatch):
         model = prepare(AutoModelForCausalLM.from_config(config), "lora", checkpointed=False, dropout=0.1)
     need = optimizer_need(build_optimizer(model, OptimSection()), kind=kind)
     options = {"kind": kind, "is_bf16": kind == "cuda", "accumulates": False}
-    extrapolated = predict_peak(model, pack(rows()), need, sft, **options)
+    microbatch = pack(rows()) if loss_of is sft else put_pairs_together(pairs(), rows=packer(share_prefixes=True))
+    extrapolated = predict_peak(model, microbatch, need, loss_of, **options)
     assert len(model.get_base_model().get_decoder().layers) == 6  # as it was
     assert all(weight.is_meta for weight in model.parameters())
     monkeypatch.setattr("finetune.diagnose.plan_memory._MORE", 6)
-    whole = predict_peak(model, pack(rows()), need, sft, **options)
+    whole = predict_peak(model, microbatch, need, loss_of, **options)
     assert abs(extrapolated.total / whole.total - 1) < 0.005
     for part, size in whole.parts.items():
         assert abs(extrapolated.parts[part] - size) <= 0.01 * whole.total, part

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from finetune.cli.preview import preview_from_words
-from finetune.config.compose import load_config
+from finetune.config.compose import load_config, resolved_yaml
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
@@ -19,6 +20,7 @@ from finetune.diagnose.preview import Preview, preview_data
 from finetune.diagnose.preview_splits import histogram, row_digests, summarize
 from finetune.errors import ConfigError, DataError
 from finetune.model.base import build_tokenizer
+from finetune.report import data_preview
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY
@@ -274,6 +276,20 @@ def test_a_pair_is_shown_with_its_prompt_once(words_of_pairs, capsys):
     assert preview_from_words([*words_of_pairs, *TOLERANT], run=None, rows=[2], form="table") == 0
     lines = capsys.readouterr().out.splitlines()
     assert int(lines[lines.index(hidden) + 1].split()[0]) == shared, "positions count the shared tokens"
+
+
+def test_a_report_shows_both_sides_of_a_pair(words_of_pairs, tmp_path):
+    config = load_config([*words_of_pairs, *TOLERANT])
+    (tmp_path / "config.yaml").write_text(resolved_yaml(config))
+    run = SimpleNamespace(folder=SimpleNamespace(config_file=tmp_path / "config.yaml"))
+    shown = data_preview._read(run, ["a run"])
+    assert [(span.text, span.carries_loss) for span in shown.row if not span.is_special] == [
+        ("a", False),
+        ("b", True),
+        ("c", True),
+    ]
+    assert shown.row_place.count(" tokens (chosen), ") == shown.row_place.count(" tokens (rejected), ") == 1
+    assert shown.splits["train"].kind == "preference"
 
 
 def test_a_rank_other_than_the_first_says_nothing(words, capsys, monkeypatch):
