@@ -33,6 +33,7 @@ from finetune.model.targets import resolve_targets
 from finetune.runs.disk_space import DiskNeed
 from finetune.runs.durable import in_units
 from finetune.training.forward import choose_forward
+from finetune.training.keeping import most_checkpoints
 from finetune.training.optim import build_optimizer
 from finetune.training.train import trainer_for
 
@@ -258,8 +259,10 @@ class _Planner:
         trained = sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
         folder = Path(self._config.output_dir).expanduser().absolute()
         there = next(path for path in (folder, *folder.parents) if path.is_dir())
+        keep = self._config.checkpoint.save_total_limit
         has_best = self._splits is not None and self._splits.validation is not None
-        at_once = self._config.checkpoint.save_total_limit + has_best + 1  # one is being written
+        cadence = self.batching.cadence
+        at_once = keep + 1 if cadence is None else most_checkpoints(cadence, keep=keep, has_best=has_best)
         return DiskNeed(trained, self._need and self._need.state, at_once, shutil.disk_usage(there).free)
 
     def at_limit(self) -> float | None:

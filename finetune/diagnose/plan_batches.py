@@ -105,6 +105,12 @@ class Batching:
         num_targets = sum(int(side.num_targets.sum()) for side in self._rows.sides)
         return num_targets / max(1, len(self._rows)) * self._plan.global_batch_size
 
+    @property
+    def cadence(self) -> Cadence | None:
+        """The cadence of the run; None where the rows cannot be read, or do not fill a global batch."""
+        steps_per_epoch = 0 if self.rows is None else self._plan.steps_per_epoch
+        return Cadence.of(self.config, steps_per_epoch) if steps_per_epoch else None
+
     def describe(self) -> Batches:
         """The figures of the run."""
         training, plan, is_known = self.config.training, self._plan, self.rows is not None
@@ -112,7 +118,6 @@ class Batching:
         if training.global_batch_size is not None:
             words = "training.global_batch_size, whatever the number of processes"
         num_tokens = sum(int(side.lengths.sum()) for side in self._rows.sides)
-        num_steps = Cadence.of(self.config, plan.steps_per_epoch).num_steps
         return Batches(
             rows=len(self._rows) if is_known else None,
             tokens=num_tokens if is_known else None,
@@ -122,7 +127,7 @@ class Batching:
             global_batch_from=words,
             world_size=self.world_size,
             steps_per_epoch=plan.steps_per_epoch if is_known else None,
-            steps=num_steps if is_known else training.max_steps,
+            steps=training.max_steps if self.cadence is None else self.cadence.num_steps,
             microbatches_per_step=self.largest.per_step,
             largest_microbatch_rows=self.largest.microbatch.num_rows,
             largest_microbatch_tokens=self.largest.microbatch.num_computed,

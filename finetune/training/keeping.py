@@ -22,6 +22,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+def most_checkpoints(cadence: Cadence, *, keep: int, has_best: bool) -> int:
+    """Count the checkpoints that are on the disk at the same time, at most.
+
+    Args:
+        cadence: how many checkpoints there will be.
+        keep: how many of them stay.
+        has_best: whether the best one stays besides.
+    """
+    num_saves = sum(map(cadence.saves_after, range(1, cadence.num_steps + 1)))
+    return min(num_saves, keep + has_best + 1)  # one is being written
+
+
 def say_what_disk_it_takes(
     folder: RunFolder,
     snapshot: Snapshot,
@@ -41,8 +53,8 @@ def say_what_disk_it_takes(
         keep: how many of them stay.
         has_best: whether the best one stays besides.
     """
-    num_saves = sum(map(cadence.saves_after, range(1, cadence.num_steps + 1)))
-    need = disk_need(folder, snapshot, optimizer, at_once=min(num_saves, keep + has_best + 1))  # one is being written
+    at_once = most_checkpoints(cadence, keep=keep, has_best=has_best)
+    need = disk_need(folder, snapshot, optimizer, at_once=at_once)
     _log.info("disk: %s", need)
     held = sum(path.lstat().st_size for path in folder.checkpoints.rglob("*"))
     if need.total > need.free + held:

@@ -75,6 +75,14 @@ def test_the_plan_is_what_the_trainer_does(words, more, tmp_path):
     assert plan.fits
 
 
+@pytest.mark.parametrize(("save_every", "at_once"), [(100, 1), (2, 2), (1, 3)])
+def test_the_disk_is_planned_for_the_checkpoints_that_there_will_be(words, save_every, at_once):
+    """The last of three steps always saves."""
+    more = ["training.max_steps=3", f"checkpoint.save_every={save_every}", "checkpoint.save_total_limit=5"]
+    plan = make_plan(load_config([*words, *more]), find_device("cpu"))
+    assert plan.disk.at_once == at_once
+
+
 @pytest.fixture(scope="module")
 def pairs(inputs, tmp_path_factory):
     """Rows of pairs: with prompts that are worth sharing, of different lengths."""
