@@ -1,4 +1,4 @@
-"""The device that a plan is for: the one at hand, or one that is named."""
+"""The device of a plan: the one at hand, or one by name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ GIB = 2**30
 
 class _Known(NamedTuple):
     gib: float
-    """What torch reports as the whole memory."""
+    """The whole memory, as torch reports it."""
     bf16: float | None
     """TFLOP/s of matrix products; None where the device does not compute in bf16."""
     fp32: float
-    """The same in full fp32, which is what torch computes in unless told otherwise."""
+    """The same in full fp32, torch's default."""
 
 
 _KNOWN = {
@@ -41,24 +41,24 @@ _KNOWN = {
     "V100 16GB": _Known(15.8, bf16=None, fp32=15.7),
     "T4 16GB": _Known(14.6, bf16=None, fp32=8.1),
 }
-"""By name. Rates are those of NVIDIA's data sheets for the fastest form of each, dense, with sums in fp32."""
+"""By name. Rates are from NVIDIA's data sheets: the fastest variant of each device, dense, with sums in fp32."""
 
 _CUDA_RESERVE = 1 * GIB
-"""For CUDA's context, its libraries' workspaces and memory lost between tensors. A rule of thumb, not a measurement."""
+"""For CUDA's context, workspaces of its libraries and fragmentation. A rule of thumb, not a measurement."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """Where a run will be.
+    """A device to plan for.
 
     Attributes:
-        name: as people call it.
-        kind: how the engine computes on it.
-        memory: bytes that the process may use.
-        reserve: bytes of these that are gone before the first tensor.
+        name: in messages.
+        kind: decides how the engine computes.
+        memory: bytes that the process can use.
+        reserve: bytes of them that are in use before the first tensor.
         has_bf16: whether `training.precision=auto` means bf16 there.
-        is_here: whether it is this machine's.
-        teraflops: of matrix products, by the type of the run's numbers, at the most; without those that are not known.
+        is_here: whether it belongs to this machine.
+        teraflops: the highest rate of matrix products, by precision, as far as it is known.
     """
 
     name: str
@@ -71,24 +71,25 @@ class Device:
 
 
 def read_device(name: str) -> Device:
-    """A device by name: `H100 80GB`, `a100-40gb`, or any other with its size, `MyGPU 24GB`.
+    """Find a device by name: `H100 80GB`, `a100-40gb`, or any other with its size, `MyGPU 24GB`.
 
     Raises:
-        ConfigError: the name is not known and has no size, or leaves a choice.
+        ConfigError: the name is not known and has no size, or fits several devices.
     """
     known = [full for full in _KNOWN if _folded(name) in (_folded(full), _folded(full.rpartition(" ")[0]))]
     if len(known) == 1:
         return _cuda(known[0], round(_KNOWN[known[0]].gib * GIB), has_bf16=_KNOWN[known[0]].bf16 is not None)
     size = re.search(r"(\d+(?:\.\d+)?)\s*G(?:i?B)?$", name.strip(), re.IGNORECASE)
     if size is None:
-        choice = f"which of {', '.join(known)}?" if known else f"known are {', '.join(_KNOWN)}; or give its size,"
-        raise ConfigError(f"--device {name}: {choice} for example --device 'H100 80GB' or 'MyGPU 24GB'.")
-    # Makers count in GiB and keep a little: what torch reports is some percent less.
+        what = f"this device is not known. Known are {', '.join(_KNOWN)}. Give one of them, or a size"
+        what = f"the name fits several devices: {', '.join(known)}. Give one of them" if known else what
+        raise ConfigError(f"--device {name}: {what}, for example --device '{known[0] if known else 'MyGPU 24GB'}'.")
+    # Makers count in GiB, and torch reports some percent less.
     return _cuda(name.strip(), round(0.97 * float(size[1]) * GIB), has_bf16=True)
 
 
 def find_device(wish: str) -> Device:
-    """The device at hand that a run would take.
+    """Find the device at hand that a run would use.
 
     Args:
         wish: `training.device`.
@@ -117,7 +118,7 @@ def _cuda(name: str, memory: int, *, has_bf16: bool) -> Device:
 
 
 def _teraflops(name: str) -> dict[str, float]:
-    """Of a device as the driver or people call it: `NVIDIA A100-SXM4-80GB`."""
+    """The rates of a device, by its name or the driver's, for example `NVIDIA A100-SXM4-80GB`."""
     words = re.split(r"[\s_-]+", name.upper())
     known = next((rates for full, rates in _KNOWN.items() if full.split()[-2] in words), None)
     rates = {} if known is None else {"bf16": known.bf16, "fp32": known.fp32}

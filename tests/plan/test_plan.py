@@ -283,7 +283,17 @@ def test_devices_have_names(name, is_found):
     assert device.memory > 20 * 2**30
 
 
-@pytest.mark.parametrize(("name", "part"), [("A100", "A100 80GB, A100 40GB"), ("abacus", "known are")])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        (
+            "A100",
+            "--device A100: the name fits several devices: A100 80GB, A100 40GB. Give one of them, for example "
+            "--device 'A100 80GB'.",
+        ),
+        ("abacus", "--device abacus: this device is not known. Known are B200 180GB, H200 141GB, "),
+    ],
+)
 def test_a_device_that_is_not_known_is_refused_with_what_is(name, part):
     with pytest.raises(ConfigError, match=part):
         read_device(name)
