@@ -255,7 +255,7 @@ class _Planner:
         return find_largest(total, self._device.memory, first=configured, end=self.batching.end)
 
     def disk(self) -> DiskNeed:
-        """What the checkpoints take."""
+        """The disk space of the checkpoints."""
         trained = sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
         folder = Path(self._config.output_dir).expanduser().absolute()
         there = next(path for path in (folder, *folder.parents) if path.is_dir())

@@ -31,7 +31,7 @@ from finetune.engine.mlp import CHUNK_ROWS
 from finetune.training.preference import PreferenceMicrobatch
 
 Part = Literal["weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace"]
-"""What memory is for."""
+"""The purposes of memory."""
 
 DeviceKind = Literal["cpu", "cuda"]
 
