@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from finetune.config.schema import LoraSection
-from finetune.inference.decoding import generate_answers
+from finetune.inference.decoding import Decoding, generate_answers
 from finetune.model.lora import add_lora
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
 
@@ -16,7 +16,8 @@ def model(request):
 
 
 def generate(model, prompts=PROMPTS, *, stop_ids=(2,), max_new_tokens=6, batch_size=2):
-    return generate_answers(model, prompts, stop_ids=stop_ids, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    decoding = Decoding(stop_ids=stop_ids, max_new_tokens=max_new_tokens)
+    return generate_answers(model, prompts, decoding, batch_size=batch_size)
 
 
 def most_likely(model, prompt, count):

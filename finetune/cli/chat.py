@@ -1,4 +1,4 @@
-"""`finetune chat`: talk with a finished run; answers appear as they are made."""
+"""`finetune chat`: talk with a finished run. Answers appear token by token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PROMPT = "> "
 def chat(
     run_folder: RunFolderArgument,
     system: SystemOption = None,
-    compare: Annotated[bool, typer.Option("--compare", help="The base answers too, from the same turns.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Let the base answer too, from the same turns.")] = False,
     max_new_tokens: MaxNewTokensOption = 1024,
     temperature: TemperatureOption = None,
     top_p: TopPOption = None,
@@ -43,7 +43,7 @@ def chat(
     checkpoint: CheckpointOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Talk with a finished run. /help lists what else a line can say; Ctrl-C stops an answer, Ctrl-D leaves."""
+    """Talk with a finished run. /help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves."""
     from finetune.inference.answering import AnswerSettings, open_run
     from finetune.inference.finished_run import find_run
 
@@ -56,7 +56,7 @@ def chat(
 
 
 class Chat:
-    """A conversation at the keyboard, or with the lines of a pipe: then only answers are written to standard output.
+    """A conversation at the keyboard, or with the lines of a pipe. Only answers go to standard output then.
 
     Args:
         answering: the loaded run.
@@ -68,7 +68,7 @@ class Chat:
 
         if answering.tokenizer.chat_template is None:
             raise ConfigError(
-                "the run's tokenizer has no chat template, so there are no turns to take. Use `finetune generate`, or "
+                "the run's tokenizer has no chat template, which a conversation needs. Use `finetune generate`, or "
                 "give a template with --set model.chat_template=FILE.jinja."
             )
         if compare:
@@ -92,7 +92,7 @@ class Chat:
                     self._obey(said)
                 elif said is not None:
                     self._reply(said)
-            except KeyboardInterrupt:  # it came when the answer was just done
+            except KeyboardInterrupt:  # pressed when the answer had just ended
                 self._conversation.forget_unanswered()
 
     def _lines(self) -> Iterator[str]:
@@ -120,13 +120,13 @@ class Chat:
             text = self._answer("tuned", ids)
         except DataError as error:
             self._conversation.take_back()
-            self._note(f"not asked: {error} /reset begins anew.")
+            self._note(f"not sent: {error} /reset starts again.")
             return
-        # Of an answer that was stopped, what was shown counts: it is what the next question may refer to.
+        # The part of a stopped answer that was shown counts: the next question may refer to it.
         self._conversation.answer(text)
 
     def _answer(self, name: str, ids: list[int]) -> str:
-        """Show one model's answer as it is made, up to its end or to Ctrl-C."""
+        """Show one model's answer token by token, up to its end or to Ctrl-C."""
         if self._compare:
             self._write(f"{name}: ")
         given: list[str] = []
@@ -150,7 +150,7 @@ class Chat:
         talk = self._conversation
         if command.name == "/reset":
             talk.reset()
-            self._note("the conversation begins anew.")
+            self._note("the conversation starts again.")
         elif command.name == "/system":
             if command.text:
                 talk.system = None if command.text == "-" else command.text
@@ -161,7 +161,9 @@ class Chat:
         elif command.name == "/help":
             self._note("\n".join(f"{name:<13} {meaning}" for name, meaning in COMMANDS.items()))
         else:
-            self._note(f"{command.name} is no command (/help lists them). Begin with // to say it to the model.")
+            self._note(
+                f"{command.name} is not a command (/help lists them). To send the line to the model, begin it with //."
+            )
 
     def _switch_compare(self) -> None:
         if not self._answering.has_base:

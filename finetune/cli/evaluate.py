@@ -73,6 +73,11 @@ def evaluate(
             _write(output, record)
         print_json(record, indent=None) if as_json else _show_harness(results)
         return
+    if run.config.training.objective == "dpo" and not any(word.startswith("data.") for word in words or []):
+        raise ConfigError(
+            f"{run_folder} was trained on pairs of answers, and evaluate measures rows with one answer. Give such rows "
+            f"with data.path=FILE; `finetune report {run_folder}` shows the rewards of the pairs."
+        )
     metrics = resolve_metrics([*run.config.testing.metrics, *(metric or [])], metrics_from or [])
 
     from finetune.distributed.launch import launch

@@ -123,14 +123,7 @@ def _answer_all(answering: Answering, prompts: list[Prompt], names: list[str], b
     ]
     for name in reversed(names):
         with answering.as_model(name) as model:
-            answers = generate_answers(
-                model,
-                encoded,
-                stop_ids=decoding.stop_ids,
-                max_new_tokens=decoding.max_new_tokens,
-                batch_size=batch_size,
-                sampling=decoding.sampling,
-            )
+            answers = generate_answers(model, encoded, decoding, batch_size=batch_size)
         for record, ids, room in zip(records, answers, rooms, strict=True):
             answer = {
                 "answer": answering.text(ids).strip(),

@@ -1,4 +1,4 @@
-"""The turns of a chat, and what a line typed into it means."""
+"""The turns of a chat, and the commands among the lines that are typed into it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from finetune.inference.prompts import Prompt, Turn, with_system_turn
 
 COMMANDS = {
     "/reset": "forget the conversation",
-    "/system TEXT": "set the system turn and begin anew; without TEXT show it, with - have none",
-    "/compare": "answer with the base too, or no longer",
+    "/system TEXT": "set the system turn and start again; - removes it, and without TEXT it is shown",
+    "/compare": "switch the answers of the base on or off",
     "/help": "this list",
-    "/exit": "leave; Ctrl-D does too",
+    "/exit": "leave, like Ctrl-D",
 }
 
 

@@ -45,21 +45,21 @@ class Decoding:
 def generate_answers(
     model: Any,
     prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
     *,
-    stop_ids: Sequence[int],
-    max_new_tokens: int,
     batch_size: int,
-    sampling: Sampling | None = None,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> list[list[int]]:
-    """A continuation of each prompt, token by token, up to a stop id.
+    """Continue each prompt, token by token, up to a stop id.
 
     Args:
         model: a causal language model or a PEFT model around one, on its device.
         prompts: token ids, none empty.
-        stop_ids: generation of a row ends at any of these; they are not part of the answer.
-        max_new_tokens: the longest answer.
+        decoding: when to stop, and how to choose. Stop ids are not part of an answer.
         batch_size: prompts decoded together. Prompts of similar length are, to pad little.
-        sampling: draw tokens; None: take the most likely.
+        rank: with several processes, the one that calls. Each is dealt whole batches.
+        world_size: over how many processes the batches are dealt. No collective: answers of others are left empty.
 
     Returns:
         Answer token ids in the order of the prompts.
@@ -67,15 +67,15 @@ def generate_answers(
     Raises:
         DataError: a prompt leaves no room for an answer in the model's context.
     """
-    decoding = Decoding(stop_ids=stop_ids, max_new_tokens=max_new_tokens, sampling=sampling)
     answers: list[list[int]] = [[] for _ in prompts]
-    for rows in plan_batches(model, prompts, batch_size=batch_size, max_new_tokens=max_new_tokens):
-        for row, answer in zip(rows, decode_rows(model, prompts, rows, decoding), strict=True):
-            answers[row] = answer
+    batches = group_prompts(model, prompts, batch_size=batch_size, max_new_tokens=decoding.max_new_tokens)
+    for rows in batches[rank::world_size]:
+        for row, tokens in zip(rows, _generate(model, prompts, rows, decoding, None), strict=True):
+            answers[row] = _until_stop(tokens, decoding.stop_ids)
     return answers
 
 
-def plan_batches(
+def group_prompts(
     model: Any, prompts: Sequence[Sequence[int]], *, batch_size: int, max_new_tokens: int
 ) -> list[list[int]]:
     """Plan which prompts are decoded together: those of similar length.
@@ -106,14 +106,6 @@ def room_for_answer(model: Any, prompt: Sequence[int], max_new_tokens: int) -> i
     """The most tokens that an answer to this prompt can have: what was asked for, or what the context leaves."""
     context = max_context(model)
     return max_new_tokens if context is None else min(max_new_tokens, context - len(prompt))
-
-
-def decode_rows(
-    model: Any, prompts: Sequence[Sequence[int]], rows: Sequence[int], decoding: Decoding
-) -> list[list[int]]:
-    """Answers to a batch of `plan_batches`, in the order of `rows`."""
-    generated = _generate(model, prompts, rows, decoding, None)
-    return [_until_stop(tokens, decoding.stop_ids) for tokens in generated]
 
 
 def stream_answer(

@@ -10,7 +10,7 @@ The batch size changes no generated token in fp32, and the loss only by the roun
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +23,7 @@ from finetune.data.encoded import EncodedExamples
 from finetune.data.templates import stop_ids
 from finetune.distributed.runtime import Runtime
 from finetune.inference.answer_metrics import METRICS, Metric, measure
-from finetune.inference.decoding import Decoding, decode_rows, plan_batches
+from finetune.inference.decoding import Decoding, generate_answers
 from finetune.inference.finished_run import has_base
 from finetune.inference.losses import measure_losses
 from finetune.model.base import evaluation_mode
@@ -224,21 +224,15 @@ def _answers(
     """The greedy answer to each prompt. Collective: the ranks are dealt whole batches, and tell each other theirs."""
     limit = section.max_new_tokens
     decoding = Decoding(stop_ids=stop_ids(tokenizer, model.generation_config.eos_token_id), max_new_tokens=limit)
-    batches = plan_batches(model, prompts, batch_size=section.batch_size, max_new_tokens=limit)
-    mine: list[list[int]] = [[] for _ in prompts]
-    for rows in batches[runtime.rank :: runtime.world_size] if is_shared else batches:
-        for row, answer in zip(rows, decode_rows(model, prompts, rows, decoding), strict=True):
-            mine[row] = answer
+    rank, world_size = (runtime.rank, runtime.world_size) if is_shared else (0, 1)
+    mine = generate_answers(model, prompts, decoding, batch_size=section.batch_size, rank=rank, world_size=world_size)
     if not (is_shared and prompts):
         return mine
     # A row is one rank's alone, so that the sum over ranks is that rank's: ids from 1 on, 0 behind the end.
     flat = [float(token + 1) for answer in mine for token in [*answer, *[-1] * (limit - len(answer))]]
     whole = runtime.sum(flat)
-    return [[int(token) - 1 for token in row if token] for row in _chunks(whole, limit)]
-
-
-def _chunks(values: Sequence[float], size: int) -> Iterator[Sequence[float]]:
-    return (values[start : start + size] for start in range(0, len(values), size))
+    rows = (whole[start : start + limit] for start in range(0, len(whole), limit))
+    return [[int(token) - 1 for token in row if token] for row in rows]
 
 
 def _measure(metrics: Mapping[str, Metric], answers: Sequence[str], expected: Sequence[str]) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""The one way from a run's folder to the model it made: its adapter on its base, or the fully tuned model."""
+"""Load the model of a run: its adapter on its base, or the fully tuned model."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LATEST = "latest"
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
-    """A run's configuration, and which of its weights are meant. Nothing is loaded yet."""
+    """A run's configuration and the weights to use. Nothing is loaded yet."""
 
     folder: RunFolder
     config: Config
     weights: Path
-    """`adapter/` or a checkpoint; all its bytes are as they were written."""
+    """`adapter/` or a checkpoint, verified."""
 
     @property
     def is_full(self) -> bool:
@@ -60,7 +60,7 @@ def find_run(
 ) -> FinishedRun:
     """Read a run's configuration and make sure that its weights are whole. Imports no torch.
 
-    The run is asked in the world that this command was started in, not in the one that it was trained in.
+    The world is that of this command, not that of the training.
 
     Args:
         path: the run's folder.
@@ -143,7 +143,7 @@ def put_adapter_on(base: Any, weights: Path, name: str) -> Any:
 
 
 def _load_base(runtime: Runtime, config: Config) -> Any:
-    """The base as it was trained with: in 4 bits where it was and where that is possible."""
+    """Load the base as the run did: in 4 bits if it was, where that is possible."""
     from finetune.model.base import build_base_model
     from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
 
@@ -167,8 +167,8 @@ def has_base(model: Any) -> bool:
 def _published(folder: RunFolder, path: Path) -> Path:
     if not folder.adapter.is_dir():
         steps = folder.checkpoint_steps()
-        hint = f" Its checkpoints can be asked: --checkpoint {steps[-1]}." if steps else ""
-        raise CheckpointError(f"{path} has no adapter/ yet: the run did not end. Go on with it by resume=auto.{hint}")
+        hint = f" Its checkpoints can be used: --checkpoint {steps[-1]}." if steps else ""
+        raise CheckpointError(f"{path} has no adapter/ yet: the run did not end. Continue it with resume=auto.{hint}")
     problems = verify_published(folder.adapter)
     if problems:
         raise CheckpointError(
@@ -190,7 +190,7 @@ def _checkpoint(folder: RunFolder, path: Path, wish: str) -> Path:
     number = wish.rstrip("/").rpartition("/")[2].removeprefix("step-")
     if not number.isdecimal() or int(number) not in steps:
         raise CheckpointError(
-            f"--checkpoint is {wish}, but {path} has checkpoints of the steps {there}. Choose one, or say {LATEST}."
+            f"--checkpoint is {wish}, but {path} has no such checkpoint (steps: {there}). Choose one, or say {LATEST}."
         )
     found = folder.checkpoint(int(number))
     if problems := verify(found):

@@ -17,11 +17,11 @@ def named_splits(splits: Any) -> dict[str, Any]:
     return {name: split for name, split in vars(splits).items() if split is not None}
 
 
-def check_objective(config: Config, objective: str, trainer: str) -> None:
-    """Refuse a trainer that minimises another loss than the configuration asks for.
+def check_fit(config: Config, model: Any, splits: Any, *, trainer: str, objective: str) -> None:
+    """Refuse what would train something else than the configuration says, and rows that the model cannot hold.
 
     Raises:
-        ConfigError: names both.
+        ConfigError: names both sides.
     """
     if config.training.objective != objective:
         raise ConfigError(
@@ -29,14 +29,6 @@ def check_objective(config: Config, objective: str, trainer: str) -> None:
             f"{trainer} trains {objective}. Use PreferenceTrainer (recipes/finetune_preferences.py) or "
             f"`finetune train`, or set training.objective={objective}."
         )
-
-
-def check_fit(config: Config, model: Any, splits: Any) -> None:
-    """Refuse a model that would train something else than the configuration says, and rows it cannot hold.
-
-    Raises:
-        ConfigError: names both sides.
-    """
     has_adapter = hasattr(model, "peft_config")
     if has_adapter != (config.training.method == "lora"):
         raise ConfigError(

@@ -65,10 +65,8 @@ class Loaders(NamedTuple):
     test: EvaluationLoader | None
 
 
-def build_loaders(
-    runtime: Runtime, config: Config, splits: Any, *, collate: Collate, boundary: int | None, global_batch_size: int
-) -> Loaders:
-    """Build the loaders of this rank. For the other arguments see `plan_batches`.
+def build_loaders(runtime: Runtime, config: Config, splits: Any, *, collate: Collate, boundary: int | None) -> Loaders:
+    """Build the loaders of this rank.
 
     Args:
         runtime: this process's place in the world.
@@ -76,12 +74,12 @@ def build_loaders(
         splits: `EncodedSplits` or `EncodedPairSplits`.
         collate: puts rows together.
         boundary: see `BatchRule`.
-        global_batch_size: examples per optimizer step.
 
     Raises:
         DataError: there is no full global batch, and `training.drop_last` leaves out the rest.
     """
-    rule = plan_batches(config, splits.train, collate=collate, boundary=boundary, global_batch_size=global_batch_size)
+    size = global_batch_size(config, runtime.environment.world_size)
+    rule = plan_batches(config, splits.train, collate=collate, boundary=boundary, global_batch_size=size)
     if rule.steps_per_epoch == 0:
         raise DataError(
             f"the training split has {len(rule.lengths)} rows, fewer than one global batch of "

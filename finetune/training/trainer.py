@@ -33,7 +33,7 @@ from finetune.runs.model_files import load_model
 from finetune.runs.state import Comparison, TrainerState
 from finetune.runs.verification import newest_valid
 from finetune.signals import no_step_is_left
-from finetune.training.fit import check_fit, check_objective, named_splits
+from finetune.training.fit import check_fit, named_splits
 from finetune.training.forward import agree_on_forward
 from finetune.training.journal import Journal
 from finetune.training.keeping import publish_best, say_what_disk_it_takes
@@ -105,8 +105,7 @@ class Trainer:
         self._data_wait_seconds = 0.0
         self._last_loss = math.nan
         self._last_validation: LossSums | None = None
-        check_objective(config, self.objective, type(self).__name__)
-        check_fit(config, model, splits)
+        check_fit(config, model, splits, trainer=type(self).__name__, objective=self.objective)
         agree_on_tokens(model, tokenizer)
         runtime.agree_set_up()
         runtime.refuse_differences("the data", "/".join(split.fingerprint for split in named_splits(splits).values()))
@@ -155,14 +154,8 @@ class Trainer:
             DataError: no full global batch, and `training.drop_last` leaves out the rest.
         """
         _log.info("Preparing data loaders...")
-        return build_loaders(
-            self.runtime,
-            self.config,
-            self.splits,
-            collate=self._collate,
-            boundary=longrope_boundary(self.model),
-            global_batch_size=self.global_batch_size,
-        )
+        boundary = longrope_boundary(self.model)
+        return build_loaders(self.runtime, self.config, self.splits, collate=self._collate, boundary=boundary)
 
     def run_training(
         self, train_loader: TrainLoader, val_loader: EvaluationLoader | None = None

@@ -1,4 +1,4 @@
-"""A whole run from a rank and a config: the trainer of scripts that start their own processes, and of notebooks."""
+"""A whole run from a rank and a config, for scripts that start their own processes and for notebooks."""
 
 from __future__ import annotations
 
@@ -132,19 +132,19 @@ class TrainerDDP(Trainer):
         self.close(error)
 
     def _close_at_exit(self) -> None:
-        # What ended the script, where that is known: torch.multiprocessing keeps it to itself.
+        # The error that ended the script, where it is known: torch.multiprocessing does not tell.
         self.close(None if self._is_trained else getattr(sys, "last_value", None))
 
     @contextmanager
     def _leaving_on_error(self) -> Iterator[None]:
-        """The other ranks, run.json and the lock must not wait for a script to come by `close`."""
+        """Close on an error: the other ranks, run.json and the lock must not wait for the script to do it."""
         try:
             yield
         except PreemptedError as error:
             self.close(error)
             if not error.is_reported_elsewhere:
                 _log.warning("%s", error)
-            raise SystemExit(error.exit_code) from error  # a script in this form has nobody who makes a code of it
+            raise SystemExit(error.exit_code) from error  # nothing else makes an exit code of it in such a script
         except BaseException as error:
             self.close(error)
             raise
@@ -159,7 +159,7 @@ def _checked(config: Mapping[str, object] | Config) -> Config:
     if not has_section(config, "parallel"):
         raise ConfigError(
             "TrainerDDP(rank, config): the config has no section `parallel`, which says how the processes find each "
-            "other. Add one, for example parallel: {world_size: 2}; or use Trainer, which takes all from the launcher."
+            "other. Add one, for example parallel: {world_size: 2}; or use Trainer, which learns it from the launcher."
         )
     return config if isinstance(config, Config) else config_from_dict(config, _ORIGIN)
 

@@ -81,7 +81,7 @@ def test_lines_of_a_pipe_are_answered_one_after_the_other(piped, adapter_run, an
     assert shown.endswith(end)
     second = shown.removeprefix(f"{usual}\n").removesuffix(end)
     assert second not in ("", usual), "the turns before take part"
-    for part in ("system: Extract the order as JSON.", "/nonsense is no command", "not asked: the conversation: "):
+    for part in ("system: Extract the order as JSON.", "/nonsense is not a command", "not sent: the conversation: "):
         assert part in notes
     assert "never read" not in notes
 
@@ -104,7 +104,7 @@ def test_a_full_run_cannot_compare_and_says_so(piped, full_run):
 
 def test_a_conversation_that_outgrows_the_context_can_begin_anew(piped, adapter_run):
     shown, notes = piped(adapter_run, "pens " * 3000, ORDER)
-    assert re.search(r"not asked: prompt 1 of 1 has [\d,]+ tokens, and the model's context of 2,048 .*/reset", notes)
+    assert re.search(r"not sent: prompt 1 of 1 has [\d,]+ tokens, and the model's context of 2,048 .*/reset", notes)
     assert len(shown.splitlines()) >= 1
 
 

@@ -8,7 +8,7 @@ from finetune.inference.decoding import (
     Decoding,
     Sampling,
     generate_answers,
-    plan_batches,
+    group_prompts,
     room_for_answer,
     stream_answer,
 )
@@ -42,9 +42,8 @@ def longrope_model():
 
 
 def generate(model, prompts=PROMPTS, *, batch_size=3, max_new_tokens=8, stop_ids=NO_STOP, sampling=None):
-    return generate_answers(
-        model, prompts, stop_ids=stop_ids, max_new_tokens=max_new_tokens, batch_size=batch_size, sampling=sampling
-    )
+    decoding = Decoding(stop_ids=stop_ids, max_new_tokens=max_new_tokens, sampling=sampling)
+    return generate_answers(model, prompts, decoding, batch_size=batch_size)
 
 
 def most_likely(model, prompt, count):
@@ -138,7 +137,7 @@ def test_an_answer_ends_with_the_context_and_a_prompt_must_leave_room(model):
 def test_a_longrope_model_never_shares_a_batch_across_its_boundary(longrope_model):
     lengths = [3, 4, 9, 10, BOUNDARY, 13, 14]
     prompts = [[(7 * place + row) % 60 + 3 for place in range(length)] for row, length in enumerate(lengths)]
-    batches = plan_batches(longrope_model, prompts, batch_size=8, max_new_tokens=4)
+    batches = group_prompts(longrope_model, prompts, batch_size=8, max_new_tokens=4)
     assert batches == [[0, 1], [2], [3], [4], [5, 6]]
     together = generate(longrope_model, prompts, batch_size=8, max_new_tokens=4)
     assert together == [generate(longrope_model, [prompt], max_new_tokens=4)[0] for prompt in prompts]

@@ -169,6 +169,19 @@ def test_the_page_of_a_run_on_pairs_shows_its_rewards(trained, tmp_path):
     assert "completed" in (tmp_path / "page.html").read_text()
 
 
+def test_evaluate_asks_for_rows_with_one_answer(trained, inputs, tmp_path):
+    done = run_finetune("evaluate", trained[0])
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[-1] == (
+        f"finetune: ConfigError: {trained[0]} was trained on pairs of answers, and evaluate measures rows with one "
+        f"answer. Give such rows with data.path=FILE; `finetune report {trained[0]}` shows the rewards of the pairs."
+    )
+    rows = write_rows(tmp_path / "rows")
+    done = run_finetune("evaluate", trained[0], f"data.path={rows}", "--split", "validation", "--json")
+    assert done.returncode == 0, done.stdout
+    assert set(json.loads(done.answer)) > {"base", "tuned"}
+
+
 COMMAND = ["-m", "finetune", "train"]
 RECIPE = [REPOSITORY / "recipes/finetune_preferences.py"]
 

@@ -22,7 +22,7 @@ from finetune.engine.loss import cross_entropy_per_target
 from finetune.engine.supported import unsupported_reason
 from finetune.errors import DataError
 from finetune.export.merge import merge_adapter
-from finetune.inference.decoding import generate_answers
+from finetune.inference.decoding import Decoding, generate_answers
 from finetune.model.base import build_base_model, build_tokenizer, longrope_boundary
 from finetune.model.lora import add_lora
 from finetune.model.targets import resolve_targets
@@ -263,7 +263,7 @@ def test_answers_end_at_each_of_the_stop_ids(made: tuple[Variant, Path]) -> None
             head.bias.zero_()
             head.bias[stop] = 10.0
         model.lm_head = head
-        assert generate_answers(model, [[5, 6]], stop_ids=stops, max_new_tokens=4, batch_size=1) == [[]]
+        assert generate_answers(model, [[5, 6]], Decoding(stop_ids=stops, max_new_tokens=4), batch_size=1) == [[]]
         assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=4).tolist() == [[5, 6, stop]]
 
 
