@@ -1,1 +1,1 @@
-"""Ask and measure what a run made: one way to load it, prompts, conversations, figures."""
+"""A finished run: load it, let it answer, measure it."""

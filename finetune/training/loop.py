@@ -61,7 +61,7 @@ class Cadence:
         return by_steps or by_epochs or self.is_last(step)
 
     def owes_validation(self, state: TrainerState) -> bool:
-        """True where a run was told to stop before the validation that its last step brings."""
+        """Whether the run was told to stop before the validation due after its last step."""
         step, done = state.step, state.validations_without_improvement
         if step == 0 or step == state.best_step or not self.validates_after(step):
             return False
@@ -107,15 +107,15 @@ def run_loop(
     min_delta: float,
     max_skipped_steps: int = 0,
 ) -> LoopEnd:
-    """Train from `state` to the end: the last step, an agreed early stop, or the step in which a rank was told to stop.
+    """Train from `state` to the last step, to an agreed early stop, or to the step in which a rank was told to stop.
 
     A run that is told to stop saves before it validates, since its time may be short; the resumed run validates first.
 
     Collective: every rank, with equal arguments; every rank leaves at the same step.
 
     Raises:
-        RunFailedError: on every rank, before anything of it is saved: more steps than `max_skipped_steps` were not
-            finite, over all starts of the run, or a validation was not.
+        RunFailedError: on every rank, before saving: more steps than `max_skipped_steps` were not finite, over all
+            starts of the run, or a validation loss was not.
     """
     stops = is_patience_exhausted(state, patience)
     is_told = False

@@ -27,8 +27,7 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
     """Build the optimizer over the model's trainable weights; vectors (biases, norms) do not decay.
 
     Raises:
-        ConfigError: no such class in the allowed modules, arguments that it does not take, or weights that the section
-            does not suit.
+        ConfigError: the class is not in an allowed module, does not take the arguments, or does not suit the weights.
     """
     optimizer_class: Any = resolve_optimizer(section.optimizer)
     groups = _groups(model, section)
@@ -48,18 +47,18 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
 
 
 def _groups(model: torch.nn.Module, section: OptimSection) -> list[dict[str, Any]]:
-    """Groups of weights with one decay and one rate; with LoRA+ the matrices B are a group of their own.
+    """Group the weights by decay and rate; with LoRA+ the matrices B are a group of their own.
 
     Raises:
-        ConfigError: the section asks for what these weights cannot have.
+        ConfigError: the section does not suit the weights.
     """
     ratio, decay = section.lora_plus_ratio, section.weight_decay
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     second = [weight for name, weight in trained.items() if ".lora_B." in name] if ratio != 1 else []
     if ratio != 1 and not second:
         raise ConfigError(
-            f"optim.lora_plus_ratio is {ratio:g}, but nothing that trains is the second matrix of a LoRA adapter. "
-            "Remove it, or train one (training.method=lora)."
+            f"optim.lora_plus_ratio is {ratio:g}, but no LoRA adapter trains whose second matrices it could speed up. "
+            "Remove it, or set training.method=lora."
         )
     if decay and any(is_half_frozen(weight) for weight in trained.values()):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The trainer for pairs of answers: everything is the trainer's but the loss, and what lies in a micro-batch."""
+"""The trainer for pairs of answers: only the loss and the micro-batches differ from `Trainer`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 class PreferenceTrainer(Trainer):
     """Trains an adapter to prefer chosen answers, measured against the base (DPO).
 
-    A row of the batches is a pair, and the loss is nats per pair: log 2 where nothing was learnt.
+    Each row of a batch is a pair, and the loss is in nats per pair: log 2 before anything is learnt.
 
     Collective: every rank makes one and calls the same methods in the same order.
 
@@ -41,8 +41,8 @@ class PreferenceTrainer(Trainer):
         splits: encoded pairs.
 
     Raises:
-        ConfigError: there is no adapter to switch off, or it does not start at the base.
-        DataError: a pair whose two sides a LongRoPE model would rotate differently.
+        ConfigError: there is no adapter to switch off, or it does not start at the base; or the objective is sft.
+        DataError: a LongRoPE model would rotate the two sides of a pair differently.
     """
 
     objective = "dpo"
@@ -120,7 +120,7 @@ def _refuse_straddling(split: EncodedPairs | None, boundary: int | None) -> None
     straddling = (one != other).nonzero()[:, 0].tolist()
     if straddling:
         raise DataError(
-            f"{len(straddling)} pairs have one side of at most {boundary} tokens and one that is longer, the first is "
+            f"{len(straddling)} pairs have one side of at most {boundary} tokens and a longer one; the first is "
             f"{split.chosen.source(straddling[0])}: LongRoPE would rotate both with the factors of the longer. Set "
             f"data.max_length={boundary}, or remove them."
         )

@@ -22,7 +22,7 @@ from finetune.training.optim import set_learning_rate, trainable_parameters
 
 @dataclass(frozen=True)
 class LossWithFigures:
-    """A loss function that sums more over the targets than the loss."""
+    """A loss function that sums further figures over the targets, besides the loss."""
 
     sums: LossFunction
     """(model, micro-batch) to shape (1 + names,): the loss, which can be differentiated, then the figures."""
@@ -47,13 +47,13 @@ class StepResult(NamedTuple):
     num_computed: int = 0
     """The same, but what rows share counts once."""
     num_told_to_stop: int = 0
-    """Ranks that a signal had told to stop before this step: the same number on all."""
+    """Ranks that a signal had told to stop before this step; the same on all ranks."""
     not_finite: str = ""
-    """Why the step made no update, in words that are the same on all ranks; empty where it made one."""
+    """Why the step made no update, the same on all ranks; empty where it made one."""
     rank_seconds: tuple[float, ...] = ()
-    """For how long each rank computed on its own, without waiting for another; empty in a world of one."""
+    """Seconds that each rank computed, without waiting for others; empty in a world of one."""
     figures: Mapping[str, float] = MappingProxyType({})
-    """The mean over the targets of what else the loss function summed, by name."""
+    """The means over the targets of the further figures, by name."""
 
     @property
     def is_skipped(self) -> bool:
@@ -73,7 +73,7 @@ def train_step(
     seed: int,
     compute: LossFunction = summed_cross_entropy,
 ) -> StepResult:
-    """From this rank's share of a global batch to updated weights.
+    """Update the weights with this rank's share of a global batch.
 
     The loss is the sum over all target tokens of the global batch, divided by their number. A mean of means over
     micro-batches or ranks would weigh a short row's tokens more than a long row's.
@@ -109,7 +109,7 @@ def train_step(
     if runtime.needs_even_shares:
         rounds = math.ceil(batch.num_microbatches / runtime.world_size)
         share += [(batch.num_microbatches, EMPTY_MICROBATCH)] * (rounds - len(share))
-    # Masks belong to the micro-batch, whatever rank computes it and however often the run was resumed.
+    # Dropout masks belong to the micro-batch, whichever rank computes it and however often the run was resumed.
     seeded = [(derived_seed(seed, step, index), microbatch) for index, microbatch in share]
     own = _backpropagate(runtime, model, seeded, compute, batch.num_targets)
 
@@ -217,7 +217,7 @@ def _whose(runtime: Runtime, is_mine: bool) -> str:
 
 
 def _refuse_broken_weights(runtime: Runtime, model: torch.nn.Module, what: str) -> None:
-    """Skipping this step would help no other, if the weights themselves are not finite. Collective.
+    """Stop if the weights themselves are not finite: skipping the step would not help. Collective.
 
     Raises:
         RunFailedError: on all ranks, if those of any rank are not.
@@ -227,8 +227,8 @@ def _refuse_broken_weights(runtime: Runtime, model: torch.nn.Module, what: str) 
     if num_ranks:
         ranks = f" on {num_ranks:.0f} of {runtime.world_size} ranks" if num_ranks < runtime.world_size else ""
         raise RunFailedError(
-            f"{what}; {num_broken / num_ranks:.0f} of the trained weights hold values that are not finite{ranks}, by "
-            "the update of an earlier step, so that no step could help any more. They are not saved. Lower "
+            f"{what}; {num_broken / num_ranks:.0f} of the trained weights hold values that are not finite{ranks}: an "
+            "earlier update broke them, and no later step can repair them. They are not saved. Lower "
             "optim.learning_rate, add optim.warmup_steps or set optim.max_grad_norm, and go on from the last "
             "checkpoint: resume=auto resume.allow=optim"
         )

@@ -148,10 +148,10 @@ class Trainer:
         return collate
 
     def prepare_dataloaders(self) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:
-        """Deal the rows to batches and ranks. Training and validation are shared out, testing is rank 0's alone.
+        """Build the loaders. Training and validation rows are shared among the ranks; test rows are rank 0's alone.
 
         Raises:
-            DataError: no full global batch, and `training.drop_last` leaves out the rest.
+            DataError: there is no full global batch, and `training.drop_last` leaves out the rest.
         """
         _log.info("Preparing data loaders...")
         boundary = longrope_boundary(self.model)
@@ -202,7 +202,7 @@ class Trainer:
             raise preempted_in_training(runtime, end.state.step)
         self._on_main(lambda journal: self._publish(journal, end.state, cadence), "publishing the adapter")
         no_step_is_left()
-        runtime.at("after training", end.state.step, timed=False)  # what comes now is the script's own affair
+        runtime.at("after training", end.state.step, timed=False)  # what comes next is up to the script
         return TrainingResults(end.state, self._last_loss), self._last_validation
 
     def run_test(self, test_loader: EvaluationLoader | None) -> Comparison | None:
@@ -232,7 +232,7 @@ class Trainer:
 
     @property
     def _has_base_of_its_own(self) -> bool:
-        """An adapter must name its base, and random weights are nowhere else than in the run's folder."""
+        """Random weights exist only in the run's folder, and an adapter must name its base."""
         return self.config.model.init == "random" and self.config.training.method == "lora"
 
     def _on_main(self, action: Callable[[Any], None], during: str) -> None:
@@ -284,7 +284,7 @@ class Trainer:
         with self.runtime.failing_together("resuming"):
             state = load_checkpoint(Path(path), model=self.model, optimizer=optimizer)
         _log.info("resumed from step=%d", state.step)
-        return replace(state, world_size=self.runtime.world_size)  # of those that go on with it
+        return replace(state, world_size=self.runtime.world_size)  # the processes that continue it
 
     def _start_journal(
         self, journal: Journal, state: TrainerState, cadence: Cadence, optimizer: torch.optim.Optimizer
@@ -340,7 +340,7 @@ class Trainer:
             self.runtime.fail_in_next_step(error, "saving in the background")
 
     def _validate(self, loader: EvaluationLoader, state: TrainerState) -> float | None:
-        """The loss; None if a rank was told to stop meanwhile: what is not whole is not recorded. Collective."""
+        """The loss; None, and nothing is recorded, if a rank was told to stop meanwhile. Collective."""
         self.runtime.at("evaluation", state.step)
         sums = LossSums(*self.runtime.sum(self.measure(loader)))
         if sums.num_cut_short:
