@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy
 import torch
@@ -107,6 +107,12 @@ class EncodedPairSplits:
     test: None = None
 
 
+def side_of_pairs(section: DataSection, side: Literal["chosen", "rejected"]) -> DataSection:
+    """The section that reads one side of each pair as prompt and completion."""
+    renamed = {name: section.columns[name] for name in ("prompt", "label") if name in section.columns}
+    return section.model_copy(update={"format": "prompt_completion", "columns": renamed | {"completion": side}})
+
+
 def encode_preferences(
     section: DataSection,
     tokenizer: PreTrainedTokenizerBase,
@@ -125,10 +131,10 @@ def encode_preferences(
     Raises:
         DataError: a row cannot be used.
     """
-    renamed = {name: section.columns[name] for name in ("prompt", "label") if name in section.columns}
     sides = []
+    side: Literal["chosen", "rejected"]
     for side in ("chosen", "rejected"):
-        of_side = section.model_copy(update={"format": "prompt_completion", "columns": renamed | {"completion": side}})
+        of_side = side_of_pairs(section, side)
         examples = load_examples(of_side)
         sides.append((examples, encode_examples(examples, tokenizer, of_side, fallbacks=fallbacks, is_gated=is_gated)))
     (examples, chosen), (_, rejected) = sides

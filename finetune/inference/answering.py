@@ -71,13 +71,15 @@ class Answering:
     """
 
     def __init__(self, loaded: LoadedRun, run: FinishedRun, settings: AnswerSettings) -> None:
+        from finetune.data.preferences import side_of_pairs
         from finetune.data.templates import AnswerTokens, stop_ids
 
         self.model, self.tokenizer = loaded
         self.decoding = settings.decoding(stop_ids(self.tokenizer, self.model.generation_config.eos_token_id))
         self._tokens = AnswerTokens(self.tokenizer)
         self._settings = settings
-        self._data = run.config.data
+        is_of_pairs = run.config.training.objective == "dpo"
+        self._data = side_of_pairs(run.config.data, "chosen") if is_of_pairs else run.config.data
 
     @property
     def has_base(self) -> bool:

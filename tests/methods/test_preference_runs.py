@@ -169,6 +169,28 @@ def test_the_page_of_a_run_on_pairs_shows_its_rewards(trained, tmp_path):
     assert "completed" in (tmp_path / "page.html").read_text()
 
 
+def test_the_command_refuses_full_fine_tuning_on_pairs_before_it_reads_anything(tmp_path):
+    words = [*words_for(tmp_path / "nothing", tmp_path / "run"), *WORDS, "training.method=full"]
+    done = run_finetune("train", *words)
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[-1] == (
+        "finetune: ConfigError: training.method is full, but the reference of DPO is the base with its adapter "
+        "switched off. Set training.method=lora."
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_on_pairs_answers_with_the_system_turn_of_its_prompts(inputs, tmp_path):
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "please send oranges"}]
+    row = {"prompt": turns, "chosen": "yes", "rejected": "no"}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    rows = [f"data.path={tmp_path / 'pairs.jsonl'}", "training.max_steps=1", "training.global_batch_size=1"]
+    train_by_command([*words_for(inputs, tmp_path / "run"), *WORDS, *rows])
+    done = run_finetune("generate", tmp_path / "run", "please send apples", "--max-new-tokens", "2")
+    assert done.returncode == 0, done.stdout
+    assert "system turn, as in the training rows: 'Be brief.'" in done.stdout
+
+
 def test_evaluate_asks_for_rows_with_one_answer(trained, inputs, tmp_path):
     done = run_finetune("evaluate", trained[0])
     assert done.returncode == 2
