@@ -179,7 +179,7 @@ def _published(folder: RunFolder, path: Path) -> Path:
 
 def _checkpoint(folder: RunFolder, path: Path, wish: str) -> Path:
     steps = folder.checkpoint_steps()
-    there = ", ".join(map(str, steps)) or "none"
+    there = f"steps {', '.join(map(str, steps))}" if steps else "none"
     if wish == LATEST:
         newest = newest_valid(folder)
         if newest is None:
@@ -190,11 +190,11 @@ def _checkpoint(folder: RunFolder, path: Path, wish: str) -> Path:
     number = wish.rstrip("/").rpartition("/")[2].removeprefix("step-")
     if not number.isdecimal() or int(number) not in steps:
         raise CheckpointError(
-            f"--checkpoint is {wish}, but {path} has no such checkpoint (steps: {there}). Choose one, or say {LATEST}."
+            f"--checkpoint is {wish}, but {path} has no such checkpoint (there: {there}). Choose one, or say {LATEST}."
         )
     found = folder.checkpoint(int(number))
     if problems := verify(found):
-        raise CheckpointError(f"{found} is damaged: {'; '.join(problems)}. Choose another of the steps {there}.")
+        raise CheckpointError(f"{found} is damaged: {'; '.join(problems)}. Choose another (there: {there}).")
     return found
 
 
