@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Union
 
@@ -21,6 +21,7 @@ from finetune.config.keys import (
 )
 from finetune.config.schema import Config, is_allowed_object, refused_object
 from finetune.config.yaml_reader import DottedName, Setting
+from finetune.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -31,7 +32,40 @@ Tree = dict[str, Union[Setting, "Tree"]]
 """Nested by the parts of the keys; a leaf is the setting that counts."""
 
 
-def put(tree: Tree, setting: Setting, problems: list[str]) -> None:
+def build_config(
+    settings: Iterable[Setting], problems: list[str], *, run_name: str = "run", complete: bool = True
+) -> Config:
+    """Set keys one after the other, check the result against the schema, and freeze it.
+
+    Args:
+        settings: of two for one key the later one counts.
+        problems: found while the settings were read.
+        run_name: names the run's folder if no setting does.
+        complete: also require a model and data, without which there is no run.
+
+    Raises:
+        ConfigError: with every problem found, one per line.
+    """
+    is_all_read = not problems
+    tree: Tree = {}
+    for setting in settings:
+        _put(tree, setting, problems)
+    if complete and is_all_read:  # else what seems to be missing may stand where nothing could be read
+        problems += _missing_or_contradicting(tree)
+    config = _validated(tree, run_name, problems)
+    if config is None or problems:
+        raise ConfigError(_as_message(problems))
+    return config
+
+
+def _as_message(problems: Sequence[str]) -> str:
+    unique = list(dict.fromkeys(map(without_passwords, problems)))
+    if len(unique) == 1:
+        return unique[0]
+    return f"the configuration has {len(unique)} problems:\n" + "\n".join(f"  {problem}" for problem in unique)
+
+
+def _put(tree: Tree, setting: Setting, problems: list[str]) -> None:
     """Set one key, over whatever stood there. What cannot be set is appended to ``problems``."""
     if setting.key in WRITTEN_AS:
         setting = replace(setting, key=WRITTEN_AS[setting.key], older_key=setting.dotted)
@@ -57,14 +91,8 @@ def without_passwords(text: str) -> str:
     return _USER_IN_ADDRESS.sub(r"\1…@", text)
 
 
-def build_config(tree: Tree, run_name: str, problems: list[str]) -> Config | None:
-    """The frozen config, or None with every reason appended to ``problems``.
-
-    Args:
-        tree: the settings that count.
-        run_name: names the run's folder where no setting does.
-        problems: receives one line per key that has a wrong value.
-    """
+def _validated(tree: Tree, run_name: str, problems: list[str]) -> Config | None:
+    """The frozen config, or None with one line in ``problems`` for each key that has a wrong value."""
     values = _values(tree)
     values.setdefault("output_dir", f"runs/{run_name}")
     try:
@@ -77,7 +105,7 @@ def build_config(tree: Tree, run_name: str, problems: list[str]) -> Config | Non
     return config
 
 
-def missing_or_contradicting(tree: Tree) -> list[str]:
+def _missing_or_contradicting(tree: Tree) -> list[str]:
     """What concerns more than one key, and what a run cannot do without."""
     problems = []
     has_model, has_config = _value(tree, "model.path"), _value(tree, "model.config")

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
-from finetune.config.checks import Tree, build_config, missing_or_contradicting, put, without_passwords
+from finetune.config.checks import build_config
 from finetune.config.config_files import (
     GROUPS,
     RUN_FILES,
@@ -24,12 +25,12 @@ from finetune.config.config_files import (
     list_configs,
     shown_path,
 )
+from finetune.config.dict_reader import read_dict
 from finetune.config.keys import expected, fields, takes_text
 from finetune.config.older_spelling import translate
 from finetune.config.render import json_schema, resolved_yaml, show
 from finetune.config.schema import Config
 from finetune.config.yaml_reader import COMMAND_LINE, Setting, read_file, read_value
-from finetune.errors import ConfigError
 
 __all__ = ["compose", "json_schema", "list_configs", "load_config", "resolved_yaml", "show"]
 
@@ -88,18 +89,25 @@ def compose(
         *(_read_group(name, asked.groups[name], problems) for name in GROUPS if name in asked.groups),
         translate(asked.settings, problems),
     ]
-    is_all_read = not problems
-    tree: Tree = {}
-    for layer in layers:
-        for setting in layer:
-            put(tree, setting, problems)
-    if complete and is_all_read:  # else what seems to be missing may stand where nothing could be read
-        problems += missing_or_contradicting(tree)
-    task = (chosen | asked.groups).get("task")
-    config = build_config(tree, _run_name(asked.run, task), problems)
-    if config is None or problems:
-        raise ConfigError(as_message(problems))
-    return config
+    name_giver = asked.run or (chosen | asked.groups).get("task")
+    run_name = Path(name_giver.name).stem if name_giver else "run"
+    return build_config(chain(*layers), problems, run_name=run_name, complete=complete)
+
+
+def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
+    """Check a dict like a run file: older keys are read, groups may be chosen by name (`model: phi_tiny`).
+
+    Args:
+        values: sections as mappings, or dotted keys (`"optim.learning_rate": 1e-4`).
+        origin: where messages say that a value came from.
+
+    Raises:
+        ConfigError: with every problem found, one per line.
+    """
+    problems: list[str] = []
+    asked = _with_groups(read_dict(values, origin, problems), problems)
+    groups = [_read_group(group, asked.groups[group], problems) for group in GROUPS if group in asked.groups]
+    return build_config(chain(*groups, asked.settings), problems)
 
 
 @dataclass(frozen=True)
@@ -149,12 +157,13 @@ def _how_to_write(word: str) -> str:
 
 
 def _read_run(run: _Choice | None, problems: list[str]) -> _Asked:
-    """A run file's settings, with its choices of groups taken out."""
     path = find_run_file(run.name, run.place, problems) if run else None
+    return _with_groups(read_file(path, shown_path(path), problems), problems) if path else _Asked()
+
+
+def _with_groups(settings: list[Setting], problems: list[str]) -> _Asked:
+    """The settings of a run file or of a dict, without those that choose groups by name."""
     found = _Asked()
-    if path is None:
-        return found
-    settings = read_file(path, shown_path(path), problems)
     for setting in translate(settings, problems):
         name = setting.value if isinstance(setting.value, str) else setting.text
         if setting.dotted in GROUPS and setting.value is not None and name:
@@ -167,16 +176,3 @@ def _read_run(run: _Choice | None, problems: list[str]) -> _Asked:
 def _read_group(group: str, choice: _Choice, problems: list[str]) -> list[Setting]:
     path = find_group_file(group, choice.name, choice.place, problems)
     return translate(read_file(path, shown_path(path), problems), problems) if path else []
-
-
-def _run_name(run: _Choice | None, task: _Choice | None) -> str:
-    """What a run is called that was not told its output_dir."""
-    choice = run or task
-    return Path(choice.name).stem if choice else "run"
-
-
-def as_message(problems: Sequence[str]) -> str:
-    unique = list(dict.fromkeys(map(without_passwords, problems)))
-    if len(unique) == 1:
-        return unique[0]
-    return f"the configuration has {len(unique)} problems:\n" + "\n".join(f"  {problem}" for problem in unique)

@@ -93,13 +93,12 @@ TABLE: dict[str, tuple[Rule, ...]] = {
         Dropped("it is empty", _is_nothing),
         Renamed("optim.learning_rate", _only_item),  # the first positional argument of every torch optimizer
     ),
-    "training.optimizer_args.lr": (Renamed("optim.learning_rate"),),
-    "training.optimizer_args.weight_decay": (Renamed("optim.weight_decay"),),
-    "training.optimizer_args.*": (Renamed("optim.args"),),
     "training.optimizer_kwargs": (Dropped("it is empty", _is_nothing),),
-    "training.optimizer_kwargs.lr": (Renamed("optim.learning_rate"),),
-    "training.optimizer_kwargs.weight_decay": (Renamed("optim.weight_decay"),),
-    "training.optimizer_kwargs.*": (Renamed("optim.args"),),
+    **{
+        f"training.{older}.{name}": (Renamed(key),)
+        for older in ("optimizer_args", "optimizer_kwargs")
+        for name, key in (("lr", "optim.learning_rate"), ("weight_decay", "optim.weight_decay"), ("*", "optim.args"))
+    },
     "training.path": (Renamed("output_dir"),),
     "training.seed": (Renamed("seed"),),
     "training.checkpoint_at": (Renamed("checkpoint.save_every_epochs"),),
@@ -117,10 +116,7 @@ TABLE: dict[str, tuple[Rule, ...]] = {
     "validation.validator.device": (Dropped(_ONE_DEVICE),),
     "testing.tester.device": (Dropped(_ONE_DEVICE),),
     "parallel.master_port": (Renamed("parallel.master_port", _number),),
-    "criterion": (Refused(_LOSS),),
-    "criterion.*": (Refused(_LOSS),),
-    "training.criterion": (Refused(_LOSS),),
-    "training.criterion.*": (Refused(_LOSS),),
+    **dict.fromkeys(("criterion", "criterion.*", "training.criterion", "training.criterion.*"), (Refused(_LOSS),)),
     "model.type": (
         Dropped("the class follows from the model's own config.json", _is_causal_lm),
         Refused(_NOT_CAUSAL),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 
-from finetune.config.from_dict import config_from_dict, has_section
+from finetune.config.compose import config_from_dict
 from finetune.config.schema import Config
 from finetune.data.batches import EvaluationLoader, TrainLoader
 from finetune.distributed.ddp_init import cleanup_ddp, initialize_ddp, is_joined
@@ -156,7 +156,7 @@ def _checked(config: Mapping[str, object] | Config) -> Config:
             f"TrainerDDP(rank, config): config is {type(config).__name__}; expected a dict in the shape of a run file, "
             "or what load_config returns."
         )
-    if not has_section(config, "parallel"):
+    if not _has_section(config, "parallel"):
         raise ConfigError(
             "TrainerDDP(rank, config): the config has no section `parallel`, which says how the processes find each "
             "other. Add one, for example parallel: {world_size: 2}; or use Trainer, which learns it from the launcher."
@@ -191,3 +191,10 @@ def _check_rank(rank: int, runtime: Runtime) -> None:
             f"{runtime.world_size} that {runtime.environment.launcher} started. Give the rank that initialize_ddp was "
             "given, or int(os.environ['RANK'])."
         )
+
+
+def _has_section(config: Mapping[str, object] | Config, name: str) -> bool:
+    """Whether a section was written at all; a section that is left out has its defaults."""
+    if isinstance(config, Config):
+        return name in config.model_fields_set
+    return any(str(key).partition(".")[0] == name and not isinstance(config[key], str) for key in config)

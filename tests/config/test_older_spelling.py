@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config.compose import compose
-from finetune.config.from_dict import config_from_dict
+from finetune.config.compose import compose, config_from_dict
 from finetune.config.older_spelling import RENAMED, TABLE, saved_with_our_keys
 from finetune.config.schema import Config
 from finetune.errors import ConfigError

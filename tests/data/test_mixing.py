@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.config.compose import compose
-from finetune.config.from_dict import config_from_dict
+from finetune.config.compose import compose, config_from_dict
 from finetune.config.schema import DataSection
 from finetune.data.batches import BatchRule
 from finetune.data.encode import encode_examples
