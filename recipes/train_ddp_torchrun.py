@@ -1,4 +1,4 @@
-"""Train with the processes that torchrun started, whose place in the world stands in RANK and WORLD_SIZE.
+"""Train with the processes that torchrun started, which RANK and WORLD_SIZE describe.
 
 The config is configs/train_ddp.yaml; words after the script override it:
 
