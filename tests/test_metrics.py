@@ -10,8 +10,7 @@ import pytest
 
 import finetune
 from finetune.errors import RunFailedError
-from finetune.runs.metrics import MetricsWriter
-from finetune.runs.metrics_reader import number_in, read_events
+from finetune.runs.metrics import MetricsWriter, number_in, read_events
 from finetune.runs.record import RunRecord, read_run_record
 
 STEP = {
@@ -35,60 +34,27 @@ def read(path):
     return [strict(line) for line in path.read_text().splitlines()]
 
 
-def test_events_have_the_shapes_of_the_design(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as metrics:
-        metrics.step(**STEP)
-        metrics.validation(step=12, epoch=0, loss=1.1, standard_error=0.1, num_targets=99)
-        metrics.step(**STEP | {"step": 13}, is_skipped=True)
-        path_13 = tmp_path / "checkpoints" / "step-000013"
-        metrics.checkpoint(step=13, path=path_13, num_bytes=9, blocked_seconds=0.1, write_seconds=2.0)
-        metrics.test(model="tuned", exact_match=0.93, json_valid=0.99, loss=0.2)
-    assert read(path) == [
-        {"event": "step", **STEP},
-        {"event": "validation", "step": 12, "epoch": 0, "loss": 1.1, "standard_error": 0.1, "num_targets": 99},
-        {"event": "step", **STEP, "step": 13, "skipped": True},
-        {
-            **{"event": "checkpoint", "step": 13, "path": "checkpoints/step-000013"},
-            **{"num_bytes": 9, "blocked_seconds": 0.1, "write_seconds": 2.0},
-        },
-        {"event": "test", "model": "tuned", "exact_match": 0.93, "json_valid": 0.99, "loss": 0.2},
-    ]
-    assert path.read_text().startswith('{"event": "step", "step": 12, "epoch": 0, "loss": 1.23,')
-
-
-def test_what_is_measured_beside_the_loss_stands_beside_it(tmp_path):
-    validation = {"step": 12, "epoch": 0, "loss": 0.6, "standard_error": 0.1, "num_targets": 9}
+def test_an_event_is_a_line_of_json_and_comes_back_as_it_will_be_read(tmp_path):
     with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
-        metrics.step(**STEP, figures={"reward_margin": 0.25})
-        metrics.validation(**validation, figures={"reward_margin": float("nan")})
+        assert metrics.write("step", **STEP, reward_margin=0.25) == {"event": "step", **STEP, "reward_margin": 0.25}
+        metrics.write("warning", step=12, kind="flat", text="the loss is flat")
+        metrics.write("validation", step=12, loss=float("nan"))
     assert read(metrics.path) == [
         {"event": "step", **STEP, "reward_margin": 0.25},
-        {"event": "validation", **validation, "reward_margin": "NaN"},
+        {"event": "warning", "step": 12, "kind": "flat", "text": "the loss is flat"},
+        {"event": "validation", "step": 12, "loss": "NaN"},
     ]
-
-
-def test_what_steps_took_and_warnings_have_the_shapes_of_the_docs(tmp_path):
-    took = {"step": 10, "seconds": 1.5, "tokens_per_second": 900.1, "host_memory": 5 * 10**8}
-    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
-        assert metrics.resources(**took) == {"event": "resources", **took}
-        metrics.resources(**took, device_memory=7, data_wait_share=0.123456, slowest_rank_share=0.0)
-        metrics.warning(step=10, kind="flat", text="the loss is flat")
-    assert read(metrics.path) == [
-        {"event": "resources", **took},
-        {"event": "resources", **took, "device_memory": 7, "data_wait_share": 0.1235, "slowest_rank_share": 0.0},
-        {"event": "warning", "step": 10, "kind": "flat", "text": "the loss is flat"},
-    ]
+    assert metrics.path.read_text().startswith('{"event": "step", "step": 12, "epoch": 0, "loss": 1.23,')
 
 
 def test_events_are_read_back_and_what_is_torn_is_passed_over(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert read_events(path) == []
+    assert read_events(path) == ([], 0)
     with MetricsWriter(path) as metrics:
-        event = metrics.step(**STEP | {"loss": float("inf")})
+        event = metrics.write("step", **STEP | {"loss": float("inf")})
     with path.open("ab") as file:
         file.write(b'\x00\n[1]\n{"event": 1}\n{"event": "st')
-    assert read_events(path) == [event]
+    assert read_events(path) == ([event], 5)
     figures = [number_in(event, name) for name in ("loss", "step", "event", "no_such")]
     assert figures == [float("inf"), 12.0, None, None]
 
@@ -96,7 +62,7 @@ def test_events_are_read_back_and_what_is_torn_is_passed_over(tmp_path):
 def test_each_line_can_be_read_before_the_next(tmp_path):
     metrics = MetricsWriter(tmp_path / "metrics.jsonl")
     for step in range(1, 4):
-        metrics.step(**STEP | {"step": step})
+        metrics.write("step", **STEP | {"step": step})
         assert [event["step"] for event in read(metrics.path)] == list(range(1, step + 1))
     metrics.sync()
     metrics.close()
@@ -104,7 +70,9 @@ def test_each_line_can_be_read_before_the_next(tmp_path):
 
 def test_numbers_that_are_not_finite_stay_readable_json(tmp_path):
     with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
-        metrics.step(**STEP | {"loss": float("nan"), "grad_norm": float("inf"), "learning_rate": float("-inf")})
+        metrics.write(
+            "step", **STEP | {"loss": float("nan"), "grad_norm": float("inf"), "learning_rate": float("-inf")}
+        )
     (event,) = read(metrics.path)
     assert (event["loss"], event["grad_norm"], event["learning_rate"]) == ("NaN", "Infinity", "-Infinity")
     assert float(event["grad_norm"]) == float("inf")
@@ -114,13 +82,13 @@ def test_a_restart_cuts_what_comes_again_and_appends_behind_it(tmp_path):
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsWriter(path)
     for step in (1, 2, 3):
-        metrics.step(**STEP | {"step": step})
-        metrics.validation(step=step, epoch=0, loss=1.0, standard_error=0.1, num_targets=9)
-    metrics.test(model="base", exact_match=None, json_valid=None, loss=3.0)
+        metrics.write("step", **STEP | {"step": step})
+        metrics.write("validation", step=step, epoch=0, loss=1.0, standard_error=0.1, num_targets=9)
+    metrics.write("test", model="base", exact_match=None, json_valid=None, loss=3.0)
     with path.open("ab") as file:
         file.write(b'\x00\x00\n[1]\n{"event": "step", "step": 2}')
     assert metrics.cut_behind(2) == 6
-    metrics.step(**STEP | {"step": 3})
+    metrics.write("step", **STEP | {"step": 3})
     metrics.close()
     assert [(event["event"], event["step"]) for event in read(path)] == [
         ("step", 1), ("validation", 1), ("step", 2), ("validation", 2), ("step", 3),
@@ -132,7 +100,7 @@ def test_cutting_where_there_is_nothing_to_cut_changes_nothing(tmp_path):
     metrics = MetricsWriter(tmp_path / "metrics.jsonl")
     assert metrics.cut_behind(0) == 0
     assert not metrics.path.exists()
-    metrics.step(**STEP)
+    metrics.write("step", **STEP)
     identity = metrics.path.stat().st_ino
     assert metrics.cut_behind(12) == 0
     assert metrics.path.stat().st_ino == identity
@@ -149,7 +117,7 @@ def test_a_disk_that_takes_no_more_ends_the_run_in_one_line(tmp_path):
         try:
             metrics = MetricsWriter(tmp_path / "metrics.jsonl")
             for step in range(1, 10):
-                metrics.step(**STEP | {"step": step})
+                metrics.write("step", **STEP | {"step": step})
         except RunFailedError as error:
             status = 3 if errno.errorcode[errno.EFBIG] in str(error) and "bytes are free" in str(error) else 71
         finally:

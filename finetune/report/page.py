@@ -25,7 +25,7 @@ from finetune.report.curves import COLOURS, Chart, build_charts
 from finetune.report.data_preview import PreviewedData
 from finetune.runs.comparison import compare_runs, shown
 from finetune.runs.durable import in_units
-from finetune.runs.metrics_reader import number_in
+from finetune.runs.metrics import number_in
 from finetune.runs.record import Status
 from finetune.runs.recorded_run import RecordedRun, mapping, step_of
 from finetune.terminal import visible

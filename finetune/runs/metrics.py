@@ -1,4 +1,4 @@
-"""metrics.jsonl, written event by event while a run goes on."""
+"""metrics.jsonl: one event a line, written while a run goes on, and read as a whole or line by line behind it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import threading
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Literal, Self
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 from finetune.runs.durable import describe_os_error, disk_failures_end_the_run, replace_file
-from finetune.runs.metrics_reader import Event, parse_event
 
-_NO_FIGURES: Mapping[str, float] = MappingProxyType({})
+Event = dict[str, Any]
+"""A line of metrics.jsonl; docs/watching.md describes each kind."""
 _log = logging.getLogger(__name__)
 
 
@@ -41,120 +41,22 @@ class MetricsWriter:
         self._pending = b""
         self._lock = threading.Lock()  # `sync` is called by the thread that writes a checkpoint
 
-    def step(
-        self,
-        *,
-        step: int,
-        epoch: int,
-        loss: float,
-        learning_rate: float,
-        grad_norm: float,
-        num_targets: int,
-        num_tokens: int,
-        num_computed: int,
-        tokens_per_second: float,
-        is_skipped: bool = False,
-        figures: Mapping[str, float] = _NO_FIGURES,
-    ) -> Event:
-        """One optimizer step; `"skipped": true` stands only where it made no update, and `figures` by their names."""
-        return self._write(
-            "step",
-            step=step,
-            epoch=epoch,
-            loss=loss,
-            learning_rate=learning_rate,
-            grad_norm=grad_norm,
-            num_targets=num_targets,
-            num_tokens=num_tokens,
-            num_computed=num_computed,
-            tokens_per_second=tokens_per_second,
-            **({"skipped": True} if is_skipped else {}),
-            **figures,
-        )
+    def write(self, kind: str, /, **values: object) -> Event:
+        """Append one event, and return it as it will be read back.
 
-    def validation(
-        self,
-        *,
-        step: int,
-        epoch: int,
-        loss: float,
-        standard_error: float,
-        num_targets: int,
-        figures: Mapping[str, float] = _NO_FIGURES,
-    ) -> Event:
-        """Loss over the whole validation split after a step, in nats per target token. `figures` as in `step`."""
-        return self._write(
-            "validation",
-            step=step,
-            epoch=epoch,
-            loss=loss,
-            standard_error=standard_error,
-            num_targets=num_targets,
-            **figures,
-        )
-
-    def resources(
-        self,
-        *,
-        step: int,
-        seconds: float,
-        tokens_per_second: float,
-        host_memory: int,
-        device_memory: int | None = None,
-        data_wait_share: float | None = None,
-        slowest_rank_share: float | None = None,
-    ) -> Event:
-        """What the steps since the last such event took, on rank 0. What is not known does not stand there.
-
-        Args:
-            step: the last of them.
-            seconds: that they took together, validation and saving left out.
-            tokens_per_second: over all of them and all ranks.
-            host_memory: the most that the process has held since it was started, in bytes.
-            device_memory: the most that torch had allocated on the accelerator, in bytes.
-            data_wait_share: of `seconds`, spent waiting for the data loader.
-            slowest_rank_share: of the ranks' time, spent waiting for the slowest of them.
+        Raises:
+            RunFailedError: the disk refused, and this writer does not outlast that.
         """
-        shares = {"data_wait_share": data_wait_share, "slowest_rank_share": slowest_rank_share}
-        known = {name: round(share, 4) for name, share in shares.items() if share is not None}
-        device = {} if device_memory is None else {"device_memory": device_memory}
-        return self._write(
-            "resources",
-            step=step,
-            seconds=round(seconds, 6),
-            tokens_per_second=round(tokens_per_second, 1),
-            host_memory=host_memory,
-            **device,
-            **known,
-        )
-
-    def warning(self, *, step: int, kind: str, text: str) -> Event:
-        """Something that the user should look at, in words, see `finetune.training.curve_warnings`."""
-        return self._write("warning", step=step, kind=kind, text=text)
-
-    def checkpoint(
-        self, *, step: int, path: Path, num_bytes: int, blocked_seconds: float, write_seconds: float
-    ) -> Event:
-        """A checkpoint that is durable, by its path within the run's folder, and for how long training waited."""
-        return self._write(
-            "checkpoint",
-            step=step,
-            path=path.relative_to(self.path.parent).as_posix(),
-            num_bytes=num_bytes,
-            blocked_seconds=blocked_seconds,
-            write_seconds=write_seconds,
-        )
-
-    def test(
-        self,
-        *,
-        model: Literal["base", "tuned"],
-        exact_match: float | None,
-        json_valid: float | None,
-        loss: float | None,
-    ) -> Event:
-        """One model on the test split; null for a measure that was not taken."""
-        return self._write("test", model=model, exact_match=exact_match, json_valid=json_valid, loss=loss)
+        event: Event = {"event": kind, **{name: as_json(value) for name, value in values.items()}}
+        had_trouble = bool(self._pending)
+        with self._lock:
+            self._pending += (json.dumps(event, allow_nan=False) + "\n").encode()
+        if not self._outlasts_disk:
+            with disk_failures_end_the_run("Writing", self.path):
+                self._write_pending()
+        elif (error := self._try_pending()) and not had_trouble:
+            _log.warning("%s: %s; its lines are kept in memory meanwhile", self.path, describe_os_error(error))
+        return event
 
     def sync(self) -> None:
         """Wait until every event written so far is on the disk.
@@ -209,18 +111,6 @@ class MetricsWriter:
     ) -> None:
         self.close()
 
-    def _write(self, event: str, **values: object) -> Event:
-        record: Event = {"event": event, **{name: as_json(value) for name, value in values.items()}}
-        had_trouble = bool(self._pending)
-        with self._lock:
-            self._pending += (json.dumps(record, allow_nan=False) + "\n").encode()
-        if not self._outlasts_disk:
-            with disk_failures_end_the_run("Writing", self.path):
-                self._write_pending()
-        elif (error := self._try_pending()) and not had_trouble:
-            _log.warning("%s: %s; its lines are kept in memory meanwhile", self.path, describe_os_error(error))
-        return record
-
     def _try_pending(self) -> OSError | None:
         try:
             self._write_pending()
@@ -237,6 +127,66 @@ class MetricsWriter:
                 self._pending = self._pending[self._file.write(self._pending) :]
 
 
+class MetricsReader:
+    """Reads what was added since the last time.
+
+    A line without its end is left until the rest is there. A run that goes on from a checkpoint puts a shorter file
+    in the place of the old one: then everything is read again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._identity: tuple[int, int] | None = None
+        self._offset = 0
+
+    def read(self) -> tuple[bool, list[Event]]:
+        """Whether all that was read before counts no more, and the events that are new."""
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                identity = (status.st_dev, status.st_ino)
+                is_new = self._identity is not None and (identity != self._identity or status.st_size < self._offset)
+                file.seek(0 if is_new else self._offset)
+                data = file.read()
+        except OSError:  # not there yet, or between two names
+            return False, []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._identity = identity
+        self._offset = len(whole) + (0 if is_new else self._offset)
+        return is_new, _events_in(whole).events
+
+
+class EventsRead(NamedTuple):
+    """What a file holds."""
+
+    events: list[Event]
+    num_lines: int
+    """Those that are torn, just being written, or not ours among them."""
+
+
+def read_events(path: Path) -> EventsRead:
+    """All events of a file. One that is not there holds nothing.
+
+    Raises:
+        OSError: it is there and cannot be read.
+    """
+    try:
+        return _events_in(path.read_bytes())
+    except FileNotFoundError:
+        return EventsRead([], 0)
+
+
+def number_in(event: Mapping[str, Any], name: str) -> float | None:
+    """A figure of an event, which may stand there as "NaN" or "Infinity"; None where it is missing or no number."""
+    value = event.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
 def as_json(value: object) -> object:
     """A value that JSON can hold: numbers that are not finite become their names."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -248,8 +198,22 @@ def as_json(value: object) -> object:
     return value
 
 
+def _events_in(data: bytes) -> EventsRead:
+    lines = data.splitlines(keepends=True)
+    return EventsRead([event for line in lines if (event := _parse(line)) is not None], len(lines))
+
+
+def _parse(line: bytes) -> Event | None:
+    """One line; None where it is torn or not ours."""
+    try:
+        event = json.loads(line) if line.endswith(b"\n") else None
+    except (ValueError, RecursionError):
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) else None
+
+
 def _is_event_up_to(step: int, line: bytes) -> bool:
     """Whether a line is whole and belongs to a step that is kept. A test has none: it comes last."""
-    event = parse_event(line)
+    event = _parse(line)
     at = event.get("step") if event is not None else None
     return type(at) is int and at <= step

@@ -14,7 +14,7 @@ from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.durable import describe_os_error
 from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
-from finetune.runs.metrics_reader import Event, examine_events, number_in
+from finetune.runs.metrics import Event, number_in, read_events
 from finetune.runs.record import Status, read_run_record
 
 if TYPE_CHECKING:
@@ -193,11 +193,11 @@ class RecordedRun:
     def _events(self) -> tuple[list[Event], str]:
         file = self.folder.metrics_file
         try:
-            found = examine_events(file)
+            found = read_events(file)
         except OSError as error:
             return [], f"{file.name} cannot be read: {describe_os_error(error)}"
-        if found.num_left_out:
-            what = f"{found.num_left_out} of {found.num_lines} lines are torn or being written, and left out"
+        if num_left_out := found.num_lines - len(found.events):
+            what = f"{num_left_out} of {found.num_lines} lines are torn or being written, and left out"
             return found.events, f"{file.name}: {what}"
         return found.events, "" if file.exists() else f"{file.name} is missing"
 

@@ -12,7 +12,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.runs.durable import in_units
-from finetune.runs.metrics_reader import Event, number_in
+from finetune.runs.metrics import Event, number_in
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult

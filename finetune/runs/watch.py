@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from finetune.runs.folder import RunFolder
-from finetune.runs.metrics_reader import Event, MetricsReader, number_in
+from finetune.runs.metrics import Event, MetricsReader, number_in
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.view import RunView
 from finetune.terminal import visible

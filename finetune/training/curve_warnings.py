@@ -11,7 +11,7 @@ import statistics
 from collections import deque
 from typing import NamedTuple
 
-from finetune.runs.metrics_reader import Event, number_in
+from finetune.runs.metrics import Event, number_in
 
 _WINDOW = 10
 """Steps that are compared together: the mean of 10 has a third of one step's noise."""

@@ -43,18 +43,19 @@ class Interval:
             self._slowest += max(rank_seconds)
 
     def figures(self) -> dict[str, Any]:
-        """Those of a `resources` event, but for its step."""
+        """Those of a `resources` event, but for its step; what is not known is left out. Bytes, seconds and shares."""
         seconds = max(self._seconds, 1e-9)
-        waits = None if self._data_wait is None else min(self._data_wait / seconds, 1.0)
-        slowest = None if self._busy is None else 1 - self._busy / max(self._slowest, 1e-9)
-        return {
-            "seconds": self._seconds,
-            "tokens_per_second": self._num_tokens / seconds,
+        waits = None if self._data_wait is None else round(min(self._data_wait / seconds, 1.0), 4)
+        slowest = None if self._busy is None else round(1 - self._busy / max(self._slowest, 1e-9), 4)
+        figures = {
+            "seconds": round(self._seconds, 6),
+            "tokens_per_second": round(self._num_tokens / seconds, 1),
             "host_memory": peak_host_memory(),
             "device_memory": peak_device_memory(),
             "data_wait_share": waits,
             "slowest_rank_share": slowest,
         }
+        return {name: value for name, value in figures.items() if value is not None}
 
 
 def peak_host_memory() -> int:

@@ -18,8 +18,8 @@ from finetune.logs import log_only_to, log_to_file, stop_logging_to
 from finetune.runs.durable import disk_failures_end_the_run, replace_file
 from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import MetricsWriter
-from finetune.runs.metrics_reader import Event, read_events
 from finetune.runs.record import RunRecord
+from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import Comparison, TrainerState
 from finetune.training.curve_warnings import CurveWarnings
 from finetune.training.interval import Interval
@@ -116,7 +116,7 @@ class Journal:
     def start_training(self, state: TrainerState, num_steps: int) -> None:
         """Training goes on from `state`: what metrics.jsonl holds behind it will be written again."""
         self._metrics.cut_behind(state.step)
-        earlier = read_events(self.folder.metrics_file)
+        earlier = RecordedRun(self.folder.path).events
         self.result["num_skipped_steps"] = state.num_skipped_steps
         self._record.update(num_steps=num_steps)
         self._num_steps = num_steps
@@ -148,19 +148,6 @@ class Journal:
             data_wait_seconds=data_wait_seconds,
             rank_seconds=rank_seconds,
         )
-        event = self._metrics.step(
-            step=state.step,
-            epoch=_epoch_of_last_step(state),
-            loss=result.loss,
-            learning_rate=result.learning_rate,
-            grad_norm=result.grad_norm,
-            num_targets=result.num_targets,
-            num_tokens=result.num_tokens,
-            num_computed=result.num_computed,
-            tokens_per_second=result.num_tokens / seconds,
-            is_skipped=result.is_skipped,
-            figures=result.figures,
-        )
         if result.is_skipped:
             self.result["num_skipped_steps"] = state.num_skipped_steps
             _log.warning(
@@ -171,33 +158,47 @@ class Journal:
                 self._max_skipped_steps,
                 result.not_finite,
             )
-        self._tell(event)
+        self._tell(
+            "step",
+            step=state.step,
+            epoch=_epoch_of_last_step(state),
+            loss=result.loss,
+            learning_rate=result.learning_rate,
+            grad_norm=result.grad_norm,
+            num_targets=result.num_targets,
+            num_tokens=result.num_tokens,
+            num_computed=result.num_computed,
+            tokens_per_second=result.num_tokens / seconds,
+            **({"skipped": True} if result.is_skipped else {}),
+            **result.figures,
+        )
         if state.step % self._log_every == 0 or state.step == self._num_steps:
             interval, self._interval = self._interval, Interval()
-            self._tell(self._metrics.resources(step=state.step, **interval.figures()))
+            self._tell("resources", step=state.step, **interval.figures())
 
-    def _tell(self, event: Event) -> None:
-        """Pass on what metrics.jsonl was told, and say what it gives cause to."""
+    def _tell(self, kind: str, /, **values: Any) -> None:
+        """Write an event to metrics.jsonl, pass it on, and say what it gives cause to."""
+        event = self._metrics.write(kind, **values)
         for listener in (self._progress, self._trackers):
             if listener is not None:
                 listener.take(event)
-        for kind, text in self._warnings.take(event):
+        for cause, text in self._warnings.take(event):
             _log.warning("step %d: %s", event["step"], text)
-            self._tell(self._metrics.warning(step=event["step"], kind=kind, text=text))
+            self._tell("warning", step=event["step"], kind=cause, text=text)
 
     def validation(self, state: TrainerState, sums: LossSums, *, figures: Mapping[str, float] | None = None) -> None:
         """The validation split was measured after a step; `figures` are what was measured beside the loss."""
         if figures:
             self.result["validation_figures"] = dict(figures)
-        event = self._metrics.validation(
+        self._tell(
+            "validation",
             step=state.step,
             epoch=_epoch_of_last_step(state),
             loss=sums.loss,
             standard_error=sums.standard_error,
             num_targets=int(sums.num_targets),
-            figures=figures or {},
+            **(figures or {}),
         )
-        self._tell(event)
         self._last_step_at = time.monotonic()  # a step's speed is its own
 
     def save(self, snapshot: Snapshot, *, best: int | None) -> None:
@@ -229,10 +230,11 @@ class Journal:
         """The test phase is done; run.json keeps the answers of both models beside their scores."""
         self._example_prompt = next((answer.prompt for answer in comparison.answers), None)
         self.result["answers"] = [asdict(answer) for answer in comparison.answers]
-        for name, scores in (("base", comparison.base), ("tuned", comparison.tuned)):
+        for model, scores in (("base", comparison.base), ("tuned", comparison.tuned)):
             if scores is not None:
-                self._tell(self._metrics.test(model="base" if name == "base" else "tuned", **asdict(scores)))
-                self.result[f"test_{name}"] = asdict(scores)
+                figures = {name: getattr(scores, name) for name in ("exact_match", "json_valid", "loss")}
+                self._tell("test", model=model, **figures)
+                self.result[f"test_{model}"] = asdict(scores)
 
     def close(self, error: BaseException | None) -> None:
         """Write how the run ended and give up the folder, whatever happened. The first call counts."""
@@ -267,14 +269,14 @@ class Journal:
 
     def _note_saved(self, saved: list[Saved]) -> None:
         for one in saved:
-            event = self._metrics.checkpoint(
+            self._tell(
+                "checkpoint",
                 step=one.step,
-                path=one.path,
+                path=one.path.relative_to(self.folder.path).as_posix(),
                 num_bytes=one.num_bytes,
                 blocked_seconds=round(one.blocked_seconds, 6),
                 write_seconds=round(one.write_seconds, 6),
             )
-            self._tell(event)
             self._saving["checkpoints"] += 1
             self._saving["blocked_seconds"] += one.blocked_seconds
             self._saving["write_seconds"] += one.write_seconds

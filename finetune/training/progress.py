@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from finetune.logs import PACKAGE
-from finetune.runs.metrics_reader import Event
+from finetune.runs.metrics import Event
 from finetune.runs.state import Comparison, ModelScores
 from finetune.runs.view import RunView
 from finetune.signals import give_up_dead_screens

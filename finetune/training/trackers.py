@@ -10,7 +10,7 @@ from finetune.config.compose import resolved_yaml
 from finetune.distributed.runtime import open_tracker
 from finetune.errors import ConfigError
 from finetune.fallbacks import Fallback
-from finetune.runs.metrics_reader import Event
+from finetune.runs.metrics import Event
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config

@@ -41,18 +41,20 @@ def write_run(
     )  # fmt: skip
     with MetricsWriter(folder / "metrics.jsonl") as metrics:
         for step in range(1, num_steps + 1):
-            metrics.step(
-                step=step, epoch=0, loss=factor * loss_at(step), learning_rate=1e-3 * (1 - step / 100), grad_norm=1.0,
-                num_targets=10, num_tokens=50, num_computed=50, tokens_per_second=1000.0 + step,
+            metrics.write(
+                "step", step=step, epoch=0, loss=factor * loss_at(step), learning_rate=1e-3 * (1 - step / 100),
+                grad_norm=1.0, num_targets=10, num_tokens=50, num_computed=50, tokens_per_second=1000.0 + step,
             )  # fmt: skip
             if step % 20 == 0:
                 loss = factor * (loss_at(step) + 0.1)
-                metrics.validation(step=step, epoch=0, loss=loss, standard_error=0.02, num_targets=99)
-                path = folder / "checkpoints" / f"step-{step:06d}"
-                metrics.checkpoint(step=step, path=path, num_bytes=2048, blocked_seconds=0.5, write_seconds=1.0)
+                metrics.write("validation", step=step, epoch=0, loss=loss, standard_error=0.02, num_targets=99)
+                path = f"checkpoints/step-{step:06d}"
+                metrics.write(
+                    "checkpoint", step=step, path=path, num_bytes=2048, blocked_seconds=0.5, write_seconds=1.0
+                )
         if status == "completed":
-            metrics.test(model="base", exact_match=0.125, json_valid=0.5, loss=3.5)
-            metrics.test(model="tuned", exact_match=0.875, json_valid=1.0, loss=0.5)
+            metrics.write("test", model="base", exact_match=0.125, json_valid=0.5, loss=3.5)
+            metrics.write("test", model="tuned", exact_match=0.875, json_valid=1.0, loss=0.5)
     if status is not None:
         record.finish(status, result)  # type: ignore[arg-type]
     return folder

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from finetune.cli.report import write_report
-from finetune.runs.metrics_reader import read_events
+from finetune.runs.metrics import read_events
 from tests.report.browser import Browser, find_chromium
 from tests.report.runs import HOSTILE, write_run
 
@@ -75,11 +75,14 @@ def same(found: list[list[float]], wanted: list[tuple[int, float]]) -> bool:
 
 def test_the_curves_that_are_drawn_have_the_points_of_metrics_jsonl(browser, pages):
     browser.open(pages["one"])
-    steps = [(event["step"], event["loss"]) for event in read_events(pages["metrics"]) if event["event"] == "step"]
+    events = read_events(pages["metrics"]).events
+    steps = [(event["step"], event["loss"]) for event in events if event["event"] == "step"]
     rates = [
-        (event["step"], event["learning_rate"]) for event in read_events(pages["metrics"]) if event["event"] == "step"
+        (event["step"], event["learning_rate"])
+        for event in read_events(pages["metrics"]).events
+        if event["event"] == "step"
     ]
-    validations = [(e["step"], e["loss"]) for e in read_events(pages["metrics"]) if e["event"] == "validation"]
+    validations = [(e["step"], e["loss"]) for e in events if e["event"] == "validation"]
     assert same(drawn(browser, "loss", 0), steps)
     assert same(drawn(browser, "loss", 3), validations)
     assert same(drawn(browser, "learning-rate", 0), rates)

@@ -160,8 +160,8 @@ def test_long_curves_keep_their_extremes_and_smoothing_does_not_lag():
 def test_torn_missing_and_strange_files_are_no_error(tmp_path):
     folder = write_run(tmp_path / "a", num_steps=4, status=None)
     with MetricsWriter(folder / "metrics.jsonl") as metrics:
-        metrics.step(
-            step=5, epoch=0, loss=float("nan"), learning_rate=0.1, grad_norm=float("inf"), num_targets=1,
+        metrics.write(
+            "step", step=5, epoch=0, loss=float("nan"), learning_rate=0.1, grad_norm=float("inf"), num_targets=1,
             num_tokens=1, num_computed=1, tokens_per_second=1.0,
         )  # fmt: skip
     strange = [

@@ -33,9 +33,9 @@ def write_run(
     record.update(num_steps=len(losses))
     with MetricsWriter(folder.metrics_file) as metrics:
         for step, loss in enumerate(losses, 1):
-            metrics.step(**step_figures(step, loss))
+            metrics.write("step", **step_figures(step, loss))
         if losses:
-            metrics.validation(step=len(losses), epoch=0, loss=losses[-1], standard_error=0.1, num_targets=9)
+            metrics.write("validation", step=len(losses), epoch=0, loss=losses[-1], standard_error=0.1, num_targets=9)
     if status != "running":
         record.finish(status, {"step": len(losses), "best_loss": losses[-1] if losses else None, **result})
     return folder

@@ -1,5 +1,4 @@
-from finetune.runs.metrics import MetricsWriter
-from finetune.runs.metrics_reader import MetricsReader
+from finetune.runs.metrics import MetricsReader, MetricsWriter
 from tests.runs.made_runs import step_figures
 
 
@@ -11,11 +10,11 @@ def test_each_look_gives_what_is_new(tmp_path):
     reader = MetricsReader(tmp_path / "metrics.jsonl")
     assert reader.read() == (False, [])
     with MetricsWriter(reader.path) as metrics:
-        metrics.step(**step_figures(1, 2.0))
-        metrics.step(**step_figures(2, 2.0))
+        metrics.write("step", **step_figures(1, 2.0))
+        metrics.write("step", **step_figures(2, 2.0))
         assert steps_of(reader.read()[1]) == [1, 2]
         assert reader.read() == (False, [])
-        metrics.step(**step_figures(3, 2.0))
+        metrics.write("step", **step_figures(3, 2.0))
         assert steps_of(reader.read()[1]) == [3]
 
 
@@ -42,16 +41,16 @@ def test_a_restart_that_cut_lines_is_noticed(tmp_path):
     reader = MetricsReader(path)
     metrics = MetricsWriter(path)
     for step in range(1, 6):
-        metrics.step(**step_figures(step, 2.0))
+        metrics.write("step", **step_figures(step, 2.0))
     reader.read()
     metrics.cut_behind(3)
     assert reader.read()[0] is True
     for step in range(4, 9):  # longer than it was
-        metrics.step(**step_figures(step, 1.0))
+        metrics.write("step", **step_figures(step, 1.0))
     is_new, events = reader.read()
     assert (is_new, steps_of(events)) == (False, [4, 5, 6, 7, 8])
     metrics.cut_behind(7)
-    metrics.step(**step_figures(8, 0.5))
+    metrics.write("step", **step_figures(8, 0.5))
     is_new, events = reader.read()
     assert (is_new, steps_of(events)) == (True, list(range(1, 9)))
     assert events[-1]["loss"] == 0.5

@@ -56,11 +56,11 @@ def test_a_terminal_follows_a_run_through_a_restart_and_ctrl_c_leaves_it(tmp_pat
     ):
         screen.wait_for("2/50 · epoch 1")
         screen.wait_for("a, running")
-        metrics.step(**step_figures(3, 1.75))
+        metrics.write("step", **step_figures(3, 1.75))
         screen.wait_for("3/50 · epoch 1")
         metrics.cut_behind(1)
         screen.wait_for("1/50 · epoch 1")
-        metrics.step(**step_figures(2, 0.625))
+        metrics.write("step", **step_figures(2, 0.625))
         screen.wait_for("0.6250")
         assert screen.process.poll() is None
         screen.press(b"\x03")
@@ -75,9 +75,9 @@ def test_without_a_terminal_lines_come_while_the_run_goes_on(tmp_path):
         watching = start_command([*FINETUNE, "watch", folder.path], variables={"PYTHONUNBUFFERED": "1"})
         with MetricsWriter(folder.metrics_file) as metrics:
             for step in range(1, 11):
-                metrics.step(**step_figures(step, 2.0))
+                metrics.write("step", **step_figures(step, 2.0))
             assert watching.stdout.readline().startswith("step 10 · epoch 1 · loss 2.0000")
-            metrics.warning(step=10, kind="flat", text="the loss is flat")
+            metrics.write("warning", step=10, kind="flat", text="the loss is flat")
             assert watching.stdout.readline() == "step 10 · warning: the loss is flat\n"
         change_record(folder, status="completed")
     rest, _ = watching.communicate(timeout=30)

@@ -1,0 +1,68 @@
+"""What a run writes about itself: each kind of event with its keys in their order, as docs/watching.md has them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from finetune.config.compose import load_config
+from finetune.fallbacks import Fallbacks
+from finetune.inference.losses import LossSums
+from finetune.runs.checkpoints import Snapshot
+from finetune.runs.state import Comparison, ModelScores, TrainerState
+from finetune.training.journal import Journal
+from finetune.training.step import StepResult
+
+STEP = ["event", "step", "epoch", "loss", "learning_rate", "grad_norm"]
+STEP += ["num_targets", "num_tokens", "num_computed", "tokens_per_second"]
+RESOURCES = ["event", "step", "seconds", "tokens_per_second", "host_memory"]
+
+
+def result(**changes: object) -> StepResult:
+    figures = {"loss": 1.25, "grad_norm": 0.5, "learning_rate": 1e-4, "num_targets": 40, "num_tokens": 100}
+    return StepResult(**{**figures, "num_computed": 90, **changes})  # type: ignore[arg-type]
+
+
+def write_all(folder: Path) -> list[dict[str, object]]:
+    """The events of a run that does everything once."""
+    words = ["model.path=x", "data.path=y", f"output_dir={folder}", "training.log_every=1"]
+    world = {"world_size": 1, "processes_started": 1, "launcher": "none", "backend": None}
+    journal = Journal(
+        load_config([*words, "checkpoint.background=false"]), Fallbacks(strict=False), world=world,
+        global_batch={"global_batch_size": 8}, fingerprints={},
+    )  # fmt: skip
+    journal.start_training(TrainerState(), 2)
+    journal.step(TrainerState(step=1, steps_in_epoch=1), result(), data_wait_seconds=9.0, rank_seconds=(1.0, 3.0))
+    skipped = result(loss=float("nan"), not_finite="the loss is nan", figures={"reward_margin": 0.25})
+    journal.step(TrainerState(step=2, epoch=1), skipped, data_wait_seconds=9.0)
+    sums = LossSums(nats=22.0, num_targets=20.0, num_examples=2.0, example_means=2.2, squared_example_means=2.5)
+    journal.validation(TrainerState(step=2, epoch=1), sums, figures={"reward_margin": 0.5})
+    journal.save(Snapshot(2, {"state.json": [b"{}"]}), best=None)
+    journal.test(Comparison(tuned=ModelScores(loss=0.2, exact_match=0.93), base=ModelScores(loss=2.0), num_rows=3))
+    journal.close(None)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_events_have_the_keys_of_the_docs_in_their_order(tmp_path: Path) -> None:
+    events = write_all(tmp_path / "run")
+    keys = [(event["event"], list(event)) for event in events]
+    assert keys == [
+        ("step", STEP),
+        ("resources", [*RESOURCES, "data_wait_share", "slowest_rank_share"]),
+        ("step", [*STEP, "skipped", "reward_margin"]),
+        ("resources", [*RESOURCES, "data_wait_share"]),
+        ("warning", ["event", "step", "kind", "text"]),
+        ("validation", ["event", "step", "epoch", "loss", "standard_error", "num_targets", "reward_margin"]),
+        ("checkpoint", ["event", "step", "path", "num_bytes", "blocked_seconds", "write_seconds"]),
+        ("test", ["event", "model", "exact_match", "json_valid", "loss"]),
+        ("test", ["event", "model", "exact_match", "json_valid", "loss"]),
+    ]
+    first, second, warning, validation, checkpoint, base, tuned = (events[place] for place in (0, 2, 4, 5, 6, 7, 8))
+    del first["tokens_per_second"]
+    assert list(first.values()) == ["step", 1, 0, 1.25, 1e-4, 0.5, 40, 100, 90]
+    assert (second["step"], second["epoch"], second["loss"], second["skipped"]) == (2, 0, "NaN", True)
+    assert (warning["step"], warning["kind"]) == (2, "data")
+    assert (validation["loss"], validation["num_targets"], validation["reward_margin"]) == (1.1, 20, 0.5)
+    assert (checkpoint["step"], checkpoint["path"], checkpoint["num_bytes"]) == (2, "checkpoints/step-000002", 0)
+    assert base == {"event": "test", "model": "base", "exact_match": None, "json_valid": None, "loss": 2.0}
+    assert tuned == {"event": "test", "model": "tuned", "exact_match": 0.93, "json_valid": None, "loss": 0.2}
