@@ -15,6 +15,7 @@ import torch
 from finetune.data.encoded import EncodedSplits
 from finetune.data.objective import encode_for_objective
 from finetune.data.preferences import EncodedPairSplits
+from finetune.diagnose.folder_checks import existing_folder
 from finetune.diagnose.plan_batches import Batches, Batching
 from finetune.diagnose.plan_devices import Device
 from finetune.diagnose.plan_memory import OptimizerNeed, Peak, optimizer_need, predict_peak
@@ -257,8 +258,7 @@ class _Planner:
     def disk(self) -> DiskNeed:
         """The disk space of the checkpoints."""
         trained = sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
-        folder = Path(self._config.output_dir).expanduser().absolute()
-        there = next(path for path in (folder, *folder.parents) if path.is_dir())
+        there = existing_folder(Path(self._config.output_dir).expanduser().absolute())
         keep = self._config.checkpoint.save_total_limit
         has_best = self._splits is not None and self._splits.validation is not None
         cadence = self.batching.cadence

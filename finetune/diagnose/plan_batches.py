@@ -114,7 +114,7 @@ class Batching:
     def describe(self) -> Batches:
         """The figures of the run."""
         training, plan, is_known = self.config.training, self._plan, self.rows is not None
-        words = f"training.batch_size={training.batch_size} x {self.world_size} processes"
+        words = f"training.batch_size={training.batch_size} x {self.world_size} process{'es' * (self.world_size > 1)}"
         if training.global_batch_size is not None:
             words = "training.global_batch_size, whatever the number of processes"
         num_tokens = sum(int(side.lengths.sum()) for side in self._rows.sides)

@@ -86,14 +86,15 @@ class PreviewedRow:
         }
 
     def own_pieces(self) -> list[Piece]:
-        """The pieces to show: those of a rejected side without the beginning that the chosen side has shown already."""
-        position, first = 0, 0
-        while self.side == "rejected" and first < len(self.pieces):
-            position += len(self.pieces[first].token_ids)
-            if position > self.num_shared:
-                break
-            first += 1
-        return self.pieces[first:]
+        """The pieces to show: those of a rejected side without the prompt that the chosen side has shown already."""
+        if self.side != "rejected":
+            return self.pieces
+        position = 0
+        for first, piece in enumerate(self.pieces):
+            position += len(piece.token_ids)
+            if piece.carries_loss or position > self.num_shared:
+                return self.pieces[first:]
+        return []
 
 
 @dataclass(frozen=True, kw_only=True)

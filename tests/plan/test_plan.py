@@ -134,7 +134,7 @@ def test_a_plan_of_pairs_says_so(words_of_pairs, capsys):
     assert plan_from_words(words_of_pairs, run=None, is_probed=True) == 0
     out = capsys.readouterr().out
     assert "an epoch: 18 pairs, " in out
-    assert "global batch: 4 pairs = training.batch_size=4 x 1 processes" in out
+    assert "global batch: 4 pairs = training.batch_size=4 x 1 process\n" in out
     assert ", on preferences (DPO)" in out
     assert "s a step, measured on this machine" in out
 

@@ -229,6 +229,14 @@ def test_pairs_are_those_that_training_encodes(words_of_pairs):
     assert rejected.own_pieces()[0].carries_loss
 
 
+def test_answers_that_begin_alike_are_shown_whole(words_of_pairs, tmp_path):
+    (tmp_path / "data" / "train.jsonl").write_text(pair("a", "b b", "b c") + "\n")
+    _, rejected = preview([*words_of_pairs, *TOLERANT]).rows
+    hidden = len(rejected.pieces) - len(rejected.own_pieces())
+    assert rejected.num_shared > hidden, "the answers begin alike"
+    assert "".join(piece.text for piece in rejected.own_pieces()) == "b c<|end|><|endoftext|>"
+
+
 def test_a_split_of_pairs_counts_both_sides_and_finds_what_is_wrong(words_of_pairs, capsys):
     seen = preview(words_of_pairs)
     config = load_config([*words_of_pairs, *TOLERANT])
