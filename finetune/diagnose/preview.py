@@ -110,7 +110,7 @@ class Preview:
     context: int | None
     """The most positions that the model was made for, where its configuration says so."""
     splits: dict[SplitName, SplitSummary]
-    """Without the splits that there are not."""
+    """Only those that exist."""
     shown_split: SplitName
     rows: list[PreviewedRow]
     """Of a pair of answers first the chosen, then the rejected side."""
