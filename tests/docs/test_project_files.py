@@ -75,6 +75,7 @@ def test_the_licence_is_the_one_that_is_named():
 
 def test_the_hooks_are_the_tools_of_the_check():
     hooks = [hook for repo in read_yaml(".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
+    assert {hook["name"] for hook in hooks} >= {"ruff format", "ruff check", "mypy", "lint-imports"}
     for hook in hooks:
         assert re.search(rf"^{hook['name']}\b", CHECK, re.MULTILINE), f"{hook['name']} is not in .ci/run"
 

@@ -256,6 +256,7 @@ def test_answers_end_at_each_of_the_stop_ids(made: tuple[Variant, Path]) -> None
     section = variant.run_config(folder).model
     tokenizer, model = build_tokenizer(section), build_base_model(section)
     stops = agree_on_tokens(model, tokenizer)
+    assert tokenizer.eos_token_id in stops
     for stop in stops:
         with torch.no_grad():  # a head that says nothing but this token
             head = torch.nn.Linear(16, len(model.get_input_embeddings().weight))
