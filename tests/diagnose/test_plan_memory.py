@@ -21,8 +21,8 @@ from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.training.optim import build_optimizer
 from finetune.training.preference import put_pairs_together, summed_preferences
-from tests.plan.error_table import WRITE, cases_of_page, record_error
-from tests.plan.measured import held_by, peak_of
+from tests.diagnose.error_table import WRITE, cases_of_page, record_error
+from tests.diagnose.measured import held_by, peak_of
 from tests.tiny_models import build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
 
 pytestmark = pytest.mark.trains

@@ -1,6 +1,6 @@
 """The table of docs/plan.md: tests write its rows when asked, and otherwise see that each of theirs still holds.
 
-FINETUNE_WRITE_TABLES=1 pytest tests/plan/test_plan_memory.py
+FINETUNE_WRITE_TABLES=1 pytest tests/diagnose/test_plan_memory.py
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PAGE = REPOSITORY / "docs" / "plan.md"
 WRITE = "FINETUNE_WRITE_TABLES"
 BOUND = 0.02
 """How far the error may be from the one in the table: torch's next version may allocate a little more or less."""
-_BEGIN, _END = "<!-- table: written by tests/plan/test_plan_memory.py -->", "<!-- end of table -->"
+_BEGIN, _END = "<!-- table: written by tests/diagnose/test_plan_memory.py -->", "<!-- end of table -->"
 
 
 def record_error(case: str, measured: int, error: float) -> None:
