@@ -203,6 +203,7 @@ def test_a_fully_tuned_model_is_copied_and_compared(tmp_path):
     assert "Full fine-tuning of full-base." in (merged.folder / "README.md").read_text()
 
 
+@pytest.mark.sweep
 def test_trained_tokens_come_along_and_embeddings_stay_tied(tmp_path):
     """The trained rows are in fp32; what is stored has the base's type all the same."""
     settings = {"target_modules": ["o_proj"], "trainable_token_indices": {"embed_tokens": [330, 331]}}
@@ -214,6 +215,7 @@ def test_trained_tokens_come_along_and_embeddings_stay_tied(tmp_path):
     assert changed.tolist() == [330, 331]
 
 
+@pytest.mark.sweep
 def test_a_run_that_was_trained_here_on_a_base_of_random_weights(tmp_path):
     """All by commands, as a user has it: trained, merged, loaded without us."""
     write_base(tmp_path / "tokenizer")

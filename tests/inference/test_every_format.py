@@ -74,7 +74,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_base(tmp_path_factory.mktemp("base") / "base")
 
 
-@pytest.fixture(scope="module", params=["quickstart", *FORMATS])
+FEW = ["quickstart", "messages"]
+"""`pytest` alone tries these."""
+SWEPT = [pytest.param(name, marks=pytest.mark.sweep) for name in FORMATS if name not in FEW]
+
+
+@pytest.fixture(scope="module", params=[*FEW, *SWEPT])
 def run(request: pytest.FixtureRequest, base: Path, adapter_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "quickstart":
