@@ -1,4 +1,4 @@
-"""Compose a run's configuration from files and words.
+"""Compose a run's configuration from files and words, or from a dict.
 
 Lowest first: the schema's defaults; group files that the caller or the run file chooses; the run file's own keys; group
 files that words choose; single words. So a run file may choose a group and override one of its keys, while `model=phi4`
@@ -17,14 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 from finetune.config.checks import build_config
-from finetune.config.config_files import (
-    GROUPS,
-    RUN_FILES,
-    find_group_file,
-    find_run_file,
-    list_configs,
-    shown_path,
-)
+from finetune.config.config_files import GROUPS, RUN_FILES, find_file, list_configs, shown_path
 from finetune.config.dict_reader import read_dict
 from finetune.config.keys import expected, fields, takes_text
 from finetune.config.older_spelling import translate
@@ -32,7 +25,7 @@ from finetune.config.render import json_schema, resolved_yaml, show
 from finetune.config.schema import Config
 from finetune.config.yaml_reader import COMMAND_LINE, Setting, read_file, read_value
 
-__all__ = ["compose", "json_schema", "list_configs", "load_config", "resolved_yaml", "show"]
+__all__ = ["compose", "config_from_dict", "json_schema", "list_configs", "load_config", "resolved_yaml", "show"]
 
 
 def load_config(
@@ -79,14 +72,14 @@ def compose(
     """
     problems: list[str] = []
     asked = _read_words(words, run, problems)
-    from_run = _read_run(asked.run, problems)
+    from_run = _with_groups(_read(RUN_FILES, asked.run, problems) if asked.run else [])
     chosen = {name: _Choice(value, "chosen by the caller") for name, value in (defaults or {}).items()}
     chosen |= from_run.groups
     below = [name for name in GROUPS if name in chosen and name not in asked.groups]
     layers = [
-        *(_read_group(name, chosen[name], problems) for name in below),
+        *(_read(name, chosen[name], problems) for name in below),
         from_run.settings,
-        *(_read_group(name, asked.groups[name], problems) for name in GROUPS if name in asked.groups),
+        *(_read(name, asked.groups[name], problems) for name in GROUPS if name in asked.groups),
         translate(asked.settings, problems),
     ]
     name_giver = asked.run or (chosen | asked.groups).get("task")
@@ -105,8 +98,8 @@ def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
         ConfigError: with every problem found, one per line.
     """
     problems: list[str] = []
-    asked = _with_groups(read_dict(values, origin, problems), problems)
-    groups = [_read_group(group, asked.groups[group], problems) for group in GROUPS if group in asked.groups]
+    asked = _with_groups(translate(read_dict(values, origin, problems), problems))
+    groups = [_read(group, asked.groups[group], problems) for group in GROUPS if group in asked.groups]
     return build_config(chain(*groups, asked.settings), problems)
 
 
@@ -156,23 +149,19 @@ def _how_to_write(word: str) -> str:
     return f"{hint} For the run file write run={word}." if word in names or word.endswith(".yaml") else hint
 
 
-def _read_run(run: _Choice | None, problems: list[str]) -> _Asked:
-    path = find_run_file(run.name, run.place, problems) if run else None
-    return _with_groups(read_file(path, shown_path(path), problems), problems) if path else _Asked()
+def _read(group: str, choice: _Choice, problems: list[str]) -> list[Setting]:
+    """The settings of the file that was chosen, in our spelling."""
+    path = find_file(group, choice.name, choice.place, problems)
+    return translate(read_file(path, shown_path(path), problems), problems) if path else []
 
 
-def _with_groups(settings: list[Setting], problems: list[str]) -> _Asked:
+def _with_groups(settings: list[Setting]) -> _Asked:
     """The settings of a run file or of a dict, without those that choose groups by name."""
     found = _Asked()
-    for setting in translate(settings, problems):
+    for setting in settings:
         name = setting.value if isinstance(setting.value, str) else setting.text
         if setting.dotted in GROUPS and setting.value is not None and name:
             found.groups[setting.dotted] = _Choice(name, setting.origin)
         else:
             found.settings.append(setting)
     return found
-
-
-def _read_group(group: str, choice: _Choice, problems: list[str]) -> list[Setting]:
-    path = find_group_file(group, choice.name, choice.place, problems)
-    return translate(read_file(path, shown_path(path), problems), problems) if path else []

@@ -20,14 +20,25 @@ _PATH_INSTEAD = {
 }
 
 
-def find_run_file(name: str, place: str, problems: list[str]) -> Path | None:
-    """The file of ``run=NAME``: a path that ends in .yaml or .yml, or a name in configs/."""
-    return _find(RUN_FILES, name, f"{place}: run={name}", problems)
-
-
-def find_group_file(group: str, name: str, place: str, problems: list[str]) -> Path | None:
-    """The file of ``group=NAME``: a path that ends in .yaml or .yml, or a name in configs/<group>/."""
-    return _find(group, name, f"{place}: {group}={name}", problems)
+def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | None:
+    """The file of ``group=NAME`` or ``run=NAME``: a path that ends in .yaml or .yml, or a name in configs/<group>/."""
+    word = f"{place}: {group}={name}"
+    if name.endswith((".yaml", ".yml")):
+        path = Path(name).expanduser()
+        if path.is_file():
+            return path
+        what = "is not a file" if path.exists() else "does not exist"
+        problems.append(f"{word}: the file {what} (looked in {Path.cwd()})")
+        return None
+    files = _named_files(group)
+    if name in files:
+        return files[name]
+    folder = "configs" if group == RUN_FILES else f"configs/{group}"
+    hints = [did_you_mean(name, files), _hint(group, name)]
+    there = f"There is: {', '.join(sorted(files))}." if files else ""
+    message = f"{word}: there is no {folder}/{name}.yaml, neither here nor shipped."
+    problems.append(" ".join(part for part in (message, there, *hints) if part))
+    return None
 
 
 def list_configs() -> dict[str, list[tuple[str, str]]]:
@@ -45,25 +56,6 @@ def shown_path(path: Path) -> str:
         if path.is_relative_to(folder):
             return prefix + path.relative_to(folder).as_posix()
     return str(path)
-
-
-def _find(group: str, name: str, word: str, problems: list[str]) -> Path | None:
-    if name.endswith((".yaml", ".yml")):
-        path = Path(name).expanduser()
-        if path.is_file():
-            return path
-        what = "is not a file" if path.exists() else "does not exist"
-        problems.append(f"{word}: the file {what} (looked in {Path.cwd()})")
-        return None
-    files = _named_files(group)
-    if name in files:
-        return files[name]
-    folder = "configs" if group == RUN_FILES else f"configs/{group}"
-    hints = [did_you_mean(name, files), _hint(group, name)]
-    there = f"There is: {', '.join(sorted(files))}." if files else ""
-    message = f"{word}: there is no {folder}/{name}.yaml, neither here nor shipped."
-    problems.append(" ".join(part for part in (message, there, *hints) if part))
-    return None
 
 
 def _hint(group: str, name: str) -> str:
