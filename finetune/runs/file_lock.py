@@ -1,4 +1,9 @@
-"""One process at a time: a lock that the kernel takes back when its holder dies, however it dies."""
+"""One process at a time: a lock that the kernel takes back when its holder dies, however it dies.
+
+Why not the package filelock, which Transformers brings: it does not say who holds a lock, and a run must name the one
+that it waits for. Its older releases, which Transformers allows too, empty the lock's file at each try, so that the
+holder cannot be written there, and let a forked data worker keep the lock of a parent that was killed.
+"""
 
 from __future__ import annotations
 

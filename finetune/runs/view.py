@@ -1,6 +1,7 @@
 """One view of a run, from the events of its metrics.jsonl: what a terminal shows during training, and a line for a log.
 
-Training hands it each event as it happens, `finetune watch` as it reads them.
+Training hands it each event as it happens, `finetune watch` as it reads them. It is a table with one bar of rich in it:
+rich.progress shows tasks, and a run is one task with many figures.
 """
 
 from __future__ import annotations
