@@ -68,8 +68,8 @@ def _so_that_they_come_in_order(job: Job, seed: int) -> list[tuple[list[int], li
 
     rows = job.rows()
     lengths = [len(row.ids) for row in rows]
-    plan = BatchRule(lengths=lengths, global_batch_size=job.global_batch, batch_size=1, seed=seed)
-    placed = dict(zip(plan.order(0), rows, strict=True))
+    rule = BatchRule(lengths=lengths, global_batch_size=job.global_batch, batch_size=1, seed=seed)
+    placed = dict(zip(rule.order(0), rows, strict=True))
     return [placed[place] for place in range(len(rows))]
 
 

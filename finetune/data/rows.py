@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
-from typing import overload
 
 from finetune.data.formats import FORMATS, Format, Kind, detect_format, parse_row
 from finetune.data.formats import BadRowError as BadRowError
@@ -54,13 +52,13 @@ class RowProblems:
         raise DataError("\n".join([head, *self._shown, *more, "Correct or remove them, then start again."]))
 
 
-class _OfRows(Sequence[Example]):
-    """The sequence of its `rows`."""
+class _OfRows:
+    """A sequence of its `rows`."""
 
-    @property
-    @abstractmethod
+    @cached_property
     def rows(self) -> list[Example]:
-        """Every row."""
+        """All rows."""
+        raise NotImplementedError
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -68,11 +66,7 @@ class _OfRows(Sequence[Example]):
     def __iter__(self) -> Iterator[Example]:
         return iter(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+    def __getitem__(self, index: int) -> Example:
         return self.rows[index]
 
 

@@ -166,7 +166,10 @@ def render_examples(
         answers = [_answers(example.messages, example.num_given, train_on) for example in examples]
         return render_conversations(tokenizer, [example.messages for example in examples], answers)
     if kind == "prompt_completion" and has_template:
-        return render_conversations(tokenizer, [_as_conversation(example) for example in examples])
+        turns = [
+            [{"role": "user", "content": e.prompt}, {"role": "assistant", "content": e.completion}] for e in examples
+        ]
+        return render_conversations(tokenizer, turns)
     eos = tokenizer.eos_token
     if not isinstance(eos, str):
         raise DataError(f"the tokenizer has no eos token, which must end each row of {kind}.")
@@ -276,7 +279,10 @@ def _render(
     if not conversations:
         return []
     try:
-        return list(_apply(tokenizer, conversations, with_prompt))
+        rendered: list[str | BadRowError] = tokenizer.apply_chat_template(  # type: ignore[assignment]
+            conversations, tokenize=False, add_generation_prompt=with_prompt
+        )
+        return rendered
     except Exception as error:  # a template is a program: it can fail in any way
         if len(conversations) == 1:
             cause = str(error) or type(error).__name__
@@ -284,22 +290,9 @@ def _render(
     return [text for one in conversations for text in _render(tokenizer, [one], with_prompt=with_prompt)]
 
 
-def _apply(
-    tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, str]]], with_prompt: bool
-) -> list[str]:
-    rendered: list[str] = tokenizer.apply_chat_template(  # type: ignore[assignment]
-        conversations, tokenize=False, add_generation_prompt=with_prompt
-    )
-    return rendered
-
-
 def _answers(turns: Conversation, num_given: int, train_on: TrainOn) -> list[int]:
     answers = [k for k, turn in enumerate(turns) if k >= num_given and turn["role"] == "assistant"]
     return answers if train_on == "all" else answers[-1:]
-
-
-def _as_conversation(example: Example) -> Conversation:
-    return [{"role": "user", "content": example.prompt}, {"role": "assistant", "content": example.completion}]
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

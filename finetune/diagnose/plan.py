@@ -27,10 +27,10 @@ from finetune.errors import ConfigError, DataError, ModelError
 from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, problem, warning
 from finetune.model.base import build_base_model, checkpoint_gradients, count_parameters, longrope_boundary
-from finetune.model.embedding_noise import add_embedding_noise
 from finetune.model.lora import attach_adapter
 from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.targets import resolve_targets
+from finetune.model.training_mode import add_embedding_noise
 from finetune.runs.disk_space import DiskNeed
 from finetune.runs.durable import in_units
 from finetune.training.forward import choose_forward

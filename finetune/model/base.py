@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from finetune.errors import ModelError
-from finetune.model.experts import route_by_score
 from finetune.model.tokens import choose_pad_token
+from finetune.model.training_mode import route_by_score
 from finetune.model.variants import describe_split_copy, explain_missing, refuse_unsupported
 from finetune.shipped_files import resolve_shipped
 
@@ -29,13 +29,18 @@ _log = logging.getLogger(__name__)
 
 
 def build_base_model(section: ModelSection) -> PreTrainedModel:
-    """Load the base model on the CPU, in the type its weights are stored in, ready to be placed by `Runtime.place`.
+    """Load the base model on the CPU, with the dtype of its weights on disk, for `Runtime.place` to move.
 
     Random weights come from torch's global generator, which `launch` seeds: every rank builds the same model.
 
     Raises:
         ModelError: no such model, not a causal language model, or weights that do not belong to it.
     """
+    return load_base(section)
+
+
+def load_base(section: ModelSection, **arguments: Any) -> PreTrainedModel:
+    """Load the base model with further arguments of `from_pretrained`. Raises as `build_base_model`."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -43,9 +48,10 @@ def build_base_model(section: ModelSection) -> PreTrainedModel:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would fill a log file
     auto: Any = AutoModelForCausalLM
     config = read_model_config(section)
-    attention = {} if section.attention == "auto" else {"attn_implementation": section.attention}
+    if section.attention != "auto":
+        arguments["attn_implementation"] = section.attention
     if section.init == "random":
-        model = _or_model_error(section, lambda: auto.from_config(config, **attention))
+        model = _or_model_error(section, lambda: auto.from_config(config, **arguments))
     else:
         where = locate_model(section)
         model, info = _or_model_error(
@@ -58,24 +64,23 @@ def build_base_model(section: ModelSection) -> PreTrainedModel:
                 use_safetensors=True,  # never a pickled checkpoint
                 ignore_mismatched_sizes=True,  # refused below, by name
                 output_loading_info=True,
-                **attention,
+                **arguments,
             ),
         )
         _refuse_missing_weights(where, info)
     model.config.use_cache = False
-    # A padding index would stop the gradient of its row, which for Phi is a token that ends text. Rows are padded by
-    # position here, whatever the id.
+    # A padding index would stop the gradient of its row, which for Phi is a token that ends text.
     model.get_input_embeddings().padding_idx = None
     if route_by_score(model):
-        _log.info("experts are chosen by score in training too, not by lot: the curve does not depend on the batches")
-    # Which commit was read, for the adapter to name; transformers forgets it on the way.
+        _log.info("experts are chosen by score in training too: the curve does not depend on how batches are cut")
+    # The commit that was read, for the adapter's config; transformers loses it here.
     model.config._commit_hash = getattr(config, "_commit_hash", None) or section.revision
     built: PreTrainedModel = model
     return built
 
 
 def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """Load the tokenizer; its own chat template wins over the configuration's.
+    """Load the tokenizer. Its own chat template is used if it has one, else that of the configuration.
 
     Raises:
         ModelError: there is none.
@@ -99,7 +104,7 @@ def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def read_model_config(section: ModelSection) -> PretrainedConfig:
-    """The architecture, from `model.config` or from the model itself.
+    """Read the architecture from `model.config`, or from the model itself.
 
     Raises:
         ModelError: not a causal language model.
@@ -131,7 +136,7 @@ def read_model_config(section: ModelSection) -> PretrainedConfig:
 
 
 def locate_model(section: ModelSection) -> str:
-    """The hub id or the absolute folder that `model.path` means."""
+    """The hub id or the absolute path of the folder in `model.path`."""
     if section.path is None:
         raise ModelError("model.path is not set. Choose model=phi4_mini or give model.path=HUB_ID_OR_FOLDER.")
     return locate(section.path, "model.path")
@@ -141,7 +146,7 @@ def locate(path: str, key: str) -> str:
     """Resolve `shipped:NAME`, a folder, or a hub id (returned as it is).
 
     Raises:
-        ModelError: a folder that is not there or holds no model.
+        ModelError: the folder does not exist or holds no model.
     """
     if path.startswith("shipped:"):
         return str(resolve_shipped(path))
@@ -189,7 +194,7 @@ def checkpoint_gradients(model: Any) -> None:
     The reentrant form leaves layers behind a frozen embedding untrained (peft#1142), so it is never used.
     """
     with warnings.catch_warnings():
-        # transformers 5.23 has a new name for it, which the older versions that we allow do not know.
+        # transformers 5.23 has a new name for this, which the older versions that we allow do not know.
         warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable", category=FutureWarning)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if hasattr(model, "peft_config"):
@@ -197,9 +202,9 @@ def checkpoint_gradients(model: Any) -> None:
 
 
 def max_context(model: Any) -> int | None:
-    """The most positions the model computes as it was made to, where its configuration says so.
+    """The most positions that the model computes correctly, if its configuration says so.
 
-    transformers' Phi-3.5-MoE never takes its long LongRoPE factors (5.23), so it is right up to the short ones' end.
+    transformers 5.23 never uses the long LongRoPE factors of Phi-3.5-MoE, so it is right up to the boundary only.
     """
     if model.config.model_type == "phimoe" and (boundary := longrope_boundary(model)) is not None:
         return boundary
@@ -209,7 +214,7 @@ def max_context(model: Any) -> int | None:
 def longrope_boundary(model: Any) -> int | None:
     """The length up to which a LongRoPE model uses its short factors; None for other models.
 
-    It chooses for a whole batch from the longest row, so shorter rows must not share a batch with longer ones.
+    The factors of a batch depend on its longest row, so shorter rows must not be in a batch with longer ones.
     """
     config = model.config
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -220,7 +225,7 @@ def longrope_boundary(model: Any) -> int | None:
 
 
 def _refuse_missing_weights(where: str, info: dict[str, Any]) -> None:
-    """transformers fills missing weights with random numbers and a warning: a model that was never trained."""
+    """Refuse what transformers would fill with random numbers and a warning."""
     wrong = {name: sorted(info.get(f"{name}_keys", ())) for name in ("missing", "mismatched")}
     found = [f"{len(keys)} {name} ({', '.join(map(str, keys[:3]))}…)" for name, keys in wrong.items() if keys]
     if found:
@@ -233,7 +238,7 @@ def _refuse_missing_weights(where: str, info: dict[str, Any]) -> None:
 
 
 def _look_at_variant(section: ModelSection, where: str) -> None:
-    """Refuse or explain what is known of a model by its configuration alone, before transformers reads that."""
+    """Refuse or explain a model by its configuration alone, before transformers reads it."""
     keys = _read_keys(section, where)
     name = section.path or where
     refuse_unsupported(keys, name)
@@ -243,7 +248,7 @@ def _look_at_variant(section: ModelSection, where: str) -> None:
 
 
 def _read_keys(section: ModelSection, where: str) -> dict[str, Any]:
-    """What config.json says, without a class for it."""
+    """The content of config.json, without a class for it."""
     from transformers import PreTrainedConfig
 
     keys, _ = _or_model_error(section, lambda: PreTrainedConfig.get_config_dict(where, revision=section.revision))
@@ -251,7 +256,7 @@ def _read_keys(section: ModelSection, where: str) -> dict[str, Any]:
 
 
 def _num_rows(section: ModelSection) -> int | None:
-    """Rows of the model's embedding, where a model is named at all and its configuration says so."""
+    """Rows of the model's embedding, if a model is named and its configuration has the number."""
     if section.config is not None:
         return section.config.get("vocab_size")
     return None if section.path is None else _read_keys(section, locate_model(section)).get("vocab_size")

@@ -1,4 +1,4 @@
-"""Put a LoRA adapter on a base model; its targets come from the modules that are really there."""
+"""Put a LoRA adapter on a base model. Its targets are found among the modules of the model."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.model.adapter_start import start_from_adapter, start_from_principal_values
 from finetune.model.base import count_parameters
 from finetune.model.new_tokens import grow_embeddings, ids_of_new_tokens, rows_to_train, start_from_mean_row
-from finetune.model.pissa import start_from_principal_values
 from finetune.model.quantized import refuse_unquantized
-from finetune.model.starting_adapter import start_from_adapter
 from finetune.model.targets import has_transposed_targets, refuse_foreign_adapter, resolve_targets
 
 if TYPE_CHECKING:
@@ -30,16 +29,16 @@ _log = logging.getLogger(__name__)
 def add_lora(
     model: PreTrainedModel, section: LoraSection, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> PeftModel:
-    """Freeze the base and add an adapter to its targets, new or read from `lora.start_from`.
+    """Freeze the base and add an adapter to its target modules, new or read from `lora.start_from`.
 
     Args:
-        model: the base, on the CPU; with `lora.quantize` from `build_quantized_base`.
-        section: what the adapter is.
-        tokenizer: with `lora.new_tokens`: the one that `add_tokens` has taught them.
+        model: the base, on the CPU; with `lora.quantize` the one from `build_quantized_base`.
+        section: describes the adapter.
+        tokenizer: with `lora.new_tokens`: the tokenizer after `add_tokens`.
 
     Raises:
-        ConfigError: the section asks for what this recipe has not prepared.
-        ModelError: a target that matches no linear layer, or a start that does not fit.
+        ConfigError: the recipe has not quantized the base or added the tokens that the section asks for.
+        ModelError: a target matches no linear layer, or `lora.start_from` does not fit.
     """
     refuse_unquantized(model, section)
     ids = ids_of_new_tokens(tokenizer, section)
@@ -62,7 +61,7 @@ def add_lora(
         f"{trainable:,}",
         f"{total:,}",
         100 * trainable / total,
-        "; half of them hold what was taken from the base, and keep it" if section.init != "default" else "",
+        "; half of them are frozen: they take the start values out of the base" if section.init != "default" else "",
     )
     return adapted
 
@@ -86,7 +85,7 @@ def attach_adapter(
 
 
 def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
-    """Put a saved adapter on its base; it can be trained on, and so `Runtime.place` leaves it in fp32."""
+    """Put a saved adapter on its base. It can be trained on, so `Runtime.place` keeps it in fp32."""
     from peft import PeftConfig, PeftModel
 
     refuse_foreign_adapter(base, folder)
@@ -98,7 +97,7 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def without_adapter(model: Any) -> PreTrainedModel:
-    """The base as it was before `add_lora`. It shares its weights with the model, which stays as it is."""
+    """The base as it was before `add_lora`. It shares its weights with the model, which does not change."""
     if not hasattr(model, "peft_config"):
         base: PreTrainedModel = model
         return base
@@ -109,7 +108,7 @@ def without_adapter(model: Any) -> PreTrainedModel:
 
 
 def _adapter_config(model: PreTrainedModel, section: LoraSection, targets: list[str], ids: list[int]) -> LoraConfig:
-    """PEFT's configuration; that of PiSSA is of twice the rank and the same scale, see `finetune.model.pissa`."""
+    """PEFT's configuration. For PiSSA it has twice the rank and the same scale, see `start_from_principal_values`."""
     from peft import LoraConfig
 
     rank, alpha, is_root = section.r, section.alpha, section.rslora
@@ -138,7 +137,7 @@ def _method_in_words(section: LoraSection) -> str:
 
 @contextmanager
 def _quiet_peft() -> Iterator[None]:
-    """Inside, peft 0.21 may ask transformers 5 under a name that the latter is about to drop."""
+    """Silence the warning that peft 0.21 causes by using a deprecated name of transformers 5."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         yield

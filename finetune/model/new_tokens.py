@@ -1,7 +1,7 @@
-"""Tokens that a base does not know: added to its tokenizer, with rows of the embedding that train beside the adapter.
+"""New tokens: added to the tokenizer of a base, with rows of the embedding that train beside the adapter.
 
 The rows are PEFT's trainable tokens: the base's own rows stay as they are, the adapter's file holds the new ones, and
-where input and output embedding are tied both read the same trained row.
+tied input and output embeddings read the same trained row.
 Source: https://huggingface.co/docs/peft/package_reference/trainable_tokens
 """
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.errors import ConfigError, ModelError
+from finetune.model.base import build_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,12 +24,12 @@ _log = logging.getLogger(__name__)
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerBase, section: LoraSection) -> None:
-    """Teach the tokenizer the tokens of `lora.new_tokens`, before any row is encoded.
+    """Add the tokens of `lora.new_tokens` to the tokenizer, before any row is encoded.
 
-    They are no special tokens: a row's content may spell them, and an answer shows them.
+    They are not special tokens: a row may spell them, and an answer shows them.
 
     Raises:
-        ConfigError: one of them is a token already, so that there is nothing to add.
+        ConfigError: one of them is a token already.
     """
     from tokenizers import AddedToken
 
@@ -53,8 +54,6 @@ def build_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         ModelError: there is no tokenizer.
         ConfigError: see `add_tokens`.
     """
-    from finetune.model.base import build_tokenizer
-
     tokenizer = build_tokenizer(config.model)
     if config.training.method == "lora":
         add_tokens(tokenizer, config.lora)
@@ -62,7 +61,7 @@ def build_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def ids_of_new_tokens(tokenizer: PreTrainedTokenizerBase | None, section: LoraSection) -> list[int]:
-    """The ids that `add_tokens` gave, in order; empty where the configuration adds none.
+    """The ids that `add_tokens` gave, ascending; empty if the configuration adds none.
 
     Raises:
         ConfigError: the recipe has not added them.
@@ -79,9 +78,9 @@ def ids_of_new_tokens(tokenizer: PreTrainedTokenizerBase | None, section: LoraSe
 
 
 def grow_embeddings(model: Any, num_rows: int) -> None:
-    """Give the embedding at least so many rows; never fewer than it has, since models keep rows in reserve.
+    """Give the embedding at least `num_rows` rows. It is never made smaller, since models keep rows in reserve.
 
-    Added rows are the mean of those that are there, on every rank alike.
+    Added rows are the mean of the present ones, the same on every rank.
     """
     rows = model.get_input_embeddings().weight.shape[0]
     if num_rows <= rows:
@@ -102,7 +101,7 @@ def grow_embeddings(model: Any, num_rows: int) -> None:
 
 
 def rows_to_train(model: Any, ids: list[int]) -> dict[str, list[int]] | None:
-    """PEFT's `trainable_token_indices` for these tokens: of both embeddings, or of the one that is both.
+    """PEFT's `trainable_token_indices` for these tokens: of both embeddings, or of the tied one.
 
     Raises:
         ModelError: the head has a bias, which PEFT's layer would leave out.
@@ -122,11 +121,11 @@ def rows_to_train(model: Any, ids: list[int]) -> dict[str, list[int]] | None:
 
 
 def start_from_mean_row(model: Any, ids: list[int]) -> None:
-    """Let the new rows begin as the mean of the rows that the base's tokenizer uses; those in reserve mean nothing.
+    """Start the new rows as the mean of the rows that the base's tokenizer uses, without those in reserve.
 
     Args:
         model: a PEFT model whose configuration trains these rows.
-        ids: of the new tokens; those before the first of them are the tokenizer's own.
+        ids: the new tokens; ids before the first of them are the tokenizer's own.
     """
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 

@@ -1,7 +1,7 @@
-"""QLoRA: the frozen base in 4 bits (Dettmers et al., 2023, arXiv:2305.14314), by bitsandbytes on CUDA.
+"""QLoRA: a frozen base in 4 bits (Dettmers et al., 2023, arXiv:2305.14314), by bitsandbytes on CUDA.
 
-The base is read and quantized layer by layer on the GPU: the numbers are NF4 with double quantization, and products are
-computed in bf16. The adapter and its gradients are as without it.
+The base is read and quantized layer by layer on the GPU, in NF4 with double quantization; products are in bf16. The
+adapter and its gradients are the same as without quantization.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.errors import ConfigError, ModelError
+from finetune.errors import ConfigError
+from finetune.model.base import load_base
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def refuse_where_quantizing_is_impossible(section: LoraSection, model: ModelSection, device: torch.device) -> None:
-    """Say what is missing before anything is read: this takes no time, and loading may take minutes.
+    """Refuse at once what would fail after minutes of loading.
 
     Raises:
         ConfigError: `lora.quantize` is not set, or this device, installation or base has no 4-bit weights.
@@ -49,8 +50,8 @@ def build_quantized_base(model: ModelSection, section: LoraSection, device: torc
 
     Args:
         model: where the base is.
-        section: `quantize` says in which numbers.
-        device: this process's own.
+        section: `quantize` names the 4-bit type.
+        device: this process's GPU.
 
     Raises:
         ConfigError: see `refuse_where_quantizing_is_impossible`; nothing was read.
@@ -61,44 +62,16 @@ def build_quantized_base(model: ModelSection, section: LoraSection, device: torc
 
 
 def load_in_4_bits(model: ModelSection, device: torch.device) -> PreTrainedModel:
-    """The same without looking whether the device is one to train on: bitsandbytes has slow products for CPUs too.
+    """Load the base in 4 bits onto any device: bitsandbytes has slow products for CPUs too.
 
     Raises:
         ModelError: no such model, not a causal language model, or weights that do not belong to it.
     """
-    from transformers import AutoModelForCausalLM
-
-    from finetune.model.base import locate_model, read_model_config
-
-    config, where = read_model_config(model), locate_model(model)
-    auto: Any = AutoModelForCausalLM
-    attention = {} if model.attention == "auto" else {"attn_implementation": model.attention}
-    try:
-        base, info = auto.from_pretrained(
-            where,
-            revision=model.revision,
-            config=config,
-            trust_remote_code=model.trust_remote_code,
-            use_safetensors=True,  # never a pickled checkpoint
-            output_loading_info=True,
-            quantization_config=quantization(),
-            device_map={"": device},
-            **attention,
-        )
-    except Exception as error:  # a damaged file alone has a dozen types, of as many libraries
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ModelError(f"the model {model.path} cannot be loaded in 4 bits: {reason}") from error
-    if info["missing_keys"]:  # transformers fills them with random numbers
-        missing = ", ".join(sorted(info["missing_keys"])[:3])
-        raise ModelError(f"the weights at {where} do not fit its config.json: {missing} and others are missing.")
-    base.config.use_cache = False
-    base.config._commit_hash = getattr(config, "_commit_hash", None) or model.revision
-    loaded: PreTrainedModel = base
-    return loaded
+    return load_base(model, quantization_config=quantization(), device_map={"": device})
 
 
 def quantization() -> BitsAndBytesConfig:
-    """The numbers of the paper: NF4, the scales quantized too, products in bf16."""
+    """The settings of the paper: NF4, the scales quantized too, products in bf16."""
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(  # type: ignore[no-untyped-call]
@@ -110,7 +83,7 @@ def quantization() -> BitsAndBytesConfig:
 
 
 def refuse_unquantized(model: Any, section: LoraSection) -> None:
-    """Refuse to train on a base in full numbers where 4 bits were asked for.
+    """Refuse to train on an unquantized base if 4 bits were asked for.
 
     Raises:
         ConfigError: names the recipe that quantizes.

@@ -1,4 +1,4 @@
-"""The layers that LoRA adapts, found among the modules that are really there."""
+"""The layers that LoRA adapts, found among the modules of the model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _log = logging.getLogger(__name__)
 
 
 def resolve_targets(model: PreTrainedModel, wish: Literal["auto"] | list[str]) -> list[str]:
-    """The names to adapt, as PEFT takes them: last components where these say it exactly, else full names.
+    """The names of the layers to adapt, as PEFT takes them: last components if these are exact, else full names.
 
     Args:
         model: the base model.
-        wish: `auto` for all linear layers but the head, or names and regular expressions of which each must match.
+        wish: `auto` for all linear layers except the head, or names and regular expressions; each must match a layer.
 
     Raises:
-        ModelError: lists what is there.
+        ModelError: one of them matches no layer; lists the layers that there are.
     """
     linear = linear_layers(model)
     if wish == "auto":
@@ -48,16 +48,16 @@ def resolve_targets(model: PreTrainedModel, wish: Literal["auto"] | list[str]) -
     if not chosen:
         raise ModelError(f"this {model.config.model_type} model has no linear layer that LoRA could adapt.")
     last = {name.rpartition(".")[2] for name in chosen}
-    # PEFT looks at all modules: a name that a router or the head bears too must be given in full.
+    # PEFT looks at all modules: a name that a router or the head has too must be given in full.
     exact = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last} == chosen
     return sorted(last if exact else chosen)
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Full names of all linear layers but the head.
+    """Full names of all linear layers except the head.
 
-    GPT-2's transposed kind counts. A subclass of the model's own does where it returns a product, as Falcon's, and does
-    not where it returns more, as Phi-3.5-MoE's router.
+    GPT-2's transposed layers count. A subclass of the model's own counts if it returns a product, as Falcon's does, and
+    not if it returns more, as Phi-3.5-MoE's router does.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -73,7 +73,7 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def has_transposed_targets(model: PreTrainedModel, targets: list[str]) -> bool:
-    """Whether the layers keep their weights transposed, as GPT-2's do; PEFT wants to be told."""
+    """Whether the layers keep their weights transposed, as GPT-2's do. PEFT must be told."""
     from transformers.pytorch_utils import Conv1D
 
     adapted = [layer for name, layer in model.named_modules() if any(_is_match(name, target) for target in targets)]
@@ -81,10 +81,10 @@ def has_transposed_targets(model: PreTrainedModel, targets: list[str]) -> bool:
 
 
 def refuse_foreign_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Stop before an adapter whose layers the model lacks; PEFT would name modules and no cause.
+    """Refuse an adapter with layers that the model lacks. PEFT's own error would name no cause.
 
     Raises:
-        ModelError: says what the adapter has, what the model has, and whether one of them is a rewritten copy.
+        ModelError: names the layers of both, and says whether one of them is a rewritten copy.
     """
     try:
         record = json.loads((folder / "adapter_config.json").read_bytes())
@@ -109,7 +109,7 @@ def _returns_product(layer: Any) -> bool:
 
 
 def _tell_of_experts(model: PreTrainedModel) -> None:
-    """Say what `all linear layers` leaves out: weights of experts, which are one tensor over all experts."""
+    """Log that `all linear layers` leaves out the experts, whose weights are one tensor over all experts."""
     inside = [p.numel() for p in model.parameters() if p.ndim == 3]
     if inside:
         share = 100 * sum(inside) / sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""Where a model and its tokenizer must agree: which tokens end an answer, which one pads, how many there are."""
+"""The tokens on which a model and its tokenizer must agree: those that end an answer, padding, and their number."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 _NEW_PAD = "<|pad|>"
 _MADE_TO_PAD = frozenset({_NEW_PAD, "<pad>", "[PAD]", "<|finetune_right_pad_id|>"})
 _KEPT_FREE = re.compile(r"<\|(dummy|placeholder|reserved|unused)[\w-]*\|>")
-"""Tokens that Phi's tokenizers keep free: `<|placeholder6|>` (Phi-3), `<|dummy_85|>` (phi-4)."""
+"""Tokens that Phi's tokenizers do not use: `<|placeholder6|>` (Phi-3), `<|dummy_85|>` (phi-4)."""
 _log = logging.getLogger(__name__)
 
 
 def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Put the stop ids, as a list, and the padding id where `generate` and those who save the model look for them.
+    """Put the stop ids and the padding id into the model's configurations, where `generate` and saving find them.
 
-    The list is the template's end of turn, eos, and what the model's own generation_config.json had already: with eos
-    alone a chat model runs on behind its answer.
+    The stop ids are the template's end of turn, eos, and those of the model's own generation_config.json. With eos
+    alone, a chat model does not stop after its answer.
 
     Args:
         model: a transformers model, or a PEFT model around one. Its configurations are changed in place.
@@ -33,7 +33,7 @@ def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]
         The stop ids.
 
     Raises:
-        ModelError: the tokenizer has more tokens than the model has rows; they are never made fewer.
+        ModelError: the tokenizer has more tokens than the model has rows; tokens are never removed.
         DataError: nothing ends an answer.
     """
     rows = len(model.get_input_embeddings().weight)
@@ -43,7 +43,7 @@ def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]
             "would have no vector. Take the model's own tokenizer (model.tokenizer), or a model with as many rows."
         )
     generation = model.generation_config
-    # A configuration that was made up for random weights may name an id that no row stands for.
+    # A configuration for random weights may name an id without a row.
     ids = [token_id for token_id in stop_ids(tokenizer, generation.eos_token_id) if token_id < rows]
     for config in (generation, model.config):
         config.eos_token_id = list(ids)
@@ -55,12 +55,12 @@ def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]
 def choose_pad_token(tokenizer: PreTrainedTokenizerBase, num_rows: int | None) -> None:
     """Give the tokenizer a padding token that ends nothing, in place.
 
-    Training here needs none, since padding is known by its position. But the tokenizer goes along with what is saved,
-    and others mask every padding id in their labels: with pad equal to the end of turn a model never learns to stop.
+    Training here needs none, since padding is known by its position. But the tokenizer is saved with the model, and
+    others mask every padding id in their labels: if that is the end of turn too, a model never learns to stop.
 
     Args:
         tokenizer: with its final chat template.
-        num_rows: rows of the model's embedding, or None where they are not known. A new token must fit into them.
+        num_rows: rows of the model's embedding, or None if unknown. A new token must fit into them.
     """
     ends = _end_ids(tokenizer)
     own = tokenizer.pad_token_id
@@ -70,7 +70,7 @@ def choose_pad_token(tokenizer: PreTrainedTokenizerBase, num_rows: int | None) -
     made = [text for text in special if text in _MADE_TO_PAD]
     free = [text for text in special if _KEPT_FREE.fullmatch(text)]
     unknown = [str(tokenizer.unk_token)] if tokenizer.unk_token_id not in {None, *ends} else []
-    # Of the free ones the last: those are what Microsoft's later uploads and others took.
+    # The last of the free ones, as in Microsoft's later uploads.
     found = next(iter([*made, *free[::-1], *unknown]), None)
     if found is None and num_rows is not None and len(tokenizer) < num_rows:
         found = _NEW_PAD

@@ -1,7 +1,7 @@
-"""Which models are known not to work, and why, told from their configuration before a weight is read.
+"""Models that are known not to work, recognised by their configuration before a weight is read.
 
-A model type that transformers does not know ends in a riddle ("unrecognized model type, set trust_remote_code"), and
-one that it does know may still train something else than was meant. Both are named here.
+For an unknown model type transformers says "unrecognized model type, set trust_remote_code", which does not help, and a
+type that it knows may still train something other than was meant. Here both are refused with a reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from finetune.errors import ModelError
 
 _MULTIMODAL = (
-    "it takes images and sound through encoders and adapters of its own, which a run on text would leave out of step. "
+    "it takes images and sound through encoders and adapters of its own, which training on text alone would break. "
     "For text take model=phi4_mini (microsoft/Phi-4-mini-instruct), the same decoder without them"
 )
 _FIRST_PHI_2 = (
@@ -26,13 +26,13 @@ _REFUSED_TYPES = {
     "phi3_v": "Phi-3-vision and Phi-3.5-vision are not supported: they take images, and transformers has no class of "
     "its own for them. For text take model=phi3_5_mini",
     "phi3small": "Phi-3-small is not supported: its block-sparse attention exists as remote code for CUDA alone, and "
-    "transformers has no class of its own for it. Models of like size that are: model=phi3_5_mini, model=phi4",
+    "transformers has no class of its own for it. Take a model of similar size: model=phi3_5_mini, model=phi4",
     "phi4flash": "Phi-4-mini-flash is not supported: its state-space layers exist as remote code alone. Take "
     "model=phi4_mini",
     "phi-msft": _FIRST_PHI_2,
     "mixformer-sequential": _FIRST_PHI_2,
 }
-"""By `model_type` in config.json: of the hub's own files, as of transformers 5.23."""
+"""By `model_type` in config.json, as of transformers 5.23."""
 
 _REFUSED_CODE = {
     "phi3_small": _REFUSED_TYPES["phi3small"],
@@ -43,7 +43,7 @@ _REFUSED_CODE = {
     "slimmoe": "Phi-mini-MoE and Phi-tiny-MoE are not supported: they call themselves phimoe, but their experts have a "
     "layout that only their own remote code reads. Take model=phi3_5_moe or model=phi4_mini",
 }
-"""By a part of the file that `auto_map` names."""
+"""By a part of a file name in `auto_map`."""
 
 _PHI_BY_NAME = re.compile(r"(.*[-_.])?phi[-_.]?\d", re.IGNORECASE)
 _SPLIT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -51,14 +51,14 @@ _FUSED = ("qkv_proj", "gate_up_proj")
 
 
 def refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
-    """Stop at a model that is known not to work, whatever `trust_remote_code` says.
+    """Refuse a model that is known not to work, whatever `trust_remote_code` says.
 
     Args:
-        config: what config.json says, not yet read by transformers.
+        config: the content of config.json, not yet read by transformers.
         name: the model as the user named it.
 
     Raises:
-        ModelError: with what to take in its place.
+        ModelError: the model is known not to work; names one to use instead.
     """
     code = " ".join(map(str, (config.get("auto_map") or {}).values()))
     by_code = (why for part, why in _REFUSED_CODE.items() if part in code)
@@ -68,7 +68,7 @@ def refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
 
 
 def describe_split_copy(config: Mapping[str, Any], name: str) -> str | None:
-    """What to know of a Phi model that was rewritten as another architecture, or None for any other model."""
+    """A warning for a Phi model that was rewritten as another architecture; None for any other model."""
     if config.get("model_type") in ("llama", "mistral") and _PHI_BY_NAME.match(name.rstrip("/").rpartition("/")[2]):
         return (
             f"{name} is a copy of a Phi model with split layers (a {config['model_type']} model: q_proj, k_proj, "
@@ -79,10 +79,10 @@ def describe_split_copy(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def explain_missing(missing: Iterable[str], unexpected: Iterable[str]) -> str:
-    """Why weights may not fit their config.json, where their names tell; empty where they do not."""
+    """Why weights may not fit their config.json, if their names show it; else empty."""
     if _any_layer(missing, _FUSED) and _any_layer(unexpected, _SPLIT):
         return (
-            " They are those of a copy with split layers (q_proj, k_proj, v_proj, gate_proj, up_proj), and its "
+            " They are those of a copy with split layers (q_proj, k_proj, v_proj, gate_proj, up_proj), but its "
             "config.json says phi3, whose layers are fused. Take Microsoft's own files, or a copy whose config.json "
             "says llama."
         )
@@ -90,7 +90,7 @@ def explain_missing(missing: Iterable[str], unexpected: Iterable[str]) -> str:
 
 
 def explain_foreign_targets(targets: Iterable[str], there: Iterable[str]) -> str:
-    """Why an adapter has layers that the model lacks, where their names tell; empty where they do not."""
+    """Why an adapter has layers that the model lacks, if their names show it; else empty."""
     names, present = set(targets), set(there)
     if names & set(_SPLIT) and present & set(_FUSED):
         return " It was trained on a copy of the model with split layers: give that copy in model.path."

@@ -12,7 +12,7 @@ import torch
 
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, is_allowed_object
 from finetune.errors import ConfigError
-from finetune.model.pissa import is_half_frozen
+from finetune.model.adapter_start import is_half_frozen
 
 if TYPE_CHECKING:
     from finetune.config.schema import OptimSection

@@ -24,9 +24,9 @@ from finetune.errors import FinetuneError
 from finetune.inference.evaluation import run_test_phase
 from finetune.inference.losses import LossSums, sum_losses
 from finetune.model.base import checkpoint_gradients, longrope_boundary
-from finetune.model.embedding_noise import add_embedding_noise
 from finetune.model.lora import without_adapter
 from finetune.model.tokens import agree_on_tokens
+from finetune.model.training_mode import add_embedding_noise
 from finetune.runs.checkpoints import load_checkpoint, save_base, take_snapshot
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model

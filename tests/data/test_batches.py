@@ -20,7 +20,7 @@ def rule_of(num_rows=37, **keys):
     return BatchRule(**{"lengths": lengths_of(num_rows), "global_batch_size": 8, "batch_size": 3, **keys})
 
 
-def shares(rule, world_size, epoch=0, first_step=0):
+def steps_of_all_ranks(rule, world_size, epoch=0, first_step=0):
     """For each step, the (index, rows) pairs of all ranks together, in the order of the index."""
     by_rank = [list(rule.steps_of_rank(epoch, first_step, rank, world_size)) for rank in range(world_size)]
     return [sorted(itertools.chain(*step)) for step in zip(*by_rank, strict=True)]
@@ -31,7 +31,7 @@ def shares(rule, world_size, epoch=0, first_step=0):
 @pytest.mark.parametrize("global_batch_size", [1, 4, 7, 37, 50])
 def test_each_row_is_seen_exactly_once_per_epoch(global_batch_size, batch_size, world_size):
     rule = rule_of(global_batch_size=global_batch_size, batch_size=batch_size)
-    steps = shares(rule, world_size)
+    steps = steps_of_all_ranks(rule, world_size)
     assert len(steps) == rule.steps_per_epoch == -(-37 // global_batch_size)
     rows = [row for step in steps for _, rows in step for row in rows]
     assert sorted(rows) == list(range(37))
@@ -43,7 +43,7 @@ def test_each_row_is_seen_exactly_once_per_epoch(global_batch_size, batch_size, 
 @pytest.mark.parametrize("world_size", [2, 3, 16])
 def test_the_cut_does_not_look_at_the_world_size(world_size):
     rule = rule_of(max_tokens=120, boundary=30)
-    assert shares(rule, world_size) == shares(rule, 1)
+    assert steps_of_all_ranks(rule, world_size) == steps_of_all_ranks(rule, 1)
 
 
 def test_every_epoch_has_its_own_order_and_every_seed_too():
@@ -54,7 +54,7 @@ def test_every_epoch_has_its_own_order_and_every_seed_too():
 
 
 @pytest.mark.parametrize("first_step", range(6))
-def test_resuming_within_an_epoch_gives_the_same_shares(first_step):
+def test_resuming_within_an_epoch_gives_the_same_micro_batches(first_step):
     rule = rule_of()
     for rank in range(2):
         whole = list(rule.steps_of_rank(3, 0, rank, 2))
@@ -65,17 +65,17 @@ def test_drop_last_leaves_out_only_a_batch_that_is_not_full():
     assert rule_of(37, drop_last=True).steps_per_epoch == 4
     assert rule_of(40, drop_last=True).steps_per_epoch == rule_of(40).steps_per_epoch == 5
     assert rule_of(7, drop_last=True).steps_per_epoch == 0
-    seen = [row for step in shares(rule_of(37, drop_last=True), 2) for _, rows in step for row in rows]
+    seen = [row for step in steps_of_all_ranks(rule_of(37, drop_last=True), 2) for _, rows in step for row in rows]
     assert len(seen) == len(set(seen)) == 32
 
 
 def test_a_micro_batch_holds_at_most_max_tokens_with_its_padding():
     rule = rule_of(max_tokens=100, batch_size=8)
-    for step in shares(rule, 1):
+    for step in steps_of_all_ranks(rule, 1):
         for _, rows in step:
             padded = max(rule.lengths[row] for row in rows) * len(rows)
             assert padded <= 100 or len(rows) == 1
-    sizes = {len(rows) for step in shares(rule, 1) for _, rows in step}
+    sizes = {len(rows) for step in steps_of_all_ranks(rule, 1) for _, rows in step}
     assert max(sizes) > 1
 
 
@@ -86,7 +86,7 @@ def test_a_row_longer_than_max_tokens_is_alone_and_not_lost():
 
 def test_rows_on_both_sides_of_the_boundary_never_meet():
     rule = rule_of(boundary=30, batch_size=8)
-    sides = [{rule.lengths[row] <= 30 for row in rows} for step in shares(rule, 1) for _, rows in step]
+    sides = [{rule.lengths[row] <= 30 for row in rows} for step in steps_of_all_ranks(rule, 1) for _, rows in step]
     assert all(len(side) == 1 for side in sides)
     assert {True} in sides
     assert {False} in sides
@@ -97,7 +97,7 @@ def test_a_row_as_long_as_the_boundary_belongs_to_the_short_ones():
     assert [cut.rows for cut in rule.cut([0, 1, 2])] == [[1], [0, 2]]
 
 
-def test_rows_of_like_length_share_a_micro_batch():
+def test_rows_of_similar_length_share_a_micro_batch():
     rule = BatchRule(lengths=[9, 2, 8, 1], global_batch_size=4, batch_size=2)
     assert [cut.rows for cut in rule.cut([0, 1, 2, 3])] == [[0, 2], [1, 3]]
 
@@ -129,9 +129,9 @@ def test_the_train_loader_gives_the_planned_rows_with_their_place_in_the_global_
         loader = train_loader(rank, 2)
         expected_steps = loader.rule.steps_of_rank(1, 0, rank, 2)
         for step, expected in zip(loaded(loader, epoch=1), expected_steps, strict=True):
-            assert [index for index, _, _ in step] == [share.microbatch for share in expected]
-            for (_, ids, _), share in zip(step, expected, strict=True):
-                assert ids == pad([examples[row] for row in share.rows]).input_ids.tolist()
+            assert [index for index, _, _ in step] == [part.microbatch for part in expected]
+            for (_, ids, _), part in zip(step, expected, strict=True):
+                assert ids == pad([examples[row] for row in part.rows]).input_ids.tolist()
 
 
 def test_a_rank_may_have_nothing_to_do_in_a_step():

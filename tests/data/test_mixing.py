@@ -86,19 +86,19 @@ def test_the_same_mixture_is_the_same_rows_and_another_seed_other_ones(
 
 def test_each_epoch_deals_every_row_as_often_whatever_the_batches(make_section: Make, files: tuple[str, str]) -> None:
     train = encode(make_section(mixture=[{"path": files[0], "weight": 1.5}, {"path": files[1], "weight": 3}])).train
-    plan = BatchRule(lengths=train.lengths.tolist(), global_batch_size=4, batch_size=2, seed=1)
+    rule = BatchRule(lengths=train.lengths.tolist(), global_batch_size=4, batch_size=2, seed=1)
     for epoch in (0, 1):
         for world_size, first_step in ((1, 0), (3, 0), (2, 3)):
             dealt = [
                 row
                 for rank in range(world_size)
-                for step in plan.steps_of_rank(epoch, first_step, rank, world_size)
-                for share in step
-                for row in share.rows
+                for step in rule.steps_of_rank(epoch, first_step, rank, world_size)
+                for microbatch in step
+                for row in microbatch.rows
             ]
-            assert sorted(dealt) == sorted(plan.order(epoch)[first_step * 4 :])
-    assert sorted(plan.order(0)) == sorted(plan.order(1)) == list(range(len(train)))
-    assert plan.order(0) != plan.order(1)
+            assert sorted(dealt) == sorted(rule.order(epoch)[first_step * 4 :])
+    assert sorted(rule.order(0)) == sorted(rule.order(1)) == list(range(len(train)))
+    assert rule.order(0) != rule.order(1)
 
 
 def test_a_source_is_encoded_once_whatever_its_weight(

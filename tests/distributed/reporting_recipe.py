@@ -27,14 +27,14 @@ trained: list[str] = []
 def run_training(self: Trainer, train_loader: Any, val_loader: Any = None) -> Any:
     """Train as ever, then say who has."""
     results = _run_training(self, train_loader, val_loader)
-    runtime, plan = self.runtime, train_loader.rule
+    runtime, rule = self.runtime, train_loader.rule
     report = {
         "rank": runtime.rank,
         "world_size": runtime.world_size,
         "launcher": runtime.environment.launcher,
         "ranks_met": runtime.sum([2**runtime.rank])[0],
         "writes": self.journal is not None,
-        "microbatches": [len(share) for share in plan.steps_of_rank(0, 0, runtime.rank, runtime.world_size)],
+        "microbatches": [len(step) for step in rule.steps_of_rank(0, 0, runtime.rank, runtime.world_size)],
     }
     run = Path(self.config.output_dir).name
     trained.append(run)

@@ -205,14 +205,14 @@ def test_a_row_alone_has_the_logits_it_has_in_any_batch(made: tuple[Variant, Pat
     for way, collate in ways(model):
         assert largest_difference(losses_by_row(model, collate, alone, rows), reference) < 2e-5, way
         for batch_size in (2, 3, 8):
-            plan = BatchRule(
+            rule = BatchRule(
                 lengths=lengths,
                 global_batch_size=len(rows),
                 batch_size=batch_size,
                 boundary=boundary,
                 tokens=None if way == "padded" else rows.tokens,
             )
-            cuts = [cut.rows for cut in plan.cut(range(len(rows)))]
+            cuts = [cut.rows for cut in rule.cut(range(len(rows)))]
             assert max(map(len, cuts)) > 1
             got = losses_by_row(model, collate, cuts, rows)
             assert largest_difference(got, reference) < 2e-5, f"{way}, {batch_size} rows at most"
@@ -243,7 +243,7 @@ def test_a_run_keeps_rows_on_the_two_sides_of_the_boundary_apart(kernels: str, t
         model = add_lora(build_base_model(config.model), config.lora)
         train, validation, _ = Trainer(runtime, config, model, tokenizer, splits).prepare_dataloaders()
         for split, cuts in (
-            (splits.train, [share.rows for step in train.rule.steps_of_rank(0, 0, 0, 1) for share in step]),
+            (splits.train, [part.rows for step in train.rule.steps_of_rank(0, 0, 0, 1) for part in step]),
             (splits.validation, validation.row_batches),
         ):
             is_long = [{bool(split.lengths[row] > BOUNDARY) for row in cut} for cut in cuts]

@@ -1,0 +1,200 @@
+"""The weights that an adapter starts from, if it does not start at zero: singular values of the base, or an adapter."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from finetune.errors import ModelError
+
+if TYPE_CHECKING:
+    from finetune.config.schema import LoraSection
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_SVD_ITERATIONS = 16
+"""Of the fast decomposition, as in the experiments of the PiSSA paper."""
+_MAX_SHOWN = 3
+_log = logging.getLogger(__name__)
+
+
+def start_from_principal_values(model: Any, r: int, init: Literal["pissa", "pissa_fast"]) -> None:
+    """Start from the largest singular values of each layer (PiSSA: Meng et al., 2024, arXiv:2404.02948).
+
+    The paper moves these values out of the base, W = residual + s * B0 A0, and trains A and B from A0 and B0. Here the
+    base stays as it is, and the adapter of rank 2r holds both: s * (B A - B0 A0) with A0 and B0 frozen, which is the
+    same function with the same gradients. So every checkpoint is a plain LoRA adapter for the original base, a resumed
+    run has the A0 and B0 it began with, and switching the adapter off gives the base. PEFT's own conversion ends at the
+    same rank 2r (`path_initial_model_for_weight_conversion`, https://huggingface.co/docs/peft/developer_guides/lora).
+
+    Args:
+        model: a PEFT model with plain LoRA layers of rank 2r on linear layers, not yet placed.
+        r: rank of the trained half.
+        init: an exact decomposition, or one by subspace iterations from torch's global generator.
+
+    Raises:
+        ModelError: a layer has fewer than r singular values.
+    """
+    for name, layer in model.named_modules():
+        if not hasattr(layer, "lora_A") or not len(layer.lora_A):
+            continue
+        (adapter,) = layer.lora_A
+        weight = layer.get_base_layer().weight.T if layer.fan_in_fan_out else layer.get_base_layer().weight
+        if min(weight.shape) < r:
+            raise ModelError(
+                f"lora.r is {r}, but {name} is {list(weight.shape)} and has {min(weight.shape)} singular values. "
+                f"Set lora.r={min(weight.shape)} or less, or lora.init=default."
+            )
+        a, b = _principal_factors(weight, r, layer.scaling[adapter], init)
+        with torch.no_grad():
+            layer.lora_A[adapter].weight.copy_(torch.cat([a, a]))
+            layer.lora_B[adapter].weight.copy_(torch.cat([b, -b], dim=1))
+        _train_first_half(layer.lora_A[adapter].weight, r, dim=0)
+        _train_first_half(layer.lora_B[adapter].weight, r, dim=1)
+
+
+def is_half_frozen(parameter: torch.nn.Parameter) -> bool:
+    """Whether half of a parameter is frozen, so that weight decay must leave it alone."""
+    return hasattr(parameter, "_frozen_from")
+
+
+def start_from_adapter(model: Any, section: LoraSection) -> None:
+    """Read all weights of the adapter at `section.start_from` into a model's adapter.
+
+    Args:
+        model: a PEFT model whose adapter was built from `section`.
+        section: `start_from` is the folder of an adapter, or of a run with `adapter/` in it.
+
+    Raises:
+        ModelError: no adapter is there, or it has another base, kind or shape; names what to set.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    folder = _locate_adapter(str(section.start_from))
+    name = next(iter(model.peft_config))
+    try:
+        record = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        saved = load_file(folder / _WEIGHTS)
+    except Exception as error:  # a damaged file has as many types as there are libraries that read it
+        raise ModelError(f"lora.start_from: the adapter in {folder} cannot be read: {error}") from error
+    _refuse_other_base(folder, record, model, section)
+    here = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    differences = [*_config_differences(record, model.peft_config[name]), *_tensor_differences(saved, here)]
+    if differences:
+        raise ModelError(
+            f"lora.start_from: the adapter in {folder} differs from the one to train: {'; '.join(differences)}. Give "
+            "the lora section it was trained with."
+        )
+    set_peft_model_state_dict(model, saved, adapter_name=name)
+    arrived = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    lost = [key for key, value in saved.items() if not torch.equal(arrived[key].to(value), value)]
+    if lost:
+        raise ModelError(f"lora.start_from: {len(lost)} tensors of {folder} did not arrive, the first is {lost[0]}.")
+    _log.info(
+        "starts from the adapter in %s: %d tensors, %s values, trained on %s",
+        folder,
+        len(saved),
+        f"{sum(tensor.numel() for tensor in saved.values()):,}",
+        record.get("base_model_name_or_path"),
+    )
+
+
+def _principal_factors(
+    weight: torch.Tensor, r: int, scaling: float, init: Literal["pissa", "pissa_fast"]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A of shape (r, in) and B of shape (out, r) with scaling * B A the best approximation of rank r."""
+    matrix = weight.detach().float()
+    if init == "pissa":
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    else:
+        left, values, transposed = torch.svd_lowrank(matrix, q=r, niter=_SVD_ITERATIONS)
+        right = transposed.T
+    root = (values[:r] / scaling).sqrt()
+    return root[:, None] * right[:r], left[:, :r] * root
+
+
+def _train_first_half(parameter: torch.nn.Parameter, r: int, dim: int) -> None:
+    def without_the_frozen(gradient: torch.Tensor) -> torch.Tensor:
+        kept = gradient.clone()
+        kept.narrow(dim, r, gradient.shape[dim] - r).zero_()
+        return kept
+
+    parameter.register_hook(without_the_frozen)  # type: ignore[no-untyped-call]
+    parameter._frozen_from = r  # type: ignore[attr-defined]
+
+
+def _locate_adapter(path: str) -> Path:
+    folder = Path(path).expanduser()
+    for candidate in (folder, folder / "adapter"):
+        if (candidate / _CONFIG).is_file() and (candidate / _WEIGHTS).is_file():
+            return candidate.resolve()
+    found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
+    raise ModelError(
+        f"lora.start_from is {path}, which holds no adapter: {_CONFIG} and {_WEIGHTS} are expected there or in its "
+        f"adapter/ (found: {found or 'nothing'}). Give the folder of an adapter or of a finished run."
+    )
+
+
+def _refuse_other_base(folder: Path, record: Mapping[str, Any], model: Any, section: LoraSection) -> None:
+    theirs, ours = record.get("base_model_name_or_path"), model.config._name_or_path
+    if section.start_from_any_base or _same_place(theirs, ours):
+        return
+    raise ModelError(
+        f"lora.start_from: the adapter in {folder} was trained on {theirs}, but the base here is "
+        f"{ours or 'a new one with random weights'}. On another model it means nothing. If it is the same model in "
+        "another folder, set lora.start_from_any_base=true."
+    )
+
+
+def _same_place(one: str | None, other: str | None) -> bool:
+    if not one or not other:
+        return False
+    return one == other or (Path(one).is_dir() and Path(one).resolve() == Path(other).resolve())
+
+
+def _config_differences(record: Mapping[str, Any], config: Any) -> Iterator[str]:
+    """Differences that the shapes of the weights do not show."""
+    if record.get("peft_type") != "LORA":
+        yield f"it is of kind {record.get('peft_type')}, not LORA"
+        return
+    theirs = _scale(record["r"], record["lora_alpha"], bool(record.get("use_rslora")))
+    ours = _scale(config.r, config.lora_alpha, config.use_rslora)
+    if record["r"] != config.r or not math.isclose(theirs, ours):
+        said = {True: "true", False: "false"}
+        yield (
+            f"it has lora.r={record['r']}, lora.alpha={record['lora_alpha']:g} and "
+            f"lora.rslora={said[bool(record.get('use_rslora'))]}, this run {config.r}, {config.lora_alpha:g} and "
+            f"{said[config.use_rslora]}"
+        )
+    tokens = record.get("trainable_token_indices")
+    if tokens != config.trainable_token_indices:
+        yield f"it trains the rows {tokens} of the embedding, this run {config.trainable_token_indices}"
+    for key in ("rank_pattern", "alpha_pattern"):
+        if record.get(key):
+            yield f"its {key} gives layers ranks of their own"
+
+
+def _scale(r: int, alpha: float, is_root: bool) -> float:
+    return alpha / (math.sqrt(r) if is_root else r)
+
+
+def _tensor_differences(saved: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    kinds = {
+        "are not in this run's": sorted(saved.keys() - here.keys()),
+        "are missing in it": sorted(here.keys() - saved.keys()),
+        "have another shape": [
+            f"{key} {list(saved[key].shape)}, here {list(here[key].shape)}"
+            for key in sorted(saved.keys() & here.keys())
+            if saved[key].shape != here[key].shape
+        ],
+    }
+    for what, names in kinds.items():
+        if names:
+            shown = ", ".join(names[:_MAX_SHOWN]) + (", …" if len(names) > _MAX_SHOWN else "")
+            yield f"{len(names)} of the tensors {what} ({shown})"
