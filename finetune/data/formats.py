@@ -301,7 +301,7 @@ def _as_turns(value: object, column: str, role: str) -> tuple[dict[str, str], ..
 
 def _parse_pair(pair: object, where: str) -> list[dict[str, str]]:
     if not isinstance(pair, list) or len(pair) != 2:
-        raise BadRowError(f"{where} is {quote(pair)}; expected a list of what the user said and the answer")
+        raise BadRowError(f"{where} is {quote(pair)}; expected a list with a question and its answer")
     question, answer = (refuse_blank(parse_text(text, f"{where}[{k}]"), f"{where}[{k}]") for k, text in enumerate(pair))
     return [_turn("user", question), _turn("assistant", answer)]
 

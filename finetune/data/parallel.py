@@ -142,7 +142,7 @@ class _Worker:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "finetune.data.parallel", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # whatever a library prints is no answer of the command
+                stdout=2,  # text that a library prints must not mix with the output of the command
                 pass_fds=[theirs.fileno()],
                 env=environment,
             )

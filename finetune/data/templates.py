@@ -263,9 +263,9 @@ def _place_answers(
             return prefix
         if not whole.startswith(prefix):
             return BadRowError(
-                "the chat template renders turns differently once an answer follows: what it makes of the turns "
-                f"before an answer ends in {quote(prefix[-30:])} and is not how the whole begins, so the answer "
-                "cannot be found; expected a template that only appends (model.chat_template), or "
+                "the chat template renders turns differently once an answer follows: the turns before an answer end in "
+                f"{quote(prefix[-30:])}, but the whole conversation does not begin like that, so the answer cannot be "
+                "found; expected a template that only appends (model.chat_template), or "
                 "data.train_on=last where only earlier answers are rendered differently"
             )
         starts.append(len(prefix))

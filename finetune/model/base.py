@@ -95,7 +95,7 @@ def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
         ),
         what="tokenizer",
     )
-    if not tokenizer.vocab_size:  # transformers makes an empty one where there are no files
+    if not tokenizer.vocab_size:  # transformers makes an empty one if there are no files
         raise ModelError(f"{where} holds no tokenizer. Name a folder or a hub id that has one in model.tokenizer.")
     if tokenizer.chat_template is None and section.chat_template is not None:
         tokenizer.chat_template = _read_template(section.chat_template)
@@ -276,7 +276,7 @@ def _or_model_error(section: ModelSection, load: Callable[[], Loaded], *, what: 
     """Say in one line what transformers says in many."""
     try:
         return load()
-    except Exception as error:  # a damaged file alone has a dozen types, of as many libraries
+    except Exception as error:  # a damaged file alone raises a dozen types, from many libraries
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         name = section.path or (section.config or {}).get("model_type")
         raise ModelError(f"the {what} {name} cannot be loaded: {reason}") from error

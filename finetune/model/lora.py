@@ -73,7 +73,7 @@ def attach_adapter(
 
     Args:
         model: the base; on the meta device nothing takes memory.
-        section: what the adapter is.
+        section: describes the adapter.
         targets: the layers to adapt, see `resolve_targets`.
         ids: tokens whose rows of the embedding train too.
     """

@@ -79,6 +79,7 @@ def encode(section: DataSection) -> int:
     return len(encode_examples(load_examples(section), tiny_tokenizer(), section).train)
 
 
+@pytest.mark.trains
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
 @pytest.mark.parametrize("command", ["train", "preview"])
 def test_rows_with_a_boolean_label_are_refused(

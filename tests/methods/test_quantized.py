@@ -114,6 +114,7 @@ def train(words):
 
 
 @needs_bitsandbytes
+@pytest.mark.process
 def test_an_adapter_trains_on_four_bits_and_loads_on_the_full_base(inputs, tmp_path):
     words = [*words_for(inputs, tmp_path / "run"), "lora.r=4", "optim.learning_rate=1e-2"]
     trainer = train(words)
@@ -132,6 +133,7 @@ def test_an_adapter_trains_on_four_bits_and_loads_on_the_full_base(inputs, tmp_p
 
 
 @needs_bitsandbytes
+@pytest.mark.trains
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(inputs, tmp_path):
     words = [*words_for(inputs, tmp_path / "whole"), "lora.r=4"]
     train([*words, "training.max_steps=4", "optim.schedule=constant"])
