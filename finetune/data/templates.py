@@ -264,7 +264,7 @@ def _place_answers(
         if not whole.startswith(prefix):
             return BadRowError(
                 "the chat template renders turns differently once an answer follows: the turns before an answer end in "
-                f"{quote(prefix[-30:])}, but the whole conversation does not begin like that, so the answer cannot be "
+                f"{quote(prefix[-30:])}, but the whole conversation does not begin with them, so the answer cannot be "
                 "found; expected a template that only appends (model.chat_template), or "
                 "data.train_on=last where only earlier answers are rendered differently"
             )

@@ -18,7 +18,7 @@ Write = Callable[..., str]
 
 
 def read(path: str, wanted: str = "auto", max_rows: int | None = None) -> Examples:
-    return Examples(FileRows(Path(path), Path(path).name), wanted, max_rows)
+    return Examples(FileRows(Path(path), Path(path).name), wanted, max_rows=max_rows)
 
 
 def error_of(path: str, wanted: str = "auto") -> str:
