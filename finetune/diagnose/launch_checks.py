@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from finetune.distributed.accelerate_command import read_accelerate_command
+from finetune.distributed.accelerate_settings import read_accelerate_command
 from finetune.distributed.environment import (
     LAUNCH_VARIABLES,
     WORLD_VARIABLES,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from finetune.config.tracker_packages import refuse_missing_trackers
-from finetune.distributed.accelerate_command import read_accelerate_command
+from finetune.distributed.accelerate_settings import check_accelerate_command
 from finetune.distributed.ddp_init import (
     ProcessContext,
     cleanup_ddp,
@@ -196,35 +196,12 @@ def _check_wish(config: Config, environment: LaunchEnvironment, fallbacks: Fallb
             f"ddp is false ({config.origin('ddp')}) but parallel.num_processes is {config.parallel.num_processes} "
             f"({config.origin('parallel.num_processes')}). Drop one of them."
         )
-    _check_accelerate(config, environment, fallbacks)
+    check_accelerate_command(config, environment, fallbacks)
     if is_batch_script_body(os.environ):
         _log.warning(
             "Slurm gave this job several tasks, but this process was started outside of srun: it is one process. "
             "Prefix the command with srun to start all tasks"
         )
-
-
-def _check_accelerate(config: Config, environment: LaunchEnvironment, fallbacks: Fallbacks) -> None:
-    """Compare what `accelerate launch` was asked for with the configuration and with what it started."""
-    if is_cpu_requested(os.environ) and config.training.device not in ("auto", "cpu"):
-        raise LaunchError(
-            f"accelerate launch --cpu was asked for, but training.device is {config.training.device} "
-            f"({config.origin('training.device')}). Drop one of them."
-        )
-    command = read_accelerate_command(os.environ)
-    if command is not None and command.engine is not None:
-        raise LaunchError(
-            f"accelerate launch was asked for {command.engine}, which finetune does not support, and silently "
-            "dropped it because of --cpu. Use a config file with distributed_type MULTI_GPU, MULTI_CPU or NO."
-        )
-    asked = None if command is None else command.num_processes
-    if asked is not None and asked > environment.world_size:
-        why = (
-            f"accelerate launch was asked for {asked} processes on the CPU and started one. Use torchrun "
-            f"--nproc_per_node {asked}, parallel.num_processes={asked}, or accelerate launch --multi_gpu "
-            f"--num_processes {asked}, which starts {asked} without any GPU too"
-        )
-        fallbacks.take(Fallback(what="accelerate launch", wanted=f"{asked} processes", used="one process", why=why))
 
 
 def _check_address(config: Config, environment: LaunchEnvironment) -> None:

@@ -24,7 +24,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 
 from finetune import __version__
-from finetune.distributed.accelerate_command import refuse_settings_of_accelerate
+from finetune.distributed.accelerate_settings import refuse_settings_of_accelerate
 from finetune.distributed.ddp_init import ProcessContext, rendezvous_store
 from finetune.distributed.ending import explain, in_a_line
 from finetune.distributed.environment import LaunchEnvironment, launcher_pid

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.distributed.accelerate_command import (
+from finetune.distributed.accelerate_settings import (
     launch_options,
     read_accelerate_command,
 )
@@ -127,7 +127,7 @@ def test_no_number_is_known_where_accelerate_did_not_start_this_process_alone(en
 REPORT = """
 import json, os
 from finetune.distributed import environment as settings
-from finetune.distributed.accelerate_command import read_accelerate_command
+from finetune.distributed.accelerate_settings import read_accelerate_command
 command = read_accelerate_command(os.environ)
 print("REPORT", json.dumps({
     "world_size": settings.read_environment(os.environ).world_size,

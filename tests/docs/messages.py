@@ -23,9 +23,8 @@ from accelerate import PartialState
 
 from finetune import cleanup_ddp, initialize_ddp, launch, load_config
 from finetune.config.schema import Config
-from finetune.distributed import ddp_init, device, rendezvous
-from finetune.distributed import launch as launching
-from finetune.distributed.accelerate_command import AccelerateCommand, launch_options
+from finetune.distributed import accelerate_settings, ddp_init, device, rendezvous
+from finetune.distributed.accelerate_settings import AccelerateCommand, launch_options
 from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.ending import explain
 from finetune.distributed.environment import LaunchEnvironment, read_environment
@@ -180,7 +179,7 @@ def accelerate_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     """Without the launcher itself, which tests/test_launch_forms.py starts."""
     options = launch_options(["accelerate", "launch", "--cpu", "--num_processes", "2", "a.py"], ["python", "a.py"])
     assert options is not None
-    monkeypatch.setattr(launching, "read_accelerate_command", lambda _: AccelerateCommand(options, {}))
+    monkeypatch.setattr(accelerate_settings, "read_accelerate_command", lambda _: AccelerateCommand(options, {}))
     return printed_by(lambda: _enter(_config()))
 
 

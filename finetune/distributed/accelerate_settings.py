@@ -12,16 +12,22 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.distributed.environment import (
+    LaunchEnvironment,
     accelerate_config_folder,
+    is_cpu_requested,
     is_started_by_accelerate_alone,
     refused_settings,
     requested_accumulation,
     requested_precision,
 )
 from finetune.errors import LaunchError
+from finetune.fallbacks import Fallback, Fallbacks
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
 
 _ENGINES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
 _MAX_ANCESTORS = 8
@@ -78,6 +84,34 @@ def refuse_settings_of_accelerate(precision: str, wish: str) -> None:
             f"the environment asks for {steps} accumulation steps (ACCELERATE_GRADIENT_ACCUMULATION_STEPS), but here "
             "training.batch_size and training.global_batch_size settle them. Unset it."
         )
+
+
+def check_accelerate_command(config: Config, environment: LaunchEnvironment, fallbacks: Fallbacks) -> None:
+    """Compare the command line of `accelerate launch` with the configuration and with what it started.
+
+    Raises:
+        LaunchError: it asks for another device or for an engine.
+        ConfigError: it started fewer processes than it was asked for, and the run is strict.
+    """
+    if is_cpu_requested(os.environ) and config.training.device not in ("auto", "cpu"):
+        raise LaunchError(
+            f"accelerate launch --cpu was asked for, but training.device is {config.training.device} "
+            f"({config.origin('training.device')}). Drop one of them."
+        )
+    command = read_accelerate_command(os.environ)
+    if command is not None and command.engine is not None:
+        raise LaunchError(
+            f"accelerate launch was asked for {command.engine}, which finetune does not support, and silently "
+            "dropped it because of --cpu. Use a config file with distributed_type MULTI_GPU, MULTI_CPU or NO."
+        )
+    asked = None if command is None else command.num_processes
+    if asked is not None and asked > environment.world_size:
+        why = (
+            f"accelerate launch was asked for {asked} processes on the CPU and started one. Use torchrun "
+            f"--nproc_per_node {asked}, parallel.num_processes={asked}, or accelerate launch --multi_gpu "
+            f"--num_processes {asked}, which starts {asked} without any GPU too"
+        )
+        fallbacks.take(Fallback(what="accelerate launch", wanted=f"{asked} processes", used="one process", why=why))
 
 
 def read_accelerate_command(environ: Mapping[str, str]) -> AccelerateCommand | None:
