@@ -190,7 +190,7 @@ def test_in_csv_a_conversation_is_json_in_a_cell(make_section: Make, tmp_path: P
         ),
         ({"instruction": " ", "output": "a"}, "instruction and input are blank"),
         ({"instruction": "a", "output": ""}, "output is blank ('')"),
-        ({"instruction": "a", "output": "b", "history": ["c"]}, "history[0] is 'c'; expected a list of what the user"),
+        ({"instruction": "a", "output": "b", "history": ["c"]}, "history[0] is 'c'; expected a list with a question"),
         ({"instruction": "a", "output": "b", "history": "c"}, "history is 'c'; expected a list of earlier"),
         ({"prompt": [USER, ANSWER], "completion": [USER]}, "no assistant turn (roles: user), so nothing to learn"),
         ({"prompt": [USER], "completion": ""}, "completion is blank ('')"),

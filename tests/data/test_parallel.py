@@ -127,7 +127,7 @@ def test_a_process_that_is_lost_is_done_without_and_recorded(
 
 @pytest.mark.process
 def test_a_strict_run_refuses_to_do_without_it(section: DataSection, killed_at_first_batch: list[int]) -> None:
-    with pytest.raises(ConfigError, match=r"data.num_processes: 2 processes that encode .* The run is strict"):
+    with pytest.raises(ConfigError, match=r"data.num_processes: wanted 2 processes that encode .* The run is strict"):
         encode(section, Fallbacks(strict=True), num_processes=2)
 
 
