@@ -7,6 +7,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Collection, Sequence
+from typing import Literal
 
 _STEERS_READING = frozenset("\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Marks that reorder or break what is shown: text could look like another text."""
@@ -39,6 +40,7 @@ def print_table(
     rows: Sequence[Sequence[str | tuple[str, str]]],
     *,
     right: Collection[str] = (),
+    whole: Collection[str] = (),
     title: str | None = None,
 ) -> None:
     """Write a table to stdout.
@@ -47,6 +49,7 @@ def print_table(
         head: the names of the columns.
         rows: cells as text, or as text with a style of rich; none is taken for markup.
         right: columns of numbers.
+        whole: columns whose cells are not broken where the terminal is narrow.
         title: stands above the table.
     """
     from rich.console import Console
@@ -55,7 +58,8 @@ def print_table(
 
     table = Table(title=None if title is None else Text(visible(title)))
     for name in head:
-        table.add_column(Text(visible(name)), justify="right" if name in right else "left", overflow="fold")
+        justify: Literal["left", "right"] = "right" if name in right else "left"
+        table.add_column(Text(visible(name)), justify=justify, no_wrap=name in whole, overflow="fold")
     for row in rows:
         cells = ((cell, "") if isinstance(cell, str) else cell for cell in row)
         table.add_row(*(Text(visible(text), style=style) for text, style in cells))

@@ -31,7 +31,7 @@ def checkpoints(run_folder: RunFolderArgument, as_json: JsonOption = False) -> N
     if run.folders:
         head = ("saved", "validation loss", "size", "written", "is")
         rows = [_row(saved, run) for saved in run.folders]
-        print_table(head, rows, right=("validation loss", "size"), title=run.run_folder)
+        print_table(head, rows, right=("validation loss", "size"), whole=("written",), title=run.run_folder)
     sys.stdout.write("".join(f"{line}\n" for line in _in_words(run)))
     raise typer.Exit(run.exit_code)
 

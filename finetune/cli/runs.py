@@ -34,7 +34,7 @@ def runs(
         print_json(found)
     elif found:
         head = ("run", "state", "step", *_LOSSES.values(), "started", "model", "data")
-        print_table(head, [_row(run) for run in found], right=("step", *_LOSSES.values()))
+        print_table(head, [_row(run) for run in found], right=("step", *_LOSSES.values()), whole=("state",))
     else:
         sys.stdout.write(f"no run in {folder}\n")
 
