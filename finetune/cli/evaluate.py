@@ -22,12 +22,6 @@ if TYPE_CHECKING:
     from finetune.inference.harness import Results
 
 Split = Literal["train", "validation", "test"]
-_READABLE = {
-    "exact_match": "exact match",
-    "json_valid": "valid JSON",
-    "json_equal": "equal JSON",
-    "token_f1": "token F1",
-}
 
 
 def evaluate(
@@ -200,30 +194,20 @@ def _finite(value: float) -> float | None:
 
 
 def _show(split: Split, evaluation: Evaluation, num_samples: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from finetune.inference.scores import show_scores
 
-    from finetune.terminal import print_table, visible
-
-    scores = evaluation.scores.values()
-    metrics = evaluation.scores["tuned"].metrics
-    rows = [[_READABLE.get(name, name), *(_figure(name, each.metrics[name]) for each in scores)] for name in metrics]
-    rows.append(["loss (nats per target token)", *(f"{each.loss:.4f}" for each in scores)])
-    rows.append(["perplexity", *(f"{each.perplexity:.3f}" for each in scores)])
-    title = f"{split.capitalize()} split, {evaluation.num_rows:,} rows"
-    print_table(["", *evaluation.scores], rows, right=evaluation.scores, title=title)
-    for row in evaluation.answered[:num_samples]:
-        sample = Table(box=None, show_header=False, padding=(0, 1))
-        for label, text in [("prompt", row.prompt), ("expected", row.expected), *row.answers.items()]:
-            sample.add_row(Text(label, style="bold"), Text(visible(text)))
-        Console().print(sample)
-
-
-def _figure(name: str, value: float) -> str:
-    from finetune.inference.answer_metrics import SHARES
-
-    return f"{value:.1%}" if name in SHARES else f"{value:.4f}"
+    show_scores(
+        split,
+        evaluation.num_rows,
+        {
+            name: {**each.metrics, "loss": each.loss, "perplexity": each.perplexity}
+            for name, each in evaluation.scores.items()
+        },
+        [
+            [("prompt", row.prompt), ("expected", row.expected), *row.answers.items()]
+            for row in evaluation.answered[:num_samples]
+        ],
+    )
 
 
 def _show_harness(results: Results) -> None:

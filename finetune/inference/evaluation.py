@@ -26,8 +26,8 @@ from finetune.inference.answer_metrics import METRICS, Metric, measure
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.inference.finished_run import has_base
 from finetune.inference.losses import measure_losses
+from finetune.inference.scores import ComparedAnswer, Comparison, ModelScores
 from finetune.model.base import evaluation_mode
-from finetune.runs.state import ComparedAnswer, Comparison, ModelScores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,4 +1,4 @@
-"""The values that outlive a phase of training: where it stands, and what the test phase found."""
+"""The state of a training run that a checkpoint keeps beside weights and optimizer."""
 
 from __future__ import annotations
 
@@ -86,38 +86,3 @@ def _fits(name: str, value: object) -> bool:
     if name == "best_step" and value is None:
         return True
     return type(value) is int and value >= 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelScores:
-    """What one model did on the test split. A measure that was not taken is None."""
-
-    loss: float | None = None
-    """Nats per target token."""
-    exact_match: float | None = None
-    """Share of generated answers that equal the expected one, between 0 and 1."""
-    json_valid: float | None = None
-    """Share of generated answers that are JSON, between 0 and 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparedAnswer:
-    """One prompt with the expected answer and what the models made of it."""
-
-    prompt: str
-    expected: str
-    tuned: str
-    base: str | None = None
-    """None where the base was not asked."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """The result of the test phase."""
-
-    tuned: ModelScores
-    base: ModelScores | None = None
-    """None where the base was not measured (`testing.compare_base=false`, or full fine-tuning)."""
-    num_rows: int = 0
-    """Rows of the test split."""
-    answers: tuple[ComparedAnswer, ...] = ()

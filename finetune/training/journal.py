@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.compose import resolved_yaml
 from finetune.errors import PreemptedError, RunFailedError
 from finetune.inference.losses import LossSums
+from finetune.inference.scores import Comparison
 from finetune.logs import log_only_to, log_to_file, stop_logging_to
 from finetune.runs.durable import disk_failures_end_the_run, replace_file
 from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import MetricsWriter
 from finetune.runs.record import RunRecord
 from finetune.runs.recorded_run import RecordedRun
-from finetune.runs.state import Comparison, TrainerState
+from finetune.runs.state import TrainerState
 from finetune.training.curve_warnings import CurveWarnings
 from finetune.training.interval import Interval
 from finetune.training.progress import TrainingProgress, show_what_next, shown_folder
@@ -232,8 +233,7 @@ class Journal:
         self.result["answers"] = [asdict(answer) for answer in comparison.answers]
         for model, scores in (("base", comparison.base), ("tuned", comparison.tuned)):
             if scores is not None:
-                figures = {name: getattr(scores, name) for name in ("exact_match", "json_valid", "loss")}
-                self._tell("test", model=model, **figures)
+                self._tell("test", model=model, **scores.figures)
                 self.result[f"test_{model}"] = asdict(scores)
 
     def close(self, error: BaseException | None) -> None:

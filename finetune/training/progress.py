@@ -1,4 +1,4 @@
-"""What the user sees of a run: a live view on a terminal, log lines elsewhere, and a table at the end."""
+"""Show a run while it goes, as a live view on a terminal and as log lines elsewhere, and what to do after it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING, Self, TextIO
 
 from finetune.logs import PACKAGE
 from finetune.runs.metrics import Event
-from finetune.runs.state import Comparison, ModelScores
 from finetune.runs.view import RunView
 from finetune.signals import give_up_dead_screens
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
-    from rich.table import Table
 
-_MAX_ANSWERS = 3
 _log = logging.getLogger(__name__)
 
 
@@ -104,61 +101,6 @@ class TrainingProgress:
     def _seconds_left(self, step: int) -> float:
         done = max(step - self._first, 1)
         return (time.monotonic() - self._started) / done * (self._total - step)
-
-
-def show_comparison(comparison: Comparison, console: Console | None = None) -> None:
-    """Print the result of the test phase: base against tuned, then prompts with the answers of both.
-
-    Args:
-        comparison: figures and answers; what was not measured is left out or shown as a dash.
-        console: where to; default: stdout.
-    """
-    from rich.console import Console
-
-    give_up_dead_screens()
-    console = console or Console()
-    title = f"Test split, {comparison.num_rows:,} rows"
-    console.print(_score_table(title, comparison.base, comparison.tuned))
-    for answer in comparison.answers[:_MAX_ANSWERS]:
-        rows = [("prompt", answer.prompt), ("expected", answer.expected)]
-        if answer.base is not None:
-            rows.append(("base", answer.base))
-        console.print(_answer_table([*rows, ("tuned", answer.tuned)]))
-
-
-def _score_table(title: str, base: ModelScores | None, tuned: ModelScores) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title)
-    table.add_column("")
-    models = {"base": base, "tuned": tuned} if base is not None else {"tuned": tuned}
-    for name in models:
-        table.add_column(name, justify="right")
-    scores = [model for model in models.values() if model is not None]
-    measures = {
-        "exact match": [_percent(score.exact_match) for score in scores],
-        "valid JSON": [_percent(score.json_valid) for score in scores],
-        "loss (nats per target token)": ["–" if s.loss is None else f"{s.loss:.4f}" for s in scores],
-    }
-    for name, cells in measures.items():
-        if set(cells) != {"–"}:
-            table.add_row(name, *cells)
-    return table
-
-
-def _answer_table(rows: list[tuple[str, str]]) -> Table:
-    """A borderless table; texts stand as they are, since rich could take a part of a prompt for markup."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, show_header=False, padding=(0, 1))
-    for name, text in rows:
-        table.add_row(Text(name, style="bold"), Text(text))
-    return table
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{share:.1%}"
 
 
 def _is_no_progress(record: logging.LogRecord) -> bool:

@@ -23,6 +23,7 @@ from finetune.engine.microbatch import Microbatch
 from finetune.errors import FinetuneError
 from finetune.inference.evaluation import run_test_phase
 from finetune.inference.losses import LossSums, sum_losses
+from finetune.inference.scores import Comparison, show_comparison
 from finetune.model.base import checkpoint_gradients, longrope_boundary
 from finetune.model.lora import without_adapter
 from finetune.model.tokens import agree_on_tokens
@@ -30,7 +31,7 @@ from finetune.model.training_mode import add_embedding_noise
 from finetune.runs.checkpoints import load_checkpoint, save_base, take_snapshot
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
-from finetune.runs.state import Comparison, TrainerState
+from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
 from finetune.signals import no_step_is_left
 from finetune.training.fit import check_fit, named_splits
@@ -41,7 +42,6 @@ from finetune.training.loaders import build_loaders, global_batch_size, log_batc
 from finetune.training.loop import Actions, Cadence, run_loop
 from finetune.training.optim import build_optimizer, learning_rate_at, warn_of_long_warmup
 from finetune.training.preemption import preempted_in_test, preempted_in_training
-from finetune.training.progress import show_comparison
 from finetune.training.resume import at_its_place
 from finetune.training.step import StepResult, train_step
 

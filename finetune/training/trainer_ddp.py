@@ -23,7 +23,7 @@ from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, LaunchError, PreemptedError
 from finetune.fallbacks import Fallbacks
-from finetune.runs.state import Comparison
+from finetune.inference.scores import Comparison
 from finetune.training.train import build_parts
 from finetune.training.trainer import Trainer, TrainingResults
 

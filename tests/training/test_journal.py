@@ -8,8 +8,9 @@ from pathlib import Path
 from finetune.config.compose import load_config
 from finetune.fallbacks import Fallbacks
 from finetune.inference.losses import LossSums
+from finetune.inference.scores import Comparison, ModelScores
 from finetune.runs.checkpoints import Snapshot
-from finetune.runs.state import Comparison, ModelScores, TrainerState
+from finetune.runs.state import TrainerState
 from finetune.training.journal import Journal
 from finetune.training.step import StepResult
 

@@ -6,8 +6,7 @@ import pytest
 from rich.console import Console
 
 from finetune.logs import configure_logs
-from finetune.runs.state import ComparedAnswer, Comparison, ModelScores
-from finetune.training.progress import TrainingProgress, show_comparison
+from finetune.training.progress import TrainingProgress
 
 
 @pytest.fixture
@@ -69,36 +68,3 @@ def test_a_terminal_sees_one_view_with_the_log_above_it(monkeypatch, capsys):
     assert "step 5/20" in kept.getvalue()
     assert logger.handlers[0].stream is stream is sys.stderr
     assert capsys.readouterr().err.count("afterwards") == 1
-
-
-def render(comparison):
-    screen = io.StringIO()
-    show_comparison(comparison, Console(file=screen, width=100))
-    return screen.getvalue()
-
-
-def test_the_table_shows_base_against_tuned_and_at_most_three_answers():
-    answers = tuple(
-        ComparedAnswer(prompt=f"prompt {n} [bold]x[/bold] [/]", expected='{"a": 1}', base="no", tuned='{"a": 1}')
-        for n in range(5)
-    )
-    base = ModelScores(loss=3.0, exact_match=0.0, json_valid=0.125)
-    tuned = ModelScores(loss=0.25, exact_match=0.93, json_valid=0.995)
-    text = render(Comparison(tuned=tuned, base=base, num_rows=1200, answers=answers))
-    rows = [" ".join(line.replace("│", " ").replace("┃", " ").split()) for line in text.splitlines()]
-    assert "Test split, 1,200 rows" in text
-    assert "base tuned" in rows
-    assert "exact match 0.0% 93.0%" in rows
-    assert "valid JSON 12.5% 99.5%" in rows
-    assert "loss (nats per target token) 3.0000 0.2500" in rows
-    assert "prompt prompt 2 [bold]x[/bold] [/]" in rows
-    assert "prompt 3" not in text
-    assert 'tuned {"a": 1}' in rows
-
-
-def test_what_was_not_measured_is_not_shown():
-    answer = ComparedAnswer(prompt="p", expected="e", tuned="t")
-    text = render(Comparison(tuned=ModelScores(loss=0.25), answers=(answer,)))
-    assert "base" not in text
-    assert "exact match" not in text
-    assert "0.2500" in text

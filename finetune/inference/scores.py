@@ -1,0 +1,113 @@
+"""The result of the test phase, and the table that it and `finetune evaluate` print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from finetune.inference.answer_metrics import SHARES
+from finetune.signals import give_up_dead_screens
+from finetune.terminal import print_table, visible
+
+_LABELS = {
+    "exact_match": "exact match",
+    "json_valid": "valid JSON",
+    "json_equal": "equal JSON",
+    "token_f1": "token F1",
+    "loss": "loss (nats per target token)",
+}
+_MAX_ANSWERS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelScores:
+    """The scores of one model on the test split. A measure that was not taken is None."""
+
+    loss: float | None = None
+    """Nats per target token."""
+    exact_match: float | None = None
+    """Share of generated answers that equal the expected one, between 0 and 1."""
+    json_valid: float | None = None
+    """Share of generated answers that are JSON, between 0 and 1."""
+
+    @property
+    def figures(self) -> dict[str, float | None]:
+        """The scores by name, in the order in which they are shown."""
+        return {"exact_match": self.exact_match, "json_valid": self.json_valid, "loss": self.loss}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedAnswer:
+    """A prompt, its expected answer and the answers of the models."""
+
+    prompt: str
+    expected: str
+    tuned: str
+    base: str | None = None
+    """None where the base was not asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The result of the test phase."""
+
+    tuned: ModelScores
+    base: ModelScores | None = None
+    """None where the base was not measured (`testing.compare_base=false`, or full fine-tuning)."""
+    num_rows: int = 0
+    """Rows of the test split."""
+    answers: tuple[ComparedAnswer, ...] = ()
+
+
+def show_comparison(comparison: Comparison) -> None:
+    """Print the result of the test phase: base against tuned, then prompts with the answers of both."""
+    give_up_dead_screens()
+    models = {"base": comparison.base, "tuned": comparison.tuned}
+    show_scores(
+        "test",
+        comparison.num_rows,
+        {name: scores.figures for name, scores in models.items() if scores is not None},
+        [
+            [(name, text) for name in ("prompt", "expected", *models) if (text := getattr(answer, name)) is not None]
+            for answer in comparison.answers[:_MAX_ANSWERS]
+        ],
+    )
+
+
+def show_scores(
+    split: str,
+    num_rows: int,
+    scores: Mapping[str, Mapping[str, float | None]],
+    answers: Iterable[Iterable[tuple[str, str]]],
+) -> None:
+    """Print a table with one column of figures per model, then the texts of each answered row.
+
+    Args:
+        split: the name of the split.
+        num_rows: its rows.
+        scores: figures of each model, by name; one that is None for every model is left out.
+        answers: for each row its prompt, its expected answer and the models' answers, by name.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = [
+        [_LABELS.get(name, name), *(_shown(name, figures[name]) for figures in scores.values())]
+        for name in scores["tuned"]
+        if any(figures[name] is not None for figures in scores.values())
+    ]
+    print_table(["", *scores], rows, right=scores, title=f"{split.capitalize()} split, {num_rows:,} rows")
+    for texts in answers:
+        table = Table(box=None, show_header=False, padding=(0, 1))
+        for label, text in texts:
+            table.add_row(Text(label, style="bold"), Text(visible(text)))
+        Console().print(table)
+
+
+def _shown(name: str, value: float | None) -> str:
+    if value is None:
+        return "–"
+    if name in SHARES:
+        return f"{value:.1%}"
+    return f"{value:.3f}" if name == "perplexity" else f"{value:.4f}"
