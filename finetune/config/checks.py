@@ -38,7 +38,7 @@ def build_config(
     """Set keys one after the other, check the result against the schema, and freeze it.
 
     Args:
-        settings: of two for one key the later one counts.
+        settings: the later of two for one key counts.
         problems: found while the settings were read.
         run_name: names the run's folder if no setting does.
         complete: also require a model and data, without which there is no run.
@@ -50,7 +50,7 @@ def build_config(
     tree: Tree = {}
     for setting in settings:
         _put(tree, setting, problems)
-    if complete and is_all_read:  # else what seems to be missing may stand where nothing could be read
+    if complete and is_all_read:  # otherwise a key that seems to be missing may be in a part that was not read
         problems += _missing_or_contradicting(tree)
     config = _validated(tree, run_name, problems)
     if config is None or problems:
@@ -66,7 +66,7 @@ def _as_message(problems: Sequence[str]) -> str:
 
 
 def _put(tree: Tree, setting: Setting, problems: list[str]) -> None:
-    """Set one key, over whatever stood there. What cannot be set is appended to ``problems``."""
+    """Set one key in the tree, or append to ``problems`` why it cannot be set."""
     if setting.key in WRITTEN_AS:
         setting = replace(setting, key=WRITTEN_AS[setting.key], older_key=setting.dotted)
     problem = _key_problem(setting) or _object_problem(setting) or _password_problem(setting)
@@ -87,12 +87,12 @@ def _put(tree: Tree, setting: Setting, problems: list[str]) -> None:
 
 
 def without_passwords(text: str) -> str:
-    """A text in which no address names a user, a password or a token."""
+    """Remove user names, passwords and tokens from the addresses in a text."""
     return _USER_IN_ADDRESS.sub(r"\1…@", text)
 
 
 def _validated(tree: Tree, run_name: str, problems: list[str]) -> Config | None:
-    """The frozen config, or None with one line in ``problems`` for each key that has a wrong value."""
+    """Return the frozen config, or None after adding a line to ``problems`` for each key with a wrong value."""
     values = _values(tree)
     values.setdefault("output_dir", f"runs/{run_name}")
     try:
@@ -106,7 +106,7 @@ def _validated(tree: Tree, run_name: str, problems: list[str]) -> Config | None:
 
 
 def _missing_or_contradicting(tree: Tree) -> list[str]:
-    """What concerns more than one key, and what a run cannot do without."""
+    """Check the keys that a run cannot do without, and those that contradict each other."""
     problems = []
     has_model, has_config = _value(tree, "model.path"), _value(tree, "model.config")
     if not has_model and not has_config:
@@ -135,7 +135,7 @@ def _unknown_to_allow(config: Config, tree: Tree) -> list[str]:
 
 
 def _key_problem(setting: Setting) -> str:
-    """Why there can be no value at this key, or nothing."""
+    """Say why this key cannot have a value; empty if it can."""
     dotted = setting.dotted
     if dotted in fields():
         return ""
@@ -151,22 +151,19 @@ def _key_problem(setting: Setting) -> str:
         return "" if is_empty else f"is a section with keys ({keys}, ...), got {_got(setting)}."
     group = setting.key[0]
     if group in GROUPS and not section_class(group):
-        return f"{group} is no section: a word or a run file chooses configs/{group}/NAME.yaml with it."
-    return f"there is no such key. {did_you_mean_key(dotted) or _sections()}"
-
-
-def _sections() -> str:
-    return f"There is: {', '.join(Config.model_fields)}. All keys: finetune config show."
+        return f"{group} is not a section: a word or a run file chooses configs/{group}/NAME.yaml with it."
+    there = f"There is: {', '.join(Config.model_fields)}. All keys: finetune config show."
+    return f"there is no such key. {did_you_mean_key(dotted) or there}"
 
 
 def _object_problem(setting: Setting) -> str:
-    """Names that no config may use; checked here, so that none gets any further."""
+    """Refuse names outside the allow-list before anything can import them."""
     refused = [name for name in _dotted_names(setting.value) if not is_allowed_object(name)]
     return f"{refused_object(refused[0])}. Nothing was imported." if refused else ""
 
 
 def _password_problem(setting: Setting) -> str:
-    """Nothing that is kept or shown may hold a secret, and config.yaml, run.json and log.txt hold every value."""
+    """Refuse secrets in addresses: config.yaml, run.json and log.txt hold every value."""
     if setting.dotted == "model.chat_template":
         return ""
     found = _USER_IN_ADDRESS.search(str(setting.value))
@@ -182,16 +179,13 @@ def _password_problem(setting: Setting) -> str:
 def _dotted_names(value: object) -> Iterator[DottedName]:
     if isinstance(value, DottedName):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _dotted_names(item)
-    elif isinstance(value, list):
-        for item in value:
+    elif isinstance(value, (Mapping, list)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _dotted_names(item)
 
 
 def _in_plain_words(error: ValidationError, tree: Tree) -> list[str]:
-    """One line per key; pydantic reports each member of a union by itself."""
+    """Report one line per key, though pydantic reports each member of a union."""
     lines: dict[str, str] = {}
     for detail in error.errors(include_url=False):
         parts = [str(part) for part in detail["loc"]]
@@ -214,7 +208,7 @@ def _line(setting: Setting, problem: str, dotted: str = "") -> str:
 
 
 def _got(setting: Setting) -> str:
-    """The value as its author would recognise it, short."""
+    """Show the value as it was written, shortened."""
     if isinstance(setting.value, str):
         shown = f"'{setting.value}'"
     elif setting.text:
@@ -238,7 +232,7 @@ def _leaves(tree: Tree) -> Iterator[Setting]:
 
 
 def _find(tree: Tree, dotted: str) -> Setting | None:
-    """The setting at a key, or the first one below it."""
+    """Return the setting at a key, or the first one below it."""
     node: Setting | Tree | None = tree
     for part in dotted.split("."):
         node = node.get(part) if isinstance(node, dict) else None

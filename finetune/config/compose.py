@@ -1,9 +1,9 @@
 """Compose a run's configuration from files and words, or from a dict.
 
-Lowest first: the schema's defaults; group files that the caller or the run file chooses; the run file's own keys; group
-files that words choose; single words. So a run file may choose a group and override one of its keys, while `model=phi4`
-on the command line still wins over what the run file says about the model. Where two group files set one key, the later
-of model, data, task, parallel wins. Mappings are merged key by key, `{}` empties one; lists are replaced.
+In rising order: the schema's defaults; group files that the caller or the run file chooses; the run file's own keys;
+group files that words choose; single words. So a run file may choose a group and override one of its keys, while
+`model=phi4` on the command line still wins over the model of the run file. If two group files set one key, the later of
+model, data, task, parallel wins. Mappings are merged key by key, `{}` empties one; lists are replaced.
 
 Every file is a fragment of the whole tree. A run file may also choose groups by name (`model: phi_tiny`) and then set
 single keys of that section with dots (`model.revision: main`).
@@ -36,12 +36,12 @@ def load_config(
     data: str | None = None,
     task: str | None = None,
 ) -> Config:
-    """The configuration that words ask for, as a recipe wants it: complete and checked.
+    """Compose the complete configuration of a run from words, and check it.
 
     Args:
         words: `a.b=c`, `model=`, `data=`, `task=`, `parallel=`, `run=`; usually ``sys.argv[1:]``.
-        run: a run file, by name in configs/ or by path, unless a word `run=` gives it.
-        model: the group file where neither a word nor the run file chooses one; `data` and `task` alike.
+        run: a run file, by name in configs/ or by path; a word `run=` may give it instead.
+        model: the group file to use if neither a word nor the run file chooses one; `data` and `task` alike.
         data: see `model`.
         task: see `model`.
 
@@ -62,10 +62,10 @@ def compose(
     """Merge files and words, check the whole, and remember where each value came from.
 
     Args:
-        words: what the command line says.
+        words: as for `load_config`.
         run: a run file, by name in configs/ or by path.
-        defaults: names of group files where neither a word nor the run file chooses.
-        complete: also require what a run cannot do without (a model, data). Off: to look at a part.
+        defaults: names of group files to use if neither a word nor the run file chooses one.
+        complete: also require a model and data, without which there is no run.
 
     Raises:
         ConfigError: with every problem found, one per line.
@@ -88,11 +88,12 @@ def compose(
 
 
 def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
-    """Check a dict like a run file: older keys are read, groups may be chosen by name (`model: phi_tiny`).
+    """Build a configuration from a dict, which may hold all that a run file may.
 
     Args:
-        values: sections as mappings, or dotted keys (`"optim.learning_rate": 1e-4`).
-        origin: where messages say that a value came from.
+        values: sections as mappings, or dotted keys (`"optim.learning_rate": 1e-4`). Groups may be chosen by name
+            (`model: phi_tiny`), and older keys are read.
+        origin: names the dict in messages.
 
     Raises:
         ConfigError: with every problem found, one per line.
@@ -105,7 +106,7 @@ def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
 
 @dataclass(frozen=True)
 class _Choice:
-    """A file that was chosen, and where."""
+    """The name of a chosen file, and the place of the choice."""
 
     name: str
     place: str
@@ -113,7 +114,7 @@ class _Choice:
 
 @dataclass
 class _Asked:
-    """What the command line, or a run file, says: files it chooses and keys it sets."""
+    """The files that the command line or a run file chooses, and the keys that it sets."""
 
     run: _Choice | None = None
     groups: dict[str, _Choice] = field(default_factory=dict)
@@ -131,7 +132,7 @@ def _read_words(words: Sequence[str], run: str | None, problems: list[str]) -> _
             takes = f" It takes {expected(key)}." if key in fields() else ""
             problems.append(f"{COMMAND_LINE}: {key}: has no value. Write {key}=VALUE.{takes}")
         elif key == "run" and asked.run and asked.run.name != value:
-            problems.append(f"{COMMAND_LINE}: run={value}: the run file is {asked.run.name} already. Keep one.")
+            problems.append(f"{COMMAND_LINE}: run={value}: the run file is already {asked.run.name}. Keep one.")
         elif key == "run":
             asked.run = _Choice(value, COMMAND_LINE)
         elif key in GROUPS:
@@ -150,13 +151,13 @@ def _how_to_write(word: str) -> str:
 
 
 def _read(group: str, choice: _Choice, problems: list[str]) -> list[Setting]:
-    """The settings of the file that was chosen, in our spelling."""
+    """Read the settings of a chosen file in today's spelling."""
     path = find_file(group, choice.name, choice.place, problems)
     return translate(read_file(path, shown_path(path), problems), problems) if path else []
 
 
 def _with_groups(settings: list[Setting]) -> _Asked:
-    """The settings of a run file or of a dict, without those that choose groups by name."""
+    """Separate the settings of a run file or a dict from those that choose groups by name."""
     found = _Asked()
     for setting in settings:
         name = setting.value if isinstance(setting.value, str) else setting.text

@@ -12,7 +12,7 @@ GROUPS = ("model", "data", "task", "parallel")
 """The group words, in the order in which their files are merged: a later one wins over an earlier one."""
 
 RUN_FILES = "run"
-"""What `list_configs` calls the files that lie directly in configs/."""
+"""The name in `list_configs` of the files directly in configs/."""
 
 _PATH_INSTEAD = {
     "model": "For a hub id or a folder write model.path={name}.",
@@ -21,7 +21,7 @@ _PATH_INSTEAD = {
 
 
 def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | None:
-    """The file of ``group=NAME`` or ``run=NAME``: a path that ends in .yaml or .yml, or a name in configs/<group>/."""
+    """Find the file of ``group=NAME`` or ``run=NAME``: a .yaml or .yml path, or a name in configs/<group>/."""
     word = f"{place}: {group}={name}"
     if name.endswith((".yaml", ".yml")):
         path = Path(name).expanduser()
@@ -42,7 +42,7 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
 
 
 def list_configs() -> dict[str, list[tuple[str, str]]]:
-    """For `run` and every group its names, each with the description in the file's first line."""
+    """List the names of `run` and of every group, each with the description in the file's first line."""
     return {
         group: [(name, _description(path)) for name, path in sorted(_named_files(group).items())]
         for group in (RUN_FILES, *GROUPS)
@@ -50,7 +50,7 @@ def list_configs() -> dict[str, list[tuple[str, str]]]:
 
 
 def shown_path(path: Path) -> str:
-    """A path as messages name it: relative to the current directory, `shipped configs/…`, else absolute."""
+    """Return a path as messages show it: relative to the current directory, `shipped configs/…`, or absolute."""
     path = path.absolute()
     for folder, prefix in ((Path.cwd(), ""), (shipped_folder("configs").parent, "shipped ")):
         if path.is_relative_to(folder):
@@ -68,7 +68,7 @@ def _hint(group: str, name: str) -> str:
 
 
 def _named_files(group: str) -> dict[str, Path]:
-    """Name to file; what lies in ./configs wins over what is shipped."""
+    """Map names to files; a file in ./configs wins over a shipped one."""
     below = "" if group == RUN_FILES else group
     folders = (shipped_folder("configs") / below, Path.cwd() / "configs" / below)
     return {path.stem: path for folder in folders for path in folder.glob("*.y*ml") if path.is_file()}

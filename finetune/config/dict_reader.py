@@ -1,4 +1,4 @@
-"""Read a configuration that a script writes as a dict, with Python's own values at its leaves, into settings."""
+"""Read a configuration that a script gives as a dict of Python values into settings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from finetune.config.yaml_reader import DottedName, Setting
 
 
 def read_dict(values: Mapping[str, object], origin: str, problems: list[str]) -> list[Setting]:
-    """One setting per leaf, as from a file.
+    """Return one setting per leaf, as from a file.
 
     Args:
         values: sections as mappings, or dotted keys.
-        origin: of every setting.
-        problems: receives keys that are no text, and those given twice: as a section's key and as a dotted one.
+        origin: names the dict in messages.
+        problems: receives keys that are not text, and keys given both in a section and with dots.
     """
     settings = list(_settings(values, (), origin, problems))
     counts = Counter(setting.dotted for setting in settings)
@@ -28,7 +28,7 @@ def read_dict(values: Mapping[str, object], origin: str, problems: list[str]) ->
 def _settings(
     values: Mapping[str, object], above: tuple[str, ...], origin: str, problems: list[str]
 ) -> Iterator[Setting]:
-    """One setting per leaf. As in a file, dots part the keys of the top level only."""
+    """Yield one setting per leaf. As in a file, dots separate the parts of top-level keys only."""
     for name, value in values.items():
         if not isinstance(name, str) or not name:
             problems.append(f"{origin}: {'.'.join((*above, repr(name)))}: a key must be a word")
@@ -41,7 +41,7 @@ def _settings(
 
 
 def _plain(value: object) -> object:
-    """What YAML would have read: lists, text, and the dotted name of a class."""
+    """Convert a value to the types that YAML gives: lists, text, and the dotted name of a class."""
     if isinstance(value, Mapping):
         return {str(name): _plain(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -52,7 +52,7 @@ def _plain(value: object) -> object:
 
 
 def _dotted_name(kind: type) -> DottedName:
-    """``torch.optim.AdamW`` for that class, though it is defined in a module below."""
+    """Name a class by the allowed module that exports it: ``torch.optim.AdamW``."""
     for module in ALLOWED_OBJECT_MODULES:
         if getattr(sys.modules.get(module), kind.__name__, None) is kind:  # nothing is imported for this
             return DottedName(f"{module}.{kind.__name__}")

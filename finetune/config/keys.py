@@ -1,4 +1,4 @@
-"""What dotted keys there are and what each takes, in plain words, all read from the schema."""
+"""The dotted keys of the schema, and the values that each takes in plain words."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from finetune.config.other_libraries import OUR_NAME
 from finetune.config.schema import Config, Section
 
 WRITTEN_AS = {("resume", "allow"): ("resume_allow",)}
-"""Keys that are written below one that has a value of its own: `resume=auto resume.allow=optim.learning_rate`."""
+"""Keys that are written below a key with a value of its own: `resume=auto resume.allow=optim.learning_rate`."""
 
 
 @cache
 def fields() -> dict[str, FieldInfo]:
-    """Every dotted key that takes a value, and its field: `seed`, `training.max_steps`, ..."""
+    """Map every dotted key that takes a value to its field: `seed`, `training.max_steps`, ..."""
     found: dict[str, FieldInfo] = {}
     for name, field in Config.model_fields.items():
         section = section_class(name)
@@ -32,7 +32,7 @@ def fields() -> dict[str, FieldInfo]:
 
 
 def values(config: Config, *, only_set: bool = False) -> dict[str, Any]:
-    """The value of every dotted key, in the order of the schema; or of those alone that were given one."""
+    """Map every dotted key to its value, in the order of the schema; with `only_set`, only keys that were given one."""
     found = {}
     for key in fields():
         section, _, name = key.rpartition(".")
@@ -43,19 +43,19 @@ def values(config: Config, *, only_set: bool = False) -> dict[str, Any]:
 
 
 def on_resume(dotted: str) -> OnResume:
-    """What changing a key does to a run that goes on."""
+    """Return the mark that says what changing a key does to a resumed run."""
     return next(mark for mark in fields()[dotted].metadata if isinstance(mark, OnResume))
 
 
 def section_class(name: str) -> type[Section] | None:
-    """The model of a section, or None where ``name`` is not a section."""
+    """Return the model of a section, or None if ``name`` is not a section."""
     field = Config.model_fields.get(name)
     annotation = field.annotation if field else None
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
 def takes_text(dotted: str) -> bool:
-    """Whether a key takes text and nothing but text (and null)."""
+    """Whether a key takes only text, or text and null."""
     field = fields().get(dotted)
     return field is not None and _is_text(field.annotation)
 
@@ -67,18 +67,18 @@ def takes_mapping(dotted: str) -> bool:
 
 
 def expected(dotted: str) -> str:
-    """What a key takes, in plain words: ``a whole number above 0``."""
+    """Describe the values that a key takes: ``a whole number above 0``."""
     return _in_words(_field_schema(dotted))
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """``Did you mean a?``, or nothing where nothing is close."""
+    """Return ``Did you mean a?`` with the closest choice, or nothing if none is close."""
     close = difflib.get_close_matches(name, list(choices), n=1)
     return f"Did you mean {close[0]}?" if close else ""
 
 
 def did_you_mean_key(dotted: str) -> str:
-    """The same for a dotted key, or what to do instead.
+    """Suggest a key in place of an unknown one, or say what to do instead.
 
     A key with the same last part in another section comes first, then the name's meaning in Transformers, PEFT and TRL.
     """
@@ -91,7 +91,7 @@ def did_you_mean_key(dotted: str) -> str:
 
 
 def _alternatives(annotation: object) -> tuple[object, ...]:
-    """The members of a union (``int | None`` has two), or the annotation alone."""
+    """Return the members of an optional type (``int | None`` has two), or the annotation alone."""
     return get_args(annotation) if NoneType in get_args(annotation) else (annotation,)
 
 
@@ -137,14 +137,12 @@ def _in_words(schema: Mapping[str, Any]) -> str:
 
 
 def _limits(schema: Mapping[str, Any]) -> str:
-    low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
-    high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
-    if low is not None and high is not None:
-        return f" from {low} to {high}"
-    words = [
-        f"of at least {low}" if low is not None else "",
-        f"above {above}" if above is not None else "",
-        f"of at most {high}" if high is not None else "",
-        f"below {below}" if below is not None else "",
-    ]
-    return "".join(f" {word}" for word in words if word).replace(" below", " and below")
+    if "minimum" in schema and "maximum" in schema:
+        return f" from {schema['minimum']} to {schema['maximum']}"
+    words = {
+        "minimum": "of at least",
+        "exclusiveMinimum": "above",
+        "maximum": "of at most",
+        "exclusiveMaximum": "and below",
+    }
+    return "".join(f" {word} {schema[name]}" for name, word in words.items() if name in schema)

@@ -1,7 +1,7 @@
-"""The one table that maps older keys to ours: those of earlier systems, and those that this project renamed.
+"""The table that maps older keys to ours: those of earlier systems, and those that this project renamed.
 
-It works on the settings of one file, or of the command line, before anything is merged: whatever an older key
-says, it says at its place. Types were written ``!pyobject package.Class``; none is resolved here.
+The settings of each file and of the command line are translated before they are merged, so an older key has the same
+precedence as ours. Types were written ``!pyobject package.Class``; none is resolved here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Renamed:
-    """Read as another key. What stands below the older key then stands below ours."""
+    """The older key is read as another one, with all keys below it."""
 
     key: str
     convert: Callable[[object], object] | None = None
@@ -27,16 +27,16 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Dropped:
-    """Has no counterpart and needs none."""
+    """The older key is left out: it has no counterpart and needs none."""
 
     reason: str
     if_value: Callable[[object], bool] | None = None
-    """Dropped only with such a value; with any other the key stays and is checked like a key of ours."""
+    """If given, the key is dropped only with a value that this accepts; otherwise it is checked like our own keys."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Asks for something that this toolkit does not do."""
+    """The older key asks for something that this toolkit does not do."""
 
     reason: str
 
@@ -66,7 +66,7 @@ def _is_causal_lm(value: object) -> bool:
 
 
 def _only_item(value: object) -> object:
-    """``[3]`` as 3. Longer lists stay and are refused as the wrong type: their items have no names."""
+    """Return the 3 of ``[3]``. Longer lists stay and are refused as the wrong type: their items have no names."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
@@ -84,7 +84,7 @@ RENAMED = {
     "training.dpo_beta": "preference.beta",
     "checkpoint.keep": "checkpoint.save_total_limit",
 }
-"""Keys of this project that have another name now. Runs of earlier versions are saved with the older one."""
+"""Keys of this project that were renamed. Runs of earlier versions are saved with the older names."""
 
 TABLE: dict[str, tuple[Rule, ...]] = {
     **{older: (Renamed(key),) for older, key in RENAMED.items()},
@@ -122,15 +122,15 @@ TABLE: dict[str, tuple[Rule, ...]] = {
         Refused(_NOT_CAUSAL),
     ),
 }
-"""Older key (``.*``: anything below it) to what becomes of it. The first rule that applies counts."""
+"""Older keys (``.*``: anything below) and their rules. The first rule that applies counts."""
 
 
 def translate(settings: list[Setting], problems: list[str]) -> list[Setting]:
-    """The settings of one file or of the command line in our spelling, with one warning for all renamed keys.
+    """Translate the settings of one file or of the command line, with one warning for all renamed keys.
 
     Args:
         settings: as they were written.
-        problems: receives what is refused, and keys given in both spellings.
+        problems: receives refused keys, and keys given in both spellings.
     """
     kept: list[Setting] = []
     refused: set[str] = set()
@@ -152,7 +152,7 @@ def translate(settings: list[Setting], problems: list[str]) -> list[Setting]:
 
 
 def saved_with_our_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration that an earlier version saved as sections, with today's keys."""
+    """Translate a configuration that an earlier version saved as sections."""
     found = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
     for older, key in RENAMED.items():
         (section, name), (new_section, new_name) = older.split("."), key.split(".")
@@ -164,7 +164,7 @@ def saved_with_our_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rule(setting: Setting) -> tuple[str, Rule | None]:
-    """The rule for a setting, and the older key that it is listed under, without ``.*``."""
+    """Return the older key of the rule for a setting, without ``.*``, and the rule."""
     for depth in range(len(setting.key), 0, -1):
         older = ".".join(setting.key[:depth])
         for rule in TABLE.get(older if depth == len(setting.key) else f"{older}.*", ()):
@@ -185,7 +185,7 @@ def _renamed(setting: Setting, older: str, rule: Renamed) -> Setting:
 
 
 def _with_our_names(setting: Setting) -> Setting:
-    """A setting whose value is a list of keys, or one text with commas between them."""
+    """Rename the keys that a setting has as its value: a list, or one text with commas."""
     if isinstance(setting.value, str):
         names = [name.strip() for name in setting.value.split(",")]
         return replace(setting, value=",".join(RENAMED.get(name, name) for name in names))

@@ -1,4 +1,4 @@
-"""Whether a key may change when a run goes on. The schema says it beside each key; `training.resume` applies it."""
+"""Marks that say beside each key of the schema whether it may change on resume. `training.resume` applies them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class OnResume:
-    """What a change of a key does to a run that goes on.
+    """The effect of changing a key on a resumed run.
 
     Attributes:
-        matters: when it changes what later steps compute, rounding left out of account, so that it is refused unless
-            `resume.allow` names the key: never, always, or only where an adapter is trained, where that adapter has
-            dropout, where the rows themselves are others, or where the learning rate depends on the number of steps
-            or of epochs.
-        decides: what the key decides, for messages. Empty where it never matters.
-        fits: whether a checkpoint could be loaded after the change at all.
+        matters: when the change affects what later steps compute, beyond rounding, and is refused unless
+            `resume.allow` names the key: never, always, or only if an adapter is trained, if that adapter has dropout,
+            if the rows themselves change, or if the learning rate depends on the number of steps or epochs.
+        decides: what the key decides, for messages. Empty if it never matters.
+        fits: whether a checkpoint can still be loaded after the change.
     """
 
     matters: Literal["never", "always", "adapter", "dropout", "rows", "steps", "epochs"]
@@ -30,11 +29,11 @@ Free = Annotated[T, OnResume("never")]
 """A key that may change."""
 BaseModelKey = Annotated[T, OnResume("always", "the model that is trained")]
 TokenKey = Annotated[T, OnResume("always", "which tokens the model is given")]
-# The rows themselves are compared, so that a file that was moved is no other file.
+# The rows themselves are compared, so a file may be moved.
 RowKey = Annotated[T, OnResume("rows", "the rows to train and validate on")]
 AdapterKey = Annotated[T, OnResume("adapter", "what the adapter adds to the model")]
 AdapterShape = Annotated[T, OnResume("adapter", "which weights the adapter has", fits=False)]
 UpdateKey = Annotated[T, OnResume("always", "how gradients become updates")]
 RateKey = Annotated[T, OnResume("always", "the learning rate of every step")]
-# Dropout masks belong to the micro-batches; without any, how a global batch is cut changes the rounding alone.
+# Dropout masks belong to the micro-batches; without dropout, the cut of a global batch changes only the rounding.
 CutKey = Annotated[T, OnResume("dropout", "how a global batch is cut, and with it the dropout masks")]

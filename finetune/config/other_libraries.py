@@ -1,6 +1,6 @@
-"""The names that Transformers, PEFT and TRL give to settings, and ours: facts, so that none of them is imported.
+"""The settings of Transformers, PEFT and TRL by name: each with our key, or with a sentence if we have no such key.
 
-A value is a key of ours, or a sentence where there is no such key.
+The names are written down, so that none of these libraries is imported.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ TRAINING_ARGUMENTS = {
     "fsdp_config": _SHARDING,
     "deepspeed": _SHARDING,
 }
-"""Of `transformers.TrainingArguments`."""
+"""The names of `transformers.TrainingArguments`."""
 
 LORA_CONFIG = {
     "r": "lora.r",
@@ -101,7 +101,7 @@ LORA_CONFIG = {
     "fan_in_fan_out": "Nothing to set: it follows from the model's layers.",
     "base_model_name_or_path": "model.path",
 }
-"""Of `peft.LoraConfig`."""
+"""The names of `peft.LoraConfig`."""
 
 TRL = {
     "beta": "preference.beta",
@@ -128,7 +128,7 @@ TRL = {
     "lora_r": "lora.r",
     "lora_target_modules": "lora.target_modules",
 }
-"""Of TRL's `SFTConfig`, `DPOConfig`, `ModelConfig` and `ScriptArguments`."""
+"""The names of TRL's `SFTConfig`, `DPOConfig`, `ModelConfig` and `ScriptArguments`."""
 
 EARLIER = {
     "evaluation_strategy": "validation.validate_every",
@@ -138,6 +138,6 @@ EARLIER = {
     "overwrite_output_dir": "Runs are not overwritten: choose another output_dir, or resume=auto to go on.",
     "warmup_ratio": "Set optim.warmup_steps, in optimizer steps.",
 }
-"""Of earlier versions of these libraries; newer ones no longer have them."""
+"""Names that only earlier versions of these libraries have."""
 
 OUR_NAME = {**EARLIER, **TRL, **LORA_CONFIG, **TRAINING_ARGUMENTS}

@@ -1,4 +1,4 @@
-"""Write a config as YAML, with or without where each value came from, and its schema for editors."""
+"""Write a config as YAML, with or without the origin of each value, and its schema for editors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from finetune.config.schema import Config
 from finetune.config.yaml_reader import PLAIN_VALUES, DottedName
 
 _MAX_ALIGNED = 60
-"""A longer line is followed by its comment at once; the others are not moved out for its sake."""
+"""The comments of lines up to this length are aligned; a longer line is followed by its comment at once."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that we would read as something else, besides text that PyYAML would; keeps all text on one line."""
+    """PyYAML's writer, which also quotes text that `PLAIN_VALUES` would read as another type."""
 
 
 for _tag, (_pattern, _first_characters) in PLAIN_VALUES.items():
@@ -38,19 +38,19 @@ _Dumper.add_representer(DottedName, _represent_dotted_name)
 
 
 def resolved_yaml(config: Config) -> str:
-    """Every key with its value, as a run's config.yaml. As a run file it composes to an equal config."""
+    """Write every key with its value, as in a run's config.yaml. As a run file, the text gives an equal config."""
     return "".join(f"{line}\n" for line, _ in _lines(config.model_dump()))
 
 
 def show(config: Config) -> str:
-    """The same, with a comment on each line: file and line, `command line` or `default`."""
+    """Write the same with the origin of each value: file and line, `command line` or `default`."""
     lines = list(_lines(config.model_dump()))
     column = max(len(line) for line, _ in lines if len(line) <= _MAX_ALIGNED) + 2
     return "".join(f"{line.ljust(column - 2)}  # {config.origin(key)}\n" if key else f"{line}\n" for line, key in lines)
 
 
 def json_schema() -> dict[str, Any]:
-    """A JSON Schema of config files: sections, dotted keys at the top, groups by name. Nothing is required."""
+    """Build a JSON Schema of config files: sections, dotted keys at the top, groups by name. Nothing is required."""
     schema = Config.model_json_schema()
     properties = schema["properties"]
     for dotted in fields():
@@ -66,7 +66,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _lines(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Each line of the YAML text, and the dotted key whose value it shows (none where it opens a mapping)."""
+    """Yield each line of the YAML text with the dotted key of its value (empty if it opens a mapping)."""
     for name, value in values.items():
         key = (*above, name)
         start = f"{'  ' * len(above)}{_inline(name)}:"

@@ -1,6 +1,6 @@
 """Every configuration key with its type, default and meaning. Other modules get the section they need.
 
-No torch is imported here: a config error must answer in a fraction of a second.
+No torch is imported here, so that a config error is reported in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 ALLOWED_OBJECT_MODULES = ("torch.optim", "transformers.optimization", "bitsandbytes.optim")
-"""Modules from which a dotted name in a config may be resolved. Nothing else is imported on a config's word."""
+"""The only modules that a dotted name in a config may be resolved from."""
 
 
 def is_allowed_object(name: str) -> bool:
-    """Whether a dotted name stands directly in one of `ALLOWED_OBJECT_MODULES`. Imports nothing."""
+    """Whether a dotted name is directly in one of `ALLOWED_OBJECT_MODULES`. Imports nothing."""
     module, _, attribute = name.rpartition(".")
     return module in ALLOWED_OBJECT_MODULES and attribute.isidentifier()
 
 
 def refused_object(name: str) -> str:
-    """Why a dotted name is refused, for messages."""
+    """Say why a dotted name is refused."""
     return f"{name} is not directly in a module that a config may name: {', '.join(ALLOWED_OBJECT_MODULES)}"
 
 
@@ -211,7 +211,7 @@ class DataSection(Section):
 
 
 def _check_source(source: dict[str, Any], place: str) -> None:
-    """Refuse a source of a mixture that has keys or values which a data section would refuse."""
+    """Refuse a source of a mixture with keys or values that a data section would refuse."""
     unknown = ", ".join(str(key) for key in source if key not in (*SOURCE_KEYS, "weight"))
     if unknown:
         raise ValueError(f"{place} has the key {unknown}; expected {', '.join(SOURCE_KEYS)} or weight")
@@ -244,7 +244,7 @@ class LoraSection(Section):
     dora: AdapterShape[bool] = False
     """Train a magnitude for each output besides the low-rank direction (DoRA: Liu et al., 2024, arXiv:2402.09353)."""
     init: AdapterShape[Literal["default", "pissa", "pissa_fast"]] = "default"
-    """pissa: start as largest singular values (arXiv:2404.02948); pissa_fast: as about these; default: at zero."""
+    """default: start at zero; pissa: at the largest singular values (arXiv:2404.02948); pissa_fast: at estimates."""
     start_from: Annotated[str | None, OnResume("adapter", "the adapter's first weights")] = None
     """Folder of an adapter or of a run whose adapter weights the new adapter starts with."""
     start_from_any_base: Free[bool] = False
@@ -258,11 +258,11 @@ class LoraSection(Section):
     @classmethod
     def _init_fits(cls, init: str, info: ValidationInfo) -> str:
         if init != "default" and info.data.get("dora"):
-            raise ValueError(f"{init} cannot be combined with lora.dora=true: each decides what the update starts as")
+            raise ValueError(f"{init} cannot be combined with lora.dora=true: each sets the start of the update")
         if init != "default" and info.data.get("dropout"):
             raise ValueError(
-                f"{init} needs lora.dropout=0, which is {info.data['dropout']}: it would drop what was moved out of "
-                "the base"
+                f"{init} needs lora.dropout=0, which is {info.data['dropout']}: it would drop values that were "
+                "moved out of the base"
             )
         return init
 
@@ -485,5 +485,5 @@ class Config(Section):
         return self._origins.get(key) or next(below, "default")
 
     def __eq__(self, other: object) -> bool:
-        """Equal values; where they came from does not matter."""
+        """Whether the values are equal, wherever they came from."""
         return isinstance(other, Config) and self.model_dump() == other.model_dump()

@@ -1,4 +1,4 @@
-"""Whether the trackers that a run asks for are installed, told without importing any of them."""
+"""Check that the trackers of a run are installed, without importing them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 _PACKAGES = {"mlflow": "mlflow-skinny sqlalchemy alembic"}
-"""What brings a tracker, where it is called otherwise. Of the whole mlflow only 1.x installs beside constraints.txt."""
+"""The packages of a tracker whose name is not enough: with constraints.txt, the full mlflow installs as 1.x only."""
 
 
 def refuse_missing_trackers(config: Config) -> None:
-    """Say so before anything slow begins where a tracker's package is not there. Only the main process needs it.
+    """Refuse a run whose trackers are not installed, before anything slow begins. Only the main process needs them.
 
     Raises:
-        ConfigError: names it and the command that installs it.
+        ConfigError: names the trackers and the command that installs them.
     """
     missing = [name for name in dict.fromkeys(config.training.report_to) if not is_installed(name)]
     if missing:
@@ -31,6 +31,6 @@ def refuse_missing_trackers(config: Config) -> None:
 
 
 def is_installed(name: str) -> bool:
-    """Each module is called as its tracker. A mere folder of that name, as wandb leaves one, is no package."""
+    """Whether a tracker's module is installed. A plain folder of that name, which wandb creates, does not count."""
     spec = find_spec(name)
     return spec is not None and spec.origin is not None

@@ -1,13 +1,13 @@
-"""Read YAML files and the values of words into settings: key, value, and where it was written.
+"""Read YAML files and the values of words into settings: key, value, and origin.
 
-Safe by construction: values are null, booleans, numbers, text, lists and mappings, and nothing else. The one
-tag of our own, ``!pyobject a.b.C``, reads as a `DottedName`; nothing is ever imported here.
+Values are null, booleans, numbers, text, lists and mappings only. The one tag of our own, ``!pyobject a.b.C``, reads as
+a `DottedName`; nothing is imported here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ MAX_VALUES = 20_000
 """Aliases can make a small file unfold without end; no config comes near this many values."""
 
 COMMAND_LINE = "command line"
-"""The origin of what words set."""
+"""The origin of settings from words."""
 
 _TAG = "tag:yaml.org,2002:"
 
@@ -35,14 +35,14 @@ PLAIN_VALUES = {
         ),
     )
 } | {f"{_TAG}null": (re.compile("^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])}
-"""Tag of a value to the unquoted text that means one, and the characters such text begins with.
+"""For each tag the pattern of its unquoted text, and the characters that this text may begin with.
 
 PyYAML's own table follows YAML 1.1: 1e-4 is text there, 1:30 ninety, 010 eight and 2025-01-15 a date.
 """
 
 
 class DottedName(str):
-    """The name in ``!pyobject a.b.C``. Only text: who resolves it must check the allow-list first."""
+    """The name in ``!pyobject a.b.C``, as text. Check the allow-list before resolving it."""
 
     __slots__ = ()
 
@@ -59,18 +59,18 @@ class Setting:
     origin: str
     """``configs/task/debug.yaml:4`` or ``command line``."""
     text: str | None = None
-    """The characters of an unquoted value: a key of text takes these, so that a revision 12e7 stays text."""
+    """The characters of an unquoted value. Keys that take text use them, so that a revision 12e7 stays text."""
     older_key: str | None = None
-    """The key that was written, where it was an older spelling of this one."""
+    """The key as it was written, if in an older spelling."""
 
     @property
     def dotted(self) -> str:
-        """The key as it is written in words."""
+        """The key as words have it: `training.max_steps`."""
         return ".".join(self.key)
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's parser with our own idea of what unquoted text means."""
+    """PyYAML's parser with `PLAIN_VALUES` for unquoted text."""
 
 
 _Loader.yaml_implicit_resolvers = {}
@@ -79,7 +79,7 @@ for _tag, (_pattern, _first_characters) in PLAIN_VALUES.items():
 
 
 def read_file(path: Path, shown: str, problems: list[str]) -> list[Setting]:
-    """Read one file: the settings that could be read; what is wrong with it is appended to ``problems``.
+    """Read all settings of a file that can be read.
 
     Args:
         path: the file.
@@ -91,13 +91,13 @@ def read_file(path: Path, shown: str, problems: list[str]) -> list[Setting]:
 
 
 def read_value(key: Sequence[str], text: str, problems: list[str], *, as_text: bool) -> list[Setting]:
-    """Read what stands behind the ``=`` of a word.
+    """Read the value of a word.
 
     Args:
         key: the parts of the word's dotted key.
-        text: what stands behind the ``=``.
-        problems: receives what is wrong with it.
-        as_text: the key takes text. Then what is no YAML value, such as ``*.jsonl``, is taken as it is.
+        text: all that follows the ``=``.
+        problems: receives the problems of the value.
+        as_text: the key takes text. A value that is not valid YAML, such as ``*.jsonl``, is then taken as it is.
     """
     found: list[str] = []
     settings = _Reading(COMMAND_LINE, found, at=tuple(key)).settings(text)
@@ -129,14 +129,14 @@ def _file_text(path: Path, shown: str, problems: list[str]) -> str | None:
 
 
 class _Reading:
-    """The reading of one document: its place in messages, the keys seen, the values counted."""
+    """The state of reading one document: its name in messages, the keys seen, the values counted."""
 
     def __init__(self, shown: str, problems: list[str], at: tuple[str, ...] | None = None) -> None:
         self._shown = shown
         self._problems = problems
         self._at = at  # the word's key; None for a file
         self._first_lines: dict[tuple[str, ...], int] = {}
-        self._open: set[int] = set()  # the nodes above the present one: an alias to one of them never ends
+        self._open: set[int] = set()  # the nodes around the current one: an alias to one of them never ends
         self._num_values = 0
 
     def settings(self, text: str) -> list[Setting]:
@@ -160,7 +160,7 @@ class _Reading:
         return []
 
     def _unfold(self, node: yaml.Node, key: tuple[str, ...], origin: str) -> list[Setting]:
-        """One setting per leaf below ``node``; a list is a leaf."""
+        """Return one setting per leaf below ``node``; a list is a leaf."""
         if isinstance(node, yaml.MappingNode) and node.value:
             if not self._enter(node, key):
                 return []
@@ -176,7 +176,7 @@ class _Reading:
         return [Setting(key=key, value=value, origin=origin, text=node.value if is_unquoted else None)]
 
     def _plain(self, node: yaml.Node, key: tuple[str, ...]) -> object:
-        """The value of a node as Python's own types."""
+        """Convert a node to Python's own types."""
         self._num_values += 1
         if self._num_values > MAX_VALUES:
             raise _TooManyValuesError
@@ -193,7 +193,7 @@ class _Reading:
         return value
 
     def _plain_mapping(self, node: yaml.MappingNode, key: tuple[str, ...]) -> dict[str, object]:
-        """A mapping inside a list: it has no dotted key of its own."""
+        """Convert a mapping inside a list. It has no dotted key of its own."""
         values: dict[str, object] = {}
         for key_node, value_node in node.value:
             below = self._key(key_node, key)
@@ -213,10 +213,11 @@ class _Reading:
                 return DottedName(text)
             self._problem(node, ".".join(key), f"expected !pyobject package.Name, got '{text}'")
             return None
-        try:
-            return _read_scalar(tag, text)
-        except KeyError:
+        if tag not in _READERS:
             self._refuse_tag(node, key)
+            return None
+        try:
+            return _READERS[tag](text)
         except ValueError:
             self._problem(node, ".".join(key), f"{text[:40]!r} is not a number that can be read")
         return None
@@ -232,7 +233,7 @@ class _Reading:
         return True
 
     def _key(self, node: yaml.Node, above: tuple[str, ...]) -> tuple[str, ...] | None:
-        """The whole key, or None where it cannot be one. Keys are text as written, also 0 and on."""
+        """Return the whole key, or None if the node cannot be a key. Keys are text as written, also 0 and on."""
         if not isinstance(node, yaml.ScalarNode) or not node.tag.startswith(_TAG) or not node.value:
             self._problem(node, ".".join(above), "a key must be a word")
             return None
@@ -254,7 +255,7 @@ class _Reading:
 
     def _refuse_tag(self, node: yaml.Node, key: tuple[str, ...]) -> None:
         tag = node.tag.replace(_TAG, "!!")
-        self._problem(node, ".".join(key), f"the tag {tag} is refused. A config may use !pyobject alone.")
+        self._problem(node, ".".join(key), f"the tag {tag} is refused. A config may use only !pyobject.")
 
     def _syntax_problem(self, error: yaml.MarkedYAMLError) -> None:
         mark = error.problem_mark or error.context_mark
@@ -277,19 +278,10 @@ class _TooManyValuesError(Exception):
     pass
 
 
-def _read_scalar(tag: str, text: str) -> object:
-    """A null, boolean or number.
-
-    Raises:
-        KeyError: another tag.
-        ValueError: not a number of that kind.
-    """
-    if tag == "null":
-        return None
-    if tag == "bool":
-        return text.lower() in ("yes", "true", "on")
-    if tag == "int":
-        return int(text, 0)
-    if tag == "float":
-        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    raise KeyError(tag)
+_READERS: dict[str, Callable[[str], object]] = {
+    "null": lambda _: None,
+    "bool": lambda text: text.lower() in ("yes", "true", "on"),
+    "int": lambda text: int(text, 0),
+    "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+}
+"""The reader of each plain type; those of numbers raise ValueError."""

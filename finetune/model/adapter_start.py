@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _SVD_ITERATIONS = 16
-"""Of the fast decomposition, as in the experiments of the PiSSA paper."""
+"""Iterations of the fast decomposition, as in the experiments of the PiSSA paper."""
 _MAX_SHOWN = 3
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def start_from_adapter(model: Any, section: LoraSection) -> None:
     """Read all weights of the adapter at `section.start_from` into a model's adapter.
 
     Args:
-        model: a PEFT model whose adapter was built from `section`.
+        model: a PEFT model with an adapter built from `section`.
         section: `start_from` is the folder of an adapter, or of a run with `adapter/` in it.
 
     Raises:
@@ -92,10 +92,10 @@ def start_from_adapter(model: Any, section: LoraSection) -> None:
             "the lora section it was trained with."
         )
     set_peft_model_state_dict(model, saved, adapter_name=name)
-    arrived = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    lost = [key for key, value in saved.items() if not torch.equal(arrived[key].to(value), value)]
+    loaded = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    lost = [key for key, value in saved.items() if not torch.equal(loaded[key].to(value), value)]
     if lost:
-        raise ModelError(f"lora.start_from: {len(lost)} tensors of {folder} did not arrive, the first is {lost[0]}.")
+        raise ModelError(f"lora.start_from: {len(lost)} tensors of {folder} were not loaded, the first is {lost[0]}.")
     _log.info(
         "starts from the adapter in %s: %d tensors, %s values, trained on %s",
         folder,
@@ -105,10 +105,15 @@ def start_from_adapter(model: Any, section: LoraSection) -> None:
     )
 
 
+def update_scale(r: int, alpha: float, is_root: bool) -> float:
+    """Return the factor of the update B A: alpha / r, or alpha / sqrt(r) with rsLoRA."""
+    return alpha / (math.sqrt(r) if is_root else r)
+
+
 def _principal_factors(
     weight: torch.Tensor, r: int, scaling: float, init: Literal["pissa", "pissa_fast"]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A of shape (r, in) and B of shape (out, r) with scaling * B A the best approximation of rank r."""
+    """Return A, shape (r, in), and B, shape (out, r), so that scaling * B A is the best approximation of rank r."""
     matrix = weight.detach().float()
     if init == "pissa":
         left, values, right = torch.linalg.svd(matrix, full_matrices=False)
@@ -120,12 +125,12 @@ def _principal_factors(
 
 
 def _train_first_half(parameter: torch.nn.Parameter, r: int, dim: int) -> None:
-    def without_the_frozen(gradient: torch.Tensor) -> torch.Tensor:
+    def without_frozen_half(gradient: torch.Tensor) -> torch.Tensor:
         kept = gradient.clone()
         kept.narrow(dim, r, gradient.shape[dim] - r).zero_()
         return kept
 
-    parameter.register_hook(without_the_frozen)  # type: ignore[no-untyped-call]
+    parameter.register_hook(without_frozen_half)  # type: ignore[no-untyped-call]
     parameter._frozen_from = r  # type: ignore[attr-defined]
 
 
@@ -159,18 +164,17 @@ def _same_place(one: str | None, other: str | None) -> bool:
 
 
 def _config_differences(record: Mapping[str, Any], config: Any) -> Iterator[str]:
-    """Differences that the shapes of the weights do not show."""
+    """Yield the differences that the shapes of the weights do not show."""
     if record.get("peft_type") != "LORA":
         yield f"it is of kind {record.get('peft_type')}, not LORA"
         return
-    theirs = _scale(record["r"], record["lora_alpha"], bool(record.get("use_rslora")))
-    ours = _scale(config.r, config.lora_alpha, config.use_rslora)
+    is_root = bool(record.get("use_rslora"))
+    theirs = update_scale(record["r"], record["lora_alpha"], is_root)
+    ours = update_scale(config.r, config.lora_alpha, config.use_rslora)
     if record["r"] != config.r or not math.isclose(theirs, ours):
-        said = {True: "true", False: "false"}
         yield (
-            f"it has lora.r={record['r']}, lora.alpha={record['lora_alpha']:g} and "
-            f"lora.rslora={said[bool(record.get('use_rslora'))]}, this run {config.r}, {config.lora_alpha:g} and "
-            f"{said[config.use_rslora]}"
+            f"it has lora.r={record['r']}, lora.alpha={record['lora_alpha']:g} and lora.rslora={json.dumps(is_root)}, "
+            f"this run {config.r}, {config.lora_alpha:g} and {json.dumps(config.use_rslora)}"
         )
     tokens = record.get("trainable_token_indices")
     if tokens != config.trainable_token_indices:
@@ -178,10 +182,6 @@ def _config_differences(record: Mapping[str, Any], config: Any) -> Iterator[str]
     for key in ("rank_pattern", "alpha_pattern"):
         if record.get(key):
             yield f"its {key} gives layers ranks of their own"
-
-
-def _scale(r: int, alpha: float, is_root: bool) -> float:
-    return alpha / (math.sqrt(r) if is_root else r)
 
 
 def _tensor_differences(saved: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> Iterator[str]:

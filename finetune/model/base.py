@@ -28,19 +28,18 @@ Loaded = TypeVar("Loaded")
 _log = logging.getLogger(__name__)
 
 
-def build_base_model(section: ModelSection) -> PreTrainedModel:
-    """Load the base model on the CPU, with the dtype of its weights on disk, for `Runtime.place` to move.
+def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel:
+    """Load the base model on the CPU in the dtype of its weights on disk; `Runtime.place` moves it.
 
     Random weights come from torch's global generator, which `launch` seeds: every rank builds the same model.
+
+    Args:
+        section: names the model.
+        arguments: further arguments of `from_pretrained`.
 
     Raises:
         ModelError: no such model, not a causal language model, or weights that do not belong to it.
     """
-    return load_base(section)
-
-
-def load_base(section: ModelSection, **arguments: Any) -> PreTrainedModel:
-    """Load the base model with further arguments of `from_pretrained`. Raises as `build_base_model`."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -80,10 +79,10 @@ def load_base(section: ModelSection, **arguments: Any) -> PreTrainedModel:
 
 
 def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """Load the tokenizer. Its own chat template is used if it has one, else that of the configuration.
+    """Load the tokenizer, and give it `model.chat_template` if it has no template of its own.
 
     Raises:
-        ModelError: there is none.
+        ModelError: there is no tokenizer, or the template cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -120,7 +119,11 @@ def read_model_config(section: ModelSection) -> PretrainedConfig:
         config = _or_model_error(section, lambda: AutoConfig.for_model(kind, **keys))
     else:
         where = locate_model(section)
-        _look_at_variant(section, where)
+        keys = _read_keys(section, where)
+        refuse_unsupported(keys, section.path or where)
+        copy = describe_split_copy(keys, section.path or where)
+        if copy is not None:
+            _log.warning("%s", copy)
         config = _or_model_error(
             section,
             lambda: AutoConfig.from_pretrained(
@@ -136,7 +139,7 @@ def read_model_config(section: ModelSection) -> PretrainedConfig:
 
 
 def locate_model(section: ModelSection) -> str:
-    """The hub id or the absolute path of the folder in `model.path`."""
+    """Return the hub id in `model.path`, or the absolute path of the folder."""
     if section.path is None:
         raise ModelError("model.path is not set. Choose model=phi4_mini or give model.path=HUB_ID_OR_FOLDER.")
     return locate(section.path, "model.path")
@@ -171,14 +174,14 @@ def locate(path: str, key: str) -> str:
 
 
 def count_parameters(model: Any) -> tuple[int, int]:
-    """Trainable and all parameters; tied weights count once."""
+    """Count the trainable parameters and all parameters; tied weights count once."""
     parameters = list(model.parameters())
     return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
 
 
 @contextmanager
 def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """No dropout and no gradients inside; afterwards the model is as it was."""
+    """Switch dropout and gradients off for a block, then restore the model's mode."""
     was_training = model.training
     model.eval()
     try:
@@ -194,7 +197,7 @@ def checkpoint_gradients(model: Any) -> None:
     The reentrant form leaves layers behind a frozen embedding untrained (peft#1142), so it is never used.
     """
     with warnings.catch_warnings():
-        # transformers 5.23 has a new name for this, which the older versions that we allow do not know.
+        # transformers 5.23 deprecates this name, but the older versions that we allow have no other.
         warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable", category=FutureWarning)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if hasattr(model, "peft_config"):
@@ -202,7 +205,7 @@ def checkpoint_gradients(model: Any) -> None:
 
 
 def max_context(model: Any) -> int | None:
-    """The most positions that the model computes correctly, if its configuration says so.
+    """Return the number of positions that the model computes correctly; None if its configuration has no limit.
 
     transformers 5.23 never uses the long LongRoPE factors of Phi-3.5-MoE, so it is right up to the boundary only.
     """
@@ -212,7 +215,7 @@ def max_context(model: Any) -> int | None:
 
 
 def longrope_boundary(model: Any) -> int | None:
-    """The length up to which a LongRoPE model uses its short factors; None for other models.
+    """Return the length up to which a LongRoPE model uses its short factors; None for other models.
 
     The factors of a batch depend on its longest row, so shorter rows must not be in a batch with longer ones.
     """
@@ -225,7 +228,7 @@ def longrope_boundary(model: Any) -> int | None:
 
 
 def _refuse_missing_weights(where: str, info: dict[str, Any]) -> None:
-    """Refuse what transformers would fill with random numbers and a warning."""
+    """Refuse weights that transformers would replace with random numbers and only a warning."""
     wrong = {name: sorted(info.get(f"{name}_keys", ())) for name in ("missing", "mismatched")}
     found = [f"{len(keys)} {name} ({', '.join(map(str, keys[:3]))}…)" for name, keys in wrong.items() if keys]
     if found:
@@ -237,18 +240,8 @@ def _refuse_missing_weights(where: str, info: dict[str, Any]) -> None:
         _log.warning("%s holds %d weights that its architecture does not use", where, len(info["unexpected_keys"]))
 
 
-def _look_at_variant(section: ModelSection, where: str) -> None:
-    """Refuse or explain a model by its configuration alone, before transformers reads it."""
-    keys = _read_keys(section, where)
-    name = section.path or where
-    refuse_unsupported(keys, name)
-    copy = describe_split_copy(keys, name)
-    if copy is not None:
-        _log.warning("%s", copy)
-
-
 def _read_keys(section: ModelSection, where: str) -> dict[str, Any]:
-    """The content of config.json, without a class for it."""
+    """Return the content of config.json as a dict: transformers may have no class for it."""
     from transformers import PreTrainedConfig
 
     keys, _ = _or_model_error(section, lambda: PreTrainedConfig.get_config_dict(where, revision=section.revision))
@@ -256,7 +249,7 @@ def _read_keys(section: ModelSection, where: str) -> dict[str, Any]:
 
 
 def _num_rows(section: ModelSection) -> int | None:
-    """Rows of the model's embedding, if a model is named and its configuration has the number."""
+    """Return the rows of the model's embedding; None if no model is named or its configuration lacks the number."""
     if section.config is not None:
         return section.config.get("vocab_size")
     return None if section.path is None else _read_keys(section, locate_model(section)).get("vocab_size")
@@ -273,7 +266,7 @@ def _read_template(template: str) -> str:
 
 
 def _or_model_error(section: ModelSection, load: Callable[[], Loaded], *, what: str = "model") -> Loaded:
-    """Say in one line what transformers says in many."""
+    """Call ``load`` and turn its exceptions into a ModelError of one line."""
     try:
         return load()
     except Exception as error:  # a damaged file alone raises a dozen types, from many libraries

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.model.adapter_start import start_from_adapter, start_from_principal_values
+from finetune.model.adapter_start import start_from_adapter, start_from_principal_values, update_scale
 from finetune.model.base import count_parameters
 from finetune.model.new_tokens import grow_embeddings, ids_of_new_tokens, rows_to_train, start_from_mean_row
 from finetune.model.quantized import refuse_unquantized
@@ -61,7 +60,7 @@ def add_lora(
         f"{trainable:,}",
         f"{total:,}",
         100 * trainable / total,
-        "; half of them are frozen: they take the start values out of the base" if section.init != "default" else "",
+        "; half of them are frozen: they subtract the start values from the base" if section.init != "default" else "",
     )
     return adapted
 
@@ -75,7 +74,7 @@ def attach_adapter(
         model: the base; on the meta device nothing takes memory.
         section: describes the adapter.
         targets: the layers to adapt, see `resolve_targets`.
-        ids: tokens whose rows of the embedding train too.
+        ids: tokens to train the embedding rows of.
     """
     from peft import get_peft_model
 
@@ -85,7 +84,7 @@ def attach_adapter(
 
 
 def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
-    """Put a saved adapter on its base. It can be trained on, so `Runtime.place` keeps it in fp32."""
+    """Put a saved adapter on its base. The adapter is trainable, so that `Runtime.place` keeps it in fp32."""
     from peft import PeftConfig, PeftModel
 
     refuse_foreign_adapter(base, folder)
@@ -97,7 +96,7 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def without_adapter(model: Any) -> PreTrainedModel:
-    """The base as it was before `add_lora`. It shares its weights with the model, which does not change."""
+    """Return the base as it was before `add_lora`. It shares its weights with the model, which stays as it is."""
     if not hasattr(model, "peft_config"):
         base: PreTrainedModel = model
         return base
@@ -108,13 +107,12 @@ def without_adapter(model: Any) -> PreTrainedModel:
 
 
 def _adapter_config(model: PreTrainedModel, section: LoraSection, targets: list[str], ids: list[int]) -> LoraConfig:
-    """PEFT's configuration. For PiSSA it has twice the rank and the same scale, see `start_from_principal_values`."""
+    """Build PEFT's configuration. PiSSA doubles the rank and keeps the scale, see `start_from_principal_values`."""
     from peft import LoraConfig
 
     rank, alpha, is_root = section.r, section.alpha, section.rslora
     if section.init != "default":
-        scale = alpha / (math.sqrt(rank) if is_root else rank)
-        rank, alpha, is_root = 2 * rank, 2 * rank * scale, False
+        rank, alpha, is_root = 2 * rank, 2 * rank * update_scale(rank, alpha, is_root), False
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,

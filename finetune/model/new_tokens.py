@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 def add_tokens(tokenizer: PreTrainedTokenizerBase, section: LoraSection) -> None:
     """Add the tokens of `lora.new_tokens` to the tokenizer, before any row is encoded.
 
-    They are not special tokens: a row may spell them, and an answer shows them.
+    They are not special tokens: rows may contain them as text, and decoded answers show them.
 
     Raises:
         ConfigError: one of them is a token already.
@@ -39,8 +39,8 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, section: LoraSection) -> None
     ]
     if there:
         raise ConfigError(
-            f"lora.new_tokens: {', '.join(there)} is a token of this tokenizer already (id {known[there[0]]}). "
-            "Remove it from the list; its row is the base's own."
+            f"lora.new_tokens: {', '.join(there)} is already a token of this tokenizer (id {known[there[0]]}). "
+            "Remove it from the list."
         )
     added = [AddedToken(token, special=False, normalized=False) for token in section.new_tokens]
     if added:
@@ -48,7 +48,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, section: LoraSection) -> None
 
 
 def build_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The base's tokenizer with the tokens that the run adds to it.
+    """Build the base's tokenizer with the tokens that the run adds to it.
 
     Raises:
         ModelError: there is no tokenizer.
@@ -61,7 +61,7 @@ def build_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def ids_of_new_tokens(tokenizer: PreTrainedTokenizerBase | None, section: LoraSection) -> list[int]:
-    """The ids that `add_tokens` gave, ascending; empty if the configuration adds none.
+    """Return the ids that `add_tokens` gave, ascending; empty if the configuration adds none.
 
     Raises:
         ConfigError: the recipe has not added them.
@@ -70,7 +70,7 @@ def ids_of_new_tokens(tokenizer: PreTrainedTokenizerBase | None, section: LoraSe
     missing = [token for token in section.new_tokens if token not in known]
     if missing:
         raise ConfigError(
-            f"lora.new_tokens is {', '.join(section.new_tokens)}, but this recipe adds none to its tokenizer. "
+            f"lora.new_tokens is {', '.join(section.new_tokens)}, but this recipe does not add them to its tokenizer. "
             "Use recipes/finetune_new_tokens.py, or call add_tokens(tokenizer, config.lora) before the rows are "
             "encoded and add_lora(model, config.lora, tokenizer)."
         )
@@ -101,7 +101,7 @@ def grow_embeddings(model: Any, num_rows: int) -> None:
 
 
 def rows_to_train(model: Any, ids: list[int]) -> dict[str, list[int]] | None:
-    """PEFT's `trainable_token_indices` for these tokens: of both embeddings, or of the tied one.
+    """Return PEFT's `trainable_token_indices` for these tokens: for both embeddings, or for the tied one.
 
     Raises:
         ModelError: the head has a bias, which PEFT's layer would leave out.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.errors import ConfigError
-from finetune.model.base import load_base
+from finetune.model.base import build_base_model
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -21,27 +21,24 @@ if TYPE_CHECKING:
 
 
 def refuse_where_quantizing_is_impossible(section: LoraSection, model: ModelSection, device: torch.device) -> None:
-    """Refuse at once what would fail after minutes of loading.
+    """Refuse at once a base that would fail after minutes of loading.
 
     Raises:
         ConfigError: `lora.quantize` is not set, or this device, installation or base has no 4-bit weights.
     """
     if section.quantize == "none":
         raise ConfigError("lora.quantize is none, but a quantized base was asked for. Set lora.quantize=nf4.")
-    instead = "Set lora.quantize=none, which trains the same adapter on the base in bf16 or fp32."
+    missing = None
     if device.type != "cuda":
+        missing = f"a CUDA device, and this run is on {device}"
+    elif find_spec("bitsandbytes") is None:
+        missing = "bitsandbytes, which is not installed: pip install bitsandbytes"
+    elif model.init == "random":
+        missing = "weights to quantize, but model.init=random has none on disk"
+    if missing is not None:
         raise ConfigError(
-            f"lora.quantize={section.quantize} needs a CUDA device, and this run is on {device}. {instead}"
-        )
-    if find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            f"lora.quantize={section.quantize} needs bitsandbytes, which is not installed: pip install bitsandbytes. "
-            f"{instead}"
-        )
-    if model.init == "random":
-        raise ConfigError(
-            f"lora.quantize={section.quantize} needs weights to quantize, but model.init=random has none on disk. "
-            f"{instead}"
+            f"lora.quantize={section.quantize} needs {missing}. Set lora.quantize=none, which trains the same adapter "
+            "on the base in bf16 or fp32."
         )
 
 
@@ -49,7 +46,7 @@ def build_quantized_base(model: ModelSection, section: LoraSection, device: torc
     """Load the base in 4 bits onto a CUDA device.
 
     Args:
-        model: where the base is.
+        model: names the base.
         section: `quantize` names the 4-bit type.
         device: this process's GPU.
 
@@ -67,11 +64,11 @@ def load_in_4_bits(model: ModelSection, device: torch.device) -> PreTrainedModel
     Raises:
         ModelError: no such model, not a causal language model, or weights that do not belong to it.
     """
-    return load_base(model, quantization_config=quantization(), device_map={"": device})
+    return build_base_model(model, quantization_config=quantization(), device_map={"": device})
 
 
 def quantization() -> BitsAndBytesConfig:
-    """The settings of the paper: NF4, the scales quantized too, products in bf16."""
+    """Return the settings of the paper: NF4, with quantized scales and products in bf16."""
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 def resolve_targets(model: PreTrainedModel, wish: Literal["auto"] | list[str]) -> list[str]:
-    """The names of the layers to adapt, as PEFT takes them: last components if these are exact, else full names.
+    """Return the names of the layers to adapt as PEFT takes them: last components if these are exact, else full names.
 
     Args:
         model: the base model.
@@ -33,7 +33,7 @@ def resolve_targets(model: PreTrainedModel, wish: Literal["auto"] | list[str]) -
     linear = linear_layers(model)
     if wish == "auto":
         chosen = set(linear)
-        _tell_of_experts(model)
+        _log_experts(model)
     else:
         matches = {pattern: {name for name in linear if _is_match(name, pattern)} for pattern in wish}
         useless = [pattern for pattern, names in matches.items() if not names]
@@ -54,7 +54,7 @@ def resolve_targets(model: PreTrainedModel, wish: Literal["auto"] | list[str]) -
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Full names of all linear layers except the head.
+    """Return the full names of all linear layers except the head.
 
     GPT-2's transposed layers count. A subclass of the model's own counts if it returns a product, as Falcon's does, and
     not if it returns more, as Phi-3.5-MoE's router does.
@@ -108,7 +108,7 @@ def _returns_product(layer: Any) -> bool:
         return isinstance(layer(layer.weight.new_zeros(1, layer.in_features)), torch.Tensor)
 
 
-def _tell_of_experts(model: PreTrainedModel) -> None:
+def _log_experts(model: PreTrainedModel) -> None:
     """Log that `all linear layers` leaves out the experts, whose weights are one tensor over all experts."""
     inside = [p.numel() for p in model.parameters() if p.ndim == 3]
     if inside:

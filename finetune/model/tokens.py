@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _NEW_PAD = "<|pad|>"
 _MADE_TO_PAD = frozenset({_NEW_PAD, "<pad>", "[PAD]", "<|finetune_right_pad_id|>"})
 _KEPT_FREE = re.compile(r"<\|(dummy|placeholder|reserved|unused)[\w-]*\|>")
-"""Tokens that Phi's tokenizers do not use: `<|placeholder6|>` (Phi-3), `<|dummy_85|>` (phi-4)."""
+"""Tokens that Phi's tokenizers keep in reserve: `<|placeholder6|>` (Phi-3), `<|dummy_85|>` (phi-4)."""
 _log = logging.getLogger(__name__)
 
 
@@ -27,7 +27,7 @@ def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]
 
     Args:
         model: a transformers model, or a PEFT model around one. Its configurations are changed in place.
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
 
     Returns:
         The stop ids.
@@ -56,7 +56,7 @@ def choose_pad_token(tokenizer: PreTrainedTokenizerBase, num_rows: int | None) -
     """Give the tokenizer a padding token that ends nothing, in place.
 
     Training here needs none, since padding is known by its position. But the tokenizer is saved with the model, and
-    others mask every padding id in their labels: if that is the end of turn too, a model never learns to stop.
+    other programs mask every padding id in their labels: if it is also the end of turn, a model never learns to stop.
 
     Args:
         tokenizer: with its final chat template.

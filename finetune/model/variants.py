@@ -1,7 +1,7 @@
 """Models that are known not to work, recognised by their configuration before a weight is read.
 
 For an unknown model type transformers says "unrecognized model type, set trust_remote_code", which does not help, and a
-type that it knows may still train something other than was meant. Here both are refused with a reason.
+type that it knows may still train something other than was meant. Both are refused here with a reason.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
 
 
 def describe_split_copy(config: Mapping[str, Any], name: str) -> str | None:
-    """A warning for a Phi model that was rewritten as another architecture; None for any other model."""
+    """Return a warning for a Phi model that was rewritten as another architecture; None for any other model."""
     if config.get("model_type") in ("llama", "mistral") and _PHI_BY_NAME.match(name.rstrip("/").rpartition("/")[2]):
         return (
             f"{name} is a copy of a Phi model with split layers (a {config['model_type']} model: q_proj, k_proj, "
@@ -79,7 +79,7 @@ def describe_split_copy(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def explain_missing(missing: Iterable[str], unexpected: Iterable[str]) -> str:
-    """Why weights may not fit their config.json, if their names show it; else empty."""
+    """Explain by the names of weights why they do not fit their config.json; empty if the names do not show it."""
     if _any_layer(missing, _FUSED) and _any_layer(unexpected, _SPLIT):
         return (
             " They are those of a copy with split layers (q_proj, k_proj, v_proj, gate_proj, up_proj), but its "
@@ -90,7 +90,7 @@ def explain_missing(missing: Iterable[str], unexpected: Iterable[str]) -> str:
 
 
 def explain_foreign_targets(targets: Iterable[str], there: Iterable[str]) -> str:
-    """Why an adapter has layers that the model lacks, if their names show it; else empty."""
+    """Explain by the names of layers why the model lacks an adapter's; empty if the names do not show it."""
     names, present = set(targets), set(there)
     if names & set(_SPLIT) and present & set(_FUSED):
         return " It was trained on a copy of the model with split layers: give that copy in model.path."

@@ -168,7 +168,7 @@ def test_a_folder_in_place_of_a_run_file(write: Write) -> None:
 
 
 def test_two_run_files_are_one_too_many() -> None:
-    assert "the run file is quickstart already" in one_problem("run=other", run="quickstart")
+    assert "the run file is already quickstart" in one_problem("run=other", run="quickstart")
     assert compose(["run=quickstart"], run="quickstart") == compose([], run="quickstart")
 
 
@@ -177,7 +177,7 @@ def test_a_group_file_chooses_no_other(write: Write) -> None:
     problems = problems_of("task=t")
     assert problems[0].startswith("configs/task/t.yaml:1: model: is a section with keys (model.path,")
     assert problems[0].endswith("got 'phi4'.")
-    assert problems[1].startswith("configs/task/t.yaml:2: task: task is no section")
+    assert problems[1].startswith("configs/task/t.yaml:2: task: task is not a section")
 
 
 def test_a_choice_in_a_run_file_is_named_by_its_line(write: Write) -> None:

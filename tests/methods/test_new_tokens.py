@@ -133,9 +133,9 @@ def test_an_embedding_grows_by_the_mean_row_and_never_shrinks():
 
 def test_a_token_that_is_there_already_is_refused():
     tokenizer = tiny_tokenizer()
-    with pytest.raises(ConfigError, match=r"new_tokens: <\|end\|> is a token of this tokenizer already"):
+    with pytest.raises(ConfigError, match=r"new_tokens: <\|end\|> is already a token of this tokenizer"):
         add_tokens(tokenizer, LoraSection(new_tokens=["<x>", "<|end|>"]))
-    with pytest.raises(ConfigError, match="a is a token of this tokenizer already"):
+    with pytest.raises(ConfigError, match="a is already a token of this tokenizer"):
         add_tokens(tokenizer, LoraSection(new_tokens=["a"]))
 
 
