@@ -1,6 +1,6 @@
-"""See whether a model and your data work at all: a handful of rows and steps, shapes logged, full tracebacks.
+"""Check that a model works with your data: a handful of rows and steps, with shapes logged and full tracebacks.
 
-On the GPU where there is one, else on the CPU; deterministic either way:
+Runs on the GPU if there is one, otherwise on the CPU; deterministic either way:
 
     python recipes/debug_single_gpu.py model=phi4_mini data=phi4 data.path=chats.jsonl
 """
@@ -9,7 +9,7 @@ from finetune import command, load_config, train
 
 
 def main(words: list[str]) -> None:
-    """A few steps and a look at them."""
+    """Train for a few steps."""
     config = load_config(words, task="debug")
 
     # The steps of finetune_lora.py in one call. With task=debug they log shapes, devices and first tokens.

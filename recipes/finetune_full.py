@@ -25,7 +25,7 @@ def main(words: list[str]) -> None:
         examples = load_examples(config.data)
         splits = encode_examples(examples, tokenizer, config.data, fallbacks=runtime.fallbacks)
 
-        # No adapter: what trains is the model itself, kept in fp32 whatever precision the step computes in.
+        # There is no adapter: the model itself trains, in fp32 whatever precision the step computes in.
         model = build_base_model(config.model)
 
         trainer = Trainer(runtime, config, model, tokenizer, splits)

@@ -24,9 +24,9 @@ def main(words: list[str]) -> None:
     """Train, then test."""
     config = load_config(words, task="finetune_lora")
 
-    # One world of processes, whatever started them; left again in good order, whatever happens inside.
+    # Join the processes of the launch, whatever started them, and leave in good order, whatever happens inside.
     with launch(config) as runtime:
-        # Rows become token ids and a mask of the tokens that carry loss: once per node, then from a cache.
+        # Encode the rows as token ids, with a mask of those that carry loss: once per node, then from a cache.
         tokenizer = build_tokenizer(config.model)
         examples = load_examples(config.data)
         splits = encode_examples(examples, tokenizer, config.data, fallbacks=runtime.fallbacks)

@@ -24,13 +24,13 @@ def main(words: list[str]) -> None:
     config = load_config(words, task="finetune_new_tokens")
 
     with launch(config) as runtime:
-        # Before the rows are encoded: what was several tokens in them becomes one.
+        # Add the tokens before the rows are encoded, so that each is one token there.
         tokenizer = build_tokenizer(config.model)
         add_tokens(tokenizer, config.lora)
         examples = load_examples(config.data)
         splits = encode_examples(examples, tokenizer, config.data, fallbacks=runtime.fallbacks)
 
-        # The base's own rows stay; the new ones train, in both embeddings or in the one that is both.
+        # The base's own rows stay as they are; the new ones train, in both embeddings or in the tied one.
         model = add_lora(build_base_model(config.model), config.lora, tokenizer)
 
         trainer = Trainer(runtime, config, model, tokenizer, splits)

@@ -22,7 +22,7 @@ def main(words: list[str]) -> None:
     config = load_config(words, task="finetune_qlora")
 
     with launch(config) as runtime:
-        # First of all, so that a machine which cannot do it says so before anything is read.
+        # Build the base first: a machine that cannot quantize is refused before anything is read.
         base = build_quantized_base(config.model, config.lora, runtime.device)
 
         tokenizer = build_tokenizer(config.model)

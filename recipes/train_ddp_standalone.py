@@ -17,11 +17,11 @@ from finetune.config import Config
 
 
 def main(rank: int, worldsize: int, config: Config) -> None:
-    """One process: train with the others; rank 0 tests alone."""
+    """Train in one process with the others; rank 0 tests alone."""
     port = config.parallel.master_port or "12355"
     initialize_ddp(rank=rank, worldsize=worldsize, master_addr="localhost", master_port=port)
 
-    # Tokenizer, rows and model are built in here, as the config says.
+    # Builds the tokenizer, the rows and the model as the config says.
     trainer = TrainerDDP(rank, config)
     train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
     trainer.run_training(train_loader, val_loader)
@@ -32,17 +32,17 @@ def main(rank: int, worldsize: int, config: Config) -> None:
 
 
 def run_process(rank: int, worldsize: int, config: Config) -> None:
-    """What each process starts with: a mistake in the config or the data ends it with a message, not a traceback."""
+    """Run one process: a mistake in the config or the data ends it with a message, not a traceback."""
     command(lambda _: main(rank, worldsize, config), arguments=[])
 
 
 def start(words: list[str]) -> None:
-    """Start the processes, wait for them, and end as they do."""
+    """Start the processes, wait for them, and exit with their code."""
     config = load_config(words, run="train_ddp")
     worldsize = config.parallel.num_processes or torch.cuda.device_count() or 2
     processes = spawn(run_process, args=(worldsize, config), nprocs=worldsize, join=False)  # type: ignore[no-untyped-call]
     try:
-        # Where one fails, the others get the time to notice and to write down how the run ended.
+        # If one fails, the others get time to notice and to record how the run ended.
         while not processes.join(grace_period=10):
             pass
     except ProcessExitedException as ended:

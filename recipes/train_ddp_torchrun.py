@@ -12,12 +12,12 @@ from finetune import TrainerDDP, cleanup_ddp, command, initialize_ddp, load_conf
 
 
 def main(words: list[str]) -> None:
-    """One process: train with the others; rank 0 tests alone."""
+    """Train in one process with the others; rank 0 tests alone."""
     config = load_config(words, run="train_ddp")
     rank, worldsize = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     initialize_ddp(rank=rank, worldsize=worldsize)
 
-    # Tokenizer, rows and model are built in here, as the config says.
+    # Builds the tokenizer, the rows and the model as the config says.
     trainer = TrainerDDP(rank, config)
     train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
     trainer.run_training(train_loader, val_loader)

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 
 from finetune.config.config_files import GROUPS
 from finetune.config.keys import (
-    WRITTEN_AS,
     did_you_mean_key,
     expected,
     fields,
@@ -67,8 +66,8 @@ def _as_message(problems: Sequence[str]) -> str:
 
 def _put(tree: Tree, setting: Setting, problems: list[str]) -> None:
     """Set one key in the tree, or append to ``problems`` why it cannot be set."""
-    if setting.key in WRITTEN_AS:
-        setting = replace(setting, key=WRITTEN_AS[setting.key], older_key=setting.dotted)
+    if setting.dotted == "resume.allow":  # resume has a value of its own, so nothing can be kept below it
+        setting = replace(setting, key=("resume_allow",), older_key=setting.dotted)
     problem = _key_problem(setting) or _object_problem(setting) or _password_problem(setting)
     if problem:
         problems.append(_line(setting, problem))

@@ -14,9 +14,6 @@ from finetune.config.on_resume import OnResume
 from finetune.config.other_libraries import OUR_NAME
 from finetune.config.schema import Config, Section
 
-WRITTEN_AS = {("resume", "allow"): ("resume_allow",)}
-"""Keys that are written below a key with a value of its own: `resume=auto resume.allow=optim.learning_rate`."""
-
 
 @cache
 def fields() -> dict[str, FieldInfo]:

@@ -145,7 +145,7 @@ class _Reading:
             if root is None or (self._at is None and root.tag == f"{_TAG}null"):
                 return []
             if self._at is None and not isinstance(root, yaml.MappingNode):
-                self._problem(root, "", "expected `key: value` lines")
+                self._problem(root, (), "expected `key: value` lines")
                 return []
             return self._unfold(root, self._at or (), self._origin(root))
         except yaml.MarkedYAMLError as error:
@@ -200,7 +200,7 @@ class _Reading:
             if below is None:
                 continue
             if below[-1] in values:
-                self._problem(key_node, ".".join(below), "given twice in one mapping. Keep one of the two.")
+                self._problem(key_node, below, "given twice in one mapping. Keep one of the two.")
             values[below[-1]] = self._plain(value_node, key)
         return values
 
@@ -211,7 +211,7 @@ class _Reading:
         if tag == "!pyobject":
             if all(part.isidentifier() for part in text.split(".")):
                 return DottedName(text)
-            self._problem(node, ".".join(key), f"expected !pyobject package.Name, got '{text}'")
+            self._problem(node, key, f"expected !pyobject package.Name, got '{text}'")
             return None
         if tag not in _READERS:
             self._refuse_tag(node, key)
@@ -219,7 +219,7 @@ class _Reading:
         try:
             return _READERS[tag](text)
         except ValueError:
-            self._problem(node, ".".join(key), f"{text[:40]!r} is not a number that can be read")
+            self._problem(node, key, f"{text[:40]!r} is not a number that can be read")
         return None
 
     def _enter(self, node: yaml.Node, key: tuple[str, ...]) -> bool:
@@ -227,7 +227,7 @@ class _Reading:
             self._refuse_tag(node, key)
             return False
         if id(node) in self._open:
-            self._problem(node, ".".join(key), "an alias (*name) to something that contains it never ends")
+            self._problem(node, key, "an alias (*name) to something that contains it never ends")
             return False
         self._open.add(id(node))
         return True
@@ -235,10 +235,10 @@ class _Reading:
     def _key(self, node: yaml.Node, above: tuple[str, ...]) -> tuple[str, ...] | None:
         """Return the whole key, or None if the node cannot be a key. Keys are text as written, also 0 and on."""
         if not isinstance(node, yaml.ScalarNode) or not node.tag.startswith(_TAG) or not node.value:
-            self._problem(node, ".".join(above), "a key must be a word")
+            self._problem(node, above, "a key must be a word")
             return None
         if node.value == "<<" and not node.style:
-            self._problem(node, ".".join(above), "merge keys (<<) are not read. Write the keys out.")
+            self._problem(node, above, "merge keys (<<) are not read. Write the keys out.")
             return None
         # At the top of a file `data.max_length: 512` is one key of a section, as on the command line.
         return (*above, *node.value.split(".")) if not above else (*above, node.value)
@@ -250,12 +250,12 @@ class _Reading:
             return True
         first = self._first_lines[key]
         where = "" if self._at is not None else f", first on line {first}, again on line {line}"
-        self._problem(node, ".".join(key), f"given twice{where}. Keep one of the two.")
+        self._problem(node, key, f"given twice{where}. Keep one of the two.")
         return False
 
     def _refuse_tag(self, node: yaml.Node, key: tuple[str, ...]) -> None:
         tag = node.tag.replace(_TAG, "!!")
-        self._problem(node, ".".join(key), f"the tag {tag} is refused. A config may use only !pyobject.")
+        self._problem(node, key, f"the tag {tag} is refused. A config may use only !pyobject.")
 
     def _syntax_problem(self, error: yaml.MarkedYAMLError) -> None:
         mark = error.problem_mark or error.context_mark
@@ -264,8 +264,8 @@ class _Reading:
         key = f" {'.'.join(self._at)}:" if self._at else ""
         self._problems.append(f"{self._place(line)}:{key} not valid YAML: {what}")
 
-    def _problem(self, node: yaml.Node, key: str, message: str) -> None:
-        self._problems.append(": ".join(part for part in (self._origin(node), key, message) if part))
+    def _problem(self, node: yaml.Node, key: tuple[str, ...], message: str) -> None:
+        self._problems.append(": ".join(part for part in (self._origin(node), ".".join(key), message) if part))
 
     def _origin(self, node: yaml.Node) -> str:
         return self._place(node.start_mark.line + 1)

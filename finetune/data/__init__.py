@@ -1,1 +1,1 @@
-"""From files to batches: find the rows, understand them, render and encode them once, deal them out."""
+"""Turn files into batches: find the rows, parse them, render and encode them once, and deal them to the ranks."""

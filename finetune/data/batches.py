@@ -1,8 +1,8 @@
-"""Which rows are in which step and on which rank: a function of (seed, epoch), never state.
+"""Assign rows to steps and ranks: a function of (seed, epoch), never state.
 
 The order of an epoch is a permutation of all rows. It is cut into global batches, each global batch into micro-batches
 by one rule that does not look at the world size, and the ranks are dealt whole micro-batches, about as many tokens to
-each. So a step has the same micro-batches under every world size, and resuming needs only the step's number.
+each. So a step has the same micro-batches at every world size, and resuming needs only the number of the step.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class BatchRule:
     Attributes:
         lengths: tokens of each row.
         global_batch_size: rows per optimizer step over all ranks.
-        batch_size: the most rows of a micro-batch.
-        max_tokens: the most tokens of a micro-batch, with its padding, or with shared beginnings counted once; or None.
+        batch_size: maximum number of rows in a micro-batch.
+        max_tokens: maximum number of tokens in a micro-batch, or None. Padding counts; a shared prefix counts once.
         boundary: rows up to this length are never in a micro-batch with longer ones, or None. LongRoPE models choose
             their factors for a whole batch from its longest row.
-        drop_last: leave out a last global batch that is not full.
+        drop_last: leave out the last global batch if it is not full.
         seed: the seed of the order.
-        tokens: gives the token ids of a row: rows are packed without padding, and those that begin alike are put
-            together. None: rows are padded, and those of similar length are put together.
-        share_prefixes: with `tokens`: a beginning that packed rows have in common counts once.
+        tokens: returns the token ids of a row. Rows are then packed without padding, and rows that begin alike are put
+            together. None: rows are padded, and rows of similar length are put together.
+        share_prefixes: with `tokens`: a prefix that packed rows share counts once.
     """
 
     lengths: Sequence[int]
@@ -72,7 +72,7 @@ class BatchRule:
         return torch.randperm(len(self.lengths), generator=generator).tolist()
 
     def steps_of_rank(self, epoch: int, first_step: int, rank: int, world_size: int) -> Iterator[list[MicrobatchRows]]:
-        """The micro-batches of one rank in each step of an epoch from `first_step` on; a step may have none for it."""
+        """Yield the micro-batches of one rank, perhaps none, for each step of an epoch from `first_step` on."""
         order = self.order(epoch)
         size = self.global_batch_size
         for step in range(first_step, self.steps_per_epoch):
@@ -81,7 +81,7 @@ class BatchRule:
             yield [MicrobatchRows(index, cuts[index].rows) for index in dealt]
 
     def cut(self, rows: Sequence[int]) -> list[Cut]:
-        """Cut a global batch into micro-batches, by a rule that knows nothing of ranks."""
+        """Cut a global batch into micro-batches, whatever the world size."""
         if self.tokens is None:
             return self._cut_padded(rows)
         cuts = cut_global_batch(
@@ -110,15 +110,15 @@ class BatchRule:
 
 
 class TrainLoader(DataLoader[Microbatch]):
-    """The micro-batches of this rank, a step at a time.
+    """Loads the micro-batches of this rank step by step.
 
     Args:
         examples: the training rows.
-        rule: the rule by which they become steps.
+        rule: assigns the rows to steps.
         keys: workers, pinning, prefetching.
         rank: this process.
-        world_size: the number of processes that the micro-batches are dealt to.
-        collate: puts rows together; None: with padding.
+        world_size: the number of processes that share the micro-batches.
+        collate: makes a micro-batch of rows; None: `pad`.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class TrainLoader(DataLoader[Microbatch]):
 
     def steps(self, epoch: int, first_step: int = 0) -> Iterator[list[tuple[int, Microbatch]]]:
         """Yield for each step of an epoch the (index in the global batch, micro-batch) pairs of this rank, if any."""
-        # The steps are made twice, here and for the sampler, which runs ahead of them if there are workers.
+        # The steps are computed twice, here and for the sampler, which runs ahead if there are workers.
         steps = partial(self.rule.steps_of_rank, epoch, first_step, self._rank, self._world_size)
         self._sampler.rows = lambda: (microbatch.rows for step in steps() for microbatch in step)
         loaded = iter(self)
@@ -163,7 +163,7 @@ class _EpochSampler(Sampler[list[int]]):
 
 
 class EvaluationLoader(DataLoader[Microbatch]):
-    """This rank's part of a split, each row once over all ranks. `row_batches` has the rows of each batch."""
+    """Loads this rank's part of a split, each row once over all ranks. `row_batches` has the rows of each batch."""
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ def packer(*, share_prefixes: bool) -> Collate:
 
 
 def pad(examples: Sequence[EncodedExample]) -> PaddedMicrobatch:
-    """Pad rows on the right with zeros and put them together: padding is known by its position, never by its id."""
+    """Pad rows on the right with zeros. Padding is known by its position, never by its id."""
     longest = max(len(example.input_ids) for example in examples)
     input_ids = torch.zeros(len(examples), longest, dtype=torch.int64)
     is_target = torch.zeros(len(examples), longest, dtype=torch.bool)
@@ -211,7 +211,7 @@ def pad(examples: Sequence[EncodedExample]) -> PaddedMicrobatch:
 
 
 def derived_seed(*parts: int | str) -> int:
-    """A seed made of parts, the same on every machine: 63 bits of their SHA-256."""
+    """Derive a seed from parts, the same on every machine: 63 bits of their SHA-256."""
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 

@@ -1,8 +1,8 @@
 """The cache of encoded rows: the first process of a node encodes, the others read.
 
-The name of a file is a digest of everything that its content depends on, so a file is never out of date. It is written
-under another name and renamed, so it is whole, and its own digest is checked when it is read. The processes of a
-node take turns by a file lock. This is no collective, because encoding may take longer than a collective may wait.
+The name of a file is a digest of everything that its content depends on, so a file is never out of date. Files are
+written under another name and renamed, so they are complete, and a digest of the content is checked on reading. The
+processes of a node take turns by a file lock, not by a collective, because encoding may outlast its timeout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TENSORS = tuple(name for name in EncodedRows._fields if name not in ("kind", "r
 
 
 def encoding_key(examples: Examples, tokenizer_digest: str, section: DataSection) -> str:
-    """A SHA-256 over everything that the encoded rows of a source depend on."""
+    """Compute a SHA-256 over everything that the encoded rows of a source depend on."""
     parts = {
         "version": ENCODING_VERSION,
         "libraries": [version("transformers"), version("tokenizers")],
@@ -53,13 +53,13 @@ def encoding_key(examples: Examples, tokenizer_digest: str, section: DataSection
 def load_or_encode(
     folder: Path, key: str, encode: Callable[[], EncodedRows], fallbacks: Fallbacks, what: str
 ) -> EncodedRows:
-    """Read the rows that are kept under a key, or encode them and keep them.
+    """Read the rows from the cache, or encode them and write them there.
 
     Args:
-        folder: the cache; made if missing.
+        folder: the cache; created if missing.
         key: see `encoding_key`.
         encode: makes the rows.
-        fallbacks: told when the cache cannot be written.
+        fallbacks: records that the cache cannot be written.
         what: names the rows in the log.
 
     Raises:
@@ -77,7 +77,7 @@ def load_or_encode(
         except OSError as error:
             fallbacks.take(_without_cache(folder, error))
             return encode()
-        found = _read(path, what)  # another process may have made it while we waited
+        found = _read(path, what)  # another process may have written it meanwhile
         if found is not None:
             return found
         made = encode()
@@ -97,7 +97,7 @@ def _write(path: Path, rows: EncodedRows) -> None:
 
 
 def _read(path: Path, what: str) -> EncodedRows | None:
-    """Read a file; None where there is none, or where it is damaged, which is logged."""
+    """Read a file; None if it does not exist, or is damaged, which is logged."""
     from safetensors import SafetensorError, safe_open
 
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Encode the rows of a run: render, tokenise and mark each row once, then keep what the gates let pass."""
+"""Encode the rows of a run: render, tokenise and mark each row once, then apply the gates."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from finetune.data.cache import encoding_key, load_or_encode
 from finetune.data.encoded import EncodedExamples, EncodedRows, EncodedSplits, Part, lay_end_to_end
 from finetune.data.examples import ExampleSplits
+from finetune.data.formats import BadRowError, Example
 from finetune.data.gates import name_some, pass_gates
 from finetune.data.parallel import Encoded, WorkerLostError, choose_processes, encode_in_processes
-from finetune.data.rows import BadRowError, Example, Examples, RowProblems, kind_in_words
+from finetune.data.rows import Examples, RowProblems, kind_in_words
 from finetune.data.templates import AnswerTokens, TokenisedRow, digest_tokenizer, encode_batch
 from finetune.errors import DataError
 from finetune.fallbacks import Fallback, Fallbacks
@@ -46,19 +47,17 @@ def encode_examples(
         splits: the result of `load_examples`.
         tokenizer: a fast tokenizer; its own chat template is used.
         section: `max_length`, `cache_dir`, the gates, and how the rows were chosen.
-        fallbacks: told when the cache cannot be written.
-        is_gated: False keeps all rows, also those that a run would refuse or leave out.
+        fallbacks: records that the cache cannot be written.
+        is_gated: whether the gates refuse or drop rows; False keeps all.
 
     Raises:
         DataError: a row cannot be used, a split has no row or no target token, a gate refuses the rows, or the
             tokenizer cannot encode them.
     """
-    taken = fallbacks if fallbacks is not None else Fallbacks()
-    encoder = _Encoder(tokenizer, section, taken)
-    found = {"train": splits.train, "validation": splits.validation, "test": splits.test}
+    encoder = _Encoder(tokenizer, section, Fallbacks() if fallbacks is None else fallbacks)
     parts = {
         split: [encoder.encode(part) for part in examples.parts]
-        for split, examples in found.items()
+        for split, examples in vars(splits).items()
         if examples is not None
     }
     if is_gated:
@@ -70,9 +69,9 @@ def encode_examples(
 
 
 def describe(splits: EncodedSplits) -> list[str]:
-    """Summarise each split on one line, and name the rows that teach nothing."""
+    """Summarise each split on one line, and name the rows without a target token."""
     lines = []
-    for name, examples in (("train", splits.train), ("validation", splits.validation), ("test", splits.test)):
+    for name, examples in vars(splits).items():
         lines += [f"{name}: off"] if examples is None else _describe_split(name, examples)
     return lines
 
@@ -82,9 +81,9 @@ def encode_rows(examples: Examples, tokens: AnswerTokens, section: DataSection, 
 
     Args:
         examples: all rows of a source.
-        tokens: of the tokenizer.
+        tokens: the tokenizer and its special tokens.
         section: `max_length`, `train_on`, `num_processes`.
-        fallbacks: told when the other processes were lost.
+        fallbacks: records that the other processes were lost.
 
     Raises:
         DataError: a row cannot be used, or none has a target token.
@@ -109,7 +108,7 @@ def encode_rows(examples: Examples, tokens: AnswerTokens, section: DataSection, 
 
 
 class _Encoder:
-    """One tokenizer and one cache for all sources. Splits that share a source share its encoded rows."""
+    """Encodes all sources with one tokenizer. Splits that share a source share its encoded rows."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, section: DataSection, fallbacks: Fallbacks) -> None:
         self._tokens = AnswerTokens(tokenizer)
@@ -119,25 +118,22 @@ class _Encoder:
         self._done: dict[int, EncodedExamples] = {}
 
     def encode(self, examples: Examples) -> Part:
-        """The rows that a split has from one source."""
+        """Encode the rows that a split has from one source."""
         whole = examples.whole
         if id(whole) not in self._done:
-            rows = self._load_or_encode(whole)
+            rows = load_or_encode(
+                Path(self._section.cache_dir).expanduser(),
+                encoding_key(whole, self._digest, self._section),
+                partial(encode_rows, whole, self._tokens, self._section, self._fallbacks),
+                self._fallbacks,
+                whole.label,
+            )
             end_id = self._tokens.end_id_of(rows.kind)
             self._done[id(whole)] = EncodedExamples(rows, end_id, whole.source.place)
         encoded = self._done[id(whole)]
         if examples.choose is not None:
             encoded = encoded.select(examples.choose(len(encoded)))
         return Part(encoded, examples.label, examples.weight)
-
-    def _load_or_encode(self, whole: Examples) -> EncodedRows:
-        return load_or_encode(
-            Path(self._section.cache_dir).expanduser(),
-            encoding_key(whole, self._digest, self._section),
-            partial(encode_rows, whole, self._tokens, self._section, self._fallbacks),
-            self._fallbacks,
-            whole.label,
-        )
 
 
 def _batches(rows: list[Example]) -> Iterator[list[Example]]:
@@ -160,7 +156,7 @@ def _collect(examples: Examples, batches: Iterable[Encoded], max_length: int) ->
 
 
 def _good_rows(batches: Iterable[Encoded], problems: RowProblems) -> Iterator[tuple[int, TokenisedRow]]:
-    """The rows that could be encoded, with their numbers; the others are noted."""
+    """Yield the rows that could be encoded, with their numbers, and note the problems of the others."""
     for batch, encoded in batches:
         for example, row in zip(batch, encoded, strict=True):
             if isinstance(row, BadRowError):
@@ -170,7 +166,7 @@ def _good_rows(batches: Iterable[Encoded], problems: RowProblems) -> Iterator[tu
 
 
 def _mix(split: str, parts: Sequence[Part], seed: int) -> EncodedExamples:
-    """Join the rows of a split, those of each source as often as its weight says."""
+    """Join the sources of a split, the rows of each as often as its weight says."""
     chosen = []
     for part in parts:
         rows = part.epoch(seed)
@@ -187,7 +183,7 @@ def _describe_split(name: str, examples: EncodedExamples) -> list[str]:
     lines = [
         f"{name}: {len(examples):,} rows of {kind_in_words(examples.kind)}, "
         f"{int(examples.lengths.sum()):,} tokens, {int(examples.num_targets.sum()):,} target tokens, "
-        f"longest row {int(examples.lengths.max()):,} tokens, {examples.num_truncated:,} rows truncated"
+        f"longest row {int(examples.lengths.max()):,} tokens, {int(examples.is_truncated.sum()):,} rows truncated"
     ]
     empty = (examples.num_targets == 0).nonzero()[:, 0].tolist()
     if empty:

@@ -35,11 +35,11 @@ class EncodedRows(NamedTuple):
     kind: str = "text"
     """The kind of row: messages, prompt_completion, text, or several."""
     read_as: str = ""
-    """How the rows were read, in words: format and columns."""
+    """The format and the columns that the rows were read from, in words."""
 
 
 def lay_end_to_end(rows: Iterable[tuple[int, TokenisedRow]], *, max_length: int, kind: str) -> EncodedRows:
-    """Put tokenised rows, each with its number in the source, into flat tensors; cut each at `max_length` tokens."""
+    """Put tokenised rows with their numbers in the source into flat tensors; cut each at `max_length` tokens."""
     token_ids, is_target = array("i"), bytearray()
     offsets, numbers, full_lengths = array("q", [0]), array("q"), array("q")
     for number, row in rows:
@@ -59,7 +59,7 @@ def lay_end_to_end(rows: Iterable[tuple[int, TokenisedRow]], *, max_length: int,
 
 
 def digest_tensors(tensors: Iterable[torch.Tensor]) -> str:
-    """A SHA-256 over types, shapes and values."""
+    """Compute a SHA-256 over types, shapes and values."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -108,7 +108,7 @@ class EncodedExamples(Dataset[EncodedExample]):
 
     @classmethod
     def joined(cls, parts: Sequence[EncodedExamples]) -> EncodedExamples:
-        """The rows of several sources, one source after the other."""
+        """Join the rows of several sources, one source after the other."""
         if len(parts) == 1:
             return parts[0]
         starts = [0]
@@ -128,13 +128,13 @@ class EncodedExamples(Dataset[EncodedExample]):
         return cls(rows, talking[0].end_id, partial(_name_joined_row, [part._name_row for part in parts], starts))
 
     def select(self, indices: Sequence[int]) -> EncodedExamples:
-        """Some of the rows, or rows more than once, in the order asked for."""
+        """Return the rows at these indices, in their order; a row may come more than once."""
         if list(indices) == list(range(len(self))):
             return self
         chosen = torch.tensor(indices, dtype=torch.int64)
         lengths = self.lengths[chosen]
         offsets = _offsets(lengths)
-        # The index of each chosen token in the old tensor: its index in the new one, moved by as much as its row was.
+        # The index of each chosen token in the old tensor is its index in the new one plus the shift of its row.
         moved = (self.rows.offsets[:-1][chosen] - offsets[:-1]).repeat_interleave(lengths)
         tokens = torch.arange(int(offsets[-1])) + moved
         rows = self.rows._replace(
@@ -156,14 +156,14 @@ class EncodedExamples(Dataset[EncodedExample]):
         return EncodedExample(self.rows.token_ids[start:end].long(), self.rows.is_target[start:end])
 
     def tokens(self, index: int) -> Tokens:
-        """The token ids of a row, shape (time,), without a copy."""
+        """Return the token ids of a row, shape (time,), without a copy."""
         start, end = self.rows.offsets[index], self.rows.offsets[index + 1]
         ids: Tokens = self.rows.token_ids[start:end].numpy()
         return ids
 
     @property
     def sides(self) -> tuple[EncodedExamples, ...]:
-        """Itself: a pair of answers has two sides, other rows have one."""
+        """The rows themselves: only pairs of answers have two sides."""
         return (self,)
 
     @cached_property
@@ -178,13 +178,8 @@ class EncodedExamples(Dataset[EncodedExample]):
 
     @cached_property
     def is_truncated(self) -> torch.Tensor:
-        """Which rows were cut at data.max_length, bool, shape (rows,)."""
+        """Whether each row was cut at data.max_length, bool, shape (rows,)."""
         return self.rows.full_lengths > self.lengths
-
-    @property
-    def num_truncated(self) -> int:
-        """How many rows were cut at data.max_length."""
-        return int(self.is_truncated.sum())
 
     @property
     def kind(self) -> str:
@@ -193,15 +188,15 @@ class EncodedExamples(Dataset[EncodedExample]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A SHA-256 over the tokens and targets of all rows, wherever they were read."""
+        """A SHA-256 over the tokens and targets of all rows, whatever file they come from."""
         return digest_tensors([self.rows.token_ids, self.rows.is_target, self.rows.offsets])
 
     def source(self, index: int) -> str:
-        """The file and line, or the row, that a row was read from: `orders/train.jsonl:17`."""
+        """Name the origin of a row: `orders/train.jsonl:17`."""
         return self._name_row(int(self.rows.numbers[index]))
 
     def prompt_and_answer(self, index: int) -> PromptAndAnswer:
-        """A row's last answer and everything before it, for generation.
+        """Split a row into its last answer and everything before it, for generation.
 
         Raises:
             DataError: the row has no target token.
@@ -226,17 +221,17 @@ class Part:
     weight: float = 1.0
 
     def epoch(self, seed: int) -> list[int]:
-        """The rows of an epoch: each as often as the weight's whole part, and a share of them once more.
+        """Return the rows of an epoch: each as often as the weight's integer part, and a share of them once more.
 
         Raises:
-            DataError: the weight takes no row.
+            DataError: the weight selects no row.
         """
         num_rows = len(self.examples)
         times, more = divmod(int(self.weight * num_rows + 0.5), num_rows)
         if not times and not more:
             raise DataError(
-                f"{self.label}: a weight of {self.weight:g} takes none of its {num_rows:,} rows. Raise the weight, or "
-                "leave the source out of data.mixture."
+                f"{self.label}: a weight of {self.weight:g} selects none of its {num_rows:,} rows. Raise the weight, "
+                "or leave the source out of data.mixture."
             )
         return sorted([*range(num_rows)] * times + shuffled(num_rows, seed)[:more])
 
@@ -255,11 +250,11 @@ def _as_tensor(values: array[int] | bytearray, dtype: torch.dtype) -> torch.Tens
 
 
 def _offsets(counts: torch.Tensor) -> torch.Tensor:
-    """The sum of all counts before each, and of all: int64, shape (counts + 1,)."""
+    """Return the sums of the counts before each, and of all: int64, shape (counts + 1,)."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
 
 
 def _name_joined_row(names: Sequence[Callable[[int], str]], starts: Sequence[int], number: int) -> str:
-    """Name a row of several sources, whose numbers follow each other from `starts`."""
+    """Name a row of joined sources; the numbers of each source begin at its start."""
     part = bisect_right(starts, number) - 1
     return names[part](number - starts[part])

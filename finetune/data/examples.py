@@ -22,7 +22,7 @@ from finetune.shipped_files import resolve_shipped
 _log = logging.getLogger(__name__)
 
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
-"""The splits of a run, and their usual names, which `data.train` and the like override."""
+"""The splits of a run and their usual names. `data.train`, `data.validation` and `data.test` override them."""
 
 _ONE_FILE = "one file"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -39,7 +39,7 @@ class ExampleSplits:
 
 @dataclass(frozen=True)
 class _Splits:
-    """The splits at `data.path`: their names, and how to open one."""
+    """The splits at `data.path`: their names, and a function that opens one."""
 
     what: str
     label: str
@@ -61,12 +61,11 @@ def load_examples(section: DataSection) -> ExampleSplits:
     """
     if section.mixture:
         return _load_mixture(section)
-    found = _load_source(section)
-    return ExampleSplits(found["train"], found.get("validation"), found.get("test"))
+    return ExampleSplits(**_load_source(section))
 
 
 def _load_mixture(section: DataSection) -> ExampleSplits:
-    """Load each source by itself; a file to validate or test on is named for all of them and read once."""
+    """Load each source. A file in `data.validation` or `data.test` belongs to all of them and is read once."""
     if section.path is not None:
         raise ConfigError(f"data.path is {section.path} and data.mixture is set: both name the data. Keep one of them.")
     parts: dict[str, list[Examples]] = {split: [] for split in SPLIT_NAMES}
@@ -83,7 +82,7 @@ def _load_mixture(section: DataSection) -> ExampleSplits:
         of_source["train"].weight = weight
         for split, examples in of_source.items():
             parts[split].append(examples)
-    return ExampleSplits(*(JoinedExamples(of_split) if of_split else None for of_split in parts.values()))  # type: ignore[arg-type]
+    return ExampleSplits(**{split: JoinedExamples(of_split) for split, of_split in parts.items() if of_split})
 
 
 def _load_source(section: DataSection, without: Collection[str] = ()) -> dict[str, Examples]:
@@ -112,7 +111,7 @@ def _as_examples(source: RowSource, section: DataSection) -> Examples:
 
 
 def _share_of(split: str, text: str | None, at_path: _Splits | None) -> Share | None:
-    """The share of the training rows that `text` asks for; None if it names a split or a file."""
+    """Read the share of the training rows in `text`; None if it names a split or a file."""
     if split == "train" or text is None or (at_path is not None and at_path.has(text)) or Path(text).is_file():
         return None
     return read_share(text, split)
@@ -127,7 +126,7 @@ def _put_aside(found: dict[str, Examples], shares: dict[str, Share], seed: int) 
 
 def _why_off(split: str, at_path: _Splits | None) -> str:
     if at_path is None or at_path.what == _ONE_FILE:
-        return f"one file was given and all of it is training data; data.{split} can name another, or a share (0.05)"
+        return f"the data is one file, which is all for training; data.{split} can name another file or a share (0.05)"
     return f"{at_path.label} has no split named {' or '.join(SPLIT_NAMES[split])}; data.{split} can name one"
 
 
@@ -171,7 +170,7 @@ def _find_splits(section: DataSection) -> _Splits | None:
         names = hub_splits(section, str(path))
         return _Splits("a folder", label, names, lambda split: open_stream(section, str(path), split))
     if section.stream and path.exists():
-        _log.info("data.stream changes nothing for %s, which is read where it is", section.path)
+        _log.info("data.stream has no effect on %s, which is read in place", section.path)
     if path.is_file():
         source = _file_rows(path, section.path)
         return _Splits(_ONE_FILE, section.path, ["train"], lambda _: source)
@@ -196,7 +195,7 @@ def _split_folder(folder: Path, label: str) -> _Splits:
         if path.suffix not in SUFFIXES or not path.is_file():
             continue
         if path.stem in files:
-            raise DataError(f"{label} has both {files[path.stem].name} and {path.name}: which is meant? Remove one.")
+            raise DataError(f"{label} has both {files[path.stem].name} and {path.name}. Remove one of them.")
         files[path.stem] = path
     if not files:
         expected = " or ".join(f"train{suffix}" for suffix in SUFFIXES)
@@ -228,6 +227,5 @@ def _saved_datasets(folder: Path, label: str) -> _Splits:
 def _hub_dataset(section: DataSection, hub_id: str) -> _Splits:
     _log.info("data.path %s is not a file or folder here; asking the hub for it", hub_id)
     names = hub_splits(section, hub_id)
-    if section.stream:
-        return _Splits("a hub data set", hub_id, names, lambda split: open_stream(section, hub_id, split))
-    return _Splits("a hub data set", hub_id, names, lambda split: open_whole(section, hub_id, split), has_slices=True)
+    open_split = open_stream if section.stream else open_whole
+    return _Splits("a hub data set", hub_id, names, partial(open_split, section, hub_id), has_slices=not section.stream)

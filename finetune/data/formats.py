@@ -1,8 +1,8 @@
-"""The formats of rows: how each is recognised by its columns and becomes turns, prompt and completion, or text.
+"""The formats of rows: recognise each by its columns, and parse it into turns, prompt and completion, or text.
 
-Columns and roles have the names that are in use: `messages` with role and
-content, and `prompt` with `completion` (TRL's dataset formats); `conversations` with from and value (ShareGPT, as
-FastChat and LLaMA-Factory read it); `instruction`, `input`, `output` (Stanford Alpaca).
+Columns and roles have their usual names: `messages` with role and content, and `prompt` with `completion` (TRL's
+dataset formats); `conversations` with from and value (ShareGPT, as FastChat and LLaMA-Factory read it); `instruction`,
+`input`, `output` (Stanford Alpaca).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LONGEST_QUOTE = 60
 
 
 class BadRowError(ValueError):
-    """One row cannot be used. Never leaves this package: `RowProblems` gathers them into one DataError."""
+    """One row cannot be used. `RowProblems` collects these errors into one DataError."""
 
 
 class Example(NamedTuple):
@@ -28,18 +28,18 @@ class Example(NamedTuple):
     kind: Kind
     messages: tuple[dict[str, str], ...] = ()
     num_given: int = 0
-    """Turns at the beginning that are given: answers among them carry no loss."""
+    """The number of turns at the beginning that belong to the prompt: answers among them carry no loss."""
     prompt: str = ""
     completion: str = ""
     text: str = ""
     source: str = ""
-    """The file and line, or the row, that it was read from: `orders/train.jsonl:17`."""
+    """The origin of the row: `orders/train.jsonl:17`."""
     number: int = 0
     """The line or row in the source."""
 
     @property
     def contents(self) -> tuple[str, ...]:
-        """Every text a person or a model wrote in this row."""
+        """All texts of this row, without the roles."""
         if self.kind == "messages":
             return tuple(text for turn in self.messages for key, text in turn.items() if key != "role")
         return (self.prompt, self.completion) if self.kind == "prompt_completion" else (self.text,)
@@ -53,7 +53,7 @@ class Format:
         name: the value of `data.format` that chooses it.
         needs: columns that a row must have.
         may_have: columns that are read if a row has them.
-        parse: makes an example of these columns; raises BadRowError.
+        parse: makes an example from these columns; raises BadRowError.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Format:
 
 
 class _TurnKeys(NamedTuple):
-    """How a turn is written: the key of its role, the key of its text, and our role for each of theirs."""
+    """The keys of a turn's role and text, and our role for each of theirs."""
 
     role: str
     content: str
@@ -82,15 +82,15 @@ _FROM_AND_VALUE = _TurnKeys(
 
 
 def parse_row(row: object, known: Format, columns: Mapping[str, str]) -> Example:
-    """Make an example of a row.
+    """Make an example from a row.
 
     Args:
         row: the row as it was read.
         known: its format.
-        columns: our names of columns to theirs, where they differ.
+        columns: our names of columns to theirs, if they differ.
 
     Raises:
-        BadRowError: it cannot be used.
+        BadRowError: the row cannot be used.
     """
     if not isinstance(row, Mapping):
         needed = " and ".join(columns.get(name, name) for name in known.needs)
@@ -104,7 +104,7 @@ def parse_row(row: object, known: Format, columns: Mapping[str, str]) -> Example
 
 
 def detect_format(row: Mapping[str, Any], columns: Mapping[str, str]) -> Format | None:
-    """The first format whose required columns a row has, or None."""
+    """Return the first format whose required columns a row has, or None."""
     for known in FORMATS.values():
         if all(columns.get(name, name) in row for name in known.needs):
             return known
@@ -112,7 +112,7 @@ def detect_format(row: Mapping[str, Any], columns: Mapping[str, str]) -> Format 
 
 
 def quote(value: object) -> str:
-    """A value as errors show it: on one line, and shortened."""
+    """Format a value for an error: on one line, and shortened."""
     text = repr(value)
     return text if len(text) <= _LONGEST_QUOTE else text[: _LONGEST_QUOTE - 1] + "…"
 
@@ -165,7 +165,7 @@ FORMATS = {
         Format("text", ("text",), (), _parse_plain_text),
     )
 }
-"""Every format by its name, in the order in which they are tried."""
+"""The formats by name, in the order in which they are tried."""
 
 
 def parse_text(value: object, where: str) -> str:
@@ -221,7 +221,7 @@ def _tools_as_text(tools: object) -> str | None:
         try:
             tools = json.dumps(_without_nulls(tools), ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise BadRowError(f"tools is {quote(tools)}, which JSON cannot say: {error}") from None
+            raise BadRowError(f"tools is {quote(tools)}, which JSON cannot represent: {error}") from None
     if tools is None or tools == [] or (isinstance(tools, str) and tools.strip() in ("", "[]")):
         return None
     if not isinstance(tools, str):
@@ -230,7 +230,7 @@ def _tools_as_text(tools: object) -> str | None:
 
 
 def _without_nulls(value: object) -> object:
-    """A table has every key in every object, with null for those that are absent."""
+    """Remove the nulls that a table has for absent keys."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -254,7 +254,7 @@ def _parse_turns(value: object, column: str) -> tuple[dict[str, str], ...]:
 
 
 def _list_in_cell(value: object) -> object:
-    """Read JSON in a cell of a CSV file. A cell with anything else stays text, and is refused later."""
+    """Parse JSON in a cell of a CSV file. Other text stays as it is, and is refused later."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             return json.loads(value)

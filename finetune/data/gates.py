@@ -1,7 +1,7 @@
-"""Gates look through encoded rows before step 1: each says what it found, where, and what to do.
+"""Gates check encoded rows before step 1: each reports the rows that it finds, their origin, and what to do.
 
-A gate refuses rows from which training would learn or measure something other than was meant, and warns if the user may
-have meant it. `data.on_…` sets each; see docs/data.md. Templates need no generation markers, so no gate looks for them.
+A gate refuses rows that would make training learn or measure something unintended, and warns about rows that the user
+may intend. `data.on_…` sets each; see docs/data.md. Templates need no generation markers, so no gate looks for them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class RowGate:
 
     Attributes:
         key: the key of the data section that sets it.
-        find: finds the rows of a part, bool, shape (rows,), given the beginning-of-sequence token, if any.
-        what: what is wrong with them; follows `3 of 1,000 rows`.
+        find: marks the rows to report, bool, shape (rows,), given a part and the beginning-of-sequence token, if any.
+        what: the problem of these rows; follows `3 of 1,000 rows`.
         so: the consequence.
-        advice: what to do, besides setting the key.
+        advice: the remedy, besides setting the key.
     """
 
     key: str
@@ -46,14 +46,14 @@ class RowGate:
 
 
 def is_answer_truncated(examples: EncodedExamples) -> torch.Tensor:
-    """Which rows end within an answer, before its end of turn: bool, shape (rows,). Plain text has no answers."""
+    """Mark the rows cut within an answer, before its end of turn: bool, shape (rows,). Plain text has no answers."""
     last = examples.rows.offsets[1:] - 1
     is_open = examples.rows.is_target[last] & (examples.rows.token_ids[last] != examples.end_id)
     return is_open & examples.is_truncated & (examples.kind != "text")
 
 
 def is_bos_doubled(examples: EncodedExamples, bos_id: int | None) -> torch.Tensor:
-    """Which rows begin with the beginning-of-sequence token twice: bool, shape (rows,)."""
+    """Mark the rows that begin with the beginning-of-sequence token twice: bool, shape (rows,)."""
     ids, first = examples.rows.token_ids, examples.rows.offsets[:-1]
     second = (first + 1).clamp(max=len(ids) - 1)
     return (ids[first] == bos_id) & (ids[second] == bos_id) & (examples.lengths > 1)
@@ -71,7 +71,7 @@ ROW_GATES = (
         "on_no_target",
         lambda examples, _: examples.num_targets == 0,
         "have no token that carries loss within data.max_length={max_length}",
-        "nothing can be learnt from them or measured on them",
+        "they can neither be learned from nor measured on",
         "Raise data.max_length (the longest has {longest:,} tokens)",
     ),
     RowGate(
@@ -83,17 +83,17 @@ ROW_GATES = (
     ),
     RowGate(
         "on_doubled_bos",
-        lambda examples, bos_id: is_bos_doubled(examples, bos_id),
+        is_bos_doubled,
         "begin with the beginning-of-sequence token twice",
         "at generation the model sees it once",
         "Remove it from the rows or from the chat template (model.chat_template)",
     ),
 )
-"""The gates that look at one row, in the order in which they are asked."""
+"""The gates that look at one row at a time, in the order in which they run."""
 
 
 def pass_gates(parts: Mapping[str, Sequence[Part]], section: DataSection, bos_id: int | None) -> dict[str, list[Part]]:
-    """Take out the rows that a gate drops, and refuse those that it refuses.
+    """Run the gates: drop rows, warn about rows, or refuse them, as the section says.
 
     Args:
         parts: the parts of each split, each row once.
@@ -107,7 +107,7 @@ def pass_gates(parts: Mapping[str, Sequence[Part]], section: DataSection, bos_id
     passed = {split: list(of_split) for split, of_split in parts.items()}
     for gate in ROW_GATES:
         for split in passed:
-            passed[split] = _ask(gate, split, passed[split], section, bos_id, refused)
+            passed[split] = _apply(gate, split, passed[split], section, bos_id, refused)
     _check_overlap(passed, section, refused)
     _check_end_of_turn(passed.get("train", []), section, refused)
     if len(refused) > 1:
@@ -123,10 +123,10 @@ def name_some(places: Iterable[str]) -> str:
     return ", ".join(first[:_MAX_NAMED]) + (" and others" if len(first) > _MAX_NAMED else "")
 
 
-def _ask(
+def _apply(
     gate: RowGate, split: str, parts: list[Part], section: DataSection, bos_id: int | None, refused: list[str]
 ) -> list[Part]:
-    """Put one split through one gate. Returns its parts, without the rows that are dropped."""
+    """Apply a gate to a split. Returns its parts without the rows that are dropped."""
     action = getattr(section, gate.key)
     masks = [gate.find(part.examples, bos_id) for part in parts]
     found = [(part.examples, row) for part, mask in zip(parts, masks, strict=True) for row in _rows(mask)]
@@ -149,7 +149,7 @@ def _ask(
 
 
 def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: list[str]) -> None:
-    """Look for rows to measure on that are training rows too: the same tokens, whatever file they are in."""
+    """Look for validation and test rows with the same tokens as a training row, whatever file they are in."""
     train = parts.get("train", [])
     for split in ("validation", "test"):
         found = _equal_rows(train, parts.get(split, []))
@@ -164,7 +164,7 @@ def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: 
             keep = [torch.tensor([tokens not in doomed for tokens in _all_tokens(part.examples)]) for part in train]
             parts["train"] = train = _without(train, keep, "train", "on_overlap")
             continue
-        message = f"{what}: measuring on them says nothing about new rows. Remove them from one of the two"
+        message = f"{what}: results on them say nothing about new rows. Remove them from one of the two"
         if section.on_overlap == "warn":
             _log.warning("%s, or set data.on_overlap=drop to take them out of training.", message)
         else:
@@ -174,7 +174,7 @@ def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: 
 
 
 def _check_end_of_turn(train: Sequence[Part], section: DataSection, refused: list[str]) -> None:
-    """Check that at least one training row teaches the model to stop; in plain text, that one row ends uncut."""
+    """Check that at least one training row teaches the model to stop; for plain text, that one row is not cut."""
     talking = [part for part in train if part.examples.kind != "text"]
     asked = talking or list(train)
     if not asked or any(_teaches_end(part.examples) for part in asked):
@@ -220,7 +220,7 @@ def _all_tokens(examples: EncodedExamples) -> Iterator[bytes]:
 
 
 def _without(parts: Sequence[Part], keep: Sequence[torch.Tensor], split: str, key: str) -> list[Part]:
-    """Keep some rows of each part, and no part without rows.
+    """Keep the marked rows of each part, and drop parts without rows.
 
     Raises:
         DataError: no row is left.

@@ -1,4 +1,4 @@
-"""Data sets on the hub, downloaded as a whole, or read as a stream whose first rows are kept."""
+"""Read data sets on the hub: download them, or stream their first rows and keep these."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Answer = TypeVar("_Answer")
 
 
 def hub_splits(section: DataSection, hub_id: str) -> list[str]:
-    """The names of a data set's splits.
+    """Return the names of a data set's splits.
 
     Raises:
         DataError: the hub does not answer, does not have it, or has it in a form that cannot be read.
@@ -37,7 +37,7 @@ def hub_splits(section: DataSection, hub_id: str) -> list[str]:
 
 
 def open_whole(section: DataSection, hub_id: str, split: str) -> RowSource:
-    """A split of a data set on the hub, downloaded. Raises as `hub_splits`."""
+    """Download a split of a data set. Raises the errors of `hub_splits`."""
     import datasets
 
     name, revision = section.name, section.revision
@@ -47,13 +47,13 @@ def open_whole(section: DataSection, hub_id: str, split: str) -> RowSource:
 
 
 def open_stream(section: DataSection, path: str, split: str) -> RowSource:
-    """Read the first `data.max_rows` rows of a split as a stream, once, and keep them in `data.cache_dir`.
+    """Stream the first `data.max_rows` rows of a split once, and keep them in `data.cache_dir`.
 
     The kept rows are used again for the same data set, revision, split and number of rows. A local folder whose files
     have changed counts as another data set. A hub data set without `data.revision` may change unnoticed.
 
     Args:
-        section: what to read.
+        section: the configuration, the revision and the number of rows.
         path: a hub id, or a local folder that `datasets` can read.
         split: one of its splits.
 
@@ -66,7 +66,7 @@ def open_stream(section: DataSection, path: str, split: str) -> RowSource:
         folder.mkdir(parents=True, exist_ok=True)
         with file_lock(file.with_suffix(".lock"), waiting_for=f"the stream of {path} {split}"):
             if file.exists():
-                again = "" if section.revision or Path(path).exists() else "; remove it to read what the hub has now"
+                again = "" if section.revision or Path(path).exists() else "; remove it to read the hub again"
                 _log.info("%s %s: read as a stream before, kept in %s%s", path, split, file, again)
             else:
                 replace_file(file, _read_stream(section, path, split))
@@ -79,7 +79,7 @@ def open_stream(section: DataSection, path: str, split: str) -> RowSource:
 
 
 def ask_hub(hub_id: str, question: Callable[[], _Answer]) -> _Answer:
-    """Call the hub's client, and say in one sentence what went wrong.
+    """Call the hub's client, and turn its errors into one sentence.
 
     Raises:
         DataError: the hub does not answer, does not have it, or has it in a form that cannot be read.

@@ -1,4 +1,4 @@
-"""The rows of a run, read and encoded as its objective needs them."""
+"""Read and encode the rows of a run for its objective."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Encode rows in several processes, in order.
 
-Each process runs this module: it takes batches over a connection and answers with tokens. It never imports the user's
-script, as multiprocessing's processes do, and it ends with the connection, however the asking process ended; those of
-`datasets.map(num_proc=…)` outlive a parent that is killed. Each process has one batch at a time and they are asked in
-turn, so the order of the rows is kept, and no two ends can block each other.
+Each process runs this module: it receives batches over a connection and sends tokens back. Unlike the processes of
+multiprocessing it does not import the user's script. It ends with the connection, however the parent ended; the
+processes of `datasets.map(num_proc=…)` outlive a parent that is killed. Each process has one batch at a time, and
+they take turns, so rows keep their order and no two ends can block each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.rows import BadRowError, Example
+from finetune.data.formats import BadRowError, Example
 from finetune.data.templates import AnswerTokens, TokenisedRow, TrainOn, digest_tokenizer, encode_batch
 from finetune.errors import DataError
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 PAYS_FROM_CHARACTERS = 24_000_000
-"""Less text is encoded as soon by this process, whose tokenizer has threads of its own: measured in docs/data.md."""
+"""With less text, one process with the tokenizer's own threads is as fast: measured in docs/data.md."""
 MOST_PROCESSES = 16
 _ENDING_SECONDS = 5.0
 
@@ -44,11 +44,11 @@ Encoded = tuple[list[Example], list[TokenisedRow | BadRowError]]
 
 
 class WorkerLostError(RuntimeError):
-    """A process that encodes cannot be started, or has ended."""
+    """An encoding process cannot be started, or has ended."""
 
 
 def choose_processes(rows: Sequence[Example], wanted: int | None, rows_at_once: int) -> int:
-    """The number of processes that encode: as many as wanted; else one, or one per core where it pays."""
+    """Return the number of encoding processes: as many as wanted; otherwise one, or one per core if it pays."""
     num_batches = -(-len(rows) // rows_at_once)
     if wanted is not None:
         return min(wanted, num_batches)
@@ -89,7 +89,7 @@ def encode_in_processes(
 
 
 def _num_cores() -> int:
-    """The cores that this process may use."""
+    """Count the cores that this process may use."""
     has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
     return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
@@ -110,7 +110,7 @@ def _encode_in_turn(workers: Sequence[_Worker], batches: Iterable[list[Example]]
 
 
 def _describe(tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, folder: str) -> bytes:
-    """All that a worker needs to start: the tokenizer as files, its class, and the digest that it must have."""
+    """Save the tokenizer, and describe it for a worker: its folder, its class, and the digest that it must have."""
     kind = type(tokenizer)
     if not kind.__module__.startswith("transformers."):
         raise WorkerLostError(f"the tokenizer's class {kind.__qualname__} is not one of transformers")
@@ -126,7 +126,7 @@ def _describe(tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, folder: str
 
 
 class _Worker:
-    """One process that encodes, and the connection to it."""
+    """An encoding process, and the connection to it."""
 
     def __init__(self, start: bytes) -> None:
         package = str(Path(__file__).resolve().parents[2])
@@ -149,14 +149,14 @@ class _Worker:
         self.connection.send_bytes(start)
 
     def send(self, batch: list[Example]) -> None:
-        """Give it a batch; it has none at the time."""
+        """Send a batch. The process must have none."""
         self.connection.send_bytes(json.dumps(batch).encode())
 
     def receive(self, num_rows: int) -> list[TokenisedRow | BadRowError]:
-        """Wait for the rows of its batch.
+        """Wait for the rows of the batch.
 
         Raises:
-            WorkerLostError: it has ended, or has another tokenizer.
+            WorkerLostError: the process has ended, or has another tokenizer.
             DataError: it refuses the batch as a whole.
         """
         answer = json.loads(self._receive_bytes())
@@ -178,7 +178,7 @@ class _Worker:
         return rows
 
     def end(self) -> None:
-        """Wait for its end, which that of its connection brings about; one that does not see it is killed."""
+        """Wait for the process to end after its connection was closed, and kill it if it does not."""
         try:
             self.process.wait(_ENDING_SECONDS)
         except subprocess.TimeoutExpired:
@@ -194,8 +194,8 @@ class _Worker:
 
 
 def _encode_until_it_ends(connection: Connection[Any, Any]) -> None:
-    """Answer batches until the connection ends: the whole life of a worker."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the asking process decides
+    """Run a worker: encode batches until the connection ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         about = json.loads(connection.recv_bytes())
         kind = getattr(importlib.import_module(about["module"]), about["class"])
@@ -208,7 +208,7 @@ def _encode_until_it_ends(connection: Connection[Any, Any]) -> None:
 
 
 def _answer(batch: list[Example], about: dict[str, Any], tokens: AnswerTokens | None) -> Iterator[bytes]:
-    """The messages that answer a batch: what was found, then token ids and targets of all good rows."""
+    """Yield the messages that answer a batch: problems and lengths, then token ids and targets of all good rows."""
     if tokens is None:
         why = f"a {about['class']} that is read from its own files is not equal to the one they were written from"
         yield json.dumps({"lost": why}).encode()

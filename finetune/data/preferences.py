@@ -1,4 +1,4 @@
-"""Pairs of answers to one prompt: the one that was chosen and the one that was rejected.
+"""Pairs of answers to one prompt, a chosen one and a rejected one.
 
 A row has the columns `prompt`, `chosen` and `rejected`, texts or lists of turns. Each side is encoded as prompt and
 completion, like every other row.
@@ -43,7 +43,7 @@ class EncodedPairs(Dataset[EncodedPair]):
         label: the file or split, for messages.
 
     Raises:
-        DataError: the sides are not of the same rows, or one has no target left.
+        DataError: the sides have different rows, or one has no target left.
     """
 
     def __init__(self, chosen: EncodedExamples, rejected: EncodedExamples, label: str) -> None:
@@ -72,7 +72,7 @@ class EncodedPairs(Dataset[EncodedPair]):
 
     @property
     def kind(self) -> str:
-        """As `EncodedExamples.kind`."""
+        """See `EncodedExamples.kind`."""
         return "preference"
 
     @cached_property
@@ -86,12 +86,12 @@ class EncodedPairs(Dataset[EncodedPair]):
         return f"{self.chosen.fingerprint}/{self.rejected.fingerprint}"
 
     def tokens(self, index: int) -> Tokens:
-        """The tokens of a pair that are computed, shape (time,): the chosen side, then the rest of the rejected one."""
+        """Return the tokens of a pair, shape (time,): the chosen side and the rejected one after the shared prefix."""
         chosen, rejected = self.chosen.tokens(index), self.rejected.tokens(index)
         return numpy.concatenate([chosen, rejected[self.num_shared(index) :]])
 
     def num_shared(self, index: int) -> int:
-        """How many tokens both sides of a pair begin with."""
+        """Count the tokens that both sides of a pair begin with."""
         chosen, rejected = self.chosen.tokens(index), self.rejected.tokens(index)
         shorter = min(len(chosen), len(rejected))
         differs = numpy.flatnonzero(chosen[:shorter] != rejected[:shorter])
@@ -108,7 +108,7 @@ class EncodedPairSplits:
 
 
 def side_of_pairs(section: DataSection, side: Literal["chosen", "rejected"]) -> DataSection:
-    """The section that reads one side of each pair as prompt and completion."""
+    """Return a section that reads one side of each pair as prompt and completion."""
     renamed = {name: section.columns[name] for name in ("prompt", "label") if name in section.columns}
     return section.model_copy(update={"format": "prompt_completion", "columns": renamed | {"completion": side}})
 
@@ -123,7 +123,7 @@ def encode_preferences(
     """Read and encode the pairs of the training and the validation split.
 
     Args:
-        section: where the rows are; of `columns` it reads `prompt` and `label`.
+        section: describes the rows; only `prompt` and `label` of its `columns` are used.
         tokenizer: a fast tokenizer; its own chat template is used.
         fallbacks: see `encode_examples`.
         is_gated: see `encode_examples`.
@@ -138,8 +138,7 @@ def encode_preferences(
         examples = load_examples(of_side)
         sides.append((examples, encode_examples(examples, tokenizer, of_side, fallbacks=fallbacks, is_gated=is_gated)))
     (examples, chosen), (_, rejected) = sides
-    has_validation = chosen.validation is not None and rejected.validation is not None
-    return EncodedPairSplits(
-        train=EncodedPairs(chosen.train, rejected.train, examples.train.label),
-        validation=EncodedPairs(chosen.validation, rejected.validation, "validation") if has_validation else None,  # type: ignore[arg-type]
-    )
+    train = EncodedPairs(chosen.train, rejected.train, examples.train.label)
+    if chosen.validation is None or rejected.validation is None:
+        return EncodedPairSplits(train=train)
+    return EncodedPairSplits(train=train, validation=EncodedPairs(chosen.validation, rejected.validation, "validation"))

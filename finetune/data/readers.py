@@ -1,4 +1,4 @@
-"""Read raw rows from a file or a `datasets` object, each with the number by which a person finds it again."""
+"""Read raw rows from a file or a `datasets` object, each with its line or row number."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from finetune.errors import DataError
 from finetune.runs.durable import describe_os_error
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-"""The endings of files that can be read."""
+"""The suffixes of files that can be read."""
 
 _LIST_START = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
 _SPACE = re.compile(r"\s*")
@@ -25,7 +25,7 @@ _SPACE = re.compile(r"\s*")
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """One row as it was found: its value, or why it could not be read."""
+    """One row as it was read: its value, or the problem that prevented reading it."""
 
     number: int
     """Line of the file, or row of the table, from 1."""
@@ -33,43 +33,23 @@ class RawRow:
     problem: str | None = None
 
 
-class RowSource(Protocol):
-    """The place of one split's rows. Nothing is read before `digest` or `rows` is called."""
-
-    @property
-    def label(self) -> str:
-        """The file or split as the user would name it."""
-        ...
-
-    def place(self, number: int) -> str:
-        """Name one row: `orders/train.jsonl:17`, or `orders/train.csv row 17`."""
-        ...
-
-    def digest(self) -> str:
-        """A SHA-256 over the content of the rows."""
-        ...
-
-    def rows(self) -> Iterator[RawRow]:
-        """Every row from the first, also those that cannot be read."""
-        ...
-
-
 @dataclass(frozen=True)
 class FileRows:
-    """The rows of one file; its ending says how it is read."""
+    """The rows of one file, read by its suffix, when `digest` or `rows` is called."""
 
     path: Path
     label: str
+    """The file as the user would name it."""
     is_copy: bool = False
-    """The file is our own copy of the rows, so its lines mean nothing to a person."""
+    """Whether the file is our own copy of the rows, so that its line numbers help nobody."""
 
     def place(self, number: int) -> str:
-        """See `RowSource.place`."""
+        """Name one row: `orders/train.jsonl:17`, or `orders/train.csv row 17`."""
         has_lines = self.path.suffix in (".jsonl", ".json") and not self.is_copy
         return f"{self.label}:{number}" if has_lines else f"{self.label} row {number}"
 
     def digest(self) -> str:
-        """See `RowSource.digest`: over the ending and the bytes of the file.
+        """Compute a SHA-256 over the suffix and the bytes of the file.
 
         Raises:
             DataError: the file cannot be read.
@@ -84,10 +64,10 @@ class FileRows:
         return digest.hexdigest()
 
     def rows(self) -> Iterator[RawRow]:
-        """See `RowSource.rows`.
+        """Yield every row, also rows that cannot be read.
 
         Raises:
-            DataError: the file as a whole is not of the kind that its ending says.
+            DataError: the file as a whole does not have the format of its suffix.
         """
         if self.path.suffix == ".jsonl":
             return _read_json_lines(self.path)
@@ -104,11 +84,11 @@ class DatasetRows:
     label: str
 
     def place(self, number: int) -> str:
-        """See `RowSource.place`."""
+        """See `FileRows.place`."""
         return f"{self.label} row {number}"
 
     def digest(self) -> str:
-        """See `RowSource.digest`: over the rows in Arrow form; the library's own fingerprint is not of content."""
+        """Compute a SHA-256 over the rows in Arrow form; the library's fingerprint does not cover content."""
         digest = hashlib.sha256()
         for table in self.dataset.with_format("arrow").iter(batch_size=1000):
             digest.update(str(table.schema.remove_metadata()).encode())
@@ -117,8 +97,12 @@ class DatasetRows:
         return digest.hexdigest()
 
     def rows(self) -> Iterator[RawRow]:
-        """See `RowSource.rows`."""
+        """Yield every row."""
         return (RawRow(number, row) for number, row in enumerate(self.dataset, start=1))
+
+
+RowSource = FileRows | DatasetRows
+"""The rows of one split."""
 
 
 def _read_json_lines(path: Path) -> Iterator[RawRow]:
@@ -152,7 +136,7 @@ def _refuse_constant(word: str) -> NoReturn:
 
 
 def _read_json(path: Path, label: str) -> Iterator[RawRow]:
-    """Read a list of rows, an object `{"data": [rows]}`, or JSON lines under this ending (common on the hub)."""
+    """Read a list of rows, an object `{"data": [rows]}`, or JSON lines with this suffix (common on the hub)."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -164,7 +148,7 @@ def _read_json(path: Path, label: str) -> Iterator[RawRow]:
 
 
 def _read_json_list(text: str, position: int, label: str, *, is_wrapped: bool) -> Iterator[RawRow]:
-    """Read the elements of a list one by one, so that each has the line on which it starts."""
+    """Read the elements of a list one by one, each with the line on which it starts."""
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)
     line, counted = 1, 0
     position = _after_space(text, position)
@@ -181,13 +165,13 @@ def _read_json_list(text: str, position: int, label: str, *, is_wrapped: bool) -
         yield RawRow(line, value)
     if text[position + 1 :].strip() != ("}" if is_wrapped else ""):
         raise DataError(
-            f"{label}: there is more after the list of rows. Expected a list of rows, an object "
+            f"{label}: something follows the list of rows. Expected a list of rows, an object "
             '{"data": [rows]} with nothing else in it, or one row per line. Correct the file.'
         )
 
 
 def _after_row(text: str, position: int) -> int:
-    """The start of the next row, or of the `]` that ends the list."""
+    """Return the start of the next row, or of the `]` that ends the list."""
     position = _after_space(text, position)
     if text.startswith("]", position):
         return position
@@ -205,7 +189,7 @@ def _after_space(text: str, position: int) -> int:
 
 
 def _read_table(path: Path, label: str) -> Iterator[RawRow]:
-    """Read a CSV or Parquet file with `datasets`, without a trace in its cache."""
+    """Read a CSV or Parquet file with `datasets`, without leaving anything in its cache."""
     with tempfile.TemporaryDirectory(prefix="finetune-table-") as folder, quiet_datasets():
         dataset = _load_table(path, label, folder)
         for number, row in enumerate(dataset, start=1):
@@ -228,7 +212,7 @@ def _load_table(path: Path, label: str, cache_dir: str) -> Iterable[dict[str, An
             str(path), features=columns, cache_dir=cache_dir, keep_in_memory=True, keep_default_na=False
         )
         return loaded
-    except Exception as error:  # whatever pandas, pyarrow and datasets raise, it is about this file
+    except Exception as error:  # pandas, pyarrow and datasets raise many types
         cause = error.__cause__ or error
         kind = path.suffix.removeprefix(".")
         raise DataError(f"{label} cannot be read as {kind}: {type(cause).__name__}: {cause}") from error
@@ -236,7 +220,7 @@ def _load_table(path: Path, label: str, cache_dir: str) -> Iterable[dict[str, An
 
 @contextlib.contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """Turn off the progress bars of `datasets`, which would stand between our log lines."""
+    """Turn off the progress bars of `datasets`, which would break up our log lines."""
     import datasets
 
     was_on = datasets.is_progress_bar_enabled()

@@ -7,10 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
 
-from finetune.data.formats import FORMATS, Format, Kind, detect_format, parse_row
-from finetune.data.formats import BadRowError as BadRowError
-from finetune.data.formats import Example as Example
-from finetune.data.formats import quote as quote
+from finetune.data.formats import FORMATS, BadRowError, Example, Format, Kind, detect_format, parse_row
 from finetune.data.readers import RawRow, RowSource
 from finetune.errors import DataError
 
@@ -74,16 +71,16 @@ class Examples(_OfRows):
     """The rows of one split. The file is read on first use, so that a run with cached data never parses it.
 
     Args:
-        source: where the rows are.
+        source: reads the rows.
         format: the name of a format; `auto` looks at the columns of the first row.
-        columns: our names of columns to theirs, where they differ.
-        max_rows: use only this many rows from the first.
-        weight: how often each row comes in an epoch of a mixture.
+        columns: our names of columns to theirs, if they differ.
+        max_rows: use only this many rows, from the first on.
+        weight: the number of times that each row comes in an epoch of a mixture.
 
     Attributes:
-        whole: all rows of the source, if this split takes only some of them; else this split itself.
-        choose: from the number of rows in `whole` to the indices that this split takes; None: all.
-        read_as: how the rows were read, in words; empty until then.
+        whole: all rows of the source, if this split has only some of them; otherwise this split itself.
+        choose: returns the indices of this split's rows, given the number of rows in `whole`; None: all rows.
+        read_as: the format and the columns in words; empty until the rows are read.
     """
 
     def __init__(
@@ -104,7 +101,7 @@ class Examples(_OfRows):
         self.read_as = ""
 
     def taking(self, choose: Callable[[int], list[int]]) -> Examples:
-        """A split with some of these rows; the source is read once for all of them."""
+        """Return a split with some of these rows. The source is read once for all its splits."""
         part = Examples(self.source, self.format, self.columns, self.max_rows)
         part.whole, part.choose = self.whole, choose
         return part
@@ -162,12 +159,12 @@ class JoinedExamples(_OfRows):
 
 
 def kind_in_words(kind: str) -> str:
-    """The name of a kind of row in reports."""
+    """Return the name of a kind of row for messages."""
     return _IN_WORDS[kind]
 
 
 def _detect(raw: Iterator[RawRow], examples: Examples) -> tuple[Format, list[RawRow]]:
-    """Find the format by the columns of the first row that could be read. Returns the rows read so far, too."""
+    """Find the format by the columns of the first readable row. Returns it with the rows read so far."""
     leading: list[RawRow] = []
     for row in raw:
         leading.append(row)
@@ -185,7 +182,7 @@ def _unknown_columns(row: RawRow, examples: Examples) -> str:
     example = f"data.columns.prompt={found[0]}" if found else "data.columns.prompt=question"
     return (
         f"{examples.source.place(row.number)} has the columns {', '.join(found) or 'none'}. Expected those of one "
-        f"format ({expected}). Rename the columns, or say what they are called here, for example {example}."
+        f"format ({expected}). Rename the columns, or name them in data.columns, for example {example}."
     )
 
 
@@ -223,8 +220,8 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
 def _check_labels(column: str, labels: Sequence[object], examples: Examples, found: Sequence[Example]) -> str:
     """Refuse a column that marks answers as good or bad: training would learn the bad ones like the good ones.
 
-    It has a boolean in it, or nothing but the words true and false: in CSV every cell is text. The numbers 0 and 1 may
-    as well be the classes of a classification set, so they stay an unused column.
+    The column holds booleans, or only the words true and false, since every cell of a CSV file is text. The numbers 0
+    and 1 may also be the classes of a classification set, so such a column is left unused.
 
     Returns:
         A note for the log if the labels are 0 and 1, else nothing.
@@ -239,7 +236,7 @@ def _check_labels(column: str, labels: Sequence[object], examples: Examples, fou
         raise DataError(
             f"{examples.label}: the column {column} is true in {words.count('true'):,} of {len(words):,} rows and "
             f"false in {words.count('false'):,}; the first {words[first]} is {found[first].source}. Supervised "
-            "training and preference pairs do not use labels: answers marked false would be learnt like the others. "
+            "training and preference pairs do not use labels: answers marked false would be learned like the others. "
             f"Remove these rows and the column {column}, or set data.columns.label=none to use every row whatever its "
             "label."
         )

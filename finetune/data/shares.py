@@ -1,4 +1,4 @@
-"""A share of the training rows, put aside to measure on. Its rows are a function of (seed, number of rows)."""
+"""Shares of the training rows for validation and test. Their rows are a function of (seed, number of rows)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hashlib import blake2b
 from finetune.errors import DataError
 
 _NUMBER = re.compile(r"[-+]?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?")
-_TAKEN_IN_THIS_ORDER = ("test", "validation", "train")  # so that a share to validate on never moves the rows to test on
+_TAKEN_IN_THIS_ORDER = ("test", "validation", "train")  # a share for validation never changes the test rows
 
 
 @dataclass(frozen=True)
@@ -23,22 +23,22 @@ class Share:
     fraction: float = 0.0
 
     def of(self, num_rows: int) -> int:
-        """How many rows that is, rounded to the nearest and at least one."""
+        """Return the share as a number of rows, rounded to the nearest and at least one."""
         return self.rows or max(1, int(self.fraction * num_rows + 0.5))
 
 
 def rows_of_split(num_rows: int, *, split: str, shares: Mapping[str, Share], seed: int, label: str) -> list[int]:
-    """The rows of one split, ascending, if shares of the training rows are put aside.
+    """Return the rows of one split in ascending order.
 
     Args:
         num_rows: all rows of the source.
-        split: train, validation or test; train has what is left.
-        shares: for each other split its share.
+        split: train, validation or test; train has the remaining rows.
+        shares: the share of each other split.
         seed: data.split_seed.
         label: names the rows in messages.
 
     Raises:
-        DataError: nothing is left to train on.
+        DataError: no row is left to train on.
     """
     counts = {name: share.of(num_rows) for name, share in shares.items()}
     counts["train"] = num_rows - sum(counts.values())
@@ -55,7 +55,7 @@ def read_share(text: str, split: str) -> Share | None:
     """Read `0.05`, `5%` or `200`; None if the text is not a number.
 
     Raises:
-        DataError: it is a number that is not a share.
+        DataError: the number is not a valid share.
     """
     number = text.strip().removesuffix("%")
     if not _NUMBER.fullmatch(number):
@@ -72,6 +72,6 @@ def read_share(text: str, split: str) -> Share | None:
 
 
 def shuffled(num_rows: int, seed: int) -> list[int]:
-    """The rows from 0 in an order that depends on the seed alone, on every machine and in every version."""
+    """Return the rows from 0 in an order that depends only on the seed, on every machine and in every version."""
     key = seed.to_bytes(8, "little")
     return sorted(range(num_rows), key=lambda row: blake2b(row.to_bytes(8, "little"), key=key, digest_size=16).digest())

@@ -1,8 +1,8 @@
-"""Turn conversations into text, and text into tokens with those that a model must predict. Imports no torch.
+"""Render conversations as text, tokenise it, and mark the tokens that a model must predict. Imports no torch.
 
-A template is rendered once for the whole conversation. The start of an answer is found by rendering the turns before it
-with the generation prompt, which must be how the whole text begins; its end is the first end-of-turn token from there
-on. No marker is searched for, and no token is taken for padding by its id.
+A template is rendered once for the whole conversation. To find the start of an answer, the turns before it are rendered
+with the generation prompt, and the whole text must begin with the result. The answer ends with the first end-of-turn
+token from there on. No marker is searched for, and no token is taken for padding by its id.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from finetune.data.rows import BadRowError, Example, quote
+from finetune.data.formats import BadRowError, Example, quote
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Conversation = Sequence[dict[str, str]]
 TrainOn = Literal["all", "last"]
-"""Which answers of a conversation carry loss."""
+"""The answers of a conversation that carry loss."""
 
 _PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
@@ -51,7 +51,7 @@ class AnswerTokens:
         tokenizer: a fast tokenizer, with or without a chat template.
 
     Raises:
-        DataError: it is not a fast tokenizer, or answers end with no token of their own.
+        DataError: the tokenizer is not fast, or answers end with no special token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -68,12 +68,12 @@ class AnswerTokens:
         self._special_text = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def end_id_of(self, kind: str) -> int:
-        """The token that ends a row's answers, or a row of plain text."""
+        """Return the id of the token that ends a row's answers, or a row of plain text."""
         eos_id = self.tokenizer.eos_token_id
         return int(eos_id) if kind == "text" and eos_id is not None else self.end_id
 
     def special_text_in(self, example: Example) -> BadRowError | None:
-        """The problem of a row whose text spells a special token: a turn could end or begin inside it."""
+        """Return a problem if a row's text spells a special token: a turn could end or begin inside it."""
         for content in example.contents:
             found = self._special_text.search(content)
             if found:
@@ -85,7 +85,7 @@ class AnswerTokens:
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id of the token that ends an answer, read from the chat template; without a template, eos.
+    """Return the id of the token that ends an answer, as the chat template renders it; without a template, eos.
 
     Raises:
         DataError: the template ends an answer with no special token, or there is neither template nor eos.
@@ -111,7 +111,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config_eos: int | Sequence[int] | None = None) -> list[int]:
-    """The ids at which decoding stops: the end of turn, then eos, then those of the generation config."""
+    """Return the ids that stop decoding: the end of turn, then eos, then those of the generation config."""
     extra = [generation_config_eos] if isinstance(generation_config_eos, int) else generation_config_eos or []
     ids = [end_of_turn_id(tokenizer), tokenizer.eos_token_id, *extra]
     return list(dict.fromkeys(int(token_id) for token_id in ids if token_id is not None))
@@ -132,9 +132,9 @@ def encode_batch(batch: list[Example], tokens: AnswerTokens, train_on: TrainOn) 
 
 
 def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A SHA-256 over the vocabulary, the merges, the special tokens and the chat template."""
+    """Compute a SHA-256 over the vocabulary, the merges, the special tokens and the chat template."""
     backend: str = tokenizer.backend_tokenizer.to_str()
-    # Truncation and padding come first in it. Any call may have changed them, and none of ours uses them.
+    # Skip truncation and padding, which come first: any call may change them, and ours do not use them.
     backend = backend[max(0, backend.find('"added_tokens"')) :]
     special_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     content = json.dumps([backend, special_tokens, tokenizer.chat_template], sort_keys=True)
@@ -149,8 +149,8 @@ def render_examples(
     Args:
         tokenizer: with the chat template.
         examples: the rows.
-        train_on: `last` marks only the last answer of a conversation, so that a template may drop something, such as
-            reasoning, from earlier answers.
+        train_on: `last` marks only the last answer of a conversation, so that a template may drop parts of earlier
+            answers, for example reasoning.
 
     Raises:
         DataError: the tokenizer lacks what this kind of row needs.
@@ -208,7 +208,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Encod
 
 
 def mark_targets(row: RenderedRow, encoding: Encoding, tokens: AnswerTokens) -> TokenisedRow | BadRowError:
-    """Mark the tokens of a row that carry loss. The first never does: nothing comes before it."""
+    """Mark the tokens of a row that carry loss. The first never does: nothing precedes it."""
     ids = encoding.ids
     if not row.answer_starts:
         return TokenisedRow(ids, bytearray(min(1, len(ids))) + b"\x01" * (len(ids) - 1))
@@ -225,12 +225,12 @@ def mark_targets(row: RenderedRow, encoding: Encoding, tokens: AnswerTokens) -> 
 
 
 def _first_token_of(encoding: Encoding, ids: list[int], start: int, end: int, special_ids: frozenset[int]) -> int:
-    """The first token that holds a character of `text[start:end]`.
+    """Return the index of the first token that holds a character of `text[start:end]`.
 
     A special token that begins before `start` is skipped: Phi-3's include the white space behind them.
 
     Raises:
-        ValueError: no token does.
+        ValueError: there is no such token.
     """
     for character in range(start, end):
         token = encoding.char_to_token(character)

@@ -28,7 +28,7 @@ def test_one_file_is_all_training_data_and_the_log_says_so(
     splits = load_examples(make_section(path=write_jsonl([CHAT, CHAT])))
     assert len(splits.train) == 2
     assert splits.validation is splits.test is None
-    assert logged()[0].startswith("validation is off: one file was given and all of it is training data")
+    assert logged()[0].startswith("validation is off: the data is one file, which is all for training")
     assert logged()[1].startswith("test is off: ")
 
 
@@ -92,7 +92,7 @@ def test_the_shipped_rows(make_section: Make) -> None:
         ({"path": "{here}/a.txt"}, "a.txt ends in .txt; expected one of .jsonl, .json, .csv, .parquet"),
         ({"path": "{here}/empty"}, "a folder without data files. Expected train.jsonl or train.json or"),
         ({"path": "{here}/other"}, "a folder with large, small, but no train. Name the split to train on"),
-        ({"path": "{here}/twice"}, "has both train.csv and train.jsonl: which is meant"),
+        ({"path": "{here}/twice"}, "has both train.csv and train.jsonl. Remove one of them."),
         ({"path": "{here}/broken"}, "cannot be read as a datasets directory"),
         (
             {"path": "{here}/other", "train": "big"},

@@ -46,7 +46,7 @@ def test_an_answer_that_is_cut_before_its_end_is_refused_and_named(make_section:
         "Raise data.max_length (the longest has 15 tokens), or set data.on_truncated_answer=drop to leave these rows "
         "out, or =warn to keep them."
     )
-    assert encode(section, max_length=15).train.num_truncated == 0
+    assert not encode(section, max_length=15).train.is_truncated.any()
 
 
 def test_rows_can_be_left_out_or_kept(make_section: Make, write_jsonl: Write, logged: Logged) -> None:
@@ -65,7 +65,7 @@ def test_where_only_what_comes_after_the_last_end_is_cut_no_answer_is(
     # Without its last token a row has lost the eos alone; at 10 the second question is cut, and its answer with it.
     for rows, max_length in (([SHORT], 8), ([TWO_TURNS], 10)):
         train = encode(make_section(path=write_jsonl(rows), max_length=max_length)).train
-        assert train.num_truncated == 1
+        assert int(train.is_truncated.sum()) == 1
     assert sum("1 of 1 rows are longer than data.max_length=" in line for line in logged()) == 2
 
 

@@ -107,4 +107,4 @@ def test_a_file_needs_no_stream_and_the_log_says_so(
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 3)
     assert len(load_examples(make_section(path=str(tmp_path / "rows.jsonl"), stream=True, max_rows=2)).train) == 2
-    assert any("data.stream changes nothing for " in line for line in logged())
+    assert any("data.stream has no effect on " in line for line in logged())

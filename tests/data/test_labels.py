@@ -23,7 +23,7 @@ from tests.tiny_models import tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY
 
 ADVICE = (
-    "Supervised training and preference pairs do not use labels: answers marked false would be learnt like the "
+    "Supervised training and preference pairs do not use labels: answers marked false would be learned like the "
     "others. Remove these rows and the column label, or set data.columns.label=none to use every row whatever its "
     "label."
 )

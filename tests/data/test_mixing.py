@@ -49,7 +49,7 @@ def test_a_weight_says_how_often_each_row_comes(
 ) -> None:
     section = make_section(mixture=[{"path": files[0], "weight": weight}, {"path": files[1]}])
     if not each and not more:
-        with pytest.raises(DataError, match=r"chats.jsonl: a weight of 0.04 takes none of its 10 rows"):
+        with pytest.raises(DataError, match=r"chats.jsonl: a weight of 0.04 selects none of its 10 rows"):
             encode(section)
         return
     found = times(encode(section).train)

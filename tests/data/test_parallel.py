@@ -20,8 +20,8 @@ from finetune.data import parallel
 from finetune.data.encode import ROWS_AT_ONCE, encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
+from finetune.data.formats import Example
 from finetune.data.parallel import PAYS_FROM_CHARACTERS, choose_processes
-from finetune.data.rows import Example
 from finetune.errors import ConfigError, DataError
 from finetune.fallbacks import Fallbacks
 from tests.tiny import tiny_tokenizer
@@ -162,7 +162,7 @@ def test_several_processes_are_taken_only_where_it_pays(monkeypatch: pytest.Monk
 ENCODE_FOR_EVER = """
 import itertools, sys
 from finetune.data.parallel import encode_in_processes
-from finetune.data.rows import Example
+from finetune.data.formats import Example
 from tests.tiny import tiny_tokenizer
 
 batch = [Example(kind="text", source="a", number=1, text="the answer " * 50)] * 64

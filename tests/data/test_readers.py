@@ -74,7 +74,7 @@ def test_an_empty_json_list_has_no_rows(tmp_path: Path) -> None:
         ('[{"text": "a"}\n{"text": "b"}]', r"a.json: the row that starts on line 1 is not JSON"),
         ('[{"text": "a"},]', r"a.json: the row that starts on line 1 is not JSON"),
         ('[{"text": "a"}', r"a.json: the row that starts on line 1 is not JSON"),
-        ('[{"text": "a"}] x', r"there is more after the list"),
+        ('[{"text": "a"}] x', r"something follows the list"),
         ('{"data": [{"text": "a"}], "version": 1}', r'object \{"data": \[rows\]\} with nothing else in it'),
     ],
 )

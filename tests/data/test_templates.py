@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.rows import BadRowError
+from finetune.data.formats import BadRowError
 from finetune.data.templates import (
     AnswerTokens,
     TokenisedRow,
