@@ -52,7 +52,7 @@ class Section(BaseModel):
 
 
 class ParallelSection(Section):
-    """How many processes train together. The launcher's environment sets what is left out here."""
+    """The processes that train together. The launcher's environment sets the keys that are left out."""
 
     num_processes: Free[PositiveInt | None] = None
     """Start this many processes on this machine, if no launcher started them."""
@@ -67,7 +67,7 @@ class ParallelSection(Section):
     backend: Free[Literal["auto", "nccl", "gloo"]] = "auto"
     """auto: nccl with CUDA, gloo without CUDA."""
     timeout_minutes: Free[PositiveFloat] = 60.0
-    """How long ranks wait for each other, at the start and in each collective. Fractions are allowed."""
+    """Minutes that ranks wait for each other, at the start and in each collective. Fractions are allowed."""
     step_timeout_minutes: Free[PositiveFloat] = 30.0
     """End all ranks after this time without progress in a step, a validation or a save."""
     gradient_sync: Free[Literal["auto", "flat", "ddp"]] = "auto"
@@ -122,7 +122,7 @@ class LoaderKeys(Section):
 
 
 OnRow = Literal["refuse", "drop", "warn"]
-"""What to do with rows that fail a check: end the run before step 1, drop them, or warn and go on."""
+"""The action for rows that fail a check: end the run before step 1, drop them, or warn and go on."""
 
 ROW_COLUMNS = (
     *("messages", "conversations", "prompt", "completion", "instruction", "input", "output"),
@@ -158,7 +158,7 @@ class DataSection(Section):
     columns: RowKey[dict[str, str]] = Field(default_factory=dict)
     """The names of the columns in these rows: `{prompt: question, completion: answer}`."""
     train_on: RowKey[Literal["all", "last"]] = "all"
-    """Which answers of a conversation carry loss: all turns of the assistant, or only the last one."""
+    """The answers of a conversation that carry loss: all turns of the assistant, or only the last one."""
     max_length: RowKey[PositiveInt] = 2048
     """Maximum number of tokens in a row; longer rows are cut on the right."""
     max_rows: RowKey[PositiveInt | None] = None
@@ -303,7 +303,7 @@ class OptimSection(Section):
     args: UpdateKey[dict[str, Any]] = Field(default_factory=dict)
     """Further arguments of the optimizer, for example `{betas: [0.9, 0.95]}`."""
     schedule: RateKey[Literal["linear", "cosine", "constant"]] = "linear"
-    """How the learning rate falls after the warm-up: linearly to zero, along a cosine to zero, or not at all."""
+    """The learning rate after the warm-up: falls linearly to zero, falls along a cosine to zero, or stays constant."""
     warmup_steps: RateKey[NonNegativeInt] = 0
     """Optimizer steps in which the learning rate rises linearly from zero."""
     lora_plus_ratio: RateKey[Annotated[float, Field(ge=1)]] = 1.0
@@ -392,7 +392,7 @@ class PreferenceSection(Section):
     """Direct preference optimization (DPO: Rafailov et al., 2023, arXiv:2305.18290)."""
 
     beta: Annotated[PositiveFloat, OnResume("always", "how much a preferred answer counts")] = 0.1
-    """How closely the trained model stays to the base model; a larger value allows smaller changes."""
+    """Strength of the tie to the base model; a larger value allows smaller changes."""
 
 
 class ValidationSection(LoaderKeys):
@@ -480,7 +480,7 @@ class Config(Section):
         return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
 
     def origin(self, key: str) -> str:
-        """Where a dotted key's value came from: `configs/task/debug.yaml:4`, `command line`, or `default`."""
+        """Return the origin of a key's value: `configs/task/debug.yaml:4`, `command line`, or `default`."""
         below = (origin for inner, origin in self._origins.items() if inner.startswith(f"{key}."))
         return self._origins.get(key) or next(below, "default")
 

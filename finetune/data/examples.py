@@ -55,7 +55,7 @@ def load_examples(section: DataSection) -> ExampleSplits:
     """Find the splits of a run. Local files are read later, on first use: cached data needs no parsing.
 
     Raises:
-        ConfigError: neither `data.path`, `data.mixture` nor `data.train` is set, or two of them name what to train on.
+        ConfigError: neither `data.path`, `data.mixture` nor `data.train` is set, or two of them name the training rows.
         DataError: there is nothing readable at `data.path`, no training split, no split of a name that was asked
             for, or the hub does not answer.
     """

@@ -249,7 +249,7 @@ def _how_written(kind: Kind) -> str:
 
 
 def _in_words(known: Format, columns: Mapping[str, str], found: Sequence[Example], seen: Iterable[str]) -> str:
-    """Describe on one line how many rows of which format were read, from which columns, and which were not used."""
+    """Describe on one line the number of rows, their format, the columns that were read, and those not used."""
     theirs = {columns.get(name, name): name for name in (*known.needs, *known.may_have)}
     used = [name if theirs[name] == name else f"{name} as {theirs[name]}" for name in theirs if name in set(seen)]
     others = [str(name) for name in seen if name not in theirs]

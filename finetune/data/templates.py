@@ -124,7 +124,7 @@ def encode_batch(batch: list[Example], tokens: AnswerTokens, train_on: TrainOn) 
         DataError: the tokenizer lacks what this kind of row needs.
     """
     rendered = render_examples(tokens.tokenizer, batch, train_on)
-    if batch[0].kind != "text":  # plain text may hold special tokens: it is what a model reads, as it stands
+    if batch[0].kind != "text":  # plain text may hold special tokens: a model reads it as it is
         rendered = [tokens.special_text_in(example) or row for example, row in zip(batch, rendered, strict=True)]
     good = [row for row in rendered if isinstance(row, RenderedRow)]
     encodings = iter(tokenize(tokens.tokenizer, [row.text for row in good]) if good else [])

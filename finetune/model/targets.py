@@ -73,7 +73,7 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def has_transposed_targets(model: PreTrainedModel, targets: list[str]) -> bool:
-    """Whether the layers keep their weights transposed, as GPT-2's do. PEFT must be told."""
+    """Whether the layers keep their weights transposed, as GPT-2's do. PEFT's configuration needs to say so."""
     from transformers.pytorch_utils import Conv1D
 
     adapted = [layer for name, layer in model.named_modules() if any(_is_match(name, target) for target in targets)]

@@ -1,7 +1,7 @@
 """Models that are known not to work, recognised by their configuration before a weight is read.
 
 For an unknown model type transformers says "unrecognized model type, set trust_remote_code", which does not help, and a
-type that it knows may still train something other than was meant. Both are refused here with a reason.
+type that it knows may still train something unintended. Both are refused here with a reason.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def test_the_site_is_complete(site):
 
     for name in finetune.__all__:
         assert name == "__version__" or name in python
-    assert "How long ranks wait for each other" in text_of(site / "reference/configuration.html")
+    assert "Minutes that ranks wait for each other" in text_of(site / "reference/configuration.html")
     assert "--no-modelfile" in text_of(site / "reference/commands.html")
     assert "def test_" in text_of(site / "source/tests/test_one_curve.py.html")
     assert not (site / "generate").exists()
