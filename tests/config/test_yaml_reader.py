@@ -1,4 +1,4 @@
-"""What YAML text becomes, and what hostile or broken text is answered."""
+"""Read YAML text into settings, and refuse hostile or broken text with a message."""
 
 from pathlib import Path
 

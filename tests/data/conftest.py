@@ -19,7 +19,7 @@ def make_section(tmp_path: Path) -> Callable[..., DataSection]:
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """What the package has logged so far, also after another test has configured its log."""
+    """Return the lines that the package has logged so far, also after another test has configured its log."""
     monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
     caplog.set_level(logging.INFO, "finetune")
     return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("finetune")]

@@ -1,4 +1,4 @@
-"""What encoding costs: `python -m tests.data.measure_encoding ROWS PROCESSES…`, the figures of docs/data.md."""
+"""Measure the cost of encoding: `python -m tests.data.measure_encoding ROWS PROCESSES…`, the figures of docs/data.md."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def main(num_rows: int, counts: list[int]) -> None:
 
 
 def say_what_takes_time(examples: Examples, tokens: AnswerTokens) -> None:
-    """Where the time of one process goes."""
+    """Print the time of each part in one process."""
     marks = [time.process_time()]
     rendered = render_examples(tokens.tokenizer, examples.rows)
     marks.append(time.process_time())

@@ -34,7 +34,7 @@ def section(make_section: Make, write_jsonl: Write) -> DataSection:
 
 @pytest.fixture
 def times_tokenised(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many batches of rows have gone through a tokenizer."""
+    """Count the batches of rows that have gone through a tokenizer."""
     calls: list[int] = []
 
     def counting(*arguments: Any) -> Any:

@@ -36,7 +36,7 @@ def encode(section: DataSection) -> EncodedSplits:
 
 
 def times(examples: EncodedExamples | None) -> Counter[str]:
-    """How often each row of a split is in an epoch."""
+    """Count how often each row of a split is in an epoch."""
     assert examples is not None
     return Counter(Path(examples.source(row)).name for row in range(len(examples)))
 
