@@ -1,4 +1,4 @@
-"""Measure the cost of encoding: `python -m tests.data.measure_encoding ROWS PROCESSES…`, the figures of docs/data.md."""
+"""Measure the cost of encoding, for docs/data.md: `python -m tests.data.measure_encoding ROWS PROCESSES…`."""
 
 from __future__ import annotations
 
