@@ -1,7 +1,6 @@
-"""Warnings in words: a loss that is flat or explodes, and a data loader that is the brake.
+"""Warn of a loss that is flat or explodes, and of a data loader that slows training down.
 
-Every threshold is a figure of the curve's own noise, so that a noisy data set is no alarm; tests hold them against
-made curves.
+The thresholds for the loss scale with the curve's own noise, so that a noisy data set raises no alarm.
 """
 
 from __future__ import annotations
@@ -14,31 +13,31 @@ from typing import NamedTuple
 from finetune.runs.metrics import Event, number_in
 
 _WINDOW = 10
-"""Steps that are compared together: the mean of 10 has a third of one step's noise."""
+"""Steps averaged for a comparison: the mean of 10 has a third of one step's noise."""
 _FIRST = 5
-"""Steps that stand for the beginning, before training could change much."""
+"""Steps at the start of a run, in which training cannot change much."""
 _EXPLODES_BY = 0.5
-"""A mean that is half as high again as the lowest has lost what was learned ..."""
+"""A loss explodes if it rises by half of the lowest mean so far ..."""
 _EXPLODES_SIGMAS = 8.0
-"""... if it is also beyond the noise: of thousands of windows the lowest and the highest lie some 7 sigmas apart."""
+"""... and by more than the noise: over thousands of windows, lowest and highest lie about 7 sigmas apart."""
 _FLAT_AFTER = 100
-"""Steps in which a fine-tuning that learns anything has moved."""
+"""Steps after which the loss of a run that learns has fallen."""
 _FLAT_BY = 0.02
-"""A fall of less than 2% of the loss ..."""
+"""A loss is flat if it has fallen by less than 2% ..."""
 _FLAT_SIGMAS = 2.0
-"""... or within the noise of the two means, from the first 5 steps and from the first 50 alike."""
+"""... or by less than the noise of the two means, from both the first 5 steps and the first 50."""
 _FLAT_WINDOW = 50
 _FLATS_IN_A_ROW = 2
-"""Windows: a single one may lie high by chance."""
+"""Flat windows in a row before the warning: a single one may lie high by chance."""
 _WAITS_FROM = 0.2
-"""Waiting a fifth of the time, a run with a faster loader would be 1 / (1 - 0.2) = 1.25 times as fast."""
+"""Share of the time: without this waiting, a run would be 1 / (1 - 0.2) = 1.25 times as fast."""
 _WAITS_IN_A_ROW = 2
-"""Intervals: the first may hold the start of worker processes."""
+"""Slow intervals in a row before the warning: the first may include the start of worker processes."""
 _KEPT_DIFFERENCES = 1000
 
 
 class CurveWarning(NamedTuple):
-    """One thing to look at."""
+    """A warning about a run."""
 
     kind: str
     """`flat`, `exploding` or `data`."""
@@ -46,7 +45,7 @@ class CurveWarning(NamedTuple):
 
 
 class CurveWarnings:
-    """Looks at every event of a run, also at those of its earlier starts, and says each thing once."""
+    """Check every event of a run, including those of its earlier starts. Each kind of warning is given once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -60,7 +59,7 @@ class CurveWarnings:
         self._has_learning_rate = False
 
     def take(self, event: Event) -> list[CurveWarning]:
-        """What there is to say after this event."""
+        """Return the warnings, at most one, that this event gives cause to."""
         if event["event"] == "warning":
             self._said.add(str(event.get("kind")))
         found: CurveWarning | None = None
@@ -91,7 +90,7 @@ class CurveWarnings:
         return self._exploding() or self._flat()
 
     def _exploding(self) -> CurveWarning | None:
-        recent = statistics.median(list(self._recent)[-_WINDOW:])  # which one bad step does not move
+        recent = statistics.median(list(self._recent)[-_WINDOW:])  # one bad step does not move it
         before = list(self._recent)[-2 * _WINDOW : -_WINDOW]
         self._lowest = min(self._lowest, statistics.fmean(before), statistics.fmean(self._first))
         rise = recent - self._lowest
@@ -108,7 +107,7 @@ class CurveWarnings:
         return CurveWarning("exploding", text)
 
     def _flat(self) -> CurveWarning | None:
-        """Flat means nothing learned since the start; a run that has learned may stay where it is."""
+        """Compare with the start of the run only: a run that has learned may stay where it is."""
         if self._num_losses < _FLAT_AFTER or self._num_losses % _FLAT_WINDOW:
             return None
         now = statistics.fmean(self._recent)
@@ -124,7 +123,7 @@ class CurveWarnings:
         return CurveWarning("flat", text)
 
     def _move(self, before: list[float], now: float) -> bool:
-        """Whether the mean of the last steps is another one than that of `before`, beyond doubt and by enough."""
+        """Return whether the mean of the last steps differs from that of `before` by more than noise and by enough."""
         mean = statistics.fmean(before)
         noise = self._noise() * math.sqrt(1 / len(before) + 1 / len(self._recent))
         return abs(mean - now) >= max(_FLAT_BY * abs(mean), _FLAT_SIGMAS * noise)
@@ -132,8 +131,8 @@ class CurveWarnings:
     def _noise(self) -> float:
         """Standard deviation of one step's loss about the curve, from its differences: 1.4826 x median / sqrt(2).
 
-        The median does not feel the steps in which the curve jumps. Differences of a normal variable have sqrt(2) times
-        its deviation, and a median absolute value 0.6745 times that.
+        Steps in which the curve jumps do not move the median. The differences of a normal variable have sqrt(2) times
+        its deviation, and their median absolute value is 0.6745 times that.
         """
         return 1.4826 * statistics.median(self._differences) / math.sqrt(2) if self._differences else 0.0
 
@@ -145,7 +144,7 @@ class CurveWarnings:
         if self._waits < _WAITS_IN_A_ROW:
             return None
         text = (
-            f"the data loader is the brake: {share:.0%} of the time is spent waiting for rows. Raise "
+            f"the data loader slows training down: {share:.0%} of the time is spent waiting for rows. Raise "
             "training.num_workers (and training.prefetch_factor), or put data on a faster disk"
         )
         return CurveWarning("data", text)

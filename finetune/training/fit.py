@@ -1,4 +1,4 @@
-"""Whether model, rows, configuration and trainer fit each other. Nothing is written before they do."""
+"""Check that model, rows, configuration and trainer fit each other, before anything is written."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def named_splits(splits: Any) -> dict[str, Any]:
-    """The splits that there are, by name: `train`, `validation`, `test`."""
+    """Return the splits that exist, by name: `train`, `validation`, `test`."""
     return {name: split for name, split in vars(splits).items() if split is not None}
 
 
 def check_fit(config: Config, model: Any, splits: Any, *, trainer: str, objective: str) -> None:
-    """Refuse what would train something else than the configuration says, and rows that the model cannot hold.
+    """Refuse a model or trainer that contradicts the configuration, and rows longer than the model's context.
 
     Raises:
         ConfigError: names both sides.
@@ -36,7 +36,7 @@ def check_fit(config: Config, model: Any, splits: Any, *, trainer: str, objectiv
             f"that was built {'carries an adapter' if has_adapter else 'has no adapter'}. Use the recipe "
             f"for this method, or set training.method={'lora' if has_adapter else 'full'}."
         )
-    build_optimizer(model, config.optim)  # refuses here what it would refuse after the folder was opened
+    build_optimizer(model, config.optim)  # raises its errors before the run's folder is opened
     context = max_context(model)
     for name, split in named_splits(splits).items():
         longest = int(split.lengths.max()) if len(split) else 0

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
-    """The way through a model."""
+    """The forward pass that a run uses."""
 
     collate: Collate
-    """Puts rows together for it; the loss takes either kind of micro-batch."""
+    """Makes a micro-batch of rows; the loss takes either kind of micro-batch."""
     why_not_engine: str | None = None
-    """Why rows are padded for the model's own forward; None where the engine computes them packed."""
+    """The reason to pad rows for the model's own forward; None where the engine computes them packed."""
     called_layers: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Linear layers that the engine calls as PEFT made them: why, and their names."""
+    """Names of the linear layers that the engine calls as PEFT made them, by reason."""
 
 
 def choose_forward(section: TrainingSection, model: torch.nn.Module) -> Forward:
-    """Choose the forward of a model, as one process sees it. Nothing is exchanged and no fallback is taken.
+    """Choose the forward of a model for this process alone, without communication and without recording a fallback.
 
     Args:
         section: `kernels`, `packing` and `share_prefixes`.
@@ -46,12 +46,12 @@ def choose_forward(section: TrainingSection, model: torch.nn.Module) -> Forward:
 
 
 def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn.Module) -> Forward:
-    """Choose one forward for all ranks, since the rows of a micro-batch depend on it, and record any fallback.
+    """Choose one forward for all ranks and record any fallback. The rows of a micro-batch depend on the choice.
 
     Collective: every rank.
 
     Args:
-        runtime: takes the fallback.
+        runtime: records the fallback.
         section: see `choose_forward`.
         model: placed.
 

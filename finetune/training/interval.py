@@ -1,4 +1,4 @@
-"""What the steps between two lines of the log took: time, waiting and memory of the main process."""
+"""Measure the steps between two log lines: time, waiting and memory of the main process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Interval:
-    """Adds up steps until somebody asks. No collective: what other ranks did comes with a step's own sums."""
+    """Sums over the steps of one interval. No collective: the times of other ranks come with each step's result."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -26,13 +26,13 @@ class Interval:
         data_wait_seconds: float | None = None,
         rank_seconds: Sequence[float] = (),
     ) -> None:
-        """One step.
+        """Add one step.
 
         Args:
-            seconds: it took on this rank, from the end of the one before.
+            seconds: the time of the step on this rank, from the end of the step before.
             num_tokens: over all ranks.
-            data_wait_seconds: of them, spent waiting for the data loader; None where nobody measured it.
-            rank_seconds: for how long each rank computed on its own; empty in a world of one.
+            data_wait_seconds: the part of `seconds` spent waiting for the data loader; None where it was not measured.
+            rank_seconds: the seconds that each rank computed on its own; empty in a world of one.
         """
         self._seconds += seconds
         self._num_tokens += num_tokens
@@ -43,7 +43,7 @@ class Interval:
             self._slowest += max(rank_seconds)
 
     def figures(self) -> dict[str, Any]:
-        """Those of a `resources` event, but for its step; what is not known is left out. Bytes, seconds and shares."""
+        """Return the values of a `resources` event, in bytes, seconds and shares; unknown values are left out."""
         seconds = max(self._seconds, 1e-9)
         waits = None if self._data_wait is None else round(min(self._data_wait / seconds, 1.0), 4)
         slowest = None if self._busy is None else round(1 - self._busy / max(self._slowest, 1e-9), 4)
@@ -59,13 +59,13 @@ class Interval:
 
 
 def peak_host_memory() -> int:
-    """The most bytes that this process has held in memory at once (the resident set, so what it shares counts too)."""
+    """Return the peak resident set of this process in bytes; shared memory is included."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def peak_device_memory() -> int | None:
-    """The most bytes that torch had allocated on this process's GPU; None where it uses none."""
+    """Return the peak of the bytes that torch allocated on this process's GPU; None where it uses none."""
     import torch
 
     if not torch.cuda.is_available():

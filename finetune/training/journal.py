@@ -1,4 +1,4 @@
-"""What a run writes about itself while it goes: one owner of its folder and of every file in it but the checkpoints.
+"""The journal of a run: it owns the run's folder and writes every file in it except the checkpoints.
 
 Main process only.
 """
@@ -39,23 +39,23 @@ _log = logging.getLogger(__name__)
 
 
 class Journal:
-    """Opens the run's folder, and tells it of every event.
+    """Open the run's folder and record every event in it.
 
     Attributes:
         folder: the run's.
-        result: what run.json will say of the outcome.
-        is_closed: nothing more is written.
+        result: the outcome, as run.json will record it.
+        is_closed: True once nothing more is written.
 
     Args:
         config: the whole run.
-        fallbacks: the list that run.json repeats.
+        fallbacks: recorded in run.json.
         world: world_size, processes_started, launcher and backend.
-        global_batch: how the global batch is made up.
+        global_batch: the parts of the global batch size.
         fingerprints: digests of data, template and configuration.
 
     Raises:
-        CheckpointError: the folder cannot be used, see `RunFolder.open`, or its run was started otherwise, see
-            `accepted_changes`; nothing was changed.
+        CheckpointError: the folder cannot be used, see `RunFolder.open`, or its run was started with another
+            configuration, see `accepted_changes`. Nothing was changed.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Journal:
         self._metrics = MetricsWriter(
             self.folder.metrics_file, outlasts_disk=config.checkpoint.on_disk_failure == "continue"
         )
-        # What was said about the steps so far must outlive a crash if their checkpoint does.
+        # If a checkpoint survives a crash, so must the metrics of the steps before it.
         self._saver = Saver(self.folder, config.checkpoint, fallbacks, before=self._metrics.sync)
         self._num_tokens = self._num_computed = 0
         self._saving = {"checkpoints": 0, "blocked_seconds": 0.0, "write_seconds": 0.0}
@@ -96,7 +96,7 @@ class Journal:
                 global_batch_size=global_batch["global_batch_size"],
                 world_size=world["world_size"],
             )
-            settled = config.model_copy(update={"resume_allow": []})  # allowed once is not allowed for ever
+            settled = config.model_copy(update={"resume_allow": []})  # an allowed change holds for one start only
             with disk_failures_end_the_run("Writing", self.folder.path):
                 self._log_file = log_to_file(self.folder.log_file, rank=0)
                 replace_file(self.folder.config_file, resolved_yaml(settled).encode())
@@ -111,11 +111,11 @@ class Journal:
         except BaseException:
             if "_log_file" in vars(self):
                 stop_logging_to(self._log_file)
-            self.folder.close()  # nobody else can yet
+            self.folder.close()  # the caller has no journal to close yet
             raise
 
     def start_training(self, state: TrainerState, num_steps: int) -> None:
-        """Training goes on from `state`: what metrics.jsonl holds behind it will be written again."""
+        """Start or continue training at `state`, and remove the later events from metrics.jsonl."""
         self._metrics.cut_behind(state.step)
         earlier = RecordedRun(self.folder.path).events
         self.result["num_skipped_steps"] = state.num_skipped_steps
@@ -137,7 +137,7 @@ class Journal:
         data_wait_seconds: float | None = None,
         rank_seconds: Sequence[float] = (),
     ) -> None:
-        """One optimizer step is done; `state` is the one after it. For the other arguments see `Interval.add`."""
+        """Record an optimizer step; `state` is the one after it. For the other arguments see `Interval.add`."""
         now = time.monotonic()
         seconds = max(now - self._last_step_at, 1e-9)
         self._last_step_at = now
@@ -152,8 +152,8 @@ class Journal:
         if result.is_skipped:
             self.result["num_skipped_steps"] = state.num_skipped_steps
             _log.warning(
-                "step %d is skipped (the run's number %d, at most %d are: training.max_skipped_steps): %s; weights and "
-                "optimizer are as before it",
+                "step %d is skipped (number %d of at most %d: training.max_skipped_steps): %s; weights and optimizer "
+                "are unchanged",
                 state.step,
                 state.num_skipped_steps,
                 self._max_skipped_steps,
@@ -178,7 +178,7 @@ class Journal:
             self._tell("resources", step=state.step, **interval.figures())
 
     def _tell(self, kind: str, /, **values: Any) -> None:
-        """Write an event to metrics.jsonl, pass it on, and say what it gives cause to."""
+        """Write an event to metrics.jsonl, pass it to the listeners, and log the warnings that follow from it."""
         event = self._metrics.write(kind, **values)
         for listener in (self._progress, self._trackers):
             if listener is not None:
@@ -188,7 +188,7 @@ class Journal:
             self._tell("warning", step=event["step"], kind=cause, text=text)
 
     def validation(self, state: TrainerState, sums: LossSums, *, figures: Mapping[str, float] | None = None) -> None:
-        """The validation split was measured after a step; `figures` are what was measured beside the loss."""
+        """Record a validation after a step; `figures` were measured beside the loss."""
         if figures:
             self.result["validation_figures"] = dict(figures)
         self._tell(
@@ -200,7 +200,7 @@ class Journal:
             num_targets=int(sums.num_targets),
             **(figures or {}),
         )
-        self._last_step_at = time.monotonic()  # a step's speed is its own
+        self._last_step_at = time.monotonic()  # validation does not count towards the next step
 
     def save(self, snapshot: Snapshot, *, best: int | None) -> None:
         """Begin to write a checkpoint, see `Saver.save`."""
@@ -208,7 +208,7 @@ class Journal:
         self._last_step_at = time.monotonic()
 
     def settle_saves(self) -> None:
-        """Take note of a checkpoint that was written meanwhile, see `Saver.settle`."""
+        """Record a checkpoint that has been written in the background, see `Saver.settle`."""
         self._note_saved(self._saver.settle())
 
     def finish_saves(self) -> None:
@@ -216,7 +216,7 @@ class Journal:
         self._note_saved(self._saver.finish(is_last=True))
 
     def end_training(self) -> None:
-        """Take the moving line off the screen, and say what saving has cost."""
+        """Close the live view and log the cost of saving."""
         if self._saving["checkpoints"] and "saving" not in self.result:
             self.result["saving"] = self._saving
             _log.info("%(checkpoints)d checkpoints written; training waited %(blocked_seconds).2f s", self._saving)
@@ -228,7 +228,7 @@ class Journal:
             self._progress = None
 
     def test(self, comparison: Comparison) -> None:
-        """The test phase is done; run.json keeps the answers of both models beside their scores."""
+        """Record the result of the test phase: the scores of both models, and their answers in run.json."""
         self._example_prompt = next((answer.prompt for answer in comparison.answers), None)
         self.result["answers"] = [asdict(answer) for answer in comparison.answers]
         for model, scores in (("base", comparison.base), ("tuned", comparison.tuned)):
@@ -237,7 +237,7 @@ class Journal:
                 self.result[f"test_{model}"] = asdict(scores)
 
     def close(self, error: BaseException | None) -> None:
-        """Write how the run ended and give up the folder, whatever happened. The first call counts."""
+        """Record how the run ended and release the folder. Later calls do nothing."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -257,11 +257,11 @@ class Journal:
                 show_what_next(self.folder.path, self._example_prompt)
             elif isinstance(error, KeyboardInterrupt):
                 _log.error("stopped from the keyboard; resume=auto goes on from the last checkpoint")
-            else:  # the command says it on the screen
+            else:  # the command prints it on the screen
                 log_only_to(self._log_file, __name__, f"the run {status}: {type(error).__name__}: {error}")
         except RunFailedError:
             if error is None:
-                raise  # else the first error is the one to tell: a full disk refuses run.json too
+                raise  # else report the first error: a full disk refuses run.json too
         finally:
             self._metrics.close()
             stop_logging_to(self._log_file)
@@ -302,5 +302,5 @@ def _status(error: BaseException | None) -> str:
 
 
 def _epoch_of_last_step(state: TrainerState) -> int:
-    """The state names the epoch of the next step; the one that was just done may have ended an epoch."""
+    """Return the epoch of the step just done; `state.epoch` is that of the next step."""
     return state.epoch if state.steps_in_epoch else state.epoch - 1

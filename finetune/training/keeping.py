@@ -1,4 +1,4 @@
-"""What of a run's weights stays on the disk: how much room that takes, and which step becomes `adapter/`.
+"""Estimate the disk space of a run's checkpoints, and publish the best one as `adapter/`.
 
 Main process only.
 """
@@ -23,12 +23,12 @@ _log = logging.getLogger(__name__)
 
 
 def most_checkpoints(cadence: Cadence, *, keep: int, has_best: bool) -> int:
-    """Count the checkpoints that are on the disk at the same time, at most.
+    """Return the largest number of checkpoints that are on the disk at the same time.
 
     Args:
-        cadence: how many checkpoints there will be.
-        keep: how many of them stay.
-        has_best: whether the best one stays besides.
+        cadence: which steps save.
+        keep: how many checkpoints stay.
+        has_best: whether the best one stays too.
     """
     num_saves = sum(map(cadence.saves_after, range(1, cadence.num_steps + 1)))
     return min(num_saves, keep + has_best + 1)  # one is being written
@@ -49,9 +49,9 @@ def say_what_disk_it_takes(
         folder: an open run folder.
         snapshot: of the model and the optimizer as they are now.
         optimizer: the same.
-        cadence: how many checkpoints there will be.
-        keep: how many of them stay.
-        has_best: whether the best one stays besides.
+        cadence: which steps save.
+        keep: how many checkpoints stay.
+        has_best: whether the best one stays too.
     """
     at_once = most_checkpoints(cadence, keep=keep, has_best=has_best)
     need = disk_need(folder, snapshot, optimizer, at_once=at_once)
@@ -72,20 +72,20 @@ def publish_best(
     keep: int,
     has_trained: bool,
 ) -> int | None:
-    """Put the best checkpoint into `adapter/`: the last where nothing was validated or the best was not saved.
+    """Publish the best checkpoint as `adapter/`, or the last where nothing was validated or the best was not saved.
 
-    A checkpoint that is there only since the run was told to stop does not count: the result would depend on it.
+    A checkpoint that was saved only because the run was told to stop does not count: the result would depend on it.
 
     Args:
         folder: an open run folder.
         state: where training ended.
         cadence: which steps save.
-        tokenizer: goes with the weights.
+        tokenizer: saved beside the weights.
         keep: how many checkpoints stay.
         has_trained: False where the run was complete when it was started, so that `adapter/` may be there already.
 
     Returns:
-        The step that `adapter/` holds; None where it stays as it was, since it is whole and what it came from is not.
+        The step that `adapter/` holds; None where `adapter/` is kept, since it is whole and its checkpoint is damaged.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
@@ -109,6 +109,6 @@ def publish_best(
         best = None
     published = best or state.step
     publish_adapter(folder, folder.checkpoint(published), tokenizer)
-    prune(folder, keep, state.best_step)  # a kill may have come before it
+    prune(folder, keep, state.best_step)  # a killed run may have left too many
     _log.info("adapter/ holds step %d", published)
     return published

@@ -1,4 +1,4 @@
-"""From the rows of a run to its steps, and to the loaders of this rank."""
+"""Plan the global batches of a run and build the loaders of this rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 def global_batch_size(config: Config, world_size: int) -> int:
-    """Examples per optimizer step: as configured, else `training.batch_size` for each of the processes asked for.
+    """Return the examples per optimizer step: as configured, else `training.batch_size` for each requested process.
 
     Args:
         config: the whole run.
@@ -39,7 +39,7 @@ def plan_batches(
     Args:
         config: the whole run.
         rows: `EncodedExamples` or `EncodedPairs`.
-        collate: of the run's `Forward`. Rows that it packs are cut by what they share, padded ones by their lengths.
+        collate: of the run's `Forward`. Packed rows are grouped by their shared beginnings, padded rows by length.
         boundary: see `BatchRule`.
         global_batch_size: examples per optimizer step.
     """
@@ -72,7 +72,7 @@ def build_loaders(runtime: Runtime, config: Config, splits: Any, *, collate: Col
         runtime: this process's place in the world.
         config: the whole run.
         splits: `EncodedSplits` or `EncodedPairSplits`.
-        collate: puts rows together.
+        collate: makes a micro-batch of rows.
         boundary: see `BatchRule`.
 
     Raises:
@@ -109,7 +109,7 @@ def build_loaders(runtime: Runtime, config: Config, splits: Any, *, collate: Col
 
 
 def log_batches(config: Config, rule: BatchRule, *, num_steps: int, world_size: int) -> None:
-    """Log how the global batch is made up, and the number of steps."""
+    """Log the parts of the global batch and the number of steps."""
     _log.info(
         "global batch of %d examples (%s): micro-batches of at most %d over %d process%s; %d steps an epoch, %d in all",
         rule.global_batch_size,
@@ -128,7 +128,7 @@ def log_share(
     """Log the shapes and the first tokens of a rank's share of a step, for `training.debug`."""
     for index, microbatch in share:
         _log.debug(
-            "step %d micro-batch %d: %d rows, %d tokens of which %d are computed, %d targets, on %s; it begins: %r",
+            "step %d micro-batch %d: %d rows, %d tokens (%d computed), %d targets, on %s; it begins: %r",
             step,
             index,
             microbatch.num_rows,

@@ -1,4 +1,4 @@
-"""Epochs, cadence, early stopping, and the agreed stop. The loop counts and decides; it sees no tensor and no file."""
+"""The training loop: epochs, cadence, early stopping and the agreed stop. It sees no tensor and no file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
-    """When to validate, to save and to end. Steps count from 1.
+    """The steps after which a run validates, saves and ends. Steps count from 1.
 
     Attributes:
         steps_per_epoch: optimizer steps of one pass over the rows.
-        num_steps: after which the run is complete.
+        num_steps: optimizer steps of the whole run.
         validate_every: steps between validations, or None for the end of each epoch.
         save_every: steps between checkpoints, or None.
         save_every_epochs: epochs between checkpoints, or None.
@@ -36,7 +36,7 @@ class Cadence:
 
     @classmethod
     def of(cls, config: Config, steps_per_epoch: int) -> Cadence:
-        """The cadence of a run."""
+        """Make the cadence of a configuration."""
         return cls(
             steps_per_epoch=steps_per_epoch,
             num_steps=config.training.max_steps or config.training.num_epochs * steps_per_epoch,
@@ -46,22 +46,22 @@ class Cadence:
         )
 
     def is_last(self, step: int) -> bool:
-        """True when the run is complete after this step."""
+        """Return whether the run is complete after this step."""
         return step >= self.num_steps
 
     def validates_after(self, step: int) -> bool:
-        """The last step always validates, so that the best adapter is known."""
+        """Return whether a step validates. The last one always does, so that the best adapter is known."""
         return step % (self.validate_every or self.steps_per_epoch) == 0 or self.is_last(step)
 
     def saves_after(self, step: int) -> bool:
-        """The last step always saves."""
+        """Return whether a step saves. The last one always does."""
         epochs, within = divmod(step, self.steps_per_epoch)
         by_steps = self.save_every is not None and step % self.save_every == 0
         by_epochs = self.save_every_epochs is not None and within == 0 and epochs % self.save_every_epochs == 0
         return by_steps or by_epochs or self.is_last(step)
 
     def owes_validation(self, state: TrainerState) -> bool:
-        """Whether the run was told to stop before the validation due after its last step."""
+        """Return whether the run was told to stop before the validation that was due after its last step."""
         step, done = state.step, state.validations_without_improvement
         if step == 0 or step == state.best_step or not self.validates_after(step):
             return False
@@ -75,11 +75,10 @@ class Actions:
     Attributes:
         batches: (epoch, first step) to this rank's share of each step from there on.
         train: (step, share) to the step's result.
-        validate: (state) to the loss, or to None if it was cut short since a rank was told to stop; None where there is
-            no validation split.
+        validate: (state) to the loss, or to None if a rank was told to stop meanwhile; None without a validation split.
         save: commits a checkpoint of the state.
-        report: told of every finished step.
-        agree_to_stop: rank 0's answer, on every rank.
+        report: called after every step.
+        agree_to_stop: returns rank 0's argument on every rank.
     """
 
     batches: Callable[[int, int], Iterable[Any]]
@@ -91,11 +90,11 @@ class Actions:
 
 
 class LoopEnd(NamedTuple):
-    """Where training stands."""
+    """The end of training."""
 
     state: TrainerState
     is_told_to_stop: bool
-    """A signal ended it before its time; the state is saved."""
+    """True if a signal ended training early; the state is saved."""
 
 
 def run_loop(
@@ -109,13 +108,13 @@ def run_loop(
 ) -> LoopEnd:
     """Train from `state` to the last step, to an agreed early stop, or to the step in which a rank was told to stop.
 
-    A run that is told to stop saves before it validates, since its time may be short; the resumed run validates first.
+    A run that is told to stop saves and leaves the validation to the resumed run, since its time may be short.
 
     Collective: every rank, with equal arguments; every rank leaves at the same step.
 
     Raises:
-        RunFailedError: on every rank, before saving: more steps than `max_skipped_steps` were not finite, over all
-            starts of the run, or a validation loss was not.
+        RunFailedError: on every rank, before saving: more than `max_skipped_steps` steps of the run, over all its
+            starts, were not finite, or a validation loss was not.
     """
     stops = is_patience_exhausted(state, patience)
     is_told = False
@@ -140,7 +139,7 @@ def run_loop(
 def _after_step(
     state: TrainerState, is_told: bool, *, cadence: Cadence, actions: Actions, patience: int | None, min_delta: float
 ) -> tuple[TrainerState, bool, bool]:
-    """Validate and save as the cadence has it: the state, whether training stops early, whether a rank was told to."""
+    """Validate and save where due; return the state, whether to stop early, and whether a rank was told to stop."""
     stops = False
     if actions.validate is not None and cadence.validates_after(state.step) and not is_told:
         loss = actions.validate(state)
@@ -155,14 +154,14 @@ def _after_step(
 
 
 def after_validation(state: TrainerState, loss: float, *, min_delta: float) -> TrainerState:
-    """The state after one more validation. A loss that is not finite is no improvement."""
+    """Return the state after one more validation. A loss that is not finite is no improvement."""
     if math.isfinite(loss) and loss < (math.inf if state.best_loss is None else state.best_loss - min_delta):
         return replace(state, best_loss=loss, best_step=state.step, validations_without_improvement=0)
     return replace(state, validations_without_improvement=state.validations_without_improvement + 1)
 
 
 def is_patience_exhausted(state: TrainerState, patience: int | None) -> bool:
-    """Whether training should stop; never with a patience of None."""
+    """Return whether training should stop early; never with a patience of None."""
     return patience is not None and state.validations_without_improvement >= patience
 
 
@@ -187,7 +186,7 @@ def _refuse_too_many(state: TrainerState, result: StepResult, limit: int) -> Non
         instead = "a higher training.max_skipped_steps allows more"
     else:
         which = "training.on_nonfinite is stop"
-        instead = "training.on_nonfinite=skip leaves out such steps, a bounded number of them"
+        instead = "training.on_nonfinite=skip skips a bounded number of such steps"
     raise RunFailedError(
         f"step {state.step}: {result.not_finite}; {which}. The weights were left as before the step. Look at the rows "
         f"of this step, lower optim.learning_rate or add optim.warmup_steps; {instead}. Then go on with resume=auto."
@@ -195,7 +194,7 @@ def _refuse_too_many(state: TrainerState, result: StepResult, limit: int) -> Non
 
 
 def _refuse_not_finite(state: TrainerState, loss: float) -> None:
-    """Refuse weights that a restart must not go on from."""
+    """Refuse to go on where the validation loss is not finite, so that no restart begins from such weights."""
     if not math.isfinite(loss):
         raise RunFailedError(
             f"the validation loss after step {state.step} is {loss}: these weights are not saved. Look at the rows of "

@@ -1,4 +1,4 @@
-"""Optimizers by dotted name from an allow-list, and learning rates as functions of the step."""
+"""Build optimizers from an allow-list of dotted names, and compute learning rates from the step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _RATIO = "ratio_to_learning_rate"
-"""A key of a group of weights. The optimizer keeps it and does not look at it."""
+"""A key of a parameter group, which the optimizer keeps and ignores."""
 
 
 def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.optim.Optimizer:
@@ -76,10 +76,10 @@ def _groups(model: torch.nn.Module, section: OptimSection) -> list[dict[str, Any
 
 
 def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Look up the class of a dotted name. Nothing outside the allowed modules is ever imported.
+    """Look up an optimizer class by its dotted name. Nothing outside the allowed modules is imported.
 
     Raises:
-        ConfigError: not an optimizer there.
+        ConfigError: the name is not that of a supported optimizer in an allowed module.
     """
     if not is_allowed_object(name):
         raise ConfigError(f"optim.optimizer is {name}; it must come from {', '.join(ALLOWED_OBJECT_MODULES)}.")
@@ -98,12 +98,12 @@ def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 
 def learning_rate_at(step: int, num_steps: int, section: OptimSection) -> float:
-    """The learning rate of a step, a pure function: there is no scheduler state to save or to step twice.
+    """Return the learning rate of a step. A pure function, so there is no scheduler state to save.
 
     Args:
         step: from 1 to `num_steps`.
         num_steps: of the whole run.
-        section: highest rate, warm-up and shape.
+        section: peak rate, warm-up and schedule.
     """
     if step <= section.warmup_steps:
         return section.learning_rate * step / section.warmup_steps
@@ -117,7 +117,7 @@ def learning_rate_at(step: int, num_steps: int, section: OptimSection) -> float:
 
 
 def warn_of_long_warmup(section: OptimSection, num_steps: int) -> None:
-    """Log that the highest learning rate is never reached, where the warm-up takes all steps."""
+    """Warn if the warm-up takes all steps, so that the peak learning rate is never reached."""
     if section.warmup_steps >= num_steps:
         _log.warning(
             "optim.warmup_steps is %d and the run has %d steps: the learning rate never reaches %g",
@@ -139,5 +139,5 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 
 def trainable_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The weights that train, in the model's own order."""
+    """Return the trained weights, in the model's own order."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad]

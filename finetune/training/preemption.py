@@ -1,4 +1,4 @@
-"""The errors of a run that a signal told to stop: which ranks were told, by which signal, and what to do next."""
+"""Errors of a run that a signal told to stop. They name the signal, the ranks and the next command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def preempted_in_training(runtime: Runtime, step: int) -> PreemptedError:
-    """Make the error to leave training with, once the checkpoint of the step is committed. Collective."""
+    """Make the error that ends training, after the checkpoint of the step is committed. Collective."""
     mine = float(told_to_stop() or 0)
     signals = runtime.sum([mine if rank == runtime.rank else 0.0 for rank in range(runtime.world_size)])
     told = {rank: Signals(int(signal)).name for rank, signal in enumerate(signals) if signal}
@@ -29,17 +29,17 @@ def preempted_in_training(runtime: Runtime, step: int) -> PreemptedError:
 
 @contextmanager
 def preempted_in_test(runtime: Runtime) -> Iterator[None]:
-    """A test phase of this process alone, which a signal ends at once, or before it begins.
+    """Run the test phase, on this process alone. A signal ends it at once, or before it begins.
 
     Raises:
         PreemptedError: this process was told to stop.
     """
     try:
-        if runtime.is_told_to_stop:  # in its very last step, and what comes now may take long
+        if runtime.is_told_to_stop:  # during the last step: do not begin, since testing may take long
             raise Terminated
         yield
     except (Exception, Terminated, KeyboardInterrupt) as error:
-        # A library in the middle of a call can make an error of its own out of the signal's.
+        # A library may turn the exception of the signal into an error of its own.
         if not (runtime.is_told_to_stop or isinstance(error, (Terminated, KeyboardInterrupt))):
             raise
         signal = told_to_stop()

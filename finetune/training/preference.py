@@ -2,7 +2,7 @@
 
 For a pair the loss is -log sigmoid(beta * margin), where margin is how much more the model prefers the chosen answer to
 the rejected one than the reference does, in nats. The reference is the base: the same model with its adapter switched
-off. Both answers lie in one micro-batch, so that an engine which shares beginnings computes the prompt once.
+off. Both answers are in one micro-batch, so that the engine computes their shared prompt once.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class PreferenceMicrobatch:
 
     @property
     def num_computed(self) -> int:
-        """Tokens of both sides, where a shared beginning counts once."""
+        """Tokens of both sides; a shared beginning counts once."""
         return self.rows.num_computed
 
     @property
     def input_ids(self) -> torch.Tensor:
-        """Token ids, as the rows' own kind has them."""
+        """Token ids of the rows, padded or packed."""
         return self.rows.input_ids
 
     def to(self, device: torch.device) -> PreferenceMicrobatch:
@@ -65,12 +65,12 @@ class PreferenceMicrobatch:
         return replace(self, rows=self.rows.to(device))
 
     def pin_memory(self) -> PreferenceMicrobatch:
-        """A copy in page-locked memory; a loader with `pin_memory` calls it."""
+        """A copy in page-locked memory, for a loader with `pin_memory`."""
         return replace(self, rows=self.rows.pin_memory())
 
 
 def put_pairs_together(pairs: Sequence[EncodedPair], *, rows: Collate) -> PreferenceMicrobatch:
-    """Put the sides of each pair next to each other, and pack or pad the rows as `rows` does. A loader calls it."""
+    """Make a micro-batch with the sides of each pair next to each other; `rows` packs or pads them."""
     return PreferenceMicrobatch(rows=rows([side for pair in pairs for side in pair]))
 
 
@@ -80,21 +80,21 @@ answer than the reference does, in nats; the margin is the chosen answer's rewar
 the share of pairs with a margin above 0."""
 
 _ROUNDING_NATS = 1e-4
-"""Smaller margins are rounding. A pair with one counts half, or a model that has learnt nothing would score."""
+"""Smaller margins are rounding errors. Their pairs count half, so that an untrained model has an accuracy of 1/2."""
 
 
 class Outcomes(NamedTuple):
     """The values of each pair, float64, shape (pairs,)."""
 
     losses: torch.Tensor
-    """They alone have a gradient."""
+    """Only the losses have a gradient."""
     chosen_rewards: torch.Tensor
     rejected_rewards: torch.Tensor
     wins: torch.Tensor
     """1 where the chosen answer is preferred, 0 where the rejected one is, 1/2 where neither is."""
 
     def sums(self) -> torch.Tensor:
-        """Shape (1 + FIGURES,), the loss first."""
+        """Sums over the pairs: the loss, then `FIGURES`; shape (1 + FIGURES,)."""
         margins = self.chosen_rewards - self.rejected_rewards
         each = (self.losses, self.chosen_rewards, self.rejected_rewards, margins, self.wins)
         return torch.stack([values.sum() for values in each])
@@ -103,7 +103,7 @@ class Outcomes(NamedTuple):
 def summed_preferences(
     model: Any, microbatch: PreferenceMicrobatch, *, beta: float, choices: Choices = BY_DEVICE
 ) -> torch.Tensor:
-    """The loss summed over the pairs of a micro-batch, which can be differentiated, and `FIGURES` behind it, float64.
+    """Sum the loss over the pairs of a micro-batch, with a gradient, followed by the sums of `FIGURES`; float64.
 
     Args:
         model: a PEFT model, in training mode.
@@ -138,10 +138,10 @@ def sum_preference_losses(
 ) -> tuple[LossSums, list[float]]:
     """Add up losses and `FIGURES` of this rank's pairs, without gradients and in evaluation mode.
 
-    Once a rank was told to stop, it is cut short and its figures are zero.
+    Once a rank was told to stop, the evaluation is cut short and the figures are zero.
     """
     totals, figures = [0.0] * 4, [0.0] * len(FIGURES)
-    each: Any = loader  # it yields pairs, whatever its type says
+    each: Any = loader  # yields `PreferenceMicrobatch`, which its type does not say
     with evaluation_mode(model):
         for microbatch in each:
             if runtime.is_anyone_told_to_stop():
@@ -158,7 +158,7 @@ def sum_preference_losses(
 
 
 def _losses(nats: torch.Tensor, reference: torch.Tensor, beta: float) -> torch.Tensor:
-    """From the nats of each row under the model and under the reference."""
+    """The loss of each pair, from the nats of each row under the model and under the reference."""
     gained = reference - nats
     return functional.softplus(-beta * (gained[0::2] - gained[1::2]))
 
@@ -168,7 +168,7 @@ def _packed_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of each pair and the nats of each row, logits a chunk at a time.
 
-    Values come first, then one weighted sum whose gradient is that of the losses.
+    The values are computed first, then one weighted sum whose gradient is that of the losses.
     """
     hidden, head = before_head(model, rows, choices)
     size = choices.logits_chunk_bytes
@@ -185,11 +185,11 @@ def _packed_losses(
         of_terms.index_add_(0, rows.target_term.to(of_target.device), of_target)
         counts = of_terms.to(hidden.device, of_term.dtype)
         weighted = summed_head_loss(hidden, head.weight, rows.labels, bias=head.bias, counts=counts, chunk_bytes=size)
-    # The weighted sum adds a gradient and no value. It is shared out evenly, since only the sum of all losses is used.
+    # The weighted sum adds a gradient and no value. Any split over the pairs will do: only the sum of losses is used.
     return losses.detach() + (weighted - weighted.detach()) / len(losses), nats.detach()
 
 
 def _by_row(rows: Microbatch, nats: torch.Tensor) -> torch.Tensor:
-    """Nats of each row, float64, shape (rows,), from those of its targets."""
+    """Sum the nats of targets by row: float64, shape (rows,)."""
     owner = rows.target_row.to(nats.device)
     return torch.zeros(rows.num_rows, dtype=torch.float64, device=nats.device).index_add(0, owner, nats)

@@ -1,4 +1,4 @@
-"""The trainer for pairs of answers: only the loss and the micro-batches differ from `Trainer`."""
+"""The trainer for pairs of answers. It differs from `Trainer` only in the loss and the micro-batches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PreferenceTrainer(Trainer):
 
     Args:
         runtime: this process's place in the world.
-        config: the whole run; `training.objective` is recorded as dpo, even where a script leaves it out.
+        config: the whole run; `training.objective` is recorded as dpo, even if a script does not set it.
         model: a PEFT model, on the CPU.
         tokenizer: the model's.
         splits: encoded pairs.
@@ -88,7 +88,7 @@ def check_reference(config: Config) -> None:
     """Refuse a run whose reference would not be the base.
 
     Raises:
-        ConfigError: every weight would train, or an adapter would go on from another.
+        ConfigError: the run trains every weight, or starts from another adapter.
     """
     if config.training.method != "lora":
         raise ConfigError(
@@ -103,7 +103,7 @@ def check_reference(config: Config) -> None:
 
 
 def _with_objective(config: Config) -> Config:
-    """The configuration with the objective of this trainer: scripts older than the key do not set it."""
+    """Set the objective to dpo: scripts older than the key do not set it."""
     origin = config.origin("training.objective")
     if config.training.objective == "sft" and origin != "default":
         raise ConfigError(
@@ -121,6 +121,6 @@ def _refuse_straddling(split: EncodedPairs | None, boundary: int | None) -> None
     if straddling:
         raise DataError(
             f"{len(straddling)} pairs have one side of at most {boundary} tokens and a longer one; the first is "
-            f"{split.chosen.source(straddling[0])}: LongRoPE would rotate both with the factors of the longer. Set "
-            f"data.max_length={boundary}, or remove them."
+            f"{split.chosen.source(straddling[0])}. LongRoPE would rotate both sides with the factors of the longer "
+            f"one. Set data.max_length={boundary}, or remove these pairs."
         )

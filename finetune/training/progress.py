@@ -24,13 +24,13 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingProgress:
-    """Shows how far training is: one view on a terminal, elsewhere a log line every `log_every` steps.
+    """Show the progress of training: a live view on a terminal, elsewhere a log line every `log_every` steps.
 
     Args:
         total_steps: optimizer steps of the whole run.
-        first_step: steps that were done before this start.
-        log_every: steps between two lines of the log; the last step always has one.
-        console: where the view goes; default: stderr. There is none if that is no terminal.
+        first_step: steps done before this start.
+        log_every: steps between two log lines; the last step always has one.
+        console: of the view; default: stderr. There is no view if this is not a terminal.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class TrainingProgress:
         self._started = time.monotonic()
 
     def recall(self, events: Iterable[Event]) -> None:
-        """Events of earlier starts, so that the view of a resumed run does not begin anew."""
+        """Add the events of earlier starts to the view of a resumed run."""
         for event in events:
             self._view.take(event)
 
     def take(self, event: Event) -> None:
-        """Show an event as it stands in metrics.jsonl."""
+        """Show an event of metrics.jsonl."""
         give_up_dead_screens()
         self._view.take(event)
         if event["event"] == "step":
@@ -90,7 +90,7 @@ class TrainingProgress:
         from rich.live import Live
 
         self._live = Live(self._view, console=console, refresh_per_second=4)
-        # What the package logs to the same screen must pass above the view, and must not repeat it.
+        # Log lines to the same screen must appear above the view, without the progress lines that repeat it.
         for handler in logging.getLogger(PACKAGE).handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
                 self._moved.append((handler, handler.stream))
@@ -108,11 +108,11 @@ def _is_no_progress(record: logging.LogRecord) -> bool:
 
 
 def show_what_next(folder: Path, prompt: str | None) -> None:
-    """Name what a finished run wrote and the next command to try.
+    """Print the files of a finished run and the next command to try.
 
     Args:
         folder: the run's folder.
-        prompt: something to ask the tuned model, where a row of the data gives it.
+        prompt: a prompt from the data to ask the tuned model; None where there is none.
     """
     give_up_dead_screens()
     shown = shown_folder(folder)
@@ -128,5 +128,5 @@ def show_what_next(folder: Path, prompt: str | None) -> None:
 
 
 def shown_folder(folder: Path) -> Path:
-    """A folder as the user would name it: from where they are, if it lies below."""
+    """Return a folder relative to the current one if it is below it."""
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder

@@ -1,6 +1,6 @@
-"""A run that goes on is compared with its start. The schema says of each key whether it may change.
+"""Compare a resumed run with its start. The schema says for each key whether it may change.
 
-A key that changes the curve is refused unless `resume.allow` names it.
+A changed key that changes the curve is refused unless `resume.allow` names it.
 """
 
 from __future__ import annotations
@@ -56,25 +56,25 @@ class _Difference(NamedTuple):
 
 
 def record_of_start(config: Config, fingerprints: Mapping[str, str]) -> dict[str, Any]:
-    """What run.json keeps for the comparison, with a digest of its own: no edit and no torn file passes for it."""
+    """Make the record of a start for run.json. Its own digest reveals an edited or incomplete record."""
     rows = {split: fingerprints[split] for split in _SPLITS if split in fingerprints}
     values = {"config": config.model_dump(mode="json"), "rows": rows}
     return {**values, "sha256": _sha256(values)}
 
 
 def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[str, str]) -> list[dict[str, str]]:
-    """Compare a run with its start, before config.yaml and run.json are written anew. Main process only.
+    """Compare a run with its start, before config.yaml and run.json are overwritten. Main process only.
 
     Args:
         folder: the run's, open.
-        config: what the run is to go on with.
+        config: of the resumed run.
         fingerprints: digests by name; those of `data.train` and `data.validation` are compared.
 
     Returns:
-        What changes the curve and is allowed by `resume.allow`, for run.json. Empty where nothing is resumed.
+        The changes that change the curve and that `resume.allow` allows, for run.json. Empty if nothing is resumed.
 
     Raises:
-        CheckpointError: names every difference that changes the curve and is not allowed.
+        CheckpointError: lists every difference that changes the curve and is not allowed.
     """
     if config.resume != "auto" or not folder.checkpoint_steps():
         return []
@@ -99,16 +99,16 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
 
 
 def refuse_other_global_batch(folder: RunFolder, config: Config, *, global_batch_size: int, world_size: int) -> None:
-    """A step of other rows is another curve: where the checkpoints know another number, nothing goes on.
+    """Refuse to resume with another global batch size than that of the checkpoints: it would change the curve.
 
     Args:
         folder: the run's, open.
-        config: what the run is to go on with.
-        global_batch_size: examples per optimizer step, as this start would have it.
+        config: of the resumed run.
+        global_batch_size: examples per optimizer step in this start.
         world_size: processes of this start.
 
     Raises:
-        CheckpointError: names both global batches, and the worlds that they are of.
+        CheckpointError: names both global batch sizes and world sizes.
     """
     last = _last_state(folder) if config.resume == "auto" else None
     if last is None or last.global_batch_size == global_batch_size:
@@ -127,7 +127,7 @@ def refuse_other_global_batch(folder: RunFolder, config: Config, *, global_batch
 
 
 def _last_state(folder: RunFolder) -> TrainerState | None:
-    """Where the newest checkpoint stands whose state can be read; it is not verified."""
+    """Return the newest state that can be read, from a checkpoint that is not verified."""
     for step in reversed(folder.checkpoint_steps()):
         with suppress(CheckpointError):
             return read_state(folder.checkpoint(step))
@@ -139,20 +139,20 @@ def _processes(number: int) -> str:
 
 
 def at_its_place(state: TrainerState, steps_per_epoch: int) -> TrainerState:
-    """The state with its place in the epoch counted anew: other rows, once allowed, may make other epochs."""
+    """Return the state with its place in the epoch counted again: if other rows are allowed, epochs may differ."""
     epoch, steps_in_epoch = divmod(state.step, steps_per_epoch)
     return replace(state, epoch=epoch, steps_in_epoch=steps_in_epoch)
 
 
 def _recorded_start(run: RecordedRun) -> Mapping[str, Any] | None:
-    """What `record_of_start` gave; None where it is missing or damaged."""
+    """Return the result of `record_of_start`; None where it is missing or damaged."""
     start = run.part("started_with")
     values = {name: value for name, value in start.items() if name != "sha256"}
     return values if values.keys() == {"config", "rows"} and start.get("sha256") == _sha256(values) else None
 
 
 def _config_in(start: Mapping[str, Any] | None) -> Config | None:
-    """Former spellings of keys are read as today's; None too where it is of a schema that we cannot read."""
+    """Return the configuration of a start, also with former spellings of keys; None where it cannot be read."""
     try:
         return Config.model_validate(saved_with_our_keys(start["config"])) if start else None
     except ValidationError:
@@ -160,11 +160,11 @@ def _config_in(start: Mapping[str, Any] | None) -> Config | None:
 
 
 def _what_counts(before: Config, now: Config, *, has_same_rows: bool) -> set[str]:
-    """Which values of `OnResume.matters` hold for two configurations; rows that are not known are other rows."""
+    """Return the values of `OnResume.matters` that hold for two configurations; unknown rows count as other rows."""
     sides = (before, now)
     has_adapter = any(side.training.method == "lora" for side in sides)
     has_dropout = any(side.training.method == "lora" and side.lora.dropout > 0 for side in sides)
-    # A rate that is constant after its warm-up does not look at the end of the run.
+    # A rate that is constant after its warm-up does not depend on the end of the run.
     is_rate_scaled = all(side.optim.schedule != "constant" for side in sides)
     has_max_steps = all(side.training.max_steps is not None for side in sides)
     counts = {
@@ -179,11 +179,11 @@ def _what_counts(before: Config, now: Config, *, has_same_rows: bool) -> set[str
 
 
 def _differences(before: Config, now: Config) -> list[_Difference]:
-    """Keys with two values, in the order of the schema. What is not known of the start is not compared."""
+    """Return the keys that differ, in the order of the schema. Keys that the start does not record are skipped."""
     known, wanted = values(before, only_set=True), values(now)
     if missing := wanted.keys() - known.keys():
         _log.warning(
-            "what is known of the start is cut short or of an older version, so these could not be compared: %s",
+            "the record of the start is incomplete or of an older version, so these keys could not be compared: %s",
             ", ".join(key for key in wanted if key in missing),
         )
     return [
@@ -194,9 +194,9 @@ def _differences(before: Config, now: Config) -> list[_Difference]:
 
 
 def _other_rows(folder: RunFolder, start: Mapping[str, Any] | None, now: Mapping[str, str]) -> list[_Difference] | None:
-    """The splits whose rows have changed; None, with a warning, where run.json does not say what they were."""
+    """Return the splits whose rows have changed; None, with a warning, where run.json does not record them."""
     if start is None:
-        _log.warning("%s does not tell the rows of the start, so they could not be compared", folder.record_file)
+        _log.warning("%s does not record the rows of the start, so they could not be compared", folder.record_file)
         return None
     before = start["rows"]
     return [
@@ -213,7 +213,7 @@ def _refusal(folder: RunFolder, refused: Sequence[_Difference]) -> str:
     if all(it.effect.fits for it in refused):
         instead = f"to accept the change on purpose, add resume.allow={','.join(sorted(names))}"
     else:
-        instead = "its checkpoints fit no other: start another run with output_dir="
+        instead = "since its checkpoints fit no other, start another run with output_dir="
     return (
         f"output_dir={folder.path} holds a run that was started with another configuration. "
         f"This changes its curve:{lines}\nGive the old values to go on, or, {instead}. Nothing was changed."
@@ -221,7 +221,7 @@ def _refusal(folder: RunFolder, refused: Sequence[_Difference]) -> str:
 
 
 def _shown(before: object, now: object) -> tuple[str, str]:
-    """Two values as text, short and yet different: what they have in common gives way first."""
+    """Return two values as short texts that differ: the common part is cut first."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         names = [
             name for name in {**before, **now} if (name in before, before.get(name)) != (name in now, now.get(name))

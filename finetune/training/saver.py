@@ -1,4 +1,4 @@
-"""Checkpoints beside training: the state is copied, a thread writes it, and training waits for the copy alone."""
+"""Save checkpoints in the background: training waits while the state is copied, and a thread writes the copy."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
 
 _LAST_WORDS_SECONDS = 0.5
 _SHARE_OF_FREE_MEMORY = 0.5
-"""A copy that takes more of what is free could bring down the run that it is to protect."""
+"""A larger copy could use up the memory that the run itself needs."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """One checkpoint that is on the disk, and what it cost."""
+    """A checkpoint that is on the disk, and the time it took."""
 
     step: int
     path: Path
     num_bytes: int
-    """Of its tensors."""
+    """The size of its tensors."""
     blocked_seconds: float
-    """Training waited: for an earlier save, and for the copy."""
+    """The time that training waited: for an earlier save, and for the copy."""
     write_seconds: float
 
 
 class Saver:
-    """Writes checkpoints, one at a time. Main process only; every method is for the thread that trains.
+    """Write checkpoints, one at a time. Main process only; call every method from the thread that trains.
 
     Args:
         folder: an open run folder.
-        keys: in the background or not, how many to keep, what a failing disk means.
-        fallbacks: takes each checkpoint that could not be written, where training goes on without it.
+        keys: whether to save in the background, how many checkpoints to keep, whether a failing disk ends the run.
+        fallbacks: records each checkpoint that could not be written where training goes on without it.
         before: called right before each commit, in the thread that writes.
     """
 
@@ -65,14 +65,14 @@ class Saver:
         self._writer: _Writer | None = None
 
     def save(self, snapshot: Snapshot, *, best: int | None) -> list[Saved]:
-        """Begin to write a checkpoint, after the one before has ended.
+        """Begin to write a checkpoint, after the one before is finished.
 
         Args:
             snapshot: not copied yet.
             best: the step whose checkpoint is not pruned.
 
         Returns:
-            What is on the disk since the last call of a method of this class.
+            The checkpoints that were written since the last call of a method of this class.
 
         Raises:
             RunFailedError: the checkpoint before this one could not be written, or this one, if not in the background.
@@ -92,18 +92,18 @@ class Saver:
         return saved if self._in_background else [*saved, *self.finish()]
 
     def settle(self) -> list[Saved]:
-        """What is on the disk by now; does not wait.
+        """Return the checkpoint that has been written since, without waiting.
 
         Raises:
-            RunFailedError: a checkpoint could not be written, and by configuration that ends the run.
+            RunFailedError: a checkpoint could not be written, and the configuration lets that end the run.
         """
         return [] if self._writer is None or self._writer.is_alive() else self.finish()
 
     def finish(self, *, is_last: bool = False) -> list[Saved]:
-        """Wait for the save in flight, if there is one.
+        """Wait for the save in progress, if there is one.
 
         Args:
-            is_last: nothing is saved after it, so that training cannot go on without it.
+            is_last: no save follows, so that training cannot go on without this one.
 
         Raises:
             RunFailedError: it could not be written.
@@ -118,10 +118,10 @@ class Saver:
         return [writer.saved] if writer.saved is not None else []
 
     def close(self, error: BaseException | None) -> list[Saved]:
-        """Leave no thread behind. A save in flight comes to its end, unless the run was told to stop at once.
+        """End the thread. A save in progress is finished, unless the run was told to stop at once.
 
         Returns:
-            What is on the disk since the last call of a method of this class.
+            The checkpoints that were written since the last call of a method of this class.
         """
         writer, self._writer = self._writer, None
         if writer is None:
@@ -153,7 +153,7 @@ class Saver:
 
 
 class _Writer(threading.Thread):
-    """One save: `saved` or `error` is set when it is over."""
+    """One save, as a thread or as a plain call of `run`. At its end `saved` or `error` is set."""
 
     def __init__(
         self, snapshot: Snapshot, folder: RunFolder, *, keep: int, best: int | None, before: Callable[[], None]
@@ -172,7 +172,7 @@ class _Writer(threading.Thread):
 
     @property
     def saved(self) -> Saved | None:
-        """What was written; None where it was not."""
+        """The checkpoint; None if it was not written."""
         if self._path is None:
             return None
         return Saved(
@@ -184,7 +184,7 @@ class _Writer(threading.Thread):
         )
 
     def run(self) -> None:
-        """Commit, then remove what is older than wanted; in a thread, or as a plain call."""
+        """Commit the checkpoint and prune older ones."""
         began = time.monotonic()
         try:
             self.before()

@@ -1,4 +1,4 @@
-"""ONE optimizer step. It never sees an epoch, a file or a log."""
+"""One optimizer step. It sees no epoch, no file and no log."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from finetune.training.optim import set_learning_rate, trainable_parameters
 
 @dataclass(frozen=True)
 class LossWithFigures:
-    """A loss function that sums further figures over the targets, besides the loss."""
+    """A loss function that also sums other figures over the targets."""
 
     sums: LossFunction
-    """(model, micro-batch) to shape (1 + names,): the loss, which can be differentiated, then the figures."""
+    """(model, micro-batch) to shape (1 + names,): the loss, with a gradient, then the figures."""
     names: tuple[str, ...]
 
     def __call__(self, model: torch.nn.Module, microbatch: Any) -> torch.Tensor:
-        """All sums."""
+        """Return the loss and the figures."""
         return self.sums(model, microbatch)
 
 
@@ -43,21 +43,21 @@ class StepResult(NamedTuple):
     learning_rate: float
     num_targets: int
     num_tokens: int
-    """Without padding; what rows share counts once for each of them."""
+    """Without padding; a shared token counts once for each row."""
     num_computed: int = 0
-    """The same, but what rows share counts once."""
+    """Without padding; a shared token counts once."""
     num_told_to_stop: int = 0
-    """Ranks that a signal had told to stop before this step; the same on all ranks."""
+    """Ranks that a signal told to stop before this step; the same number on all ranks."""
     not_finite: str = ""
-    """Why the step made no update, the same on all ranks; empty where it made one."""
+    """The reason why the step made no update, the same on all ranks; empty if it made one."""
     rank_seconds: tuple[float, ...] = ()
-    """Seconds that each rank computed, without waiting for others; empty in a world of one."""
+    """Seconds that each rank computed, without waiting; empty in a world of one."""
     figures: Mapping[str, float] = MappingProxyType({})
-    """The means over the targets of the further figures, by name."""
+    """The means over the targets of other figures, by name."""
 
     @property
     def is_skipped(self) -> bool:
-        """True where weights and optimizer are as before the step."""
+        """True if weights and optimizer are unchanged."""
         return bool(self.not_finite)
 
 
@@ -78,7 +78,7 @@ def train_step(
     The loss is the sum over all target tokens of the global batch, divided by their number. A mean of means over
     micro-batches or ranks would weigh a short row's tokens more than a long row's.
 
-    Where the loss or the gradient is not finite, on whatever rank, no rank makes an update; the result says why.
+    If the loss or the gradient is not finite on any rank, no rank makes an update, and the result says why.
 
     Collective: every rank, with the same step; a rank's share may be empty.
 
@@ -91,12 +91,12 @@ def train_step(
         learning_rate: of this step.
         max_grad_norm: see `Runtime.clip_grad_norm`.
         seed: of the run.
-        compute: the loss summed over a micro-batch's targets, perhaps with figures.
+        compute: sums the loss, and perhaps other figures, over the targets of a micro-batch.
 
     Raises:
         DataError: the whole global batch has no target token.
-        PeerFailedError: another rank's part failed beside training; that rank raises its own error.
-        RunFailedError: trained weights are not finite themselves, so that no later step can be.
+        PeerFailedError: another rank failed outside of the step, and raises its own error.
+        RunFailedError: trained weights are not finite, so that no later step can be.
     """
     batch = _count(runtime, microbatches)
     if batch.num_failed_beside:
@@ -115,7 +115,7 @@ def train_step(
 
     parameters = trainable_parameters(model)
     runtime.sync_gradients(parameters)
-    # An infinite norm makes zeros or NaN of the gradients; it is seen before they reach a weight.
+    # Clipping by an infinite norm turns gradients into zeros or NaN; it is detected before they reach a weight.
     grad_norm = runtime.clip_grad_norm(parameters, max_grad_norm)
     whole = _sum_over_ranks(runtime, own, is_bad_norm=not math.isfinite(grad_norm))
     loss = whole.loss / batch.num_targets
@@ -143,7 +143,7 @@ def train_step(
 
 
 class _Counted(NamedTuple):
-    """A global batch, and the ranks that it is for."""
+    """Counts over all ranks for a global batch."""
 
     num_targets: int
     num_tokens: int
@@ -154,18 +154,20 @@ class _Counted(NamedTuple):
 
 
 def _count(runtime: Runtime, microbatches: Sequence[tuple[int, Microbatch]]) -> _Counted:
-    """Over all ranks. Collective.
+    """Count over all ranks. Collective.
 
-    Whether a rank was told to stop, or failed beside training, travels along: all ranks then know it in the same
-    step, at no cost.
+    The same exchange tells all ranks, in the same step and at no cost, whether a rank was told to stop or failed.
     """
-    counts = [sum(counts) for counts in zip(*(_counts(m) for _, m in microbatches), strict=True)] or [0, 0, 0]
+    counts = [
+        sum(getattr(microbatch, name) for _, microbatch in microbatches)
+        for name in ("num_targets", "num_tokens", "num_computed")
+    ]
     flags = [int(runtime.is_told_to_stop), int(runtime.has_failed_beside)]
     return _Counted(*map(int, runtime.sum([*counts, len(microbatches), *flags])))
 
 
 class _Sums(NamedTuple):
-    """Over the targets of one rank, or of all."""
+    """Sums over the targets of one rank, or of all."""
 
     loss: float
     figures: dict[str, float]
@@ -180,7 +182,7 @@ def _backpropagate(
     compute: LossFunction,
     num_targets: int,
 ) -> _Sums:
-    """Forward and backward over this rank's micro-batches, each behind its seed; the gradients add up."""
+    """Run forward and backward over this rank's micro-batches, each with its seed; the gradients add up."""
     names = compute.names if isinstance(compute, LossWithFigures) else ()
     sums = [0.0] * (1 + len(names))
     started = time.perf_counter()
@@ -194,9 +196,9 @@ def _backpropagate(
 
 
 def _sum_over_ranks(runtime: Runtime, own: _Sums, *, is_bad_norm: bool) -> _Sums:
-    """Add the sums of all ranks, and collect how long each took. Collective.
+    """Add the sums of all ranks and collect the seconds of each. Collective.
 
-    The norm could overflow on one kind of device and not on another: a sum decides, not each rank for itself.
+    The norm may overflow on one kind of device and not on another, so the ranks decide together.
     """
     seconds = [own.rank_seconds[0] * (rank == runtime.rank) for rank in range(runtime.world_size)]
     loss, num_bad, *others = runtime.sum([own.loss, float(is_bad_norm), *own.figures.values(), *seconds])
@@ -205,22 +207,18 @@ def _sum_over_ranks(runtime: Runtime, own: _Sums, *, is_bad_norm: bool) -> _Sums
     return _Sums(loss, figures, rank_seconds, bool(num_bad))
 
 
-def _counts(microbatch: Microbatch) -> tuple[int, int, int]:
-    return microbatch.num_targets, microbatch.num_tokens, microbatch.num_computed
-
-
 def _whose(runtime: Runtime, is_mine: bool) -> str:
-    """Name the ranks for which it is true; empty in a world of one. Collective."""
+    """Name the ranks on which `is_mine` is true; empty in a world of one. Collective."""
     counts = runtime.sum([float(is_mine and rank == runtime.rank) for rank in range(runtime.world_size)])
     ranks = [str(rank) for rank, count in enumerate(counts) if count]
     return f" (that of rank {', '.join(ranks)})" if ranks and runtime.world_size > 1 else ""
 
 
 def _refuse_broken_weights(runtime: Runtime, model: torch.nn.Module, what: str) -> None:
-    """Stop if the weights themselves are not finite: skipping the step would not help. Collective.
+    """Refuse to go on if the weights are not finite, since skipping the step would not help. Collective.
 
     Raises:
-        RunFailedError: on all ranks, if those of any rank are not.
+        RunFailedError: on all ranks, if the weights of any rank are not finite.
     """
     names = [name for name, weight in model.named_parameters() if weight.requires_grad and not weight.isfinite().all()]
     num_broken, num_ranks = runtime.sum([float(len(names)), float(bool(names))])

@@ -1,9 +1,10 @@
-"""The figures of metrics.jsonl in TensorBoard, Weights & Biases, trackio or MLflow too. Main process only."""
+"""Report the figures of metrics.jsonl to TensorBoard, Weights & Biases, trackio or MLflow. Main process only."""
 
 from __future__ import annotations
 
 import logging
 import math
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.compose import resolved_yaml
@@ -23,12 +24,12 @@ _FOLDER = "trackers"
 
 
 class Trackers:
-    """Hands events on. A tracker that fails while training goes on is dropped, and that is recorded.
+    """Pass events on to trackers. A tracker that fails during training is dropped, and a fallback is recorded.
 
     Args:
         config: of the run.
-        folder: of the run; trackers that write files write them to its `trackers/`.
-        fallbacks: are told of a tracker that was dropped.
+        folder: of the run; trackers write their files to its `trackers/`.
+        fallbacks: records each tracker that was dropped.
     """
 
     def __init__(self, config: Config, folder: RunFolder, fallbacks: Fallbacks) -> None:
@@ -38,27 +39,27 @@ class Trackers:
         self._open: dict[str, Any] = {}
 
     def start(self, *, first_step: int) -> None:
-        """Open those that the configuration names.
+        """Open the trackers that the configuration names.
 
         Raises:
-            ConfigError: one cannot be opened, as where it wants a login.
+            ConfigError: one cannot be opened, for example since it needs a login.
         """
         for name in dict.fromkeys(self._config.training.report_to):
             try:
                 tracker = open_tracker(name, self._folder.path / _FOLDER, self._folder.path.name, first_step=first_step)
-                if name == "tensorboard":
-                    tracker.log({"config": _as_block(resolved_yaml(self._config))}, step=first_step)
+                if name == "tensorboard":  # it shows indented Markdown as plain text
+                    tracker.log({"config": indent(resolved_yaml(self._config), " " * 4)}, step=first_step)
                 else:
                     tracker.store_init_configuration(_flat(self._config.model_dump(mode="json")))
             except Exception as error:
                 raise ConfigError(
-                    f"training.report_to: {name} cannot be started: {_in_a_line(error)}. Set it up as its "
-                    "own documentation has it (wandb: WANDB_MODE=offline needs no login), or drop it."
+                    f"training.report_to: {name} cannot be started: {_in_a_line(error)}. Set it up as its own "
+                    "documentation describes (wandb: WANDB_MODE=offline needs no login), or remove it."
                 ) from error
             self._open[name] = tracker
 
     def take(self, event: Event) -> None:
-        """The figures of an event, as `step/loss`, `validation/loss`, `resources/host_memory`, ..."""
+        """Report the figures of an event, as `step/loss`, `validation/loss`, `resources/host_memory`, ..."""
         prefix = f"test_{event.get('model')}" if event["event"] == "test" else event["event"]
         figures = {
             f"{prefix}/{name}": value
@@ -68,17 +69,17 @@ class Trackers:
         for name, tracker in list(self._open.items()) if figures else ():
             try:
                 tracker.log(figures, step=event.get("step"))
-            except Exception as error:  # theirs are of every kind: a network, a disk, a service
+            except Exception as error:  # of the network, the disk or the service
                 del self._open[name]
                 why = f"{_in_a_line(error)}; metrics.jsonl has every figure"
                 self._fallbacks.take(Fallback(what="training.report_to", wanted=name, used="none", why=why))
 
     def close(self) -> None:
-        """Let each finish what it writes. May be called twice."""
+        """Let each tracker finish writing. May be called twice."""
         for name, tracker in self._open.items():
             try:
                 tracker.finish()
-            except Exception as error:  # the run is over, and must say how it ended
+            except Exception as error:  # the run is over and must still record how it ended
                 _log.warning("training.report_to: %s could not finish: %s", name, _in_a_line(error))
         self._open.clear()
 
@@ -87,13 +88,8 @@ def _in_a_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _as_block(text: str) -> str:
-    """Markdown that TensorBoard shows as it stands."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
-
-
 def _flat(values: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Nested values under dotted names, lists and mappings as text: what every tracker takes."""
+    """Return nested values under dotted names, with lists and inner mappings as text, which every tracker accepts."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict) and not above:

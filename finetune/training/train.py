@@ -1,4 +1,4 @@
-"""Train what a configuration names, from the files it names to a run's folder: what recipes spell out in steps."""
+"""Train as a configuration says, in one call. Recipes spell out the same steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def train(config: Config) -> None:
-    """Train the adapter or the model that the configuration describes, by its `training.objective`, and test it.
+    """Train the adapter or model that the configuration describes, by its `training.objective`, and test it.
 
     Collective: every process of the launch.
     """
@@ -37,7 +37,7 @@ def build_trainer(runtime: Runtime, config: Config) -> Trainer:
 
     Collective: every rank.
     """
-    trainer = trainer_for(config)  # before anything slow
+    trainer = trainer_for(config)  # checks the configuration before anything slow
     return trainer(runtime, config, *build_parts(runtime, config))
 
 
@@ -45,7 +45,7 @@ def trainer_for(config: Config) -> type[Trainer]:
     """Choose the trainer for the configuration's objective.
 
     Raises:
-        ConfigError: the objective cannot be trained this way.
+        ConfigError: the configuration does not suit the objective.
     """
     if config.training.objective == "dpo":
         check_reference(config)
@@ -74,7 +74,7 @@ def build_parts(runtime: Runtime, config: Config) -> Parts:
     """
     has_adapter = config.training.method == "lora"
     is_quantized = has_adapter and config.lora.quantize != "none"
-    if is_quantized:  # before anything is read
+    if is_quantized:  # before any file is read
         refuse_where_quantizing_is_impossible(config.lora, config.model, runtime.device)
     tokenizer = build_run_tokenizer(config)
     splits = encode_for_objective(config, tokenizer, fallbacks=runtime.fallbacks)

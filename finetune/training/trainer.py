@@ -55,15 +55,15 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingResults(NamedTuple):
-    """Where training ended."""
+    """The end of training: its state and its last loss."""
 
     state: TrainerState
     loss: float
-    """Of the last step that was not skipped, in nats per target token; nan where no step was left to do."""
+    """Loss of the last step that was not skipped, in nats per target token; nan if no step was left to do."""
 
 
 class Trainer:
-    """Trains one model in one run folder, as one process of a world.
+    """Train one model in one run folder, as one process of a world.
 
     Collective: every rank makes one and calls the same methods in the same order.
 
@@ -75,9 +75,9 @@ class Trainer:
         splits: encoded rows.
 
     Attributes:
-        epoch: the epoch that is being trained, or was last, counted from 0.
-        journal: on the main process, what the run writes about itself; None on the others.
-        validation_figures: what the last validation measured beside the loss, by name.
+        epoch: the current or last epoch, counted from 0.
+        journal: the journal of the run on the main process; None on the others.
+        validation_figures: figures of the last validation beside the loss, by name.
 
     Raises:
         ConfigError: model, rows and configuration do not fit each other.
@@ -111,7 +111,7 @@ class Trainer:
         runtime.refuse_differences("the data", "/".join(split.fingerprint for split in named_splits(splits).values()))
         self._on_main(self._open_journal, "opening the run's folder")
         if self._has_base_of_its_own and config.resume == "auto":
-            # A resumed run goes on with the random weights it began with, whatever its seed is now.
+            # A resumed run keeps the random weights it began with, whatever its seed is now.
             with runtime.failing_together("reading the base model"):
                 load_model(without_adapter(model), RunFolder(config.output_dir).base)
         runtime.place(model)
@@ -123,12 +123,12 @@ class Trainer:
 
     @property
     def global_batch_size(self) -> int:
-        """Examples per optimizer step: as configured, else batch_size x the world size that was asked for."""
+        """Examples per optimizer step: as configured, else batch_size x the requested world size."""
         return global_batch_size(self.config, self.runtime.environment.world_size)
 
     @property
     def loss_function(self) -> LossFunction:
-        """Sums the loss over a micro-batch's targets; `train_step` minimises its mean."""
+        """The sum of the loss over a micro-batch's targets; `train_step` minimises the mean."""
         return self.loss_of(self.config)
 
     @staticmethod
@@ -144,11 +144,11 @@ class Trainer:
 
     @staticmethod
     def collation_of(collate: Collate) -> Any:
-        """Make the function that a loader calls for a micro-batch, from the one that puts rows together."""
+        """Return the collate function for the loaders, given the one for plain rows."""
         return collate
 
     def prepare_dataloaders(self) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:
-        """Build the loaders. Training and validation rows are shared among the ranks; test rows are rank 0's alone.
+        """Build the loaders. Training and validation rows are shared among the ranks; test rows are for rank 0 only.
 
         Raises:
             DataError: there is no full global batch, and `training.drop_last` leaves out the rest.
@@ -165,10 +165,10 @@ class Trainer:
         Collective.
 
         Returns:
-            Where training ended, and the last validation: None where nothing was validated.
+            The end of training, and the last validation or None.
 
         Raises:
-            RunFailedError: a loss that is not finite, or a disk that refuses.
+            RunFailedError: a loss is not finite, or the disk fails.
             PreemptedError: a rank was told to stop; all ranks have left after the same step and its checkpoint.
         """
         config, runtime = self.config, self.runtime
@@ -202,7 +202,7 @@ class Trainer:
             raise preempted_in_training(runtime, end.state.step)
         self._on_main(lambda journal: self._publish(journal, end.state, cadence), "publishing the adapter")
         no_step_is_left()
-        runtime.at("after training", end.state.step, timed=False)  # what comes next is up to the script
+        runtime.at("after training", end.state.step, timed=False)  # the script decides what comes next
         return TrainingResults(end.state, self._last_loss), self._last_validation
 
     def run_test(self, test_loader: EvaluationLoader | None) -> Comparison | None:
@@ -213,7 +213,7 @@ class Trainer:
         Raises:
             PreemptedError: this process was told to stop; a resumed run measures again.
         """
-        self.runtime.at("testing", timed=False)  # nobody waits for rank 0 here
+        self.runtime.at("testing", timed=False)  # no rank waits for rank 0 here
         if self.journal is None or test_loader is None:
             return None
         with preempted_in_test(self.runtime):
@@ -227,12 +227,12 @@ class Trainer:
             return comparison
 
     def measure(self, loader: EvaluationLoader) -> LossSums:
-        """This rank's part of a validation; cut short where a rank was told to stop. Collective."""
+        """Measure this rank's rows of the validation split; cut short if a rank was told to stop. Collective."""
         return sum_losses(self.runtime, self.model, loader, is_to_stop=self.runtime.is_anyone_told_to_stop)
 
     @property
     def _has_base_of_its_own(self) -> bool:
-        """Random weights exist only in the run's folder, and an adapter must name its base."""
+        """Whether the base is random, so that the run's folder must hold it for the adapter."""
         return self.config.model.init == "random" and self.config.training.method == "lora"
 
     def _on_main(self, action: Callable[[Any], None], during: str) -> None:
@@ -272,7 +272,7 @@ class Trainer:
         return TrainerState(world_size=self.runtime.world_size, global_batch_size=self.global_batch_size)
 
     def _resume(self, optimizer: torch.optim.Optimizer) -> TrainerState:
-        """The state to start from: that of the newest valid checkpoint, loaded on every rank, or a new one."""
+        """Load the newest valid checkpoint on every rank and return its state, or a new state if there is none."""
         found: Path | None = None
         with self.runtime.failing_together("looking for a checkpoint"):
             if self.journal is not None and self.config.resume == "auto":
@@ -340,7 +340,7 @@ class Trainer:
             self.runtime.fail_in_next_step(error, "saving in the background")
 
     def _validate(self, loader: EvaluationLoader, state: TrainerState) -> float | None:
-        """The loss; None, and nothing is recorded, if a rank was told to stop meanwhile. Collective."""
+        """Validate and return the loss; None, and nothing is recorded, if a rank was told to stop. Collective."""
         self.runtime.at("evaluation", state.step)
         sums = LossSums(*self.runtime.sum(self.measure(loader)))
         if sums.num_cut_short:

@@ -1,4 +1,4 @@
-"""A whole run from a rank and a config, for scripts that start their own processes and for notebooks."""
+"""A trainer made from a rank and a config, for scripts that start their own processes and for notebooks."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class TrainerDDP(Trainer):
     It joins the group that `initialize_ddp` made, else the world of the launcher, else the one that `parallel`
     describes (`world_size`, `master_addr`, `master_port`), else it trains alone.
 
-    It ends by itself: an error in one of its methods ends the run as failed, the test phase ends it as completed, and
-    what is still open is closed when the process ends. `close`, or a `with` block, does so earlier, before or after
-    `cleanup_ddp`. A process is in one world at a time, so the next `TrainerDDP` closes the one before.
+    The run ends by itself: as failed after an error in a method, as completed after the test phase, and otherwise when
+    the process ends. `close`, or a `with` block, ends it earlier, before or after `cleanup_ddp`. A process is in one
+    world at a time, so the next `TrainerDDP` closes the one before.
 
     A script in this form that is told to stop (see `PreemptedError`) ends with exit code 75 and no traceback.
 
@@ -80,7 +80,7 @@ class TrainerDDP(Trainer):
 
     @property
     def device(self) -> int | torch.device:
-        """Where this process computes: the index of its GPU, or a device that is none."""
+        """The index of this process's GPU, or its device if that is not a GPU."""
         device = self.runtime.device
         return device.index if device.type == "cuda" else device
 
@@ -99,7 +99,7 @@ class TrainerDDP(Trainer):
         return results
 
     def run_test(self, test_loader: EvaluationLoader | None) -> Comparison | None:
-        """See `Trainer.run_test`; the run is then complete and its folder given back. A second call only measures."""
+        """See `Trainer.run_test`. This completes the run and releases its folder; a second call only measures."""
         with self._leaving_on_error():
             comparison = super().run_test(test_loader)
             if self.journal is not None:
@@ -107,10 +107,10 @@ class TrainerDDP(Trainer):
         return comparison
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the world and say in run.json how the run ended. Safe to call twice, and after `cleanup_ddp`.
+        """Leave the world and record in run.json how the run ended. Safe to call twice, and after `cleanup_ddp`.
 
         Args:
-            error: what ends the run; without one it is completed if training is, else stopped.
+            error: the error that ends the run; without one it is completed if training is, else stopped.
         """
         atexit.unregister(self._close_at_exit)
         if TrainerDDP._open is self:
@@ -132,19 +132,19 @@ class TrainerDDP(Trainer):
         self.close(error)
 
     def _close_at_exit(self) -> None:
-        # The error that ended the script, where it is known: torch.multiprocessing does not tell.
+        # The error that ended the script, if known: torch.multiprocessing does not pass it on.
         self.close(None if self._is_trained else getattr(sys, "last_value", None))
 
     @contextmanager
     def _leaving_on_error(self) -> Iterator[None]:
-        """Close on an error: the other ranks, run.json and the lock must not wait for the script to do it."""
+        """Close on an error at once: the other ranks, run.json and the lock must not wait for the script."""
         try:
             yield
         except PreemptedError as error:
             self.close(error)
             if not error.is_reported_elsewhere:
                 _log.warning("%s", error)
-            raise SystemExit(error.exit_code) from error  # nothing else makes an exit code of it in such a script
+            raise SystemExit(error.exit_code) from error  # the only way to set the exit code of such a script
         except BaseException as error:
             self.close(error)
             raise
@@ -159,7 +159,7 @@ def _checked(config: Mapping[str, object] | Config) -> Config:
     if not _has_section(config, "parallel"):
         raise ConfigError(
             "TrainerDDP(rank, config): the config has no section `parallel`, which says how the processes find each "
-            "other. Add one, for example parallel: {world_size: 2}; or use Trainer, which learns it from the launcher."
+            "other. Add one, for example parallel: {world_size: 2}; or use Trainer, which reads it from the launcher."
         )
     return config if isinstance(config, Config) else config_from_dict(config, _ORIGIN)
 
@@ -194,7 +194,7 @@ def _check_rank(rank: int, runtime: Runtime) -> None:
 
 
 def _has_section(config: Mapping[str, object] | Config, name: str) -> bool:
-    """Whether a section was written at all; a section that is left out has its defaults."""
+    """Return whether the config contains a section; a section that is left out has its defaults."""
     if isinstance(config, Config):
         return name in config.model_fields_set
     return any(str(key).partition(".")[0] == name and not isinstance(config[key], str) for key in config)

@@ -77,7 +77,7 @@ def test_a_run_records_whom_it_waited_for(tmp_path, launcher, delay):
         assert "slowest_rank_share" not in shares[0]
         (warning,) = [event for event in found if event["event"] == "warning"]
         assert (warning["kind"], warning["step"]) == ("data", 6)
-        assert "the data loader is the brake" in done.stdout
+        assert "the data loader slows training down" in done.stdout
     else:
         assert all(event["data_wait_share"] < 0.2 for event in shares)
         assert shares[-1]["slowest_rank_share"] > 0.2, shares
