@@ -1,1 +1,1 @@
-"""A finished run: load it, let it answer, measure it."""
+"""Load a finished run, generate answers with it, measure it."""

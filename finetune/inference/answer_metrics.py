@@ -1,8 +1,8 @@
-"""Measures of a generated answer against the expected one: those that are shipped, and the user's own.
+"""Metrics that compare a generated answer with the expected one: built-in metrics and the user's own.
 
-Security: a metric is code. A name is looked up in `METRICS`, or in a module that the command line itself allows with
-`--metrics-from`; never in one that only a configuration, a run's folder or a data set names. The module must be
-installed: a file in the current folder, which may be a downloaded one, is not imported.
+Security: a metric is code. A name is looked up in `METRICS`, or in a module that the command line allows with
+`--metrics-from`, never in one that only a configuration, a run's folder or a data set names. The module must be
+installed: a file in the current folder, which may have been downloaded, is not imported.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from pathlib import Path
 from finetune.errors import ConfigError, DataError
 
 Metric = Callable[[str, str], float]
-"""(generated answer, expected answer) to a number. The figure of a model is the mean over the rows."""
+"""(generated answer, expected answer) to a number. The score of a model is the mean over the rows."""
 
 
 def exact_match(answer: str, expected: str) -> float:
-    """1 where both are the same but for white space around them."""
+    """Return 1 if both are equal, ignoring white space around them, else 0."""
     return float(answer.strip() == expected.strip())
 
 
 def json_valid(answer: str, expected: str) -> float:
-    """1 where the answer is a JSON object or array; a bare number or word is an answer, not a document."""
+    """Return 1 if the answer is a JSON object or array, else 0; a bare number or string does not count."""
     return float(isinstance(_parsed(answer), (dict, list)))
 
 
 def json_equal(answer: str, expected: str) -> float:
-    """1 where both are JSON documents that say the same, whatever the order of keys and the spacing."""
+    """Return 1 if both are equal as JSON documents, whatever the order of keys and the spacing, else 0."""
     found = _parsed(answer)
     return float(isinstance(found, (dict, list)) and found == _parsed(expected))
 
 
 def token_f1(answer: str, expected: str) -> float:
-    """Harmonic mean of precision and recall over words, as SQuAD counts them (Rajpurkar et al., arXiv:1606.05250).
+    """Return the harmonic mean of precision and recall over words, as in SQuAD (Rajpurkar et al., arXiv:1606.05250).
 
-    Words are split at white space and compared in lower case. Unlike SQuAD, articles are kept: removing them is for
-    English alone.
+    Words are split at white space and compared in lower case. Unlike SQuAD, articles are kept, since removing them
+    suits English only.
     """
     found, wanted = answer.lower().split(), expected.lower().split()
     common = (Counter(found) & Counter(wanted)).total()
@@ -66,15 +66,15 @@ METRICS: Mapping[str, Metric] = {
     "token_f1": token_f1,
 }
 SHARES = frozenset({"exact_match", "json_valid", "json_equal"})
-"""Metrics that are shares of the rows, shown in per cent."""
+"""Metrics that are shares of the rows, shown as percentages."""
 
 
 def resolve_metrics(names: Sequence[str], allowed_modules: Sequence[str] = ()) -> dict[str, Metric]:
     """Look up metrics by name. Imports a module only if it is allowed.
 
     Args:
-        names: of `METRICS`, or dotted: `my_package.scores.bleu`.
-        allowed_modules: in which a dotted name may stand, from the command line and nowhere else.
+        names: names in `METRICS`, or dotted names like `my_package.scores.bleu`.
+        allowed_modules: the modules that dotted names may refer to; from the command line only.
 
     Raises:
         ConfigError: an unknown name, a module that is not allowed or not installed, or a name that is not a function.
@@ -86,7 +86,7 @@ def measure(name: str, metric: Metric, answer: str, expected: str) -> float:
     """Measure one answer.
 
     Raises:
-        DataError: a user's own metric failed, or gave something that is not a finite number.
+        DataError: a user's own metric failed, or did not return a finite number.
     """
     try:
         value = float(metric(answer, expected))
@@ -108,8 +108,8 @@ def _resolve(name: str, allowed_modules: Sequence[str]) -> Metric:
         )
     if module not in allowed_modules:
         raise ConfigError(
-            f"--metric is {name}, but {module} is not allowed: a metric is code, which is run. If the package is "
-            f"yours, allow it with --metrics-from {module}."
+            f"--metric is {name}, but {module} is not allowed: a metric is code that runs here. If you trust the "
+            f"package, allow it with --metrics-from {module}."
         )
     found = getattr(_import_installed(module), attribute, None)
     if not callable(found):
@@ -134,7 +134,7 @@ def _import_installed(module: str) -> object:
 
 @contextmanager
 def _without_current_folder() -> Iterator[None]:
-    """Import as `python -P` does: `python -m` puts the current folder before all installed packages."""
+    """Import as `python -P` does, since `python -m` puts the current folder before all installed packages."""
     before = list(sys.path)
     if sys.path and not sys.flags.safe_path and sys.path[0] in ("", os.curdir, str(Path.cwd())):
         del sys.path[0]

@@ -1,4 +1,4 @@
-"""A finished run that answers prompts: what `finetune generate` and `finetune chat` share."""
+"""Answer prompts with a finished run, for `finetune generate` and `finetune chat`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSettings:
-    """How answers are made, as the command line says it. Checked before a model is loaded.
+    """The settings for answers from the command line. They are checked before a model is loaded.
 
     Raises:
         ConfigError: a temperature or a probability out of range.
     """
 
     system: str | None = None
-    """The system turn; None: the one that most training rows have."""
+    """The system turn; None: the most frequent one in the training rows."""
     max_new_tokens: int
     temperature: float | None = None
     top_p: float | None = None
@@ -35,14 +35,14 @@ class AnswerSettings:
     def __post_init__(self) -> None:
         if self.temperature is not None and self.temperature <= 0:
             raise ConfigError(
-                f"--temperature is {self.temperature:g}; expected a number above 0. Leave it out for the most likely "
-                "token each time."
+                f"--temperature is {self.temperature:g}; expected a number above 0. Leave it out to choose the most "
+                "likely token each time."
             )
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p is {self.top_p:g}; expected a number above 0, at most 1.")
 
     def decoding(self, stops: Sequence[int]) -> Decoding:
-        """The decoding with these stop ids: greedy unless one of temperature, top_p and top_k is set."""
+        """Return the decoding with these stop ids: greedy unless temperature, top_p or top_k is set."""
         from finetune.inference.decoding import Decoding, Sampling
 
         if self.temperature is self.top_p is self.top_k is None:
@@ -54,7 +54,7 @@ class AnswerSettings:
 
 @contextmanager
 def open_run(run: FinishedRun, settings: AnswerSettings) -> Iterator[Answering]:
-    """Load a run for as long as it answers. Collective: every process of the launch."""
+    """Load a run and yield it ready to answer. Collective: every process of the launch."""
     from finetune.distributed.launch import launch
 
     with launch(run.config, trains=False) as runtime:
@@ -62,11 +62,11 @@ def open_run(run: FinishedRun, settings: AnswerSettings) -> Iterator[Answering]:
 
 
 class Answering:
-    """A loaded run that answers prompts, as the tuned model or as its base.
+    """A loaded run that answers prompts, with the tuned model or with its base.
 
     Args:
-        loaded: the run.
-        run: its configuration, for the system turn.
+        loaded: model and tokenizer.
+        run: the run, whose training rows give the system turn.
         settings: of the answers.
     """
 
@@ -83,11 +83,11 @@ class Answering:
 
     @property
     def has_base(self) -> bool:
-        """Whether switching an adapter off gives the base."""
+        """True if the model has an adapter, so that switching it off gives the base."""
         return has_base(self.model)
 
     def require_base(self) -> None:
-        """Refuse to compare where there is no adapter.
+        """Refuse to compare a model that has no adapter.
 
         Raises:
             ConfigError: every weight of the model was trained.
@@ -100,7 +100,7 @@ class Answering:
 
     @cached_property
     def system(self) -> str | None:
-        """The system turn of a conversation that brings none."""
+        """The system turn of a conversation that has none of its own."""
         from finetune.inference.prompts import usual_system_turn
 
         if self._settings.system is not None:
@@ -109,28 +109,28 @@ class Answering:
 
     @contextmanager
     def as_model(self, name: str) -> Iterator[Any]:
-        """A block in which the model is the base (`base`), its adapter switched off, or as it is (`tuned`)."""
+        """Yield the model as the base (`base`: adapter switched off) or as it is (`tuned`)."""
         with self.model.disable_adapter() if name == "base" else nullcontext():
             yield self.model
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Encode a prompt. Its system turn is the command line's, or, for a single turn, the usual one."""
+        """Encode a prompt, with the system turn of the command line or, before a single turn, the usual one."""
         from finetune.inference.prompts import encode_prompt
 
         is_wanted = prompt.is_open or self._settings.system is not None
         return encode_prompt(self._tokens, prompt, system=self.system if is_wanted and prompt.messages else None)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Tokens as text, without special tokens."""
+        """Decode tokens, without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def stream(self, name: str, ids: Sequence[int], write: Callable[[str], object]) -> None:
-        """Answer one prompt, and hand each piece of text over as soon as it is settled.
+        """Answer one prompt and write each piece of text as soon as it is final.
 
         Args:
             name: `base` or `tuned`.
             ids: the prompt.
-            write: takes the pieces; together they are the answer's text, up to where Ctrl-C stopped it.
+            write: receives the pieces. Joined, they are the text of the answer, up to where Ctrl-C stopped it.
         """
         from finetune.inference.decoding import stream_answer
 
@@ -141,7 +141,7 @@ class Answering:
             nonlocal shown
             given.append(token)
             text = self.text(given)
-            # A character of several bytes may be spread over tokens: until it is whole, it decodes as this mark.
+            # A character of several bytes may span tokens; until it is complete, it decodes as this mark.
             if text.startswith(shown) and not text.endswith("\ufffd"):
                 write(text[len(shown) :])
                 shown = text

@@ -1,4 +1,4 @@
-"""The turns of a chat, and the commands among the lines that are typed into it."""
+"""The turns of a chat, and the commands that a user may type into it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMMANDS = {
 
 @dataclass
 class Conversation:
-    """The turns so far, and the system turn before them."""
+    """The system turn and the turns so far."""
 
     system: str | None = None
     turns: list[Turn] = field(default_factory=list)
@@ -27,40 +27,40 @@ class Conversation:
         self.turns.append({"role": "user", "content": text})
 
     def answer(self, text: str) -> None:
-        """Add the assistant's turn. An empty one takes the question back, since no template renders it well."""
+        """Add the assistant's turn. If it is empty, remove the question instead, since no template renders it well."""
         if text.strip():
             self.turns.append({"role": "assistant", "content": text})
         else:
             self.take_back()
 
     def take_back(self) -> None:
-        """Forget the last question."""
+        """Remove the last question."""
         self.turns.pop()
 
     def forget_unanswered(self) -> None:
-        """Forget the last question where no answer was noted."""
+        """Remove the last question if it has no answer."""
         if self.turns and self.turns[-1]["role"] == "user":
             self.take_back()
 
     def reset(self) -> None:
-        """Forget all but the system turn."""
+        """Remove all turns but the system turn."""
         self.turns.clear()
 
     def as_prompt(self) -> Prompt:
-        """The prompt for the next answer."""
+        """Return the prompt for the next answer."""
         return Prompt(source="the conversation", messages=tuple(with_system_turn(self.turns, self.system)))
 
 
 @dataclass(frozen=True)
 class Command:
-    """A line for the program: `/system Be brief.`"""
+    """A command line such as `/system Be brief.`"""
 
     name: str
     text: str = ""
 
 
 def read_line(line: str) -> Command | str | None:
-    """Read a line as a command, as the user's words, or as None if it is blank. `//` at its start stands for `/`."""
+    """Read a line as a command, as the user's words, or as None if it is blank. A leading `//` stands for `/`."""
     text = line.strip()
     if not text:
         return None

@@ -1,4 +1,4 @@
-"""Decoding with the right stop ids, greedy or drawn. The answers do not depend on how prompts are put together."""
+"""Generate answers, greedily or by sampling. They do not depend on how prompts are batched."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from finetune.model.base import evaluation_mode, longrope_boundary, max_context
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Settings for drawing tokens, instead of taking the most likely one each time.
+    """Settings for sampling tokens instead of taking the most likely one each time.
 
-    The draws of an answer are a function of (seed, place of its prompt, position): they do not depend on what else is
-    decoded with it, nor on the device.
+    The samples of an answer are a function of (seed, place of its prompt, position). They do not depend on the other
+    prompts of the batch, nor on the device.
     """
 
     temperature: float = 1.0
     """Logits are divided by it; above 0."""
     top_k: int | None = None
-    """Draw only from this many of the most likely tokens."""
+    """Sample only from this many of the most likely tokens."""
     top_p: float | None = None
-    """Draw only from the most likely tokens that together have this probability; above 0, at most 1."""
+    """Sample only from the most likely tokens that together have this probability; above 0, at most 1."""
     seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """When an answer ends, and how its tokens are chosen."""
+    """The end of an answer, and the choice of its tokens."""
 
     stop_ids: Sequence[int]
-    """An answer ends before the first of any of these."""
+    """An answer ends before the first of these tokens."""
     max_new_tokens: int
     sampling: Sampling | None = None
     """None: the most likely token each time."""
@@ -56,10 +56,10 @@ def generate_answers(
     Args:
         model: a causal language model or a PEFT model around one, on its device.
         prompts: token ids, none empty.
-        decoding: when to stop, and how to choose. Stop ids are not part of an answer.
-        batch_size: prompts decoded together. Prompts of similar length are, to pad little.
-        rank: with several processes, the one that calls. Each is dealt whole batches.
-        world_size: over how many processes the batches are dealt. No collective: answers of others are left empty.
+        decoding: stop ids, which are not part of an answer, and sampling.
+        batch_size: prompts decoded together; they have similar lengths, so that padding is small.
+        rank: of this process, which decodes every `world_size`-th batch.
+        world_size: processes that share the batches. No collective: the answers of other ranks are left empty.
 
     Returns:
         Answer token ids in the order of the prompts.
@@ -78,10 +78,10 @@ def generate_answers(
 def group_prompts(
     model: Any, prompts: Sequence[Sequence[int]], *, batch_size: int, max_new_tokens: int
 ) -> list[list[int]]:
-    """Plan which prompts are decoded together: those of similar length.
+    """Group prompts of similar length into batches, as indices.
 
-    A LongRoPE model chooses its factors for a whole batch from the longest position in it, so prompts on the two sides
-    of that boundary are kept apart, and one whose answer may cross it, or reach the end of the context, is alone.
+    A LongRoPE model chooses its factors for a whole batch by its longest position, so prompts on the two sides of the
+    boundary are kept apart. A prompt whose answer may cross it, or reach the end of the context, is decoded alone.
 
     Raises:
         DataError: a prompt leaves no room for an answer in the model's context.
@@ -103,7 +103,7 @@ def group_prompts(
 
 
 def room_for_answer(model: Any, prompt: Sequence[int], max_new_tokens: int) -> int:
-    """The most tokens that an answer to this prompt can have: what was asked for, or what the context leaves."""
+    """Return the most tokens that an answer to this prompt can have: `max_new_tokens`, or fewer if the context ends."""
     context = max_context(model)
     return max_new_tokens if context is None else min(max_new_tokens, context - len(prompt))
 
@@ -111,13 +111,13 @@ def room_for_answer(model: Any, prompt: Sequence[int], max_new_tokens: int) -> i
 def stream_answer(
     model: Any, prompt: Sequence[int], decoding: Decoding, on_token: Callable[[int], object]
 ) -> list[int]:
-    """The answer that `generate_answers` gives to a prompt alone; each token is handed over as soon as it is there.
+    """Answer one prompt as `generate_answers` does, and pass on each token as soon as it is generated.
 
     Args:
-        model: as there.
+        model: see `generate_answers`.
         prompt: token ids.
-        decoding: when to stop, and how to choose.
-        on_token: takes each token of the answer. What it raises ends the answer.
+        decoding: stop ids and sampling.
+        on_token: called with each token of the answer; an exception in it ends the answer.
 
     Raises:
         DataError: the prompt leaves no room for an answer in the model's context.
@@ -145,7 +145,7 @@ def _generate(
         input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
     settings = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=False,  # drawing is ours, row by row: see `_Draw`
+        do_sample=False,  # `_Draw` samples row by row
         max_new_tokens=room_for_answer(model, max(batch, key=len), decoding.max_new_tokens),
         eos_token_id=list(decoding.stop_ids),
         pad_token_id=decoding.stop_ids[0],
@@ -167,9 +167,9 @@ def _generate(
 
 @contextmanager
 def _only_our_settings(model: Any) -> Iterator[None]:
-    """transformers fills what a call leaves open from the model's own generation_config.
+    """Replace the model's own generation_config, from which transformers takes all settings that a call leaves open.
 
-    A repetition penalty or a minimal length that a base ships with would make greedy decoding something else.
+    The repetition penalty or minimal length of a base would change greedy decoding.
     """
     from transformers import GenerationConfig
 
@@ -183,7 +183,7 @@ def _only_our_settings(model: Any) -> Iterator[None]:
 
 
 class _Draw:
-    """A logits processor that draws one token for each row, from the row's own random numbers, and leaves only it."""
+    """A logits processor that samples one token for each row, with the row's own generator, and masks all others."""
 
     def __init__(self, sampling: Sampling, rows: Sequence[int]) -> None:
         from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -198,11 +198,11 @@ class _Draw:
             self._filters.append(TopPLogitsWarper(float(sampling.top_p)))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores of shape (rows, vocabulary): 0 for what was drawn, minus infinity for all else."""
+        """Return scores of shape (rows, vocabulary): 0 for the sampled token, minus infinity for all others."""
         kept = scores.float()
         for only in self._filters:
             kept = only(input_ids, kept)
-        # On the CPU in float64: the same draw on every device.
+        # On the CPU in float64, so that the sample is the same on every device.
         below = kept.cpu().double().softmax(-1).cumsum(-1)
         level = torch.stack([torch.rand((1,), generator=g, dtype=torch.float64) for g in self._generators])
         drawn = torch.searchsorted(below, level * below[:, -1:], right=True)
@@ -210,14 +210,14 @@ class _Draw:
 
 
 class _TokenWatcher:
-    """A streamer for transformers, which passes it the prompt first and then each token."""
+    """A streamer for transformers, which passes the prompt first and then each token."""
 
     def __init__(self, on_token: Callable[[int], object]) -> None:
         self._on_token = on_token
         self._is_prompt = True
 
     def put(self, tokens: torch.Tensor) -> None:
-        """Take what is new."""
+        """Pass on new tokens."""
         if self._is_prompt:
             self._is_prompt = False
             return
@@ -225,7 +225,7 @@ class _TokenWatcher:
             self._on_token(token)
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no token is held back."""
 
 
 def _refuse_too_long(prompts: Sequence[Sequence[int]], context: int | None) -> None:

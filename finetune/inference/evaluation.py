@@ -1,10 +1,8 @@
-"""The figures of a model over a split: those of the test phase, and of `finetune evaluate`.
+"""Measure a model on a split, for the test phase and for `finetune evaluate`.
 
-They are the same for any batch size and any number of processes. Every figure is a mean over rows or tokens. Each row
-is computed once, on the rank that its batch falls to; the batches do not depend on the number of ranks, and the rows'
-values are added with `math.fsum`, whose result does not depend on the order. So the number of processes changes no bit.
-The batch size changes no generated token in fp32, and the loss only by the rounding of fp32 products of another shape
-(about 1e-7 of it).
+The result does not depend on the number of processes, bit for bit: batches do not depend on it, each row is computed
+once, and `math.fsum` adds the values of the rows with a result that does not depend on their order. The batch size
+changes no generated token in fp32, and the loss only by rounding (about 1e-7 of it).
 """
 
 from __future__ import annotations
@@ -44,17 +42,17 @@ class Scores:
     standard_error: float
     """Standard error of the rows' mean losses."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Means over the rows that have an answer."""
+    """Means over the rows that have an answer, by name."""
 
     @property
     def perplexity(self) -> float:
-        """exp(loss): as uncertain as a choice between so many equally likely tokens."""
+        """exp(loss): the number of equally likely tokens that would be as uncertain."""
         return math.exp(self.loss) if self.loss < math.log(float("1e308")) else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweredRow:
-    """A row with the answers of the models and their figures."""
+    """A row with the answers of the models and the metrics of each answer."""
 
     source: str
     prompt: str
@@ -65,26 +63,26 @@ class AnsweredRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The figures of a split. On the main process: elsewhere `answered` is empty and no metric is taken."""
+    """The scores on a split. On other ranks than the main process there are no metrics and no answered rows."""
 
     num_rows: int
     num_targets: int
     scores: Mapping[ModelName, Scores]
-    """Those of the base, where there is one, and of the tuned model."""
+    """Scores of the base, where it was measured, and of the tuned model."""
     answered: Sequence[AnsweredRow] = ()
 
 
 def run_test_phase(
     runtime: Runtime, model: Any, tokenizer: PreTrainedTokenizerBase, loader: EvaluationLoader, section: TestingSection
 ) -> Comparison:
-    """Evaluate as the test phase of training does: on this process alone, by the metrics of the configuration.
+    """Evaluate for the test phase of training: on this process alone, with the metrics of the configuration.
 
     Args:
-        runtime: for precision and device; nothing is exchanged.
+        runtime: for precision and device; there is no communication.
         model: the tuned model, placed.
         tokenizer: the model's.
         loader: over the whole test split.
-        section: what to measure.
+        section: metrics and settings of the test phase.
     """
     metrics: dict[str, Metric] = {name: METRICS[name] for name in section.metrics}
     found = evaluate_model(runtime, model, tokenizer, loader, section, metrics=metrics, is_alone=True)
@@ -121,9 +119,9 @@ def evaluate_model(
         model: placed.
         tokenizer: the model's.
         loader: this rank's rows of the split, or all of them if `is_alone`.
-        section: batch size, the longest answer, how many answers to show, whether to measure the base.
+        section: batch size, longest answer, number of answers to show, whether to measure the base.
         metrics: of generated answers, by name.
-        is_alone: this process measures everything, and nothing is exchanged.
+        is_alone: measure all rows on this process, without communication.
     """
     examples = loader.dataset
     assert isinstance(examples, EncodedExamples)
@@ -158,16 +156,16 @@ def evaluate_model(
 
 
 class Dialogues:
-    """Prompt and expected answer of each row that has an answer to generate.
+    """The prompts and expected answers of rows.
 
     Args:
-        examples: encoded rows; those of plain text have no answers. None: no row.
+        examples: encoded rows; rows of plain text have no answers and are left out. None: no rows.
         tokenizer: the model's.
 
     Attributes:
-        sources: where each row was read.
-        prompts: token ids, the header of the assistant's turn included.
-        expected: what the assistant says, as text.
+        sources: file and line of each row.
+        prompts: token ids, including the header of the assistant's turn.
+        expected: the text of the assistant's answer.
     """
 
     def __init__(self, examples: EncodedExamples | None, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -184,7 +182,7 @@ class Dialogues:
             self.expected.append(text_of(tokenizer, answer))
 
     def last_turn(self, row: int) -> str:
-        """The text of the last turn before the answer, or all of a prompt without turns."""
+        """Return the text of the last turn before the answer, or the whole prompt if it has no turns."""
         prompt = self.prompts[row]
         special = set(self._tokenizer.all_special_ids)
         end_of_turn = stop_ids(self._tokenizer, None)[0]
@@ -196,12 +194,12 @@ class Dialogues:
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Tokens as text without special tokens, and without white space around it."""
+    """Decode tokens, without special tokens and without white space around the text."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
 
 
 def _row_losses(runtime: Runtime, model: Any, loader: EvaluationLoader, *, is_shared: bool) -> torch.Tensor:
-    """Nats and target tokens of each row, float64, shape (2, rows); zeros where none was measured. Collective."""
+    """Return nats and target tokens of each row, float64, shape (2, rows). Collective if `is_shared`."""
     mine = torch.zeros(2, len(loader.dataset), dtype=torch.float64)  # type: ignore[arg-type]
     with evaluation_mode(model):
         for rows, microbatch in zip(loader.row_batches, loader, strict=True):
@@ -221,14 +219,14 @@ def _answers(
     *,
     is_shared: bool,
 ) -> list[list[int]]:
-    """The greedy answer to each prompt. Collective: the ranks are dealt whole batches, and tell each other theirs."""
+    """Return the greedy answer to each prompt. Collective if `is_shared`: the ranks share the batches."""
     limit = section.max_new_tokens
     decoding = Decoding(stop_ids=stop_ids(tokenizer, model.generation_config.eos_token_id), max_new_tokens=limit)
     rank, world_size = (runtime.rank, runtime.world_size) if is_shared else (0, 1)
     mine = generate_answers(model, prompts, decoding, batch_size=section.batch_size, rank=rank, world_size=world_size)
     if not (is_shared and prompts):
         return mine
-    # A row is one rank's alone, so that the sum over ranks is that rank's: ids from 1 on, 0 behind the end.
+    # Only one rank answers a row, so the sum over ranks is its answer: token ids plus 1, and 0 after the end.
     flat = [float(token + 1) for answer in mine for token in [*answer, *[-1] * (limit - len(answer))]]
     whole = runtime.sum(flat)
     rows = (whole[start : start + limit] for start in range(0, len(whole), limit))
@@ -236,7 +234,7 @@ def _answers(
 
 
 def _measure(metrics: Mapping[str, Metric], answers: Sequence[str], expected: Sequence[str]) -> dict[str, list[float]]:
-    pairs = list(zip(answers, expected, strict=False))  # fewer answers than rows where no metric is asked for
+    pairs = list(zip(answers, expected, strict=False))  # fewer answers than rows if there is no metric
     return {name: [measure(name, metric, *pair) for pair in pairs] for name, metric in metrics.items()}
 
 
@@ -251,7 +249,7 @@ def _scores(losses: torch.Tensor, measured: Mapping[str, Sequence[float]]) -> Sc
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """sqrt(s^2 / n); 0 below two values."""
+    """Return sqrt(s^2 / n); 0 below two values."""
     n = len(values)
     if n < 2:
         return 0.0

@@ -33,12 +33,12 @@ class FinishedRun:
 
     @property
     def is_full(self) -> bool:
-        """Whether every weight was trained, so that `weights` holds a whole model."""
+        """True if every weight was trained, so that `weights` holds a whole model."""
         return self.config.training.method == "full"
 
     @property
     def weights_name(self) -> str:
-        """The weights' path within the run's folder: `adapter`, `checkpoints/step-000012`."""
+        """The path of the weights in the run's folder: `adapter`, `checkpoints/step-000012`."""
         return self.weights.relative_to(self.folder.path).as_posix()
 
 
@@ -58,20 +58,20 @@ def find_run(
     checkpoint: str | None = None,
     is_alone: bool = False,
 ) -> FinishedRun:
-    """Read a run's configuration and make sure that its weights are whole. Imports no torch.
+    """Read a run's configuration and verify its weights. Imports no torch.
 
-    The world is that of this command, not that of the training.
+    `parallel` and `ddp` are those of this command, not those of the training.
 
     Args:
         path: the run's folder.
         words: override its configuration.
-        base: a hub id or folder to load the adapter's base from, in place of the one that the run names.
+        base: a hub id or folder of the adapter's base, instead of the one in the configuration.
         checkpoint: a step, a checkpoint's name, or `latest`; None: the published weights in `adapter/`.
-        is_alone: one process answers, whatever the launch started.
+        is_alone: use one process, however many the launch started.
 
     Raises:
-        CheckpointError: no run is there, or its weights are missing or damaged.
-        ConfigError: the words, or a base for a run that has no adapter.
+        CheckpointError: the folder is not that of a run, or its weights are missing or damaged.
+        ConfigError: the words are wrong, or a base is given for a run without an adapter.
     """
     folder = RunFolder(path)
     if not folder.config_file.is_file():
@@ -98,7 +98,7 @@ def find_run(
 
 
 def load_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
-    """Load what `find_run` found, and place it.
+    """Load a run and place its model.
 
     Collective: every rank.
 
@@ -117,7 +117,7 @@ def load_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
 
 
 def put_adapter_on(base: Any, weights: Path, name: str) -> Any:
-    """The base as a PeftModel with a saved adapter, each of whose tensors must fit.
+    """Return the base as a PeftModel with a saved adapter, whose tensors must all fit.
 
     Args:
         base: on the CPU.
@@ -132,18 +132,18 @@ def put_adapter_on(base: Any, weights: Path, name: str) -> Any:
 
     try:
         model = load_adapter(base, weights)
-        load_model(model, weights)  # strictly: peft passes over what is missing with a warning
-    except Exception as error:  # of several libraries, for shapes and names that differ
+        load_model(model, weights)  # strict, while peft only warns of missing tensors
+    except Exception as error:  # from several libraries, for other shapes or names
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
             f"the adapter in {weights} does not fit the base {name}: {reason} "
-            "Name the base that it was trained on with --base."
+            "Use --base to name the base that it was trained on."
         ) from error
     return model
 
 
 def _load_base(runtime: Runtime, config: Config) -> Any:
-    """Load the base as the run did: in 4 bits if it was, where that is possible."""
+    """Load the base as the run did: in 4 bits if the run did and this machine can."""
     from finetune.model.base import build_base_model
     from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
 
@@ -160,7 +160,7 @@ def _load_base(runtime: Runtime, config: Config) -> Any:
 
 
 def has_base(model: Any) -> bool:
-    """Whether switching an adapter off gives the base."""
+    """Return whether a model has an adapter, so that switching it off gives the base."""
     return hasattr(model, "peft_config")
 
 
@@ -201,7 +201,7 @@ def _checkpoint(folder: RunFolder, path: Path, wish: str) -> Path:
 def _with_tokenizer_of_run(
     section: ModelSection, folder: RunFolder, weights: Path, words: Sequence[str]
 ) -> ModelSection:
-    """Prefer the tokenizer saved beside the weights: the base's own may have changed since."""
+    """Prefer the tokenizer saved beside the weights: that of the base may have changed since."""
     if any(word.startswith("model.tokenizer=") for word in words):
         return section
     for place in (weights, folder.adapter):

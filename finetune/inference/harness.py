@@ -1,4 +1,4 @@
-"""EleutherAI's lm-evaluation-harness on a finished run, where it is installed: an extra, not a dependency."""
+"""Run EleutherAI's lm-evaluation-harness, an optional extra, on a finished run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Results = Mapping[str, Mapping[str, Any]]
 
 
 def require_harness() -> None:
-    """Refuse early, before a model is loaded.
+    """Check that the harness can be imported, before a model is loaded.
 
     Raises:
-        ConfigError: the harness is not installed.
+        ConfigError: it is not installed, or a package that it needs is missing.
     """
     if find_spec("lm_eval") is None:
         raise ConfigError(
@@ -31,7 +31,7 @@ def require_harness() -> None:
     try:
         import lm_eval.evaluator
         import lm_eval.models.huggingface  # noqa: F401
-    except ImportError as error:  # it does not name all that it needs
+    except ImportError as error:  # it does not declare all its dependencies
         raise ConfigError(
             f"--harness needs lm-evaluation-harness, which cannot be imported here: {error}. Install what it needs "
             f"with: {PIP_COMMAND}"
@@ -44,21 +44,19 @@ def run_harness(
     tasks: Sequence[str],
     *,
     batch_size: int,
-    task_folder: Path | None = None,
-    limit: int | None = None,
+    task_folder: Path | None,
 ) -> Results:
     """Measure a placed model on tasks of the harness.
 
     Args:
         model: a causal language model or a PEFT model around one, on its device.
-        tokenizer: the model's; its chat template is used where it has one.
-        tasks: names of the harness.
+        tokenizer: the model's; its chat template is used if it has one.
+        tasks: names of tasks.
         batch_size: rows computed together.
-        task_folder: where further tasks are described.
-        limit: only so many rows of each task.
+        task_folder: a folder with descriptions of further tasks.
 
     Raises:
-        ConfigError: a task that the harness does not know.
+        ConfigError: the harness does not know a task.
         RunFailedError: the harness failed.
     """
     from lm_eval import simple_evaluate
@@ -77,12 +75,11 @@ def run_harness(
             model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
             tasks=list(tasks),
             task_manager=known,
-            limit=limit,
             apply_chat_template=tokenizer.chat_template is not None,
             log_samples=False,
             bootstrap_iters=0,
         )
-    except Exception as error:  # tasks fetch data, and hold code of their own
+    except Exception as error:  # tasks download data and contain code
         raise RunFailedError(f"lm-evaluation-harness failed on {', '.join(tasks)}: {error!r}") from error
     results: Results = found["results"]
     return results

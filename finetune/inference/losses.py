@@ -1,4 +1,4 @@
-"""Losses over a loader. No collective inside: the caller adds them over ranks."""
+"""Measure losses over a loader. No collective inside: the caller adds them over ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finetune.model.base import evaluation_mode
 
 
 class LossSums(NamedTuple):
-    """Sums over batches and ranks, from whose total every figure of a validation follows."""
+    """Sums over batches and ranks, which give every figure of a validation."""
 
     nats: float = 0.0
     """Cross-entropy summed over target tokens."""
@@ -28,7 +28,7 @@ class LossSums(NamedTuple):
     """Mean nats per target of each row, summed over rows."""
     squared_example_means: float = 0.0
     num_cut_short: float = 0.0
-    """Ranks that left before their last batch: the other figures then say nothing."""
+    """Ranks that left before their last batch; if there are any, the other fields have no meaning."""
 
     @property
     def loss(self) -> float:
@@ -85,7 +85,7 @@ def sum_losses(
         runtime: the world of processes.
         model: placed.
         loader: this rank's rows.
-        is_to_stop: asked before each batch; once it says True, the evaluation is cut short.
+        is_to_stop: called before each batch; True cuts the evaluation short.
     """
     totals = [0.0] * (len(LossSums._fields) - 1)
     with evaluation_mode(model):

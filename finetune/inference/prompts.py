@@ -1,4 +1,4 @@
-"""Prompts for a finished run, from words, a pipe or the rows of a file, and the tokens of each."""
+"""Read prompts from the command line, a pipe or the rows of a file, and encode them."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ Turn = dict[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One question. `messages` or `text` is set."""
+    """A prompt. Either `messages` or `text` is set."""
 
     source: str
-    """Where it came from, for messages: `prompt 2`, `asked.jsonl:17`."""
+    """The origin of the prompt, for messages: `prompt 2`, `asked.jsonl:17`."""
     messages: tuple[Turn, ...] = ()
     """The turns before the answer."""
     text: str = ""
-    """Goes to the model as it stands, without a template."""
+    """A text for the model without a template."""
     expected: str | None = None
-    """The answer that the row has, where it has one."""
+    """The answer in the row, if it has one."""
     is_open: bool = False
-    """Whether it is one user's turn alone, before which a system turn may be put."""
+    """True for a single user's turn, which may get a system turn."""
 
     @property
     def shown(self) -> str:
@@ -57,7 +57,7 @@ class Prompt:
 
 
 def read_words(words: Sequence[str]) -> list[Prompt]:
-    """Make each word of the command line a user's turn, in a conversation of its own."""
+    """Make each word of the command line a conversation with one user's turn."""
     return [_user_says(word, f"prompt {place}") for place, word in enumerate(words, start=1)]
 
 
@@ -89,15 +89,15 @@ def read_file(path: Path) -> list[Prompt]:
 
 
 def read_json_lines(lines: Iterable[str], source: str) -> list[Prompt]:
-    """Read prompts from JSON lines that are not in a file."""
+    """Read prompts from JSON lines, for example of standard input."""
     return read_rows((_raw_row(number, line) for number, line in enumerate(lines, start=1) if line.strip()), source)
 
 
 def read_rows(rows: Iterable[RawRow], source: str) -> list[Prompt]:
-    """Read prompts from rows. A last turn of the assistant, or a `completion`, is kept as the expected answer.
+    """Read prompts from rows. A last turn of the assistant, or a `completion`, becomes the expected answer.
 
     Raises:
-        DataError: names the first rows that cannot be asked; or there is no row.
+        DataError: rows are not prompts, with the first of them named; or there is no row.
     """
     problems = RowProblems()
     prompts: list[Prompt] = []
@@ -118,11 +118,11 @@ def read_rows(rows: Iterable[RawRow], source: str) -> list[Prompt]:
 
 
 def usual_system_turn(section: DataSection) -> str | None:
-    """Find the system turn of most of the first training rows: answers are best if a prompt looks like these rows."""
+    """Return the most frequent system turn of the first training rows: prompts that look like them work best."""
     from finetune.data.examples import load_examples
 
     try:
-        # Shares of so few rows would leave none.
+        # Splits of so few rows could leave none for training.
         only_a_few = {"max_rows": _ROWS_LOOKED_AT, "validation": None, "test": None}
         rows = load_examples(section.model_copy(update=only_a_few)).train
         openings = Counter(_system_of(row) for row in islice(rows, _ROWS_LOOKED_AT))
@@ -140,12 +140,12 @@ def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = 
     """Encode a prompt, with the header of the assistant's turn.
 
     Args:
-        tokens: of the run's tokenizer. Without a chat template a single turn goes to the model as it stands.
-        prompt: the question.
-        system: put before the turns where they have no system turn.
+        tokens: of the run's tokenizer. Without a chat template, a single turn is encoded as plain text.
+        prompt: the prompt.
+        system: a system turn for turns that have none.
 
     Raises:
-        DataError: a text spells a special token, or the template refuses the turns.
+        DataError: a text contains a special token, or the template refuses the turns.
     """
     tokenizer = tokens.tokenizer
     turns = with_system_turn(prompt.messages, system)
@@ -167,7 +167,7 @@ def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = 
 
 
 def with_system_turn(turns: Sequence[Turn], system: str | None) -> list[Turn]:
-    """Put a system turn before the turns, unless they have one that is not empty or `system` is empty."""
+    """Return the turns with a system turn, unless they have one that is not empty or `system` is empty."""
     first, rest = (turns[0], turns[1:]) if turns and turns[0]["role"] == "system" else ({"role": "system"}, turns)
     return list(turns) if first.get("content") or not system else [{**first, "content": system}, *rest]
 
@@ -178,7 +178,7 @@ def _rendered(tokenizer: Any, turns: list[Turn], source: str) -> str:
     except Exception as error:  # a template is a program: it can fail in any way
         raise DataError(f"{source}: the chat template refuses it: {error or type(error).__name__}") from error
     if any(turn.get("tools", "") not in text for turn in turns):
-        raise DataError(f"{source} offers tools, which this model's chat template leaves out. Ask without them.")
+        raise DataError(f"{source} offers tools, which this model's chat template leaves out. Remove them.")
     return text
 
 
@@ -197,7 +197,7 @@ def _prompt_of(value: object, place: str) -> Prompt:
     if "messages" in value:
         return _conversation(value["messages"], place, value.get("tools"))
     known = detect_format(value, {})
-    if known is not None:  # a row to train on: its answer is the one that is expected
+    if known is not None:  # a row to train on, whose answer is the expected one
         return _without_answer(parse_row(value, known, {}), place)
     if "prompt" in value:
         return _open_prompt(parse_text(value["prompt"], "prompt"), place)
@@ -232,7 +232,7 @@ def _turn(message: object, where: str) -> Turn:
         raise BadRowError(f"{where} is {quote(message)}; expected an object with content and a role of {ROLES}")
     if message.get("content") is None:
         raise BadRowError(f"{where} has no content; expected text")
-    # A table has every column in every row: what is not there reads as null.
+    # In a table every row has every column, and missing values are null.
     return {str(key): parse_text(text, f"{where}.{key}") for key, text in message.items() if text is not None}
 
 
