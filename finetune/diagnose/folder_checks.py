@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 from finetune.errors import CheckpointError, FinetuneError
 from finetune.findings import Finding, ok, problem, warning
@@ -35,24 +36,16 @@ def check_folders(config: Config) -> list[Finding]:
 
 
 def existing_folder(path: Path) -> Path:
-    """The path itself, or its nearest parent that exists."""
+    """Return the path, or its nearest parent that exists."""
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
-def file_system(path: Path, mounts: str) -> str:
-    """The type of the file system a path is on, for example ``ext4``.
-
-    Args:
-        path: an absolute path without links.
-        mounts: the text of /proc/self/mounts.
-    """
-    found = ("", "a file system of unknown type")
-    for line in mounts.splitlines():
-        _, point, kind, *_ = line.split(" ")
-        point = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), point)
-        if path.is_relative_to(point) and len(point) >= len(found[0]):  # a later mount hides an earlier one
-            found = (point, kind)
-    return found[1]
+def file_system(path: Path) -> str:
+    """Return the type of the file system of an absolute path without links, for example ``ext4``."""
+    mounts = [each for each in psutil.disk_partitions(all=True) if path.is_relative_to(each.mountpoint)]
+    if not mounts:
+        return "a file system of unknown type"
+    return max(reversed(mounts), key=lambda each: len(each.mountpoint)).fstype  # a later mount hides an earlier one
 
 
 def judge_space(free_bytes: int, needed_bytes: int | None, folder: str) -> Finding:
@@ -60,8 +53,8 @@ def judge_space(free_bytes: int, needed_bytes: int | None, folder: str) -> Findi
 
     Args:
         free_bytes: free space.
-        needed_bytes: the size of what the run will write; None where it is not known.
-        folder: for the message.
+        needed_bytes: the size of the checkpoints that the run will write; None where it is not known.
+        folder: the folder to name in the message.
     """
     free, needed = f"{free_bytes / 1e9:.1f} GB", f"{(needed_bytes or 0) / 1e9:.1f} GB"
     fix = (
@@ -78,7 +71,10 @@ def judge_space(free_bytes: int, needed_bytes: int | None, folder: str) -> Findi
 
 
 def write_token(output_dir: Path) -> Path | None:
-    """Write a small file where `output_dir` is or would be, for other ranks to look for; None if that fails."""
+    """Write an empty file where `output_dir` is or would be, for other ranks to look for; None if that fails.
+
+    The caller removes it.
+    """
     try:
         descriptor, name = tempfile.mkstemp(prefix=_PREFIX, dir=existing_folder(output_dir))
     except OSError:
@@ -88,7 +84,7 @@ def write_token(output_dir: Path) -> Path | None:
 
 
 def sees_token(token: Path) -> bool:
-    """Whether this process sees the file; a network file system may take seconds to show it."""
+    """Check whether this process sees the file, which a network file system may take seconds to show."""
     until = time.monotonic() + _SECONDS_TO_SEE
     while True:
         try:
@@ -99,11 +95,6 @@ def sees_token(token: Path) -> bool:
         if time.monotonic() > until:
             return False
         time.sleep(0.2)
-
-
-def remove_token(token: Path) -> None:
-    """The twin of `write_token`."""
-    token.unlink(missing_ok=True)
 
 
 def _check_output_dir(config: Config) -> list[Finding]:
@@ -121,7 +112,7 @@ def _check_output_dir(config: Config) -> list[Finding]:
     except OSError as error:
         what = f"output_dir={folder.path} cannot be written: {describe_os_error(error)} in {place}"
         return [*found, problem(AREA, what, "name a folder that you may write with output_dir=")]
-    kind = _file_system_here(place)
+    kind = file_system(place.resolve())
     if kind in ("tmpfs", "ramfs"):
         what = f"output_dir={folder.path} is in memory ({kind}): checkpoints are lost when this machine stops"
         found.append(warning(AREA, what, "name a folder on a disk with output_dir="))
@@ -130,13 +121,8 @@ def _check_output_dir(config: Config) -> list[Finding]:
     return [*found, judge_space(shutil.disk_usage(place).free, _needed_bytes(config), str(place))]
 
 
-def _file_system_here(path: Path) -> str:
-    mounts = Path("/proc/self/mounts")
-    return file_system(path.resolve(), mounts.read_text() if mounts.exists() else "")
-
-
 def _needed_bytes(config: Config) -> int | None:
-    """The size of the checkpoints of full fine-tuning, if the weights are here to be counted."""
+    """Return the size of the checkpoints of full fine-tuning, if the weights are here to be counted."""
     from safetensors import safe_open
 
     from finetune.model.base import locate_model
@@ -151,13 +137,14 @@ def _needed_bytes(config: Config) -> int | None:
     for file in files:
         with safe_open(file, "pt") as tensors:
             num_parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    # Those that are kept, the best, and the one that is being written.
+    # The checkpoints that are kept, the best one, and the one that is being written.
     return num_parameters * _BYTES_PER_PARAMETER * (config.checkpoint.save_total_limit + 2) or None
 
 
 def _check_cache(cache_dir: str) -> Finding:
     folder = Path(cache_dir).expanduser().absolute()
     place = existing_folder(folder)
+    kind = file_system(place.resolve())
     fix = "name a folder on a disk of this machine with data.cache_dir="
     try:
         with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place) as inside:
@@ -166,15 +153,15 @@ def _check_cache(cache_dir: str) -> Finding:
                 second = try_file_lock(path)
                 if second is not None:
                     second.forget()
-                    what = f"data.cache_dir={folder}: locks have no effect there ({_file_system_here(place)})"
+                    what = f"data.cache_dir={folder}: locks have no effect there ({kind})"
                     return problem(AREA, what, fix)
     except OSError as error:
         return problem(AREA, f"data.cache_dir={folder} cannot be used: {describe_os_error(error)} in {place}", fix)
-    return ok(AREA, f"data.cache_dir={folder} can be written and locked ({_file_system_here(place)})")
+    return ok(AREA, f"data.cache_dir={folder} can be written and locked ({kind})")
 
 
 def _check_hub(config: Config) -> list[Finding]:
-    """Check whether a model from the hub is here already, or can be downloaded."""
+    """Check whether the model is here already, or can be downloaded from the hub."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     from finetune.model.base import locate_model

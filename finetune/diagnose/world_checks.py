@@ -1,4 +1,4 @@
-"""Measure the world that was formed (sums, latency, bandwidth, each rank and its link), and judge the figures."""
+"""Measure the world (sums, latency, bandwidth, each rank and its link), and judge the figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from finetune.diagnose.folder_checks import remove_token, sees_token, write_token
+from finetune.diagnose.folder_checks import sees_token, write_token
 from finetune.distributed.ddp_init import ProcessContext
 from finetune.findings import Finding, ok, problem, warning
 
@@ -47,7 +47,7 @@ class RankMeasurement(NamedTuple):
     round_trip_seconds: float
     """From rank 0 to this rank and back, median; 0 for rank 0."""
     clock_offset_seconds: float
-    """How far this rank's clock is ahead of rank 0's."""
+    """Seconds by which this rank's clock is ahead of rank 0's."""
     has_right_sum: bool
     """Whether every all-reduce of known numbers gave the right sum."""
     sees_output_dir: bool | None
@@ -92,7 +92,7 @@ def probe_world(context: ProcessContext, hosts: Sequence[str], output_dir: Path)
     Args:
         context: this process's rank and device.
         hosts: the machine of each rank.
-        output_dir: the run's folder, which need not be there yet.
+        output_dir: the run's folder, which need not exist yet.
 
     Raises:
         RuntimeError: a rank stopped answering, or a collective took longer than the group's timeout.
@@ -119,7 +119,8 @@ def meet(timeout: timedelta) -> None:
     """Wait for all ranks that have joined. Collective.
 
     Raises:
-        RuntimeError: names the ranks that do not answer. Only gloo knows them, so with nccl a gloo group is made.
+        RuntimeError: some ranks do not answer; the message names them. Only gloo does so: with nccl, a gloo group is
+            made.
     """
     group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
     dist.monitored_barrier(group, timeout, wait_all_ranks=True)
@@ -168,9 +169,10 @@ def _answer_pings(device: torch.device) -> None:
 
 
 def _measure_compute(device: torch.device) -> tuple[float, float]:
-    """Measure wall and processor seconds of a matrix product, while all ranks compute as they do in training.
+    """Measure wall-clock and processor seconds of a matrix product, while all ranks compute as they do in training.
 
-    The mean of many, since a process that waits for its processor stops only now and then: a median would hide that.
+    It takes the mean of many, because a process that waits for its processor stops only now and then, and a median
+    would hide that.
     """
     width = _WIDTH_ON_CPU if device.type == "cpu" else _WIDTH_ON_GPU
     matrix = torch.ones(width, width, device=device)
@@ -192,18 +194,18 @@ def _sums_are_right(context: ProcessContext) -> bool:
 
 
 def _is_shared(context: ProcessContext, output_dir: Path) -> bool | None:
-    """Check whether this rank sees a file that rank 0 writes; None: rank 0 cannot write one. Collective."""
+    """Check whether this rank sees a file that rank 0 writes; None if rank 0 cannot write one. Collective."""
     token = write_token(output_dir) if context.rank == 0 else None
     path = gather_json(str(token) if token else None, context.device)[0]
     is_seen = None if path is None else sees_token(Path(path))
-    gather_json(None, context.device)  # all have looked
+    gather_json(None, context.device)  # wait until all have looked
     if token is not None:
-        remove_token(token)
+        token.unlink(missing_ok=True)
     return is_seen
 
 
 def _measure_bandwidth(context: ProcessContext) -> list[Bandwidth]:
-    """Time all-reduces of rising size, without those that would not end within the budget. Collective."""
+    """Time all-reduces of rising size, except those that would exceed the time budget. Collective."""
     found: list[Bandwidth] = []
     for num_bytes in _BANDWIDTH_BYTES:
         if found and found[-1].seconds * num_bytes / found[-1].num_bytes > _BANDWIDTH_SECONDS:
@@ -236,11 +238,11 @@ def _slowest(seconds: float, context: ProcessContext) -> float:
 
 
 def judge_ranks(ranks: Sequence[RankMeasurement], *, needs_shared_folder: bool) -> list[Finding]:
-    """Report every rank with its figures, then the ranks that are slow, wrong, cut off or have another time.
+    """Report wrong sums and unseen folders, every rank with its figures, and slow ranks, links and clocks.
 
     Args:
         ranks: all of them, in order.
-        needs_shared_folder: every rank will read from `output_dir`, because the run is resumed.
+        needs_shared_folder: the run is resumed, so every rank will read from `output_dir`.
     """
     rows = [
         ok(
@@ -262,7 +264,7 @@ def judge_ranks(ranks: Sequence[RankMeasurement], *, needs_shared_folder: bool) 
 
 
 def judge_compute(ranks: Sequence[RankMeasurement]) -> list[Finding]:
-    """Name the ranks that compute more slowly than the others, which wait for them in every step."""
+    """Name the ranks that compute more slowly than the others: in every step the others wait for them."""
     usual = median_low(rank.compute_seconds for rank in ranks)
     usual_cpu = median_low(rank.compute_cpu_seconds for rank in ranks)
     found = []
@@ -315,7 +317,7 @@ def judge_clocks(ranks: Sequence[RankMeasurement]) -> list[Finding]:
 
 
 def judge_sums(ranks: Sequence[RankMeasurement]) -> list[Finding]:
-    """Judge the sums of all-reduces."""
+    """Name the ranks that got a wrong sum."""
     wrong = [rank.name for rank in ranks if not rank.has_right_sum]
     if not wrong:
         return [ok("World", "all-reduces of known numbers give the right sum on every rank")]
@@ -342,8 +344,8 @@ def judge_bandwidth(latency_seconds: float, bandwidths: Sequence[Bandwidth]) -> 
     """Judge how fast gradients are summed.
 
     Args:
-        latency_seconds: of an all-reduce of one number.
-        bandwidths: of all-reduces of rising size.
+        latency_seconds: the time of an all-reduce of one number.
+        bandwidths: the figures of all-reduces of rising size.
     """
     found = [ok("Bandwidth", f"an all-reduce of one number takes {_ms(latency_seconds)} ms")]
     found += [

@@ -12,7 +12,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -23,7 +25,6 @@ from finetune.diagnose.folder_checks import (
     existing_folder,
     file_system,
     judge_space,
-    remove_token,
     sees_token,
     write_token,
 )
@@ -379,8 +380,7 @@ def test_an_output_dir_that_holds_a_run_or_is_in_memory_is_a_warning(tmp_path):
     found = only_bad(folder_findings(tmp_path))
     assert (found.level, "holds a run already" in found.what) == ("warning", True)
     assert set(levels(folder_findings(tmp_path, "resume=auto"))) == {"ok"}
-    mounts = Path("/proc/self/mounts").read_text()
-    if file_system(Path("/dev/shm"), mounts) != "tmpfs":
+    if file_system(Path("/dev/shm")) != "tmpfs":
         pytest.skip("this machine has no memory file system at /dev/shm")
     in_memory = only_bad(folder_findings(tmp_path, "output_dir=/dev/shm/finetune-doctor-test/run"))
     assert (in_memory.level, "is in memory (tmpfs)" in in_memory.what) == ("warning", True)
@@ -422,11 +422,14 @@ def test_free_space_is_judged_by_what_is_needed(free, needed, level):
     assert judge_space(int(free), needed and int(needed), "/runs").level == level
 
 
-def test_the_file_system_is_that_of_the_longest_mount_point():
-    mounts = "/dev/a / ext4 rw 0 0\nserver:/b /home nfs4 rw 0 0\nserver:/c /home/my\\040data lustre rw 0 0\n"
+def test_the_file_system_is_that_of_the_longest_mount_point_and_of_the_last_mount_there(monkeypatch):
+    mounts = [("/", "ext4"), ("/home", "xfs"), ("/home/my data", "lustre"), ("/home", "nfs4")]
+    partitions = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in mounts]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: partitions)
     paths = ("/tmp", "/home/x", "/home/my data/run", "/homeless")
-    assert [file_system(Path(path), mounts) for path in paths] == ["ext4", "nfs4", "lustre", "ext4"]
-    assert file_system(Path("/tmp"), "") == "a file system of unknown type"
+    assert [file_system(Path(path)) for path in paths] == ["ext4", "nfs4", "lustre", "ext4"]
+    partitions.clear()
+    assert file_system(Path("/tmp")) == "a file system of unknown type"
 
 
 def test_a_token_is_seen_where_the_folder_is_shared_and_not_elsewhere(tmp_path):
@@ -434,7 +437,7 @@ def test_a_token_is_seen_where_the_folder_is_shared_and_not_elsewhere(tmp_path):
     assert token is not None
     assert token.parent == existing_folder(tmp_path / "not") == tmp_path
     assert sees_token(token)
-    remove_token(token)
+    token.unlink()
     assert not sees_token(tmp_path / "other" / token.name)
     assert write_token(Path("/proc/run")) is None
 
