@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from finetune.config.compose import load_config
 from finetune.distributed.environment import is_first_process
@@ -15,10 +16,9 @@ from finetune.findings import count, exit_code
 from finetune.findings import show as show_findings
 from finetune.logs import configure_logs
 from finetune.runs.durable import in_units
+from finetune.terminal import print_json
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from finetune.diagnose.plan import Plan
 
 _WIDEST_BAR = 30
@@ -27,13 +27,13 @@ _WIDEST_BAR = 30
 def plan_from_words(
     words: Sequence[str], *, run: str | None, device: str | None = None, is_probed: bool = False, as_json: bool = False
 ) -> int:
-    """Predict a run and print the plan. Under a launcher the first process does it for all.
+    """Predict a run and print the plan. Under a launcher, only the first process does so.
 
     Args:
         words: as for `finetune train`.
         run: a run file.
-        device: the name of a device, in place of the one at hand.
-        is_probed: measure a few steps for the time.
+        device: the name of the device to plan for; by default the one at hand.
+        is_probed: run a few steps to measure the time.
         as_json: write the figures as JSON.
 
     Returns:
@@ -51,10 +51,8 @@ def plan_from_words(
     plan = make_plan(config, where, is_probed=is_probed)
     code = exit_code(plan.findings, strict=config.strict)
     if as_json:
-        sys.stdout.write(json.dumps({**plan.as_record(), "exit_code": code}) + "\n")
+        print_json({**plan.as_record(), "exit_code": code}, indent=None)
     else:
-        from rich.console import Console
-
         show_plan(plan, Console())
     sys.stdout.flush()
     return code

@@ -1,6 +1,6 @@
 """`finetune preview`: rows on a terminal, as plain text, or as JSON.
 
-A terminal shows them in colours; where there are none, a margin says the same.
+Colours on a terminal, or a margin elsewhere, mark the tokens that carry loss.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Literal
 
+from rich.console import Console
+from rich.text import Text
+
 from finetune.config.compose import load_config
 from finetune.data.rows import kind_in_words
 from finetune.diagnose.preview_tokens import Piece, on_one_line, visible
@@ -23,13 +26,10 @@ from finetune.findings import show as show_findings
 from finetune.logs import configure_logs
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
     from finetune.diagnose.preview import Preview, PreviewedRow
 
 MOST_TOKENS = 1500
-"""Of a row that is shown beside others: the middle of a longer row is left out."""
+"""The middle of a longer row is left out, unless it is shown with `--row`."""
 _TOKENS_AT_THE_END = 300
 _WIDEST_BAR = 40
 
@@ -47,7 +47,7 @@ def preview_from_words(
     rows: Sequence[int] = (),
     form: Literal["text", "table", "json"] = "text",
 ) -> int:
-    """Show the rows of a run as its model will see them. Under a launcher the first process does it for all.
+    """Show the rows of a run as its model will see them. Under a launcher, only the first process prints.
 
     Args:
         words: as for `finetune train`.
@@ -70,7 +70,8 @@ def preview_from_words(
     preview = preview_data(config, split=split, num_rows=num_rows, rows=rows)
     try:
         if form == "json":
-            _write_json(preview.as_record(strict=config.strict))
+            text = json.dumps(preview.as_record(strict=config.strict))
+            sys.stdout.write(text.replace("\x7f", "\\u007f") + "\n")  # the only control character that JSON leaves
         else:
             show_preview(preview, _console(), whole_rows=bool(rows), as_table=form == "table")
         sys.stdout.flush()
@@ -79,24 +80,18 @@ def preview_from_words(
     return exit_code(preview.findings, strict=config.strict)
 
 
-def _write_json(record: dict[str, object]) -> None:
-    # DEL is the only ASCII control character that JSON leaves as it is.
-    sys.stdout.write(json.dumps(record).replace("\x7f", "\\u007f") + "\n")
+class _Screen(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich would leave with exit code 1
 
 
 def _console() -> Console:
     """Make a console with colours for a terminal that has them, unless NO_COLOR is set; elsewhere without any style."""
-    from rich.console import Console
-
-    class Screen(Console):
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # rich would leave with exit code 1
-
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # other encodings lack some signs
-    console = Screen(markup=False, highlight=False, emoji=False)
+    console = _Screen(markup=False, highlight=False, emoji=False)
     if console.no_color or not console.is_terminal or console.color_system is None:
-        return Screen(markup=False, highlight=False, emoji=False, color_system=None)
+        return _Screen(markup=False, highlight=False, emoji=False, color_system=None)
     return console
 
 
@@ -104,7 +99,7 @@ def show_preview(preview: Preview, console: Console, *, whole_rows: bool, as_tab
     """Print a preview.
 
     Args:
-        preview: nothing in it can steer the terminal.
+        preview: the result to print.
         console: where to print. Without colours, a margin marks the tokens that carry loss.
         whole_rows: leave nothing out of long rows.
         as_table: print a line for each token in place of the running text.
@@ -113,13 +108,7 @@ def show_preview(preview: Preview, console: Console, *, whole_rows: bool, as_tab
     def say(line: Text | str = "") -> None:
         console.print(line, soft_wrap=True)
 
-    for line in _head(preview):
-        say(line)
-    say()
-    for line in _split_table(preview):
-        say(line)
-    say()
-    for line in _bars(preview):
+    for line in (*_head(preview), "", *_split_table(preview), "", *_bars(preview)):
         say(line)
     is_coloured = console.color_system is not None
     for row in preview.rows:
@@ -140,7 +129,7 @@ def show_preview(preview: Preview, console: Console, *, whole_rows: bool, as_tab
     say(count(preview.findings))
 
 
-def _head(preview: Preview) -> Iterator[Text]:
+def _head(preview: Preview) -> Iterator[str]:
     end_id, end_text = preview.end_of_turn
     context = "" if preview.context is None else f"; the model's context is {preview.context:,}"
     facts = {
@@ -151,11 +140,11 @@ def _head(preview: Preview) -> Iterator[Text]:
         "rows end at": f"{preview.max_length:,} tokens (data.max_length){context}",
     }
     for name, value in facts.items():
-        yield _plain(f"{name + ':':<15}{value}")
+        yield f"{name + ':':<15}{value}"
 
 
-def _split_table(preview: Preview) -> Iterator[Text]:
-    """Tabulate all splits, aligned by hand: a table that is drawn to the screen's width would cut the figures."""
+def _split_table(preview: Preview) -> Iterator[str]:
+    """Tabulate all splits, aligned by hand: rich would fit its table to the screen and cut the figures."""
     rows = "pairs" if preview.objective == "dpo" else "rows"
     columns = ("split", rows, "tokens", "with loss", "", "median", "99 %", "longest", "truncated", "repeated")
     lines: list[tuple[str, ...]] = [columns]
@@ -168,24 +157,22 @@ def _split_table(preview: Preview) -> Iterator[Text]:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         first, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        yield _plain("  ".join([first.strip().ljust(widths[0]), *rest]))
+        yield "  ".join([first.strip().ljust(widths[0]), *rest])
 
 
-def _bars(preview: Preview) -> Iterator[Text]:
+def _bars(preview: Preview) -> Iterator[str]:
     split = preview.splits[preview.shown_split]
     row = "the longer side of a pair" if preview.objective == "dpo" else "a row"
-    yield _plain(f"tokens of {row} ({preview.shown_split}, {kind_in_words(split.kind)})")
+    yield f"tokens of {row} ({preview.shown_split}, {kind_in_words(split.kind)})"
     most = max(bin_.rows for bin_ in split.histogram)
     width = len(f"{split.histogram[-1].longest:,}")
     digits = len(f"{most:,}")
     for bin_ in split.histogram:
         bar = "#" * (-(-bin_.rows * _WIDEST_BAR // most))  # rounded up: no row is invisible
-        yield _plain(f"  {bin_.shortest:>{width},} – {bin_.longest:>{width},} {bin_.rows:>{digits},} {bar}".rstrip())
+        yield f"  {bin_.shortest:>{width},} – {bin_.longest:>{width},} {bin_.rows:>{digits},} {bar}".rstrip()
 
 
 def _title(row: PreviewedRow, num_rows: int) -> Text:
-    from rich.text import Text
-
     share = row.num_targets / row.num_tokens if row.num_tokens else 0.0
     facts = f"{row.num_tokens:,} tokens, {row.num_targets:,} with loss ({share:.1%})"
     kind, side = ("row", "") if row.side is None else ("pair", f", {row.side}")
@@ -204,7 +191,7 @@ class _Gap:
 
 
 def _without_shared(row: PreviewedRow) -> list[Piece | _Gap]:
-    """The pieces of a row, without those that the chosen side of its pair has shown already."""
+    """Return the pieces of a row, without those that the chosen side of its pair has shown already."""
     own = row.own_pieces()
     num_hidden = row.num_tokens - sum(len(piece.token_ids) for piece in own)
     if not num_hidden:
@@ -213,7 +200,7 @@ def _without_shared(row: PreviewedRow) -> list[Piece | _Gap]:
 
 
 def _shortened(pieces: Sequence[Piece | _Gap]) -> list[Piece | _Gap]:
-    """A long row without its middle; the text in its place says how much of it carries loss."""
+    """Replace the middle of a long row by a text that says how much of it carries loss."""
     if len(pieces) <= MOST_TOKENS:
         return list(pieces)
     first, last = MOST_TOKENS - _TOKENS_AT_THE_END, len(pieces) - _TOKENS_AT_THE_END
@@ -233,8 +220,6 @@ def _text(piece: Piece | _Gap) -> str:
 
 
 def _coloured(pieces: Sequence[Piece | _Gap]) -> list[Text]:
-    from rich.text import Text
-
     text = Text()
     for piece in pieces:
         style = _SPECIAL[piece.carries_loss] if piece.is_special else _LOSS if piece.carries_loss else _NO_LOSS
@@ -242,31 +227,29 @@ def _coloured(pieces: Sequence[Piece | _Gap]) -> list[Text]:
     return [text]
 
 
-def _with_margin(pieces: Sequence[Piece | _Gap]) -> Iterator[Text]:
+def _with_margin(pieces: Sequence[Piece | _Gap]) -> Iterator[str]:
     """Start a new line where loss begins or ends, and at each line break of the row, which is shown by its sign."""
     line, carries_loss = "", None
     for piece in pieces:
         if carries_loss is not None and piece.carries_loss != carries_loss and line:
-            yield _plain(f"{_MARGIN[carries_loss]}{line}")
+            yield f"{_MARGIN[carries_loss]}{line}"
             line = ""
         carries_loss = piece.carries_loss
         *ended, begun = _text(piece).split("\n")
         for part in ended:
-            yield _plain(f"{_MARGIN[carries_loss]}{line}{part}")
+            yield f"{_MARGIN[carries_loss]}{line}{part}"
             line = ""
         line += begun
     if line and carries_loss is not None:
-        yield _plain(f"{_MARGIN[carries_loss]}{line}")
+        yield f"{_MARGIN[carries_loss]}{line}"
 
 
-def _table(pieces: Sequence[Piece | _Gap]) -> Iterator[Text]:
-    """Position, id, loss, kind and text of each token."""
-    from rich.text import Text
-
+def _table(pieces: Sequence[Piece | _Gap]) -> Iterator[Text | str]:
+    """Print position, id, loss, kind and text of each token."""
     position = 0
     for piece in pieces:
         if isinstance(piece, _Gap):
-            yield _plain(piece.text.strip())
+            yield piece.text.strip()
             position += piece.num_tokens
             continue
         ids = " ".join(map(str, piece.token_ids))
@@ -277,20 +260,11 @@ def _table(pieces: Sequence[Piece | _Gap]) -> Iterator[Text]:
         position += len(piece.token_ids)
 
 
-def _legend(is_coloured: bool) -> Text:
-    from rich.text import Text
-
+def _legend(is_coloured: bool) -> Text | str:
     signs = "↵ line break, ⇥ tab, <U+001B> a character that cannot be seen"
     if not is_coloured:
-        return _plain(f"{_MARGIN[True]}marks what the model must predict; {signs}")
+        return f"{_MARGIN[True]}marks what the model must predict; {signs}"
     return Text.assemble(
         ("carries loss", _LOSS), "  ", ("does not", _NO_LOSS), "  ",
         ("special", _SPECIAL[True]), " ", ("special", _SPECIAL[False]), f"  {signs}",
     )  # fmt: skip
-
-
-def _plain(line: str) -> Text:
-    """A line without markup."""
-    from rich.text import Text
-
-    return Text(line)

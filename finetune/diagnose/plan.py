@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -104,16 +104,10 @@ class Plan:
         """Convert to plain values for JSON, see docs/plan.md."""
         disk = {**self.disk._asdict(), "checkpoint": self.disk.checkpoint, "total": self.disk.total}
         trade = None if self.checkpointing is None else self.checkpointing._asdict()
-        record = {**asdict(replace(self, disk=self.disk)), "disk": disk, "checkpointing": trade}
+        record = {**asdict(self), "disk": disk, "checkpointing": trade}
         steps = self.batches.steps
         seconds = None if self.seconds_per_step is None or steps is None else steps * self.seconds_per_step
-        return {
-            "version": SCHEMA_VERSION,
-            **record,
-            "needed": self.needed,
-            "fits": self.fits,
-            "seconds": seconds,
-        }
+        return {"version": SCHEMA_VERSION, **record, "needed": self.needed, "fits": self.fits, "seconds": seconds}
 
 
 def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Plan:

@@ -1,4 +1,4 @@
-"""How the rows of a run become steps and micro-batches, and which micro-batch computes most."""
+"""Cut the rows of a run into steps and micro-batches, and find the micro-batch that computes most."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FILLER_TOKEN = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """How rows become steps. A row is a pair of answers where preferences are trained."""
+    """The figures of rows and steps. A row is a pair of answers where preferences are trained."""
 
     rows: int | None
     """Of an epoch; None where the data could not be read."""
@@ -37,7 +37,7 @@ class Batches:
     """Tokens that go through the model, over all tokens: shared beginnings count once, padding counts."""
     global_batch_size: int
     global_batch_from: str
-    """How it is made up, in words."""
+    """The settings that give it, in words."""
     world_size: int
     steps_per_epoch: int | None
     steps: int | None
@@ -58,12 +58,12 @@ class Largest(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """How the rows of a run become micro-batches.
+    """The division of the rows of a run into micro-batches.
 
     Attributes:
         config: the whole run.
-        rows: the training rows; None where they cannot be read: then every row has the greatest length.
-        collate: what makes a micro-batch of rows.
+        rows: the training rows; None where they cannot be read, so that every row is assumed to have data.max_length.
+        collate: makes a micro-batch from rows.
         is_padded: rows are padded and go through the model's own forward.
         boundary: see `BatchRule`.
         world_size: the number of processes.
@@ -77,7 +77,7 @@ class Batching:
     world_size: int
 
     def with_batch_size(self, batch_size: int) -> Batching:
-        """The same rows with another `training.batch_size`."""
+        """Return the same rows with another `training.batch_size`."""
         training = self.config.training.model_copy(update={"batch_size": batch_size})
         return replace(self, config=self.config.model_copy(update={"training": training}))
 
@@ -96,24 +96,24 @@ class Batching:
 
     @cached_property
     def computed_per_step(self) -> float:
-        """Tokens that go through the model in a step, on all ranks: the mean."""
+        """The mean number of tokens that go through the model in a step, on all ranks."""
         return sum(self._num_computed(cut) for cuts in self._cuts for cut in cuts) / len(self._cuts)
 
     @property
     def targets_per_step(self) -> float:
-        """Tokens with loss in a step, on all ranks: the mean."""
+        """The mean number of tokens with loss in a step, on all ranks."""
         num_targets = sum(int(side.num_targets.sum()) for side in self._rows.sides)
-        return num_targets / max(1, len(self._rows)) * self._plan.global_batch_size
+        return num_targets / max(1, len(self._rows)) * self._rule.global_batch_size
 
     @property
     def cadence(self) -> Cadence | None:
         """The cadence of the run; None where the rows cannot be read, or do not fill a global batch."""
-        steps_per_epoch = 0 if self.rows is None else self._plan.steps_per_epoch
+        steps_per_epoch = 0 if self.rows is None else self._rule.steps_per_epoch
         return Cadence.of(self.config, steps_per_epoch) if steps_per_epoch else None
 
     def describe(self) -> Batches:
         """The figures of the run."""
-        training, plan, is_known = self.config.training, self._plan, self.rows is not None
+        training, rule, is_known = self.config.training, self._rule, self.rows is not None
         words = f"training.batch_size={training.batch_size} x {self.world_size} process{'es' * (self.world_size > 1)}"
         if training.global_batch_size is not None:
             words = "training.global_batch_size, whatever the number of processes"
@@ -122,11 +122,11 @@ class Batching:
             rows=len(self._rows) if is_known else None,
             tokens=num_tokens if is_known else None,
             target_tokens=sum(int(side.num_targets.sum()) for side in self._rows.sides) if is_known else None,
-            computed_share=self.computed_per_step * plan.steps_per_epoch / num_tokens if is_known else None,
-            global_batch_size=plan.global_batch_size,
+            computed_share=self.computed_per_step * rule.steps_per_epoch / num_tokens if is_known else None,
+            global_batch_size=rule.global_batch_size,
             global_batch_from=words,
             world_size=self.world_size,
-            steps_per_epoch=plan.steps_per_epoch if is_known else None,
+            steps_per_epoch=rule.steps_per_epoch if is_known else None,
             steps=training.max_steps if self.cadence is None else self.cadence.num_steps,
             microbatches_per_step=self.largest.per_step,
             largest_microbatch_rows=self.largest.microbatch.num_rows,
@@ -144,7 +144,7 @@ class Batching:
         return EncodedPairs(first, _longest_rows(number, length, number), "train")
 
     @cached_property
-    def _plan(self) -> BatchRule:
+    def _rule(self) -> BatchRule:
         return plan_batches(
             self.config,
             self._rows,
@@ -155,14 +155,14 @@ class Batching:
 
     @cached_property
     def _cuts(self) -> list[list[Cut]]:
-        """The micro-batches of each step of the first epoch; of very many steps those of some, evenly spread."""
-        plan = self._plan
-        order, size, steps = plan.order(0), plan.global_batch_size, max(1, plan.steps_per_epoch)
+        """The micro-batches of each step of the first epoch, or of evenly spread steps where there are very many."""
+        rule = self._rule
+        order, size, steps = rule.order(0), rule.global_batch_size, max(1, rule.steps_per_epoch)
         stride = -(-steps // _MOST_STEPS_LOOKED_AT)
-        return [plan.cut(order[step * size : (step + 1) * size]) for step in range(0, steps, stride)]
+        return [rule.cut(order[step * size : (step + 1) * size]) for step in range(0, steps, stride)]
 
     def _num_computed(self, cut: Cut) -> int:
-        """Tokens of a micro-batch that go through the model, padding included."""
+        """Count the tokens of a micro-batch that go through the model, padding included."""
         training = self.config.training
         if not self.is_padded and training.packing and training.share_prefixes:
             return cut.num_tokens
@@ -171,7 +171,7 @@ class Batching:
 
 
 def _longest_rows(number: int, length: int, first: int) -> EncodedExamples:
-    """Rows of the greatest length, with loss on all of it and nothing in common."""
+    """Make rows of this length that carry loss throughout and have nothing in common."""
     ids = [_FILLER_TOKEN] * (length - 1)
     rows = [([first + row, *ids], [False] + [True] * (length - 1)) for row in range(max(1, number))]
     return EncodedExamples.from_rows(rows, end_id=_FILLER_TOKEN)

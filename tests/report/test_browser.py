@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli.report import write_report
+from finetune.cli.report import report
 from finetune.runs.metrics import read_events
 from tests.report.browser import Browser, find_chromium
 from tests.report.runs import HOSTILE, write_run
@@ -56,8 +56,8 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     runs.append(write_run(folder / "second-with-a-name-that-is-long-and-has-no-place-to-break-it", factor=0.5))
     runs.append(write_run(folder / HOSTILE.replace("/", "⁄")[:90], num_steps=45, status="failed", factor=2.0))
     pages = {"one": folder / "one.html", "three": folder / "three.html"}
-    write_report(runs[:1], output=pages["one"])
-    write_report(runs, output=pages["three"], with_data=False)
+    report(runs[:1], output=pages["one"])
+    report(runs, output=pages["three"], data=False)
     return {**pages, "metrics": runs[0] / "metrics.jsonl"}
 
 
@@ -98,7 +98,7 @@ def test_no_step_is_named_twice_on_an_axis(browser, tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:
         for step in (1, 3):
             file.write(json.dumps({"event": "resources", "step": step, "host_memory": 2**30}) + "\n")
-    write_report([folder], output=tmp_path / "page.html", with_data=False)
+    report([folder], output=tmp_path / "page.html", data=False)
     browser.open(tmp_path / "page.html")
     for chart in ("loss", "host-memory"):
         texts = f"#chart-{chart} [aria-label^=X-axis] .role-axis-label text"

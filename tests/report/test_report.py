@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli.report import write_report
+from finetune.cli.report import report
 from finetune.config.compose import load_config
 from finetune.diagnose.preview import preview_data
 from finetune.errors import CheckpointError, ConfigError
@@ -40,7 +40,7 @@ def _needs_the_extra() -> None:
 
 def page_of(*folders: Path, data: bool = False) -> Parsed:
     output = folders[0].parent / "page.html"
-    write_report(folders, output=output, with_data=data)
+    report(folders, output=output, data=data)
     return Parsed(output.read_text(encoding="utf-8"))
 
 
@@ -251,26 +251,26 @@ def test_answers_of_both_models_stand_side_by_side(tmp_path):
 def test_what_is_no_run_is_refused_and_nothing_of_others_is_replaced(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="not the folder of a run"):
-        write_report([tmp_path / "empty"])
+        report([tmp_path / "empty"])
     folder = write_run(tmp_path / "a", num_steps=2)
     with pytest.raises(CheckpointError, match="named twice"):
-        write_report([folder, tmp_path / "a" / ".." / "a"])
+        report([folder, tmp_path / "a" / ".." / "a"])
     mine = tmp_path / "mine.html"
     mine.write_text("<!doctype html>")
     with pytest.raises(ConfigError, match="was not written by finetune report"):
-        write_report([folder], output=mine)
+        report([folder], output=mine)
     assert mine.read_text() == "<!doctype html>"
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_report([folder], output=tmp_path / "no" / "folder.html", with_data=False)
+        report([folder], output=tmp_path / "no" / "folder.html", data=False)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    write_report([folder], with_data=False)
-    write_report([folder], with_data=False)  # its own page may be replaced
+    report([folder], data=False)
+    report([folder], data=False)  # its own page may be replaced
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert after.pop("report.html")
     assert after == before
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(ConfigError, match=r"pip install 'finetune\[report\]'"):
-        write_report([folder])
+        report([folder])
 
 
 def test_two_runs_of_one_name_are_told_apart(tmp_path):
