@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -25,20 +24,21 @@ from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, count, exit_code, findings_of_others, ok, problem, show
 from finetune.logs import configure_logs
 from finetune.runs.folder import RunFolder
+from finetune.terminal import print_json
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
 
-DEFAULT_TIMEOUT = timedelta(seconds=60)
-"""How long the doctor waits for ranks if `parallel.timeout_minutes` is not set."""
+_DEFAULT_TIMEOUT = timedelta(seconds=60)
+"""The time to wait for all ranks if `parallel.timeout_minutes` is not set."""
 
 
 def diagnose(config: Config, *, as_json: bool = False) -> int:
-    """Examine and report on rank 0. Collective where a launcher started several processes.
+    """Examine the launch and the machine, and print a report on rank 0. Collective under a launcher.
 
     Args:
-        config: the run that is to be started; it need not be complete.
-        as_json: write the findings as JSON.
+        config: the run to examine; it need not be complete.
+        as_json: print the findings as JSON.
 
     Returns:
         The exit code: 2 with a problem (with strict: also with a warning), else 0. The same on every rank.
@@ -60,7 +60,7 @@ def diagnose(config: Config, *, as_json: bool = False) -> int:
         *check_address(environment, config, os.environ),
         *_examine_machine(config, environment.local_world_size),
     ]
-    report.show(findings)  # now, because the other ranks may keep us waiting
+    report.show(findings)  # now: the other ranks may take a minute to join
     if environment.world_size > 1:
         findings += _examine_world(environment, config, findings)
     return report.end(findings, config)
@@ -77,9 +77,9 @@ def _examine_machine(config: Config, local_world_size: int) -> list[Finding]:
 
 
 def _examine_world(environment: LaunchEnvironment, config: Config, own: list[Finding]) -> list[Finding]:
-    """Join the world and measure it; the findings do not repeat this rank's own. Collective."""
+    """Join the world and measure it; return the findings that are not this rank's own. Collective."""
     is_set = config.origin("parallel.timeout_minutes") != "default"
-    timeout = timedelta(minutes=config.parallel.timeout_minutes) if is_set else DEFAULT_TIMEOUT
+    timeout = timedelta(minutes=config.parallel.timeout_minutes) if is_set else _DEFAULT_TIMEOUT
     try:
         context = initialize_ddp(
             timeout,
@@ -87,7 +87,7 @@ def _examine_world(environment: LaunchEnvironment, config: Config, own: list[Fin
             master_port=config.parallel.master_port,
             backend=config.parallel.backend,
             device=wished_device(config),
-            fallbacks=Fallbacks(strict=True),  # going on alone would hide the problem
+            fallbacks=Fallbacks(strict=True),  # training alone would hide the problem
         )
         assert context is not None  # the command line starts without a group
         meet(timeout)
@@ -123,7 +123,7 @@ def _sentence(error: Exception) -> str:
 
 
 class _Report:
-    """The report of rank 0; it prints each finding once."""
+    """The report of rank 0, in which each finding is printed once."""
 
     def __init__(self, *, is_silent: bool, as_json: bool) -> None:
         self._is_silent = is_silent
@@ -145,10 +145,9 @@ class _Report:
         code = exit_code(findings, strict=config.strict)
         if self._is_silent:
             return code
-        text = count(findings)
         if self._as_json:
-            records = [asdict(finding) for finding in findings]
-            text = json.dumps({"exit_code": code, "findings": records}, indent=2, ensure_ascii=False)
-        sys.stdout.write(f"{text}\n")
+            print_json({"exit_code": code, "findings": [asdict(finding) for finding in findings]})
+        else:
+            sys.stdout.write(f"{count(findings)}\n")
         sys.stdout.flush()
         return code

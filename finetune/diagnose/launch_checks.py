@@ -1,4 +1,4 @@
-"""Check how this process was started: its world, settings that contradict it, and the address where the ranks meet."""
+"""Check the launch of this process: its world, settings that contradict it, and the address where the ranks meet."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ADDRESS = "Address"
 
 
 def check_launch(environment: LaunchEnvironment, config: Config, environ: Mapping[str, str]) -> list[Finding]:
-    """Report the world that the initialiser sees, and everything that contradicts it."""
+    """Report the world that the launch variables describe, and everything that contradicts it."""
     names = dict.fromkeys((*LAUNCH_VARIABLES, *WORLD_VARIABLES))
     read = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
     derived = " ".join(f"{name}={value}" for name, value in environment.as_variables().items() if name not in environ)
@@ -49,7 +49,7 @@ def check_launch(environment: LaunchEnvironment, config: Config, environ: Mappin
 
 
 def check_address(environment: LaunchEnvironment, config: Config, environ: Mapping[str, str]) -> list[Finding]:
-    """Check that the address leads to rank 0 and that its port is free there, before any process listens."""
+    """Check that the address leads to rank 0 and that its port is still free there."""
     is_held_by_agent = has_agent_store(environ)
     host = environment.master_addr if is_held_by_agent else config.parallel.master_addr or environment.master_addr
     port = environment.master_port if is_held_by_agent else config.parallel.master_port or environment.master_port
@@ -74,7 +74,7 @@ def check_address(environment: LaunchEnvironment, config: Config, environ: Mappi
 
 
 def judge_port(port: int, *, is_alone: bool) -> Finding:
-    """Judge whether a process can listen on a port of this machine."""
+    """Check that a process can listen on a port of this machine."""
     error = _listen_error(port)
     if error is None:
         return ok(_ADDRESS, f"port {port} is free")
@@ -108,7 +108,7 @@ def _check_wishes(environment: LaunchEnvironment, config: Config) -> list[Findin
 
 
 def _check_accelerate(config: Config, environ: Mapping[str, str]) -> list[Finding]:
-    """Find settings of `accelerate launch` that contradict the configuration or that finetune does not support."""
+    """Find settings of `accelerate launch` that contradict the configuration or are not supported."""
     found = []
     for setting, why in refused_settings(environ):
         reason, _, fix = why.partition(". ")

@@ -26,7 +26,7 @@ _LEAST_SHARED_BYTES = 512 * 2**20
 
 
 def check_versions() -> list[Finding]:
-    """Compare what is installed with what this package's own metadata asks for."""
+    """Compare the installed versions with those that finetune's own metadata requires."""
     from packaging.specifiers import SpecifierSet
 
     area = "Versions"
@@ -44,10 +44,10 @@ def check_versions() -> list[Finding]:
 
 
 def judge_packages(requirements: Sequence[str]) -> list[Finding]:
-    """Compare what is installed with requirements.
+    """Compare the installed packages with requirements.
 
     Args:
-        requirements: as in a package's metadata, for example ``torch>=2.8``; those of extras are left out.
+        requirements: as in a package's metadata, for example ``torch>=2.8``; those of extras are ignored.
     """
     from packaging.requirements import Requirement
 
@@ -66,7 +66,7 @@ def judge_packages(requirements: Sequence[str]) -> list[Finding]:
 
 
 def check_devices(config: Config, local_world_size: int) -> list[Finding]:
-    """Report GPUs and processors, and whether they are enough for the processes on this machine."""
+    """Report GPUs and processor cores, and whether they suffice for the processes on this machine."""
     devices = [_describe_gpu(index) for index in range(torch.cuda.device_count())]
     has_driver = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
     found = [ok("Devices", device) for device in devices]
@@ -80,7 +80,7 @@ def check_devices(config: Config, local_world_size: int) -> list[Finding]:
 
 
 def judge_gpus(count: int, *, has_driver: bool, cuda: str | None, wish: str) -> list[Finding]:
-    """Judge whether torch uses the GPUs of this machine.
+    """Check that torch uses the GPUs of this machine.
 
     Args:
         count: GPUs that torch sees.
@@ -106,10 +106,10 @@ def judge_gpus(count: int, *, has_driver: bool, cuda: str | None, wish: str) -> 
 
 
 def judge_cores(cores: float, threads: int, processes: int, *, on_gpu: bool) -> list[Finding]:
-    """Judge whether the processes on this machine have enough processors.
+    """Check that there are enough processor cores for the processes on this machine.
 
     Args:
-        cores: how many this process may use.
+        cores: the number that this process may use.
         threads: torch's threads in each process.
         processes: processes of this run on this machine.
         on_gpu: whether they compute on GPUs.
@@ -127,10 +127,10 @@ def judge_cores(cores: float, threads: int, processes: int, *, on_gpu: bool) -> 
 
 
 def num_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Count the processors that this process may use, by its affinity and the limit of its container.
+    """Count the processor cores that this process may use, by its affinity and the limit of its container.
 
     Args:
-        root: where control groups of version 2 (cpu.max) or 1 (cpu/cpu.cfs_*) are mounted.
+        root: the mount point of control groups, version 2 (cpu.max) or 1 (cpu/cpu.cfs_*).
     """
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     names = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
@@ -157,7 +157,7 @@ def check_backend(config: Config) -> list[Finding]:
 
 
 def check_limits(config: Config) -> list[Finding]:
-    """Check the limit of open files, and the shared memory through which data workers pass their batches."""
+    """Check the limit of open files, and the shared memory in which data workers pass on their batches."""
     area = "Limits"
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = [ok(area, f"up to {files} open files")]
@@ -171,7 +171,7 @@ def check_limits(config: Config) -> list[Finding]:
 
 
 def judge_shared_memory(num_bytes: int, num_workers: int) -> Finding:
-    """Judge whether /dev/shm is large enough for data workers; containers give it 64 MB by default."""
+    """Check that /dev/shm is large enough for data workers; containers give it 64 MB by default."""
     shown = f"{num_bytes / 1e6:,.0f} MB of shared memory in /dev/shm"
     if num_workers and num_bytes < _LEAST_SHARED_BYTES:
         fix = "start the container with --shm-size=2g or --ipc=host, or set training.num_workers=0"

@@ -44,7 +44,7 @@ _KNOWN = {
 """By name. Rates are from NVIDIA's data sheets: the fastest variant of each device, dense, with sums in fp32."""
 
 _CUDA_RESERVE = 1 * GIB
-"""For CUDA's context, workspaces of its libraries and fragmentation. A rule of thumb, not a measurement."""
+"""For CUDA's context, workspaces of its libraries and fragmentation: a rule of thumb, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +52,13 @@ class Device:
     """A device to plan for.
 
     Attributes:
-        name: in messages.
-        kind: decides how the engine computes.
+        name: its name in messages.
+        kind: the kind, which decides how the engine computes.
         memory: bytes that the process can use.
-        reserve: bytes of them that are in use before the first tensor.
+        reserve: the part of `memory` that is in use before the first tensor, in bytes.
         has_bf16: whether `training.precision=auto` means bf16 there.
         is_here: whether it belongs to this machine.
-        teraflops: the highest rate of matrix products, by precision, as far as it is known.
+        teraflops: the highest rate of matrix products by precision, where it is known.
     """
 
     name: str
@@ -118,7 +118,7 @@ def _cuda(name: str, memory: int, *, has_bf16: bool) -> Device:
 
 
 def _teraflops(name: str) -> dict[str, float]:
-    """The rates of a device, by its name or the driver's, for example `NVIDIA A100-SXM4-80GB`."""
+    """Find the rates of a device by its name or the driver's, for example `NVIDIA A100-SXM4-80GB`."""
     words = re.split(r"[\s_-]+", name.upper())
     known = next((rates for full, rates in _KNOWN.items() if full.split()[-2] in words), None)
     rates = {} if known is None else {"bf16": known.bf16, "fp32": known.fp32}

@@ -1,9 +1,9 @@
 """Predict how much memory a training step takes, by running the real step on tensors without data (`plan_trace`).
 
-Nothing here repeats what an autograd function keeps, so nothing here goes stale when it keeps something else.
+The tensors that autograd keeps are counted, not listed here, so the prediction follows every change of the engine.
 
-The layers of a decoder are alike: in each part of a step the peak grows by the same amount with every layer. So a model
-of two layers and one of three are enough to predict one of forty.
+The layers of a decoder are alike: in each part of a step the peak grows by the same amount with every layer. So models
+of two and of three layers are enough to predict one of forty.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PARTS: tuple[Part, ...] = ("weights", "adapter", "gradients", "optimizer", "acti
 _FEW, _MORE = 2, 3
 """Layers of the two models that are run."""
 _EXTRAPOLATED = (FORWARD, ABOVE, BELOW)
-"""The parts of a step that can hold its peak, whatever the model's depth."""
+"""The parts of a step in which the peak can lie, at any depth of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +44,20 @@ class Peak:
     when: str
     """The part of the step."""
     parts: Mapping[Part, int]
-    """Bytes in use then, by what they are for."""
+    """Bytes in use at that moment, by purpose."""
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """All bytes in use."""
         return sum(self.parts.values())
 
 
 class OptimizerNeed(NamedTuple):
-    """Bytes."""
+    """The memory of an optimizer, in bytes."""
 
     state: int
     workspace: int
-    """In addition, while it takes a step."""
+    """Needed in addition during its step."""
 
 
 def predict_peak(
@@ -71,18 +71,18 @@ def predict_peak(
     accumulates: bool,
     world_size: int = 1,
 ) -> Peak:
-    """Predict the peak of a training step: of the second step or a later one.
+    """Predict the peak of the second training step or a later one.
 
     Args:
         model: on the meta device, its weights in the types of the run, in training mode. Most of its layers are taken
-            out meanwhile and then put back.
+            out and put back.
         microbatch: the largest of the run, on the CPU.
         optimizer: see `optimizer_need`.
         loss_of: the loss of the run.
         kind: the kind of device to predict for.
         is_bf16: the run computes in bf16.
         accumulates: a step has several micro-batches on a rank.
-        world_size: of the run.
+        world_size: the number of processes.
 
     Raises:
         RuntimeError: the model cannot run without data.
@@ -100,7 +100,7 @@ def predict_peak(
 
 
 def optimizer_need(optimizer: torch.optim.Optimizer, *, kind: DeviceKind) -> OptimizerNeed | None:
-    """Measure an optimizer over weights on the meta device: a twin of it takes two steps.
+    """Measure an optimizer over weights on the meta device: a copy of it takes two steps.
 
     None for an optimizer that cannot step without data.
     """
@@ -129,7 +129,7 @@ def optimizer_need(optimizer: torch.optim.Optimizer, *, kind: DeviceKind) -> Opt
 
 
 def _bytes_of_weights(model: torch.nn.Module) -> tuple[int, int, int]:
-    """Bytes of frozen weights and buffers, of the adapter, and of all gradients."""
+    """Return the bytes of weights outside the adapter and of buffers, of the adapter, and of all gradients."""
     is_adapted = hasattr(model, "peft_config")
     adapter = gradients = others = 0
     for parameter in model.parameters():
@@ -140,7 +140,7 @@ def _bytes_of_weights(model: torch.nn.Module) -> tuple[int, int, int]:
 
 
 def _trace_deep(model: torch.nn.Module, *args: Any, **how: Any) -> dict[str, dict[Part, int]]:
-    """`trace` of a model of any depth."""
+    """Trace a model of any depth with few of its layers."""
     decoder = bare_model(model).get_decoder()
     every: torch.nn.ModuleList = decoder.layers
     depth = len(every)
@@ -166,7 +166,7 @@ def _trace_deep(model: torch.nn.Module, *args: Any, **how: Any) -> dict[str, dic
 
 
 def _are_layers_alike(model: torch.nn.Module) -> bool:
-    """Whether all layers have the same weights, and train the same of them."""
+    """Check that all layers have the same weights, and train the same ones."""
     layers: dict[str, list[tuple[Any, ...]]] = {}
     for name, weight in model.named_parameters():
         if match := IN_A_LAYER.search(name):

@@ -1,4 +1,4 @@
-"""How long a step takes: at least, by its matrix products, and measured on a shallow model with random weights."""
+"""Predict the time of a step: a lower bound from its matrix products, or measured on a shallow random model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLOPS = 2
 """A multiplication and an addition."""
 
 _FEW, _MORE = 1, 3
-"""Layers of the two models that are measured; every further layer takes as long as those between them."""
+"""Layers of the two models that are measured. Their difference gives the time of every further layer."""
 _REPETITIONS = 3
 
 
@@ -30,14 +30,14 @@ def operations_of_step(
 ) -> float:
     """Count the floating-point operations of the products with weights, forward and backward.
 
-    Attention, norms and the optimizer are not counted, nor are experts, whose weights are no matrices.
+    Attention, norms, the optimizer, and experts, whose weights are not matrices, are not counted.
 
     Args:
         model: on any device; only which of its weights train matters.
         num_computed: tokens that go through the layers.
         num_targets: tokens that go through the last layer and the head, see docs/engine.md.
         is_checkpointing: the layers' forward is computed twice.
-        has_reference: the frozen weights compute the reference of a preference too.
+        has_reference: the frozen weights also compute the reference of preference training.
     """
     bare = bare_model(model)
     last = str(len(bare.get_decoder().layers) - 1)
@@ -53,7 +53,7 @@ def operations_of_step(
 
 
 def _products_with(weight: Any, *, more: int) -> int:
-    """Operations per token: forward, the gradient of the input, that of the weight if it trains, and more forwards."""
+    """Count operations per token: forward, gradient of the input, gradient of a trained weight, `more` forwards."""
     return _FLOPS * int(weight.numel()) * (2 + bool(weight.requires_grad) + more)
 
 
@@ -61,12 +61,12 @@ def measure_seconds(model: Any, microbatch: Any, loss: LossFunction, section: Op
     """Measure forward, backward and optimizer for one micro-batch, in seconds for the model's whole depth.
 
     Args:
-        model: on the meta device, its weights in the types of the run. It is changed: it gets random weights and keeps
-            only the few layers that are measured.
+        model: on the meta device, its weights in the types of the run. It is changed: it gets random weights, and only
+            the layers that are measured are left.
         microbatch: on the CPU.
-        loss: of the run.
-        section: of the optimizer.
-        kind: of the device at hand.
+        loss: the loss of the run.
+        section: the configuration of the optimizer.
+        kind: the kind of the device at hand.
     """
     device = torch.device(kind)
     decoder = bare_model(model).get_decoder()
@@ -75,11 +75,10 @@ def measure_seconds(model: Any, microbatch: Any, loss: LossFunction, section: Op
     few, more = min(_FEW, depth), min(_MORE, depth)
     decoder.layers = torch.nn.ModuleList(every[:more])
     _give_weights(model, device)
-    there = microbatch.to(device)
     taken = {}
     for number in {more, few}:
         decoder.layers = torch.nn.ModuleList(every[:number])
-        taken[number] = _measure(model, there, loss, section)
+        taken[number] = _measure(model, microbatch.to(device), loss, section)
     if few == more:
         return taken[few]
     return taken[few] + (depth - few) * max(0.0, taken[more] - taken[few]) / (more - few)
@@ -100,7 +99,7 @@ def _measure(model: Any, microbatch: Any, loss: LossFunction, section: OptimSect
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begun)
-    return median(seconds[1:])  # the first step allocates what later ones find ready
+    return median(seconds[1:])  # the first step also allocates memory
 
 
 def _give_weights(model: Any, device: torch.device) -> None:

@@ -1,6 +1,6 @@
-"""Run one forward and backward pass on tensors without memory, and count the memory that they would have taken.
+"""Run one forward and backward pass on tensors without data, and count the memory that real tensors would take.
 
-The run's own loss is computed on fake tensors (`torch._subclasses.fake_tensor`), which have shapes and types and no
+The run's own loss is computed on fake tensors (`torch._subclasses.fake_tensor`), which have shapes and types but no
 data. Each tensor counts from its creation until nothing refers to it.
 """
 
@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -36,12 +37,11 @@ Part = Literal["weights", "adapter", "gradients", "optimizer", "activations", "l
 DeviceKind = Literal["cpu", "cuda"]
 
 FORWARD, ABOVE, BETWEEN, BELOW = "forward", "backward, last layer", "backward", "backward, first layers"
-"""Parts of a pass. The second ends with the first gradient of the last layer but one; the fourth begins with the first
-gradient of the first layer."""
+"""Parts of a pass. The second ends with the first gradient of the second-to-last layer; the fourth begins with that of
+the first layer."""
 
 IN_A_LAYER = re.compile(r"\.layers\.(\d+)\.(.*)")
-"""The number of a weight's layer, and its name there."""
-
+"""Matches the number of a weight's layer, and its name there."""
 
 LossOf = Callable[[Choices], LossFunction]
 """The loss of a run, given how the engine computes packed rows."""
@@ -56,7 +56,7 @@ def trace(
     is_bf16: bool,
     accumulates: bool,
 ) -> dict[str, dict[Part, int]]:
-    """Find the most memory in use during each part of a pass, by purpose, without what was in use before the pass.
+    """Find the peak of memory in each part of a pass, by purpose, without the memory that was in use before.
 
     Args:
         model: on the meta device, in training mode.
@@ -86,18 +86,18 @@ def trace(
             allocations.keep("activations")
             allocations.enter(ABOVE)
             summed.backward()  # type: ignore[no-untyped-call]
-    whole = sum(tensor.nbytes for tensor in _tensors_of(rows))
-    return {when: _add(allocations.peak(when), "workspace", whole) for when in allocations.phases}
+    peaks = {when: allocations.peak(when) for when in allocations.phases}
+    for parts in peaks.values():
+        parts["workspace"] = parts.get("workspace", 0) + sum(tensor.nbytes for tensor in _tensors_of(rows))
+    return peaks
 
 
+@dataclass(slots=True, eq=False)
 class _Block:
     """One piece of memory."""
 
-    __slots__ = ("label", "num_bytes")
-
-    def __init__(self, label: str, num_bytes: int) -> None:
-        self.label = label
-        self.num_bytes = num_bytes
+    label: str
+    num_bytes: int
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -105,7 +105,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         vocabulary: the number of logits at a position.
-        choices: how many positions a mask of a given shape chooses, where that is known.
+        choices: the number of positions that a mask of a given shape chooses, where it is known.
 
     Attributes:
         in_use: bytes now.
@@ -128,12 +128,12 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._look()
 
     def ignore(self, *tensors: torch.Tensor) -> None:
-        """Leave out memory that was there before."""
+        """Do not count tensors that existed before."""
         for tensor in tensors:
             self._references[tensor.untyped_storage()._cdata] = tensor
 
     def keep(self, label: str) -> None:
-        """Label everything that is in use now and has no purpose yet."""
+        """Label all memory in use that has no purpose yet."""
         for block in self._live.values():
             if block.label == "workspace":
                 block.label = label
@@ -145,7 +145,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             block.label = label
 
     def peak(self, phase: str) -> dict[Part, int]:
-        """The most bytes in use during a part of the step, by purpose."""
+        """Return the most bytes in use during a part of the step, by purpose."""
         totals: Counter[str] = Counter()
         for block in self.phases[phase][1]:
             totals[block.label] += block.num_bytes
@@ -186,7 +186,10 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _choices_of_masks(microbatch: Microbatch) -> dict[tuple[int, ...], int]:
-    """How many positions each mask of `finetune.engine.reference` chooses, by its shape: fake tensors cannot tell."""
+    """Count the positions that each mask of `finetune.engine.reference` chooses, by its shape.
+
+    Fake tensors cannot count them.
+    """
     if isinstance(microbatch, PackedMicrobatch):
         return {}
     predicts = microbatch.is_target[:, 1:]
@@ -197,7 +200,7 @@ def _choices_of_masks(microbatch: Microbatch) -> dict[tuple[int, ...], int]:
 
 
 def _stand_in(function: Any, args: Sequence[Any], choices: Mapping[tuple[int, ...], int]) -> torch.Tensor | None:
-    """The result of an operation that fake tensors cannot run: oneDNN's products, and what a mask chooses."""
+    """Make the result of an operation that fake tensors cannot run: oneDNN's products, and the choice of a mask."""
     name = str(function)
     made: torch.Tensor | None = None
     if name.startswith("mkldnn._linear_pointwise"):
@@ -214,7 +217,7 @@ def _stand_in(function: Any, args: Sequence[Any], choices: Mapping[tuple[int, ..
 
 @contextmanager
 def _fake_weights(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Inside, the weights and buffers of a model on the meta device are fake tensors of the CPU; tied ones stay so."""
+    """Replace weights and buffers on the meta device by fake tensors of the CPU inside; tied ones stay tied."""
     fakes: dict[int, torch.Tensor] = {}
     before: list[tuple[dict[str, Any], str, Any]] = []
     for module in model.modules():
@@ -237,7 +240,7 @@ def _fake_weights(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def _one_rotation(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, LongRoPE does not choose its factors by the positions; either choice takes the same memory."""
+    """Keep LongRoPE from choosing its factors by the positions inside; either choice takes the same memory."""
     modules = [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
     for module in modules:
         module.rope_type = "default"  # type: ignore[assignment]
@@ -250,7 +253,7 @@ def _one_rotation(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _watched(model: torch.nn.Module, allocations: Allocations, *, accumulates: bool) -> Iterator[None]:
-    """Inside, gradients are labelled, and the parts of the backward pass are told apart."""
+    """Label gradients and tell the parts of the backward pass apart inside."""
     depth = len(bare_model(model).get_decoder().layers)
     begun: set[int] = set()
 
@@ -284,14 +287,14 @@ def _watched(model: torch.nn.Module, allocations: Allocations, *, accumulates: b
 
 
 def _choices_on(kind: DeviceKind) -> Choices:
-    """Let the engine compute as on another kind of device: chunks of the same size, attention with the same memory."""
+    """Make the engine compute as on this kind of device: chunks of its size, attention with its memory."""
     if kind == "cpu":
         return BY_DEVICE
     return Choices(attention=_flash_attention, mlp_chunk_rows=CHUNK_ROWS[kind], logits_chunk_bytes=CHUNK_BYTES[kind])
 
 
 def _prepare_attention(model: torch.nn.Module, microbatch: Microbatch, kind: DeviceKind) -> None:
-    """Prepare attention while the data is still there; the layout keeps the result for the layers."""
+    """Prepare attention on real data; the layout keeps the result for the layers."""
     if not isinstance(microbatch, PackedMicrobatch):
         return
     window = _window(getattr(bare_model(model).config, "sliding_window", None), microbatch.layout)
@@ -316,7 +319,7 @@ def _flash_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Allocate what variable-length flash attention allocates, and compute nothing."""
+    """Allocate the tensors of variable-length flash attention, and compute nothing."""
     runs = layout.prepared(prepare_varlen, queries, _window(window, layout))
     if runs.key_index is not None:
         k, v = (x.index_select(0, runs.key_index) for x in (k, v))
@@ -325,7 +328,7 @@ def _flash_attention(
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Keeps its inputs, its output and a number for each query and head, as FlashAttention does (arXiv:2307.08691)."""
+    """Keep the inputs, the output and a number for each query and head, as FlashAttention does (arXiv:2307.08691)."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -346,7 +349,7 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def _tensors_of(microbatch: Microbatch) -> list[torch.Tensor]:
-    """All tensors of a micro-batch and of its prepared attention."""
+    """Collect all tensors of a micro-batch and of its prepared attention."""
     if not isinstance(microbatch, PackedMicrobatch):
         return [microbatch.input_ids, microbatch.is_target]
     prepared = [made for _, made in microbatch.layout._prepared.values()]
@@ -354,7 +357,3 @@ def _tensors_of(microbatch: Microbatch) -> list[torch.Tensor]:
     held += [value for made in prepared for part in made for value in (part if isinstance(part, tuple) else (part,))]
     tensors = [value for value in held if isinstance(value, torch.Tensor)]
     return list({tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values())
-
-
-def _add(parts: dict[Part, int], part: Part, num_bytes: int) -> dict[Part, int]:
-    return {**parts, part: parts.get(part, 0) + num_bytes}
