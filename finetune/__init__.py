@@ -1,6 +1,6 @@
 """Fine-tune Phi models with LoRA on Hugging Face Accelerate: one curve under every launcher, nothing in silence.
 
-What a recipe needs is imported from here, each name only when it is used: `finetune --help` must not wait for torch.
+Recipes import their names from here. A name is loaded when it is used, so that `finetune --help` does not import torch.
 """
 
 from __future__ import annotations

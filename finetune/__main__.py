@@ -1,4 +1,4 @@
-"""``python -m finetune``: the `finetune` command; ``cmd=train run=quickstart …`` says the same in words."""
+"""Run the `finetune` command: ``python -m finetune train quickstart …``, or ``cmd=train run=quickstart …``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Everything that can go wrong, typed by whose mistake it is.
+"""The errors that finetune raises, one type for each kind of cause.
 
-Every message says what, where, got, expected and what to do next. A `FinetuneError` ends a command with its exit code
-and no traceback; any other exception is a bug of ours and keeps its traceback (exit code 1).
+Every message says what is wrong, where, what was found and expected, and what to do next. A `FinetuneError` ends a
+command with its exit code and no traceback; any other exception is a bug and keeps its traceback (exit code 1).
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from typing import ClassVar, Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """The first thing that went wrong in a world of several ranks. All of them end with it and name it."""
+    """The first fault in a world of several ranks. All ranks end with it and name it."""
 
     reporter: Literal["worker", "guardian"]
-    """Whether the failing process reports its own error, or a guardian reports what it found."""
+    """The failing process itself, or a guardian that found the fault."""
     rank: int | None
-    """The rank that is at fault; None where it is several of them or none."""
+    """The rank at fault; None if it is several ranks or none."""
     summary: str
-    """For people: which rank, where it was, and what a guardian found."""
+    """For people: the rank, where it was, and what a guardian found."""
     error: str = ""
     """A worker's error in one line, its type first."""
     is_second_hand: bool = False
-    """The error is one in a collective, so another rank may have caused it."""
+    """The error was raised in a collective, so another rank may have caused it."""
 
     def __str__(self) -> str:
         return f"{self.summary}: {self.error}" if self.error else self.summary
 
 
 class FinetuneError(Exception):
-    """The root of every error that we raise on purpose. Never raised itself."""
+    """The base class of all errors that are raised on purpose. Never raised itself."""
 
     exit_code: ClassVar[int] = 2
     is_reported_elsewhere: bool = False
-    """Another rank ends with the same error and prints it: once on the screen is enough."""
+    """Another rank ends with the same error and prints it."""
 
 
 class ConfigError(FinetuneError):
@@ -73,13 +73,13 @@ class RunFailedError(FinetuneError):
 
 
 class PreemptedError(FinetuneError):
-    """The run was told to stop (SIGTERM, SIGUSR1, Ctrl-C); all that was trained is in a checkpoint, on all ranks."""
+    """The run was told to stop (SIGTERM, SIGUSR1, Ctrl-C), and everything trained is in a checkpoint, on all ranks."""
 
     exit_code = 75
 
 
 class PeerFailedError(FinetuneError):
-    """Another rank failed and reports it; this one ends with it. Carries the other's exit code."""
+    """Another rank failed and reports it; this rank ends with the exit code of the other."""
 
     is_reported_elsewhere = True
 
@@ -89,7 +89,7 @@ class PeerFailedError(FinetuneError):
 
 
 class LeftToMain(SystemExit):
-    """Rank 0 has confirmed that it trains alone: this rank has nothing to do. Leaves the process with exit code 0."""
+    """Rank 0 has confirmed that it trains alone, so this rank ends with exit code 0."""
 
     def __init__(self) -> None:
         super().__init__(0)

@@ -1,4 +1,4 @@
-"""All downgrades of a run in one list: logged when taken, kept for run.json, refused under ``strict=true``."""
+"""The downgrades of a run: logged when taken, kept for run.json, refused under ``strict=true``."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Fallbacks:
         self._taken: list[Fallback] = []
 
     def take(self, fallback: Fallback, *, warning: str | None = None) -> None:
-        """Log and keep a downgrade.
+        """Log and record a downgrade.
 
         Args:
             fallback: the downgrade.
-            warning: for the log, instead of the downgrade's own text.
+            warning: the text to log in place of the downgrade's own.
 
         Raises:
             ConfigError: the run is strict.
@@ -51,7 +51,7 @@ class Fallbacks:
         self._taken.append(fallback)
 
     def as_records(self) -> list[dict[str, str]]:
-        """The downgrades as plain values for run.json."""
+        """Convert the downgrades to plain values for run.json."""
         return [asdict(fallback) for fallback in self._taken]
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What an examination found: values that are shown, collected over ranks, and turned into an exit code."""
+"""The findings of `doctor`, `plan` and `preview`: show them, collect them from ranks, turn them into an exit code."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
         area: the part of the report it belongs to.
-        level: problem: a run would fail, or do something else than what was asked for; warning: it would be slow or
-            fragile.
-        what: what was found, as a sentence without a full stop.
-        fix: what to do about it. All but good news have one.
+        level: `problem` if a run would fail or not do what was asked for, `warning` if it would be slow or fragile.
+        what: the result, as a sentence without a full stop.
+        fix: what to do about it; required unless the level is `ok`.
     """
 
     area: str
@@ -39,31 +38,33 @@ class Finding:
 
 
 def ok(area: str, what: str) -> Finding:
-    """Nothing to do."""
+    """Return a finding that needs no action."""
     return Finding(area, "ok", what)
 
 
 def warning(area: str, what: str, fix: str) -> Finding:
-    """A run would be slow or fragile."""
+    """Return a finding with which a run would be slow or fragile."""
     return Finding(area, "warning", what, fix)
 
 
 def problem(area: str, what: str, fix: str) -> Finding:
-    """A run would fail, or do something else than what was asked for."""
+    """Return a finding with which a run would fail, or not do what was asked for."""
     return Finding(area, "problem", what, fix)
 
 
 def exit_code(findings: Iterable[Finding], *, strict: bool) -> int:
-    """2 where there is a problem, or, when strict, a warning; else 0."""
+    """Return 2 if there is a problem or, when strict, a warning; else 0."""
     bad = {"problem", "warning"} if strict else {"problem"}
     return EXIT_PROBLEM if any(finding.level in bad for finding in findings) else 0
 
 
 def findings_of_others(by_rank: Sequence[Sequence[Finding]], hosts: Sequence[str]) -> list[Finding]:
-    """Bad news of ranks other than 0, with the ranks that have it; what all ranks have is told as rank 0's.
+    """Return the warnings and problems that ranks other than 0 have, with the names of those ranks.
+
+    Those that all ranks have are left out: rank 0 reports them.
 
     Args:
-        by_rank: what each rank found.
+        by_rank: the findings of each rank.
         hosts: the machine of each rank.
     """
     ranks: dict[Finding, list[int]] = {}
@@ -79,7 +80,7 @@ def findings_of_others(by_rank: Sequence[Sequence[Finding]], hosts: Sequence[str
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
-    """Print findings by area, in the order in which the areas first come, with a fix under each that has one."""
+    """Print findings by area, in order of the first finding of each, and the fix of a finding below it."""
     from rich.text import Text
 
     for area in dict.fromkeys(finding.area for finding in findings):
@@ -92,7 +93,7 @@ def show(findings: Sequence[Finding], console: Console) -> None:
 
 
 def count(findings: Sequence[Finding]) -> str:
-    """``1 problem, 2 warnings``."""
+    """Count problems and warnings in words: ``1 problem, 2 warnings``."""
     numbers = {level: sum(finding.level == level for finding in findings) for level in ("problem", "warning")}
     return ", ".join(f"{number} {level}{'' if number == 1 else 's'}" for level, number in numbers.items())
 

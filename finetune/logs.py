@@ -12,7 +12,7 @@ _HANDLER_NAME = "finetune-stderr"
 
 
 class _Early(logging.Handler):
-    """Keeps the records from before the run's folder is open, so that log.txt begins with the first line too."""
+    """Keep the records from before the run's folder is open, so that log.txt has them too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class _RankFormatter(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """A full disk ends the log, not the run. logging itself would print a traceback for each line."""
+    """A log file that a full disk ends without ending the run; logging itself would print a traceback for each line."""
 
     _is_broken = False
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
-        """Report it once."""
+        """Report a failed write once."""
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
@@ -45,13 +45,13 @@ class _LogFile(logging.FileHandler):
             sys.stderr.write(f"finetune: {self.baseFilename} lacks all lines from here on: {error.strerror}\n")
 
     def close(self) -> None:
-        """Close it, even if lines are left that cannot be written."""
+        """Close the file, even if it cannot be flushed."""
         with suppress(OSError):
             super().close()
 
 
 def configure_logs(rank: int, *, level: int = logging.INFO) -> None:
-    """Send the package's log to stderr. May be called again once the rank is known; the last call counts."""
+    """Send the package's log to stderr. Call it again once the rank is known: the last call counts."""
     logger = logging.getLogger(PACKAGE)
     early = next((h for h in logger.handlers if isinstance(h, _Early)), _Early())
     for handler in [h for h in logger.handlers if h.get_name() == _HANDLER_NAME]:
@@ -66,12 +66,12 @@ def configure_logs(rank: int, *, level: int = logging.INFO) -> None:
 
 
 def is_configured() -> bool:
-    """Whether the package's log goes anywhere already."""
+    """Check whether the package's log has a handler."""
     return bool(logging.getLogger(PACKAGE).handlers)
 
 
 def log_to_file(path: Path, rank: int) -> logging.Handler:
-    """Append the package's log to a file, from its first line on. `stop_logging_to` takes the result."""
+    """Append the package's log to a file, earlier records included. Give the result to `stop_logging_to`."""
     handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(_RankFormatter(rank))
     logger = logging.getLogger(PACKAGE)
@@ -84,11 +84,11 @@ def log_to_file(path: Path, rank: int) -> logging.Handler:
 
 
 def log_only_to(handler: logging.Handler, name: str, message: str) -> None:
-    """Write an error to this handler alone: the user sees it elsewhere."""
+    """Write an error to this handler alone, because the user sees it elsewhere."""
     handler.handle(logging.getLogger(name).makeRecord(name, logging.ERROR, "", 0, message, (), None))
 
 
 def stop_logging_to(handler: logging.Handler) -> None:
-    """The twin of `log_to_file`."""
+    """Remove and close a handler of `log_to_file`."""
     logging.getLogger(PACKAGE).removeHandler(handler)
     handler.close()

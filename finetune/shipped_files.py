@@ -1,4 +1,4 @@
-"""Find the files that come with the package: configs/, recipes/ and the assets named ``shipped:…``."""
+"""Find the files of the package: configs/, recipes/ and the assets named ``shipped:…``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def shipped_folder(name: Literal["configs", "recipes"]) -> Path:
-    """The folder inside the package if a wheel is installed, or beside it in a checkout of the repository.
+    """Return the folder inside an installed wheel, or beside the package in a checkout of the repository.
 
     Raises:
         ConfigError: the installation is incomplete.
     """
-    # The wheel's place comes first: beside an installed package lie others, and one may be called "configs".
+    # First inside: beside an installed package lie others, and one may be called "configs".
     for folder in (_PACKAGE / "shipped" / name, _PACKAGE.parent / name):
         if folder.is_dir():
             return folder
@@ -26,10 +26,10 @@ def shipped_folder(name: Literal["configs", "recipes"]) -> Path:
 
 
 def resolve_shipped(path: str) -> str:
-    """Return ``shipped:phi_tiny`` as the absolute path of that asset, and every other path as it is.
+    """Return the absolute path of an asset such as ``shipped:phi_tiny``, and any other path unchanged.
 
     Raises:
-        ConfigError: nothing of that name is shipped.
+        ConfigError: there is no asset of this name.
     """
     if not path.startswith(SHIPPED_PREFIX):
         return path

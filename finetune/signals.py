@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1, SIGHUP and Ctrl-C: a run that is told to stop ends after its step; told twice, it ends at once."""
+"""Handle SIGTERM, SIGUSR1, SIGHUP and Ctrl-C: the first ends a run after its step, a second one at once."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from types import FrameType
 from typing import ClassVar, NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-"""SIGHUP: the terminal is gone. `nohup` makes a process ignore it, and we leave it ignored."""
+"""SIGHUP means that the terminal is gone. Under `nohup` it is ignored, and stays so."""
 _PR_SET_PDEATHSIG = 1
-"""linux/prctl.h: the signal that the kernel sends to this process when the thread that made it is gone."""
+"""From linux/prctl.h: choose the signal that the kernel sends to this process when its parent thread ends."""
 _ONE_REQUEST_SECONDS = 1.0
-"""A signal comes twice where the terminal or the scheduler and the launcher both send it."""
+"""The same signal may come twice: from the terminal or the scheduler, and from the launcher."""
 
 
 class Terminated(SystemExit):
-    """SIGTERM: from a user, from the scheduler, or from the launcher once another rank has ended."""
+    """SIGTERM from a user, from the scheduler, or from the launcher once another rank has ended."""
 
     exit_code: ClassVar[int] = 128 + signal.SIGTERM
 
@@ -36,10 +36,10 @@ class Terminated(SystemExit):
 
 
 class _Told:
-    """The signal that this process has received; signals belong to the process."""
+    """The stop signal that this process has received: state of the process, like its handlers."""
 
     pid = 0
-    """The process that listens; a forked child inherits its handlers."""
+    """The process that handles signals; a forked child inherits its handlers, but not this role."""
     waits_for_step = False
     by: signal.Signals | None = None
     at = 0.0
@@ -47,7 +47,7 @@ class _Told:
 
 @contextmanager
 def stops_after_step() -> Iterator[None]:
-    """A block in which the first SIGTERM, SIGUSR1, SIGHUP or Ctrl-C is only noted, for `told_to_stop`.
+    """Only record the first SIGTERM, SIGUSR1, SIGHUP or Ctrl-C inside, for `told_to_stop`.
 
     A second SIGTERM or Ctrl-C, more than a second later, raises `Terminated` or KeyboardInterrupt in the main thread.
     Signals that the program handles itself are left alone.
@@ -64,7 +64,7 @@ def stops_after_step() -> Iterator[None]:
 def stop_signals_go_to(
     handler: Callable[[int, FrameType | None], object], signals: Sequence[signal.Signals] = STOP_SIGNALS
 ) -> Iterator[None]:
-    """A block with a handler for those signals that the program does not handle itself. In the main thread only."""
+    """Set a handler inside for the signals that the program does not handle itself. In the main thread only."""
     before = {number: signal.getsignal(number) for number in signals}
     defaults = (signal.SIG_DFL, signal.default_int_handler)
     mine = [number for number in signals if before[number] in defaults] if _is_main_thread() else []
@@ -78,25 +78,25 @@ def stop_signals_go_to(
 
 
 def termination_raises() -> AbstractContextManager[None]:
-    """A block in which SIGTERM raises `Terminated` in the main thread, unless the program handles it itself."""
+    """Make SIGTERM raise `Terminated` in the main thread inside, unless the program handles it itself."""
     return stop_signals_go_to(_raise, (signal.SIGTERM,))
 
 
 def told_to_stop() -> signal.Signals | None:
-    """The signal that told this process to stop after its step; None: it goes on."""
+    """Return the signal that told this process to stop after its step, or None."""
     return _Told.by if _Told.pid == os.getpid() else None
 
 
 def no_step_is_left() -> None:
-    """Training is over: from here on the first signal raises, as only the second did before."""
+    """Declare that training is over: from here on the first signal raises, as only a second one did before."""
     _Told.waits_for_step = False
 
 
 def leave_signals_to_parent(*_: object) -> None:
-    """Ignore stop signals, and end with the parent: for a process that only works for its parent.
+    """Ignore stop signals and end with the parent, in a process that only works for its parent.
 
-    Signals are sent to the whole group, and torch itself looks only every 5 s whether the parent is still there. Takes
-    the arguments of torch's `worker_init_fn`.
+    Signals reach the whole process group, and torch checks for the parent only every 5 s. Accepts the arguments of
+    torch's `worker_init_fn`.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -106,9 +106,9 @@ def leave_signals_to_parent(*_: object) -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """A block that stop signals do not interrupt: this process is on its way out already.
+    """Ignore stop signals inside, while the process is ending.
 
-    Under a launcher they come twice: from the terminal, and from the launcher that received them too.
+    Under a launcher they come twice: from the terminal, and from the launcher, which received them too.
     """
     if not _is_main_thread():
         yield
@@ -140,7 +140,7 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def give_up_dead_screens() -> None:
-    """Redirect standard streams whose terminal is gone to nowhere: a line that nobody sees must not end a run."""
+    """Redirect standard streams without a terminal to /dev/null, so that writing to them does not end a run."""
     for descriptor in (1, 2):
         try:
             os.write(descriptor, b"")  # takes nothing, and fails where the terminal has hung up
@@ -152,14 +152,14 @@ def give_up_dead_screens() -> None:
 
 
 def _acknowledge(number: int) -> None:
-    """Answer Ctrl-C at once. Python's streams may be in the middle of a line, so the text does not go through them."""
+    """Confirm Ctrl-C at once. The text bypasses Python's streams, which may be in the middle of a line."""
     if number == signal.SIGINT:
         with suppress(OSError):
             os.write(2, b"\nfinetune: stops after this step and its checkpoint; press Ctrl-C again to stop at once\n")
 
 
 def _in_child(number: int) -> None:
-    """A fork of the process that listens leaves the decision to its parent, and obeys only SIGTERM from it."""
+    """Obey only SIGTERM in a forked child, whose parent decides about the other signals."""
     if number == signal.SIGTERM:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What a command writes: text that cannot steer a terminal, JSON, and tables."""
+"""Write to a terminal: text that cannot steer it, JSON, and tables."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from collections.abc import Collection, Sequence
 from typing import Literal
 
 _STEERS_READING = frozenset("\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-"""Marks that reorder or break what is shown: text could look like another text."""
+"""Characters that reorder or break the text around them, so that it could look like another text."""
 _NOT_ESCAPED_BY_JSON = re.compile("[\u007f-\u009f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def visible(text: str, *, also_unseen: bool = False) -> str:
-    """Text with every control character but newline and tab written as its number: ``<U+001B>``, ``<U+202E>``.
+    """Replace every control character but newline and tab by its code point: ``<U+001B>``, ``<U+202E>``.
 
     Args:
-        text: of a model, a file or a run; whoever wrote it may want to steer the terminal.
-        also_unseen: write out too what is harmless but cannot be seen: joiners, and all spaces but the plain one.
+        text: of a model, a file or a run, which may have been written to steer the terminal.
+        also_unseen: also replace harmless characters that cannot be seen: joiners, and all spaces but the plain one.
     """
     return "".join(c if _may_stand(c, also_unseen) else f"<U+{ord(c):04X}>" for c in text)
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:
-    """A value as JSON in which no control character stands as itself; it reads back as exactly the same value."""
+    """Return a value as JSON in which all control characters are escaped; it reads back as the same value."""
     text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False, default=str)
     return _NOT_ESCAPED_BY_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:
-    """Write a value to stdout as `json_text`, with a newline behind it."""
+    """Write `json_text` of a value and a newline to stdout."""
     sys.stdout.write(f"{json_text(value, indent=indent)}\n")
 
 
@@ -47,10 +47,10 @@ def print_table(
 
     Args:
         head: the names of the columns.
-        rows: cells as text, or as text with a style of rich; none is taken for markup.
-        right: columns of numbers.
-        whole: columns whose cells are not broken where the terminal is narrow.
-        title: stands above the table.
+        rows: cells as text, or as text and a style of rich. Text is never read as markup.
+        right: columns to align to the right.
+        whole: columns whose cells are not wrapped in a narrow terminal.
+        title: printed above the table.
     """
     from rich.console import Console
     from rich.table import Table

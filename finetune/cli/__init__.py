@@ -1,4 +1,4 @@
-"""The `finetune` command. It imports nothing heavy before a command needs it, so `--help` answers at once."""
+"""The `finetune` command. Heavy imports wait until a command needs them, so `--help` answers at once."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | None = None) -> None:
-    """Run a recipe's `main(words)` as a command: an error of ours ends it with one message and its exit code.
+    """Run a recipe's `main(words)` as a command. A `FinetuneError` ends it with one message and its exit code.
 
     Args:
-        run: takes the words of the command line.
+        run: the function to call with the words of the command line.
         arguments: the words; by default those of the process.
     """
     words = _without_local_rank(sys.argv[1:] if arguments is None else arguments)
@@ -44,14 +44,14 @@ def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | No
 
 
 def _end(error: BaseException) -> NoReturn:
-    """Print the error once, and leave with its exit code."""
+    """Print the error once, and exit with its code."""
     give_up_dead_screens()
     if isinstance(error, FinetuneError):
         if logging.getLogger("finetune").isEnabledFor(logging.DEBUG):
             traceback.print_exc()
         _report(error)
         _leave(error.peer_exit_code if isinstance(error, PeerFailedError) else error.exit_code)
-    # typer makes an exit code of Ctrl-C.
+    # typer turns Ctrl-C into an exit code.
     if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == EXIT_INTERRUPTED):
         _say_how_to_resume("\nfinetune: stopped")
         _leave(EXIT_INTERRUPTED)
@@ -70,7 +70,7 @@ def _say_how_to_resume(what: str) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Leave the process. Other ranks wait for that, so they are spared Python's teardown, which takes torch seconds."""
+    """Exit. As one of several ranks, skip Python's teardown, which takes seconds with torch while the others wait."""
     if not _is_one_of_several():
         sys.exit(code)
     atexit._run_exitfuncs()
@@ -88,7 +88,7 @@ def _is_one_of_several() -> bool:
 
 
 def _report(error: FinetuneError) -> None:
-    # Every process has the same config error: one copy is enough.
+    # Every process has the same config error; one prints it.
     if isinstance(error, ConfigError) and not is_first_process(os.environ):
         return
     if error.is_reported_elsewhere and not speaks_for_a_node(os.environ):
@@ -101,12 +101,12 @@ def _report(error: FinetuneError) -> None:
 
 
 def _without_local_rank(words: Sequence[str]) -> list[str]:
-    """Drop the --local-rank=N of `python -m torch.distributed.launch`, which the environment holds too."""
+    """Drop the --local-rank=N of `python -m torch.distributed.launch`; the environment has it too."""
     return [word for word in words if not re.fullmatch("--local[-_]rank=[0-9]+", word)]
 
 
 def _command_first(words: list[str]) -> list[str]:
-    """``cmd=train run=quickstart a=b`` becomes ``train quickstart a=b``."""
+    """Turn ``cmd=train run=quickstart a=b`` into ``train quickstart a=b``."""
     commands = [word.removeprefix("cmd=") for word in words if word.startswith("cmd=")]
     if not commands:
         return words
