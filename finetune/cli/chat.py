@@ -56,11 +56,11 @@ def chat(
 
 
 class Chat:
-    """A conversation at the keyboard, or with the lines of a pipe. Only answers go to standard output then.
+    """A conversation at the keyboard, or with the lines of a pipe; with a pipe, only answers go to standard output.
 
     Args:
         answering: the loaded run.
-        compare: let the base answer too.
+        compare: show the base's answers too.
     """
 
     def __init__(self, answering: Answering, *, compare: bool) -> None:
@@ -79,7 +79,7 @@ class Chat:
         self._at_keyboard = sys.stdin.isatty() and sys.stdout.isatty()
 
     def run(self) -> None:
-        """Take lines until the last one, or /exit."""
+        """Answer lines up to the last one, or to /exit."""
         from finetune.inference.conversation import Command, read_line
 
         self._note(f"system: {self._conversation.system or 'none'}. /help lists commands; Ctrl-D leaves.")
@@ -122,11 +122,11 @@ class Chat:
             self._conversation.take_back()
             self._note(f"not sent: {error} /reset starts again.")
             return
-        # The part of a stopped answer that was shown counts: the next question may refer to it.
+        # Keep the part of a stopped answer that was shown: the next question may refer to it.
         self._conversation.answer(text)
 
     def _answer(self, name: str, ids: list[int]) -> str:
-        """Show one model's answer token by token, up to its end or to Ctrl-C."""
+        """Print one model's answer token by token, up to its end or to Ctrl-C."""
         if self._compare:
             self._write(f"{name}: ")
         given: list[str] = []
@@ -179,7 +179,7 @@ class Chat:
         sys.stdout.flush()
 
     def _note(self, text: str) -> None:
-        """Write a note of the program to standard error; standard output is the model's."""
+        """Write a note to standard error, because standard output is for answers."""
         from finetune.terminal import visible
 
         sys.stdout.flush()

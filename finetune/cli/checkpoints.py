@@ -1,4 +1,4 @@
-"""`finetune checkpoints`: what a run has saved, whether it is whole, and what `resume=auto` would go on from."""
+"""`finetune checkpoints`: list the checkpoints of a run, and the one from which `resume=auto` goes on."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def checkpoints(run_folder: RunFolderArgument, as_json: JsonOption = False) -> None:
-    """List what a run has saved: validation loss, size, whole or what is wrong, and where resume=auto goes on."""
+    """List a run's checkpoints: validation loss, size, whether each is whole, and where resume=auto goes on."""
     from finetune.logs import configure_logs
     from finetune.runs.saved import examine_run
     from finetune.terminal import print_json, print_table
 
-    configure_logs(0, level=logging.ERROR)  # what is damaged is told below
+    configure_logs(0, level=logging.ERROR)  # damage is reported below
     run = examine_run(run_folder)
     if as_json:
         print_json({**asdict(run), "exit_code": run.exit_code})

@@ -102,7 +102,7 @@ def doctor(
     words: Words = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check launch, versions, devices, network and folders, of all processes of a launch. Takes the WORDS of train."""
+    """Check launch, versions, devices, network and folders on every process of a launch. Takes the WORDS of train."""
     from finetune.config.compose import compose
 
     run, rest = _run_and_words(words)

@@ -1,4 +1,4 @@
-"""`finetune diff`: what two runs have different."""
+"""`finetune diff`: compare two runs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 def diff(
     first: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    second: Annotated[Path, typer.Argument(metavar="RUN", help="Another.")],
+    second: Annotated[Path, typer.Argument(metavar="RUN", help="Another run's folder.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Say what two runs have different: config, versions, data, world, results. Exit code 1 where anything is."""
+    """Compare two runs: config, versions, data, world, results. Exit code 1 if they differ."""
     from finetune.logs import configure_logs
     from finetune.runs.comparison import compare_runs
     from finetune.runs.recorded_run import open_run
@@ -36,7 +36,7 @@ def diff(
     elif found:
         print_table(["", "what", str(first), str(second)], [[one.part, one.name, *one.shown()] for one in found])
     else:
-        sys.stdout.write(f"{first} and {second}: nothing is different, but where they lie and when they ran\n")
+        sys.stdout.write(f"{first} and {second}: no differences except their folders and times\n")
     for file in [] if as_json else unread:
         sys.stdout.write(f"{file} is missing or cannot be read: the configurations were not compared\n")
     raise typer.Exit(1 if found else 0)

@@ -1,4 +1,4 @@
-"""`finetune evaluate`: the figures of a finished run over one of its splits."""
+"""`finetune evaluate`: measure a finished run on one of its splits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def evaluate(
         typer.Option(metavar="TASKS", help="Run lm-evaluation-harness on TASKS (a,b) instead.", show_default=False),
     ] = None,
     harness_tasks: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where further TASKS are described.", show_default=False)
+        Path | None, typer.Option(metavar="FOLDER", help="A folder that describes more TASKS.", show_default=False)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -89,7 +89,7 @@ def evaluate(
 
 
 def _measure(runtime: Runtime, run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> Evaluation:
-    """Collective."""
+    """Load the run and measure it. Collective."""
     from finetune.data.batches import EvaluationLoader
     from finetune.data.encode import encode_examples
     from finetune.data.examples import load_examples
@@ -141,7 +141,7 @@ def _refuse_to_overwrite(output: Path | None) -> None:
     if output is None:
         return
     if output.exists():
-        raise ConfigError(f"--output is {output}, which is there already. Nothing was measured; name a new file.")
+        raise ConfigError(f"--output is {output}, which exists already. Nothing was measured; name a new file.")
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"--output is {output}, but there is no folder {output.absolute().parent}. Make it first.")
 
@@ -149,7 +149,7 @@ def _refuse_to_overwrite(output: Path | None) -> None:
 def _write(output: Path, record: Mapping[str, Any]) -> None:
     from finetune.runs.durable import describe_os_error, replace_file
 
-    _refuse_to_overwrite(output)  # it may have come meanwhile
+    _refuse_to_overwrite(output)  # another program may have written it meanwhile
     try:
         replace_file(output, (json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n").encode())
     except OSError as error:
@@ -157,7 +157,7 @@ def _write(output: Path, record: Mapping[str, Any]) -> None:
 
 
 def _as_record(run: FinishedRun, split: Split, evaluation: Evaluation) -> dict[str, Any]:
-    """The figures as plain values; null for one that is not finite."""
+    """Convert the figures to plain values, with None for one that is not finite."""
     scores: dict[str, Any] = {
         name: {
             "loss": _finite(score.loss),

@@ -1,4 +1,4 @@
-"""`finetune merge`, `finetune export` and `finetune push`: take a run's weights elsewhere."""
+"""`finetune merge`, `finetune export` and `finetune push`: merge, convert and publish a run's weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def merge(
     from finetune.inference.finished_run import find_run
     from finetune.logs import configure_logs
 
-    _refuse_company("merge")
+    _refuse_several_processes("merge")
     configure_logs(rank=0)
     refuse_taken(out)
     run = find_run(run_folder, base=base, checkpoint=checkpoint, is_alone=True)
@@ -85,7 +85,7 @@ def export(
     from finetune.export.gguf import Gguf, find_converter
     from finetune.logs import configure_logs
 
-    _refuse_company("export")
+    _refuse_several_processes("export")
     configure_logs(rank=0)
     wanted = Gguf(converter=find_converter(llama_cpp, os.environ), kind=gguf_type, base=base) if gguf else None
     num_tensors = export_model(model_folder, out, gguf=wanted, with_modelfile=modelfile)
@@ -123,11 +123,11 @@ def push(
     message: Annotated[str, typer.Option(help="The commit's message.")] = "Upload with finetune",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and send nothing.")] = False,
 ) -> None:
-    """Push a run's adapter or a merged model to the hub, as one commit. It shows first what it sends and where."""
+    """Push a run's adapter or a merged model to the hub as one commit, after printing the files and the repository."""
     from finetune.export.push import pack, plan_upload
     from finetune.export.push import push as send
 
-    _refuse_company("push")
+    _refuse_several_processes("push")
     upload = plan_upload(pack(source, base=base), repository, private=private, replace=replace)
     _say(str(upload))
     sys.stdout.flush()
@@ -141,11 +141,11 @@ def push(
     _say(f"Sent: {send(upload, message)}")
 
 
-def _refuse_company(command: str) -> None:
-    """Refuse to run in several processes: each of them would write the same folder.
+def _refuse_several_processes(command: str) -> None:
+    """Refuse to run in several processes, which would all write the same folder.
 
     Raises:
-        ConfigError: printed once.
+        ConfigError: several processes were started; printed once.
     """
     started = read_environment(os.environ).world_size
     if started > 1:

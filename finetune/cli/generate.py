@@ -34,7 +34,7 @@ _STANDARD_INPUT = "-"
 def generate(
     run_folder: RunFolderArgument,
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT]…", help="What the user says.", show_default=False)
+        list[str] | None, typer.Argument(metavar="[PROMPT]…", help="A prompt to answer.", show_default=False)
     ] = None,
     from_file: Annotated[
         str | None,
@@ -91,8 +91,8 @@ def _read_prompts(words: list[str], from_file: str | None) -> list[Prompt]:
         return read_file(Path(from_file).expanduser())
     if sys.stdin is None or sys.stdin.isatty():
         raise DataError(
-            "there is nothing to answer. Give a PROMPT, --from FILE, or a text through a pipe; `finetune chat` asks "
-            "for one line after the other."
+            "there is nothing to answer. Give a PROMPT, --from FILE, or a text through a pipe; `finetune chat` reads "
+            "one line after another."
         )
     return read_text(sys.stdin.read(), "standard input")
 
@@ -106,7 +106,7 @@ def _as_it_stands(prompt: Prompt) -> Prompt:
 
 
 def _answer_all(answering: Answering, prompts: list[Prompt], names: list[str], batch_size: int) -> list[dict[str, Any]]:
-    """For each prompt, the record that --json prints: the tuned model's answer, and the base's under `base`."""
+    """Make the record of each prompt that --json prints: the tuned model's answer, and the base's under `base`."""
     from finetune.inference.decoding import generate_answers, room_for_answer
 
     decoding = answering.decoding

@@ -1,4 +1,4 @@
-"""List and copy the recipes that are shipped."""
+"""List and copy the shipped recipes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from finetune.shipped_files import shipped_folder
 
 
 def list_recipes() -> list[tuple[str, str]]:
-    """Name and first docstring line of each recipe."""
+    """Return the name and the first docstring line of each recipe."""
     return [(path.stem, _first_line(path)) for path in sorted(shipped_folder("recipes").glob("*.py"))]
 
 
@@ -19,7 +19,7 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
     """Copy a recipe to a folder, with the config files that it names.
 
     Raises:
-        ConfigError: there is no such recipe, or a file is there already. Nothing is written then.
+        ConfigError: there is no such recipe, or a file exists already. Nothing is written then.
     """
     recipes = {path.stem: path for path in shipped_folder("recipes").glob("*.py")}
     name = name.removesuffix(".py")
@@ -38,7 +38,7 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
 
 
 def _configs_of(recipe: Path) -> list[Path]:
-    """The config files that a recipe names: ``load_config(words, task="…")`` or ``run="…"``."""
+    """Find the config files that a recipe names: ``load_config(words, task="…")`` or ``run="…"``."""
     folders = {"task": shipped_folder("configs") / "task", "run": shipped_folder("configs")}
     tree = ast.parse(recipe.read_text(encoding="utf-8"))
     words = [(node.arg, node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword)]

@@ -1,4 +1,4 @@
-"""The options that several commands on a run share."""
+"""The options that several commands share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from finetune.errors import ConfigError
 
 
 def refuse_password(value: str | None) -> str | None:
-    """Refuse an address that contains a password or a token, which messages and files would repeat.
+    """Refuse an address with a password or a token, which messages and files would repeat.
 
     Raises:
-        ConfigError: shows the address without it.
+        ConfigError: the address has one; the message shows the address without it.
     """
     from finetune.config.checks import without_passwords
 

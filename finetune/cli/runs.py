@@ -1,4 +1,4 @@
-"""`finetune runs`: which runs there are, how each stands, and its losses."""
+"""`finetune runs`: list runs with their states and losses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _LOSSES = {"train_loss": "train loss", "validation_loss": "validation", "best_lo
 
 
 def runs(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Searched with all below it.")] = Path("runs"),
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="The folder to search, with its subfolders.")
+    ] = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
     """List the runs in a folder: state, step, losses, when, model, data."""
@@ -40,7 +42,7 @@ def runs(
 
 
 def summary(run: RecordedRun) -> dict[str, Any]:
-    """What the list says of a run. What is not known is None; losses are in nats per target token."""
+    """Summarize a run for the list. Unknown values are None; losses are in nats per target token."""
     config, best = run.config, run.best_validation
     world_size = run.record.get("world_size")
     return {
@@ -77,7 +79,7 @@ def _row(run: dict[str, Any]) -> list[str | tuple[str, str]]:
 
 
 def local_time(moment: str | None) -> str:
-    """A time in ISO 8601 as a clock here would show it; empty where there is none."""
+    """Format a time in ISO 8601 in the local time zone; empty if there is none."""
     try:
         return datetime.fromisoformat(moment or "").astimezone().strftime("%Y-%m-%d %H:%M")
     except ValueError:

@@ -1,4 +1,4 @@
-"""`finetune watch`: a run seen from another terminal."""
+"""`finetune watch`: follow a run from another terminal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from finetune.cli.run_options import RunFolderArgument
 
 def watch(
     run_folder: RunFolderArgument,
-    once: Annotated[bool, typer.Option("--once", help="Show it as it is now, and leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the present state, and exit.")] = False,
 ) -> None:
-    """Follow a run from another terminal, or look at one that has ended. Ctrl-C leaves; the run goes on."""
+    """Follow a run from another terminal, or show one that has ended. Ctrl-C leaves; the run goes on."""
     from rich.console import Console
 
     from finetune.logs import configure_logs

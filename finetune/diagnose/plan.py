@@ -1,4 +1,4 @@
-"""`finetune plan`: predict a run and whether it fits, from its configuration alone; no weights are read."""
+"""`finetune plan`: predict a run and whether it fits, without reading weights."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ SCHEMA_VERSION = 1
 
 _MOST_TRIALS = 7
 _FAR_BELOW = 0.8
-"""Of a limit: where a straight line predicts less for the largest number, that number is not tried."""
+"""If a straight line predicts less than this share of the limit for the largest number, it is not tried."""
 
 
 class Trade(NamedTuple):
-    """The effect of gradient checkpointing, which computes layers again in the backward pass."""
+    """The memory and time of a step with and without gradient checkpointing."""
 
     bytes_without: int
     bytes_with: int
     extra_time: float
-    """As a share of a step without it: one more forward pass through the layers."""
+    """One more forward pass through the layers, as a share of a step without checkpointing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,20 +67,20 @@ class Plan:
     parameters: int
     trainable_parameters: int
     targets: list[str]
-    """The layers that LoRA adapts, by the last part of their names; empty for full fine-tuning."""
+    """The last part of the names of the layers that LoRA adapts; empty for full fine-tuning."""
     method: str
     objective: str
     precision: str
     forward: str
-    """The forward pass that computes the run: the engine's own, or another and why."""
+    """In words: the engine's own forward, or another with the reason."""
     batches: Batches
     device: Device
     peak: Peak | None
     """None where it cannot be known without data."""
     largest_batch_size: int | None
-    """The largest `training.batch_size` that fits; None where none fits, or nothing is known."""
+    """The largest `training.batch_size` that fits; None if none fits or the peak is not known."""
     is_largest_tried: bool
-    """No larger one was tried, or a larger one makes no difference."""
+    """Larger ones were not tried, or make no difference."""
     checkpointing: Trade | None
     is_checkpointing: bool
     disk: DiskNeed
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def needed(self) -> int | None:
-        """Memory of the device that a step needs, `device.reserve` included."""
+        """The memory that a step needs on the device, `device.reserve` included."""
         return None if self.peak is None else self.peak.total + self.device.reserve
 
     @property
@@ -155,7 +155,7 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
 
 
 class _Planner:
-    """One run on one device; the choices are those of training, made by the same functions."""
+    """Predicts one run on one device, with the functions that make the choices of training."""
 
     def __init__(self, config: Config, device: Device) -> None:
         self._config = config
@@ -197,7 +197,7 @@ class _Planner:
         return model.train()
 
     def _encode(self) -> EncodedSplits | EncodedPairSplits | None:
-        """Encode the rows; None where they cannot be used, which becomes a finding."""
+        """Encode the rows; if they cannot be used, add a finding and return None."""
         config = self._config
         try:
             return encode_for_objective(config, build_run_tokenizer(config), fallbacks=Fallbacks(strict=config.strict))
@@ -209,7 +209,7 @@ class _Planner:
             return None
 
     def predict(self, batching: Batching, model: Any = None) -> Peak | None:
-        """Predict the peak of a step; None where it cannot be known, which becomes a finding."""
+        """Predict the peak of a step; if it cannot be known, add a finding and return None."""
         try:
             return predict_peak(
                 self.model if model is None else model,
@@ -229,13 +229,13 @@ class _Planner:
             return None
 
     def trade(self, peak: Peak) -> Trade | None:
-        """Predict the same step with gradient checkpointing switched over."""
+        """Predict the same step with gradient checkpointing turned off, or on."""
         is_on = self._config.training.gradient_checkpointing
         other = self.predict(self.batching, self._build_model(checkpointed=not is_on))
         if other is None:
             return None
         with_it, without = (peak, other) if is_on else (other, peak)
-        # Forward and backward of frozen weights cost about the same; weights that train make the backward twice that.
+        # With frozen weights, backward costs as much as forward; with trained weights, twice as much.
         extra = 1 / 2 if self._config.training.method == "lora" else 1 / 3
         return Trade(without.total, with_it.total, extra)
 
@@ -250,7 +250,7 @@ class _Planner:
         return find_largest(total, self._device.memory, first=configured, end=self.batching.end)
 
     def disk(self) -> DiskNeed:
-        """The disk space of the checkpoints."""
+        """Predict the disk space of the checkpoints."""
         trained = sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
         there = existing_folder(Path(self._config.output_dir).expanduser().absolute())
         keep = self._config.checkpoint.save_total_limit
@@ -260,7 +260,7 @@ class _Planner:
         return DiskNeed(trained, self._need and self._need.state, at_once, shutil.disk_usage(there).free)
 
     def at_limit(self) -> float | None:
-        """Seconds of a step at the device's limit."""
+        """Return the seconds of a step at the device's limit; None if the limit is not known."""
         rate = self._device.teraflops.get(self.precision)
         if rate is None:
             return None
@@ -274,7 +274,7 @@ class _Planner:
         return operations / (rate * 1e12)
 
     def probe(self) -> float | None:
-        """Measure the seconds of a step here; None for another device, which becomes a finding."""
+        """Measure the seconds of a step here; for another device, add a finding and return None."""
         if not self._device.is_here:
             fix = "leave out --device, on a machine that has it"
             self.findings.append(warning("Time", f"--probe measures this machine, not {self._device.name}", fix))
@@ -327,7 +327,7 @@ def _refuse_quantized(config: Config) -> None:
 
 
 def _judge(plan: Plan, config: Config) -> Iterator[Finding]:
-    """Say what to change where the run does not fit."""
+    """Find checkpoints or steps that do not fit, with ways out."""
     if plan.disk.total > plan.disk.free:
         what = f"the checkpoints take {in_units(plan.disk.total)}, but {in_units(plan.disk.free)} are free"
         yield problem("Disk", what, "make room, or lower checkpoint.save_total_limit")

@@ -61,7 +61,7 @@ class PreviewedRow:
     same_as: RowGroup
     """The other rows of the split that are equal to it."""
     notes: list[str]
-    """Remarks about the row, as sentences without a full stop."""
+    """Remarks, as sentences without a full stop."""
 
     def as_record(self) -> dict[str, Any]:
         """Convert to plain values. The three lists of tokens are parallel."""
@@ -86,7 +86,7 @@ class PreviewedRow:
         }
 
     def own_pieces(self) -> list[Piece]:
-        """The pieces to show: those of a rejected side without the prompt that the chosen side has shown already."""
+        """Return the pieces to show: a rejected side without the prompt, which the chosen side has shown already."""
         if self.side != "rejected":
             return self.pieces
         position = 0
@@ -99,7 +99,7 @@ class PreviewedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Preview:
-    """The result of `finetune preview`. Names and locations in it steer no terminal; the text of rows may."""
+    """The result of `finetune preview`. Names and locations in it are safe to print; the text of rows is not."""
 
     data: str
     objective: str
@@ -108,12 +108,12 @@ class Preview:
     end_of_turn: tuple[int, str]
     has_chat_template: bool
     context: int | None
-    """The most positions that the model was made for, where its configuration says so."""
+    """The most positions that the model supports, if its configuration says so."""
     splits: dict[SplitName, SplitSummary]
     """Only those that exist."""
     shown_split: SplitName
     rows: list[PreviewedRow]
-    """Of a pair of answers first the chosen, then the rejected side."""
+    """A pair of answers is two entries: first the chosen side, then the rejected one."""
     findings: list[Finding] = field(default_factory=list)
 
     def as_record(self, *, strict: bool) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Preview:
 
 
 def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 3, rows: Sequence[int] = ()) -> Preview:
-    """Encode the rows of a run as training does, and look at them.
+    """Encode the rows of a run as training does, and examine them.
 
     No weights are read, and nothing is written but the data cache.
 
@@ -148,8 +148,8 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
 
     Raises:
         ConfigError: there is no such split or row.
-        DataError: the rows cannot be used; the message is that of training.
-        ModelError: there is no tokenizer, or no model of that name.
+        DataError: the rows cannot be used; training gives the same message.
+        ModelError: the tokenizer or the model does not exist.
     """
     tokenizer = build_run_tokenizer(config)
     encoded, verdict = _encode(config, tokenizer)
@@ -189,7 +189,7 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
 def _encode(
     config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[EncodedSplits | EncodedPairSplits, list[Finding]]:
-    """Encode the rows that a run trains and measures on; where the gates refuse them, all rows, with the reasons."""
+    """Encode the rows that a run trains and measures on; if the gates refuse them, all rows, with the reasons."""
 
     def encode(is_gated: bool) -> EncodedSplits | EncodedPairSplits:
         return encode_for_objective(config, tokenizer, fallbacks=Fallbacks(strict=config.strict), is_gated=is_gated)
@@ -199,7 +199,7 @@ def _encode(
         try:
             passed = encode(is_gated=True)
         except DataError as error:
-            passed = encode(is_gated=False)  # rows that cannot be encoded at all end it here, as they end training
+            passed = encode(is_gated=False)  # raises for rows that cannot be encoded at all, as in training
             first, *others = str(error).split("\n  ")
             refused = others or [first]
     return passed, [
@@ -210,7 +210,7 @@ def _encode(
 
 @contextmanager
 def _heard(logger: logging.Logger) -> Iterator[list[str]]:
-    """Collect the messages that a logger gets inside; they go nowhere else."""
+    """Collect the messages of a logger inside, and keep them from other handlers."""
     heard: list[str] = []
 
     class Listener(logging.Handler):
@@ -252,7 +252,7 @@ def _refuse_missing_rows(rows: Sequence[int], split: str, there: Rows) -> None:
 
 
 class _RowReader:
-    """Makes the rows of one split readable."""
+    """Decodes the rows of one split, and adds notes."""
 
     def __init__(
         self, split: SplitName, rows: Rows, digests: Sequence[bytes], training: set[bytes], tokens: AnswerTokens
@@ -265,7 +265,7 @@ class _RowReader:
         self._is_answer_cut = [gates.is_answer_truncated(side) for side in rows.sides]
 
     def read(self, row: int) -> Iterator[PreviewedRow]:
-        """Read one row, given its index from 0: its only side, or both sides of a pair."""
+        """Yield one row, given its index from 0: its only side, or both sides of a pair."""
         digest = self._digests[row]
         same = [other for other, its in enumerate(self._digests) if its == digest and other != row]
         same_as = RowGroup(count=len(same), first=[location(self._rows, other) for other in same[:_NAMED_IN_WORDS]])
@@ -292,7 +292,7 @@ class _RowReader:
 
     def _notes_of_row(self, row: int, same_as: RowGroup) -> Iterator[str]:
         if same_as.count:
-            yield f"the same, token for token, as {in_words(same_as)}"
+            yield f"the same, token for token, as {_in_words(same_as)}"
         if self._digests[row] in self._training:
             yield "the training split has this row too"
         if isinstance(self._rows, EncodedPairs) and row in _equal_answers(self._rows):
@@ -313,8 +313,8 @@ def _notes_of_text(pieces: Sequence[Piece]) -> Iterator[str]:
         yield f"{text} is ordinary text here, not a special token of this tokenizer"
 
 
-def in_words(group: RowGroup) -> str:
-    """``row 7 (orders/train.jsonl:7), row 9 (orders/train.jsonl:9) and 3 more``."""
+def _in_words(group: RowGroup) -> str:
+    """Name the rows of a group: ``row 7 (orders/train.jsonl:7), row 9 (orders/train.jsonl:9) and 3 more``."""
     named = ", ".join(f"row {at.row} ({at.source})" for at in group.first[:_NAMED_IN_WORDS])
     more = group.count - min(len(group.first), _NAMED_IN_WORDS)
     return f"{named} and {more:,} more" if more else named
@@ -323,7 +323,7 @@ def in_words(group: RowGroup) -> str:
 def _judge_fit(
     splits: dict[SplitName, Rows], model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Finding]:
-    """Find rows that the model itself would fail on, perhaps hours later."""
+    """Find rows on which the model would fail, perhaps after hours."""
     context = getattr(model, "max_position_embeddings", None)
     num_rows = getattr(model, "vocab_size", None)
     for name, rows in splits.items():
@@ -339,23 +339,22 @@ def _judge_fit(
 
 
 def _judge_duplicates(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding]:
-    """Find equal rows. No gate looks for them: they may be meant, and an epoch may repeat a row of a mixture."""
+    """Find equal rows. No gate refuses them: they may be intended, and a mixture may repeat a row."""
     for name, split in splits.items():
         if split.duplicates.count:
             share = split.duplicates.count / split.rows
-            what = (
-                f"{name}: {split.duplicates.count:,} rows ({share:.1%}) repeat an earlier row of the split, token for "
-            )
-            yield warning("Data", f"{what}token: {in_words(split.duplicates)}", "remove them, unless they are meant")
+            what = f"{name}: {split.duplicates.count:,} rows ({share:.1%}) repeat an earlier row of the split"
+            where = f"token for token: {_in_words(split.duplicates)}"
+            yield warning("Data", f"{what}, {where}", "remove them, unless they are meant")
 
 
 def _judge_equal_answers(splits: dict[SplitName, Rows]) -> Iterator[Finding]:
-    """Find pairs without a preference."""
+    """Find pairs whose answers are equal."""
     for name, rows in splits.items():
         equal = _equal_answers(rows) if isinstance(rows, EncodedPairs) else []
         if equal:
             group = RowGroup(count=len(equal), first=[location(rows, row) for row in equal[:_NAMED_IN_WORDS]])
-            what = f"{name}: {len(equal):,} of {len(rows):,} pairs have the same answer twice: {in_words(group)}"
+            what = f"{name}: {len(equal):,} of {len(rows):,} pairs have the same answer twice: {_in_words(group)}"
             yield warning("Data", what, "remove them: nothing can be preferred")
 
 

@@ -17,10 +17,10 @@ from finetune.data.preferences import EncodedPairs
 from finetune.diagnose.preview_tokens import on_one_line
 
 Rows: TypeAlias = EncodedExamples | EncodedPairs
-"""Of a split: each has one side, or two where it is a pair of answers."""
+"""The rows of a split: each has one side, or two where it is a pair of answers."""
 
 MOST_NAMED = 20
-"""Rows, or groups of rows, that a summary names; it counts all of them."""
+"""The most rows, or groups of rows, that a summary names; it counts all of them."""
 _MOST_BINS = 12
 
 
@@ -31,7 +31,7 @@ class RowLocation:
     row: int
     """In its split, from 1."""
     source: str
-    """For example `orders/train.jsonl:17`. Nothing in it steers a terminal."""
+    """For example `orders/train.jsonl:17`. Safe to print on a terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +53,13 @@ class Bin:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSummary:
-    """A split as the model will see it."""
+    """The figures of a split as the model will see it."""
 
     kind: str
     """The kind of its rows: messages, prompt_completion, text, several, or preference for pairs of answers."""
     rows: int
     tokens: int
-    """Of a pair, those of both sides."""
+    """A pair counts with both sides."""
     target_tokens: int
     target_share: float
     shortest: int
@@ -72,7 +72,7 @@ class SplitSummary:
     truncated: RowGroup
     """Rows that data.max_length cuts."""
     answers_cut: RowGroup
-    """Those of them that end inside of an answer: its end of turn is not trained."""
+    """Those of them that are cut inside an answer, so that its end of turn is not trained."""
     without_targets: RowGroup
     duplicates: RowGroup
     """Rows that repeat an earlier row of the split, token for token."""
@@ -83,11 +83,11 @@ class SplitSummary:
 
 
 def summarize(rows: Rows, digests: Sequence[bytes], training: Iterable[bytes] = ()) -> SplitSummary:
-    """Look at every row of a split.
+    """Summarize a split.
 
     Args:
-        rows: the split.
-        digests: of its rows, see `row_digests`.
+        rows: the rows of the split, at least one.
+        digests: the digests of its rows, see `row_digests`.
         training: the digests of the training split, if this is another split.
     """
     ordered = rows.lengths.sort().values
@@ -122,7 +122,7 @@ def summarize(rows: Rows, digests: Sequence[bytes], training: Iterable[bytes] = 
 
 
 def row_digests(rows: Rows) -> list[bytes]:
-    """For each row a digest of its tokens and of which of them carry loss."""
+    """Return a digest of each row: of its tokens, and of which of them carry loss."""
     return [b"".join(of_sides) for of_sides in zip(*map(_digests, rows.sides), strict=True)]
 
 
@@ -136,12 +136,12 @@ def _digests(examples: EncodedExamples) -> list[bytes]:
 
 
 def location(rows: Rows, row: int) -> RowLocation:
-    """Where a row was read, given its index from 0."""
+    """Return the place from which a row was read, given its index from 0."""
     return RowLocation(row + 1, on_one_line(rows.sides[0].source(row)))
 
 
 def histogram(lengths: torch.Tensor) -> list[Bin]:
-    """Rows by length, in at most a dozen bins of equal and round width, from the shortest row to the longest.
+    """Count rows by length, in at most a dozen bins of equal, round width, from the shortest row to the longest.
 
     Args:
         lengths: int64, shape (rows,), at least one.
@@ -154,7 +154,7 @@ def histogram(lengths: torch.Tensor) -> list[Bin]:
 
 
 def _round_width(span: int) -> int:
-    """The least of 1, 2 or 5 times a power of ten that cuts a span into few enough bins, wherever it begins."""
+    """Return the least of 1, 2 or 5 times a power of ten that cuts a span into few enough bins."""
     power = 1
     while True:
         for factor in (1, 2, 5):
@@ -164,12 +164,12 @@ def _round_width(span: int) -> int:
 
 
 def _percentile(ordered: torch.Tensor, share: float) -> int:
-    """The least length that this share of the rows does not exceed."""
+    """Return the least length that this share of the rows does not exceed."""
     return int(ordered[max(0, math.ceil(share * len(ordered)) - 1)])
 
 
 def _equal_rows(digests: Sequence[bytes], numbers: Sequence[int]) -> list[list[int]]:
-    """Groups of equal rows, the largest first. A row that a mixture repeats is one row of its source."""
+    """Group equal rows, the largest groups first. A row that a mixture repeats is not equal to itself."""
     groups: dict[bytes, dict[int, int]] = {}
     for row, (digest, number) in enumerate(zip(digests, numbers, strict=True)):
         groups.setdefault(digest, {}).setdefault(number, row)

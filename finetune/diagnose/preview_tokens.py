@@ -1,4 +1,4 @@
-"""Token ids as text that a person can read and that cannot harm a terminal."""
+"""Turn token ids into text that a person can read and that cannot steer a terminal."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ _MOST_TOKENS_OF_A_CHARACTER = 4  # of UTF-8 bytes
 
 
 class Piece(NamedTuple):
-    """The fewest tokens that make whole characters: one token, unless a character is cut into several."""
+    """The fewest tokens that make whole characters: one, unless a character is cut into several."""
 
     token_ids: list[int]
     text: str
-    """As the tokenizer decodes it, control characters and all."""
+    """As decoded by the tokenizer, with control characters."""
     carries_loss: bool
     is_special: bool
-    """One token with a meaning of its own, not text that was written."""
+    """It is a special token, not ordinary text."""
 
     @property
     def look(self) -> tuple[bool, bool]:
-        """Pieces that look alike are shown as one."""
+        """The style of the piece; neighbours of one style are shown as one."""
         return self.carries_loss, self.is_special
 
 
 def visible(text: str) -> str:
-    """Text in which every character can be seen and none steers a terminal.
+    """Make every character visible, so that none steers a terminal.
 
-    A line break is shown as a sign and then made. Characters that cannot be printed (control characters, invisible and
-    direction-changing ones, all spaces but the plain one) are shown as ``<U+001B>``. Text that only looks like that is
-    escaped itself, so that two texts never look alike.
+    A line break becomes a sign and a line break. Characters that cannot be printed (control characters, invisible and
+    direction-changing ones, all spaces but the plain one) are shown as ``<U+001B>``. Text that already looks like
+    that is escaped, so that two texts never look alike.
     """
     escaped = _LOOKS_LIKE_A_SIGN.sub("<U+003C>", text)
     return "".join(_SIGNS.get(c) or terminal.visible(c, also_unseen=True) for c in escaped)
 
 
 def on_one_line(text: str) -> str:
-    """`visible` without making the line breaks, for names and paths."""
+    """Make every character of a name or path visible, without line breaks."""
     return visible(text).replace("\n", "")
 
 
@@ -63,9 +63,9 @@ def read_pieces(
 
     Args:
         tokenizer: a fast tokenizer.
-        token_ids: of one row.
-        carries_loss: for each token, whether the model must predict it.
-        special_ids: tokens with a meaning of their own.
+        token_ids: the tokens of one row.
+        carries_loss: whether the model must predict each of them.
+        special_ids: the ids of special tokens.
     """
     pieces: list[Piece] = []
     start = 0
@@ -91,7 +91,7 @@ def special_looking_text(pieces: Sequence[Piece]) -> list[str]:
 
 
 def _end_of_alike(ids: Sequence[int], loss: Sequence[bool], special_ids: Collection[int], start: int) -> int:
-    """The end of the tokens from `start` on that one piece may be made of."""
+    """Return the end of the tokens from `start` on that may belong to one piece."""
     stop = start + 1
     last = min(len(ids), start + _MOST_TOKENS_OF_A_CHARACTER)
     while stop < last and ids[stop] not in special_ids and loss[stop] == loss[start]:
@@ -110,11 +110,11 @@ def _whole_characters(
         text = _text_behind(tokenizer, before, token_ids[:number])
         if _UNREADABLE not in text:
             return number, text
-    return 1, first  # a byte that is no character, whatever comes behind it
+    return 1, first  # a byte that belongs to no character
 
 
 def _text_behind(tokenizer: PreTrainedTokenizerBase, before: list[int], token_ids: Sequence[int]) -> str:
-    """The text that the tokens add to those before: some decoders drop a space where a text begins."""
+    """Return the text that the tokens add to those before: some decoders drop a space at the beginning of a text."""
     context = _decode(tokenizer, before)
     both = _decode(tokenizer, [*before, *token_ids])
     return both[len(context) :] if both.startswith(context) else _decode(tokenizer, token_ids)
