@@ -140,12 +140,16 @@ def _apply(
     if action == "drop":
         _log.warning("%s. They are left out (data.%s=drop).", what, gate.key)
         return _without(parts, [~mask for mask in masks], split, gate.key)
-    message = f"{what}: {gate.so}. {gate.advice.format(**known)}"
-    if action == "warn":
-        _log.warning("%s, or set data.%s=drop to leave these rows out.", message, gate.key)
-    else:
-        refused.append(f"{message}, or set data.{gate.key}=drop to leave these rows out, or =warn to keep them.")
+    message = f"{what}: {gate.so}. {gate.advice.format(**known)}, or set data.{gate.key}=drop to leave these rows out"
+    _warn_or_refuse(action, message, refused)
     return parts
+
+
+def _warn_or_refuse(action: str, message: str, refused: list[str]) -> None:
+    if action == "warn":
+        _log.warning("%s.", message)
+    else:
+        refused.append(f"{message}, or =warn to keep them.")
 
 
 def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: list[str]) -> None:
@@ -164,13 +168,11 @@ def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: 
             keep = [torch.tensor([tokens not in doomed for tokens in _all_tokens(part.examples)]) for part in train]
             parts["train"] = train = _without(train, keep, "train", "on_overlap")
             continue
-        message = f"{what}: results on them say nothing about new rows. Remove them from one of the two"
-        if section.on_overlap == "warn":
-            _log.warning("%s, or set data.on_overlap=drop to take them out of training.", message)
-        else:
-            refused.append(
-                f"{message}, or set data.on_overlap=drop to take them out of training, or =warn to keep them."
-            )
+        message = (
+            f"{what}: results on them say nothing about new rows. Remove them from one of the two, or set "
+            "data.on_overlap=drop to take them out of training"
+        )
+        _warn_or_refuse(section.on_overlap, message, refused)
 
 
 def _check_end_of_turn(train: Sequence[Part], section: DataSection, refused: list[str]) -> None:

@@ -75,9 +75,9 @@ class Examples(_OfRows):
         format: the name of a format; `auto` looks at the columns of the first row.
         columns: our names of columns to theirs, if they differ.
         max_rows: use only this many rows, from the first on.
-        weight: the number of times that each row comes in an epoch of a mixture.
 
     Attributes:
+        weight: the number of times that each row comes in an epoch of a mixture.
         whole: all rows of the source, if this split has only some of them; otherwise this split itself.
         choose: returns the indices of this split's rows, given the number of rows in `whole`; None: all rows.
         read_as: the format and the columns in words; empty until the rows are read.
@@ -89,13 +89,12 @@ class Examples(_OfRows):
         format: str = "auto",
         columns: Mapping[str, str] | None = None,
         max_rows: int | None = None,
-        weight: float = 1.0,
     ) -> None:
         self.source = source
         self.format = format
         self.columns = columns or {}
         self.max_rows = max_rows
-        self.weight = weight
+        self.weight = 1.0
         self.whole: Examples = self
         self.choose: Callable[[int], list[int]] | None = None
         self.read_as = ""

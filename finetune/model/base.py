@@ -164,11 +164,8 @@ def locate(path: str, key: str) -> str:
         )
     if key == "model.path" and not (folder / "config.json").is_file():
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
-        hint = (
-            " This is an adapter: name its base model in model.path."
-            if (folder / "adapter_config.json").is_file()
-            else ""
-        )
+        is_adapter = (folder / "adapter_config.json").is_file()
+        hint = " This is an adapter: name its base model in model.path." if is_adapter else ""
         raise ModelError(f"{key} is {path}, which is not a model folder: it has no config.json (found: {found}).{hint}")
     return str(folder.resolve())
 
