@@ -1,4 +1,4 @@
-"""The checkpoints of a run: save, verify, load, prune, publish. Knows no loop; the main process saves."""
+"""Save, load, prune and publish the checkpoints of a run. Only the main process saves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint will hold.
+    """The content of a checkpoint that is not written yet.
 
     Attributes:
         step: optimizer steps done.
@@ -57,11 +57,11 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors."""
         return sum(file.num_bytes for file in self.files.values() if isinstance(file, TensorFile))
 
     def copied(self) -> Snapshot:
-        """The same with copies of all tensors on the host: training may go on while it is written."""
+        """Copy all tensors to the host, so that training may continue while they are written."""
         files = {name: file.copied() if isinstance(file, TensorFile) else file for name, file in self.files.items()}
         return replace(self, files=files)
 
@@ -75,18 +75,18 @@ def take_snapshot(
     state: TrainerState,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Snapshot:
-    """What a checkpoint of this moment holds. Its tensors are the model's own until `Snapshot.copied`.
+    """Gather the content of a checkpoint. Its tensors are the model's own until `Snapshot.copied`.
 
     Args:
         folder: an open run folder. If it has a `base/`, the adapter names that as its base.
         step: optimizer steps done; equals `state.step`.
-        model: the bare model (a PeftModel or a transformers model), no DDP around it.
-        optimizer: any whose state holds tensors and numbers; a wrapper that passes on `state_dict` will do.
-        state: where training stands.
-        tokenizer: if given, its files and chat template go with the checkpoint.
+        model: the bare model (a PeftModel or a transformers model), not wrapped in DDP.
+        optimizer: an optimizer whose state holds tensors and numbers, or a wrapper that passes on `state_dict`.
+        state: the counters of training.
+        tokenizer: if given, its files and chat template are saved with the checkpoint.
 
     Raises:
-        CheckpointError: the state of this model or optimizer cannot be kept.
+        CheckpointError: the state of this model or optimizer cannot be saved.
     """
     if step != state.step:
         raise ValueError(f"step={step}, but the state says {state.step}")
@@ -101,12 +101,12 @@ def take_snapshot(
 
 
 def commit_snapshot(folder: RunFolder, snapshot: Snapshot, *, go_on: Callable[[], None] = lambda: None) -> Path:
-    """Write a checkpoint: on return it is durable, verified by nothing but its manifest, and logged.
+    """Write a checkpoint and log it. On return it is durable; it has not been read back.
 
     Args:
         folder: an open run folder.
-        snapshot: what to write.
-        go_on: called before each piece of a file; what it raises ends the save, which then leaves nothing behind.
+        snapshot: the content.
+        go_on: called before each piece of a file. An exception from it ends the save, which leaves nothing behind.
 
     Raises:
         RunFailedError: a weight is not a finite number, or the disk is full or failing; earlier checkpoints are intact.
@@ -127,15 +127,15 @@ def commit_snapshot(folder: RunFolder, snapshot: Snapshot, *, go_on: Callable[[]
 def load_checkpoint(
     path: Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> TrainerState:
-    """Put a checkpoint into a model and an optimizer of the same make, on whatever device they are.
+    """Load a checkpoint into a model and an optimizer of the same kind, on any device.
 
-    Every rank may call it. The content is taken as `newest_valid` or `verify` found it; names and shapes are
-    checked in full.
+    Every rank may call it. All names and shapes are checked. The digests are not: `newest_valid` or `verify` has
+    checked them.
 
     Args:
-        path: a folder that `verify` has nothing against.
+        path: a folder in which `verify` finds no problem.
         model: the bare model, as for `take_snapshot`.
-        optimizer: left out where only the weights are wanted.
+        optimizer: None loads the weights only.
 
     Raises:
         CheckpointError: it does not fit the model or the optimizer, or a file cannot be read.
@@ -148,12 +148,12 @@ def load_checkpoint(
 
 
 def prune(folder: RunFolder, keep: int, best: int | None) -> list[int]:
-    """Remove checkpoints behind the newest `keep`, once the newest of all is known to be whole.
+    """Remove all checkpoints but the newest `keep`, after verifying the newest.
 
     Args:
         folder: an open run folder.
-        keep: how many of the newest stay, counted from the newest valid one; damaged newer ones stay too.
-        best: a step whose checkpoint stays besides; None: none.
+        keep: how many to keep, counted back from the newest valid one; damaged newer ones stay too.
+        best: a step whose checkpoint is kept as well.
 
     Returns:
         The steps removed.
@@ -174,12 +174,12 @@ def prune(folder: RunFolder, keep: int, best: int | None) -> list[int]:
 
 
 def publish_adapter(folder: RunFolder, checkpoint: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
-    """Make `adapter/` hold a checkpoint's adapter (or full model) with tokenizer and template, in one step.
+    """Replace `adapter/`, in one step, by a checkpoint's adapter (or full model) with tokenizer and template.
 
     Args:
         folder: an open run folder.
-        checkpoint: where the model comes from; each file is compared with its manifest while it is copied.
-        tokenizer: written where the checkpoint has no tokenizer files of its own.
+        checkpoint: the source; each file is compared with the manifest while it is copied.
+        tokenizer: written if the checkpoint has no tokenizer files.
 
     Raises:
         CheckpointError: the checkpoint is damaged; `adapter/` is as it was.
@@ -197,9 +197,9 @@ def publish_adapter(folder: RunFolder, checkpoint: Path, tokenizer: PreTrainedTo
 
 
 def save_base(folder: RunFolder, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
-    """Save a randomly initialised base model once as `base/`, before an adapter is put on it.
+    """Save a randomly initialised base model as `base/`, before an adapter is put on it.
 
-    A base that is there and whole stays; a resumed run reads its base from it. A torn one is written again.
+    A resumed run reads its base from there, so an intact one stays as it is. A damaged one is written again.
 
     Raises:
         RunFailedError: the disk is full or failing.
@@ -217,7 +217,7 @@ def _commit(
     doing: str,
     expected: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Write a folder of files; those that `expected` names must come out as it says."""
+    """Write a folder of files, and compare those in `expected` with their size and digest there."""
     with disk_failures_end_the_run(doing, path), committed_folder(path) as writer:
         for name, content in files.items():
             entry = writer.write(name, content)

@@ -1,4 +1,4 @@
-"""What is not the same: of two configurations, and of several runs. `resume`, `finetune diff` and the report use it."""
+"""Compare configurations and runs, for `resume`, `finetune diff` and the report."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from finetune.runs.recorded_run import RecordedRun, mapping
 
 MISSING = "–"
 _PLACES = {"output_dir", "resume", "resume_allow"}
-"""Keys that say where a run lies and how it was started again."""
+"""Keys that do not change a run: its folder, and how it is resumed."""
 _WORLD = ("world_size", "launcher", "backend", "num_steps")
 _RESULTS = ("step", "best_step", "best_loss", "num_skipped_steps")
 _SCORES = ("loss", "exact_match", "json_valid")
 _DIGITS = 12
-"""Of a digest: enough to see whether two are the same."""
+"""Shown digits of a digest, enough to tell two apart."""
 
 
 class Difference(NamedTuple):
-    """One fact that is not the same for all runs."""
+    """A fact that differs between runs."""
 
     part: str
     """`config`, `versions`, `data`, `world` or `result`."""
     name: str
     values: list[Any]
-    """One for each run; None too where the run does not say."""
+    """One for each run; None also means that the run does not record it."""
 
     def shown(self) -> list[str]:
-        """The values in words."""
+        """Return the values as text."""
         return [self._shown(value) for value in self.values]
 
     def _shown(self, value: Any) -> str:
@@ -42,7 +42,7 @@ class Difference(NamedTuple):
 
 
 def differing(sides: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
-    """Names whose values are not the same on all sides, with the values: None where a side has none."""
+    """Yield each name whose values differ, with the value of each side (None if a side has none)."""
     for name in dict.fromkeys(name for side in sides for name in side):
         found = [side.get(name) for side in sides]
         if any(value != found[0] for value in found):
@@ -50,9 +50,9 @@ def differing(sides: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[An
 
 
 def compare_runs(runs: Sequence[RecordedRun]) -> list[Difference]:
-    """What runs have different, settings first; places and times are left out.
+    """Compare runs, settings first. Paths and times are left out.
 
-    Settings are compared where every run has some that can be read.
+    Settings are compared only if those of every run can be read.
     """
     facts = [_facts(run) for run in runs]
     if not all(of_run["config"] for of_run in facts):
@@ -65,12 +65,12 @@ def compare_runs(runs: Sequence[RecordedRun]) -> list[Difference]:
 
 
 def shown(value: object) -> str:
-    """A value as a word on the command line would give it, without passwords."""
+    """Write a value as on the command line, without passwords."""
     return without_passwords(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
 
 
 def _facts(run: RecordedRun) -> dict[str, dict[str, Any]]:
-    """What is compared, by part and name."""
+    """Return the facts to compare, by part and name."""
     settings = values(run.config) if run.config else {}
     results = {
         "state": run.state,
@@ -84,7 +84,7 @@ def _facts(run: RecordedRun) -> dict[str, dict[str, Any]]:
     return {
         "config": {key: value for key, value in settings.items() if key not in _PLACES},
         "versions": run.part("versions") | {"git_commit": run.record.get("git_commit")},
-        # The digest of the configuration says where the run lies.
+        # The digest of the configuration depends on the run's path.
         "data": {name: value for name, value in run.part("fingerprints").items() if name != "config"},
         "world": {name: run.record.get(name) for name in _WORLD} | run.part("global_batch"),
         "result": results,

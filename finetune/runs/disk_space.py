@@ -1,4 +1,4 @@
-"""How much disk a run's checkpoints will take, known before its first step."""
+"""Predict, before the first step, how much disk a run's checkpoints will take."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from finetune.runs.verification import OPTIMIZER_FILE
 
 
 class DiskNeed(NamedTuple):
-    """In bytes; headers and small files left out."""
+    """Sizes in bytes, without headers and small files."""
 
     model: int
-    """Of a checkpoint: the adapter, or all weights."""
+    """The weights in one checkpoint: the adapter, or the whole model."""
     optimizer: int | None
-    """Of a checkpoint; None where it is not known before the first step."""
+    """The optimizer's state in one checkpoint; None if it is unknown before the first step."""
     at_once: int
-    """Checkpoints on the disk at the same time, the one that is being written included."""
+    """The most checkpoints on disk at one time, including the one being written."""
     free: int
-    """Where the run's folder is."""
+    """Free space at the run's folder."""
 
     @property
     def checkpoint(self) -> int:
-        """One checkpoint."""
+        """Size of one checkpoint."""
         return self.model + (self.optimizer or 0)
 
     @property
     def total(self) -> int:
-        """All that there will be at once, with `adapter/`."""
+        """The most that is on disk at one time, including `adapter/`."""
         return self.checkpoint * self.at_once + self.model
 
     def __str__(self) -> str:
@@ -45,13 +45,13 @@ class DiskNeed(NamedTuple):
 
 
 def disk_need(folder: RunFolder, snapshot: Snapshot, optimizer: torch.optim.Optimizer, *, at_once: int) -> DiskNeed:
-    """What `at_once` checkpoints like this one will take.
+    """Predict the size of `at_once` checkpoints like this one.
 
     Args:
         folder: an open run folder.
-        snapshot: of the model and the optimizer, whose state may still be empty.
-        optimizer: the same.
-        at_once: how many checkpoints there are at the same time.
+        snapshot: a snapshot of the model and of this optimizer, whose state may still be empty.
+        optimizer: the optimizer.
+        at_once: the most checkpoints on disk at one time.
     """
     saved = snapshot.files.get(OPTIMIZER_FILE)
     held = saved.num_bytes if isinstance(saved, TensorFile) else 0
@@ -60,7 +60,7 @@ def disk_need(folder: RunFolder, snapshot: Snapshot, optimizer: torch.optim.Opti
 
 
 def _state_after_a_step(optimizer: torch.optim.Optimizer) -> int | None:
-    """Bytes of an optimizer's state: those of a twin that takes a step over parameters without memory."""
+    """Return the bytes of an optimizer's state, from a copy that takes a step on the meta device."""
     inner: Any = getattr(optimizer, "optimizer", optimizer)
     try:
         groups = [
@@ -72,7 +72,7 @@ def _state_after_a_step(optimizer: torch.optim.Optimizer) -> int | None:
             for weight in group["params"]:
                 weight.grad = torch.empty_like(weight)
         twin.step()
-    except Exception:  # an optimizer of others that knows no such tensors; then its size is said to be unknown
+    except Exception:  # an optimizer that does not work on the meta device: its size is reported as unknown
         return None
     states = twin.state_dict()["state"].values()
     tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]

@@ -1,7 +1,7 @@
-"""Files and folders that are either wholly on disk or not there: written aside, synced, then renamed.
+"""Write files and folders that are either complete on disk or not there: written aside, synced, then renamed.
 
-Nothing here knows what the bytes mean, and everything is written through plain Python I/O, because only that
-reports a full or failing disk as an OSError with its errno.
+Everything is written through plain Python I/O, because only that reports a full or failing disk as an OSError with
+its errno.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Chunks = Iterable[bytes | memoryview]
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Put a file in place of another in one step; a reader sees the old bytes or the new ones.
+    """Replace a file in one step: a reader sees either the old bytes or the new ones.
 
     Raises:
         OSError: the disk refused; the old file is untouched.
@@ -47,7 +47,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 class FolderWriter:
-    """Writes the files of a folder that is not yet visible and notes sizes and digests for its manifest."""
+    """Write the files of a folder that is not yet visible, and record their sizes and digests for its manifest."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,17 +67,17 @@ class FolderWriter:
         return self._entries[name]
 
     def finish(self) -> None:
-        """Write the manifest, last of all, and sync the folder's own list of names."""
+        """Write the manifest, and sync the folder's own list of names."""
         _write_synced(self.path / MANIFEST, [_manifest_bytes(self._entries)])
         _sync_folder(self.path)
 
 
 @contextlib.contextmanager
 def committed_folder(target: Path) -> Iterator[FolderWriter]:
-    """Fill a folder aside; on leaving the block it takes the target's name, with a manifest of all its files.
+    """Fill a temporary folder, which takes the target's name, with a manifest, at the end of the block.
 
-    Whatever stood at the target stays whole until then. If the block or the disk fails, the target is as it
-    was and the temporary folder is removed; a killed process leaves it to `clear_leftovers`.
+    An earlier target stays intact until then. If the block or the disk fails, the target is as it was and the
+    temporary folder is removed. If the process is killed, `clear_leftovers` removes the temporary folder.
 
     Raises:
         OSError: the disk refused.
@@ -97,7 +97,7 @@ def committed_folder(target: Path) -> Iterator[FolderWriter]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder so that a kill in the middle leaves a leftover, never half a folder under its own name.
+    """Remove a folder under a temporary name: a kill never leaves half a folder under its own name.
 
     Raises:
         OSError: the disk refused.
@@ -109,11 +109,11 @@ def remove_folder(path: Path) -> None:
 
 
 def clear_leftovers(parent: Path, is_ours: Callable[[str], bool]) -> list[str]:
-    """Remove what killed writers left in a folder; what stepped aside in vain comes back.
+    """Remove what killed writers left in a folder, and restore folders that were renamed but not replaced.
 
     Args:
         parent: the folder to clear.
-        is_ours: tells for the final name of a file or folder whether it may be touched.
+        is_ours: whether the file or folder with this final name may be touched.
 
     Returns:
         The names that were removed or restored.
@@ -140,15 +140,15 @@ def clear_leftovers(parent: Path, is_ours: Callable[[str], bool]) -> list[str]:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a name is that of a file or folder under way."""
+    """Whether a name is that of a temporary file or folder."""
     return name.startswith((_TEMPORARY, _REPLACED))
 
 
 def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """The size and SHA-256 of each file of a committed folder, by name.
+    """Read the size and SHA-256 of each file of a committed folder, by name.
 
     Raises:
-        ValueError: the manifest is missing, unreadable or not just as `FolderWriter` writes it; says which.
+        ValueError: the manifest is missing, unreadable or not exactly as `FolderWriter` writes it.
     """
     path = folder / MANIFEST
     if folder.is_symlink() or path.is_symlink():
@@ -157,7 +157,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
         raw = path.read_bytes()
         record = json.loads(raw)
         entries: dict[str, dict[str, Any]] = record["files"]
-        # One spelling only: so a flip of any byte is seen, in a blank as in a digit.
+        # Only one spelling is valid, so that a flipped byte is found even in white space.
         is_canonical = raw == _manifest_bytes(entries)
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST}: missing, so the folder was never finished") from None
@@ -176,9 +176,9 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def find_damage(folder: Path) -> list[str]:
-    """What distinguishes a folder from what its manifest says, one line per file; empty when it is whole.
+    """Compare a folder with its manifest. Returns one line per damaged file; empty if it is intact.
 
-    Files that the manifest does not name are none of its business, and are never read.
+    Files that the manifest does not name are never read.
     """
     try:
         entries = read_manifest(folder)
@@ -190,10 +190,10 @@ def find_damage(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def disk_failures_end_the_run(doing: str, path: Path) -> Iterator[None]:
-    """Turn an OSError into one line that a user can act on.
+    """Turn an OSError into a message that a user can act on.
 
     Raises:
-        RunFailedError: names what was being done, the path, the reason and the bytes free.
+        RunFailedError: the message names the operation, the path, the reason and the free bytes.
     """
     try:
         yield
@@ -205,13 +205,13 @@ def disk_failures_end_the_run(doing: str, path: Path) -> Iterator[None]:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Reason and symbol of an error: `No space left on device (ENOSPC)`."""
+    """Describe an error with its symbol: `No space left on device (ENOSPC)`."""
     symbol = errno.errorcode.get(error.errno or 0, "no errno")
     return f"{error.strerror or error} ({symbol})"
 
 
 def in_units(num_bytes: int) -> str:
-    """``1.23 MB``: a power of ten, as disks are sold."""
+    """Write a size in decimal units: `1.23 MB`."""
     size, units = float(num_bytes), iter(("B", "kB", "MB", "GB"))
     unit = next(units)
     while size >= 1000 and unit != "GB":
@@ -220,7 +220,7 @@ def in_units(num_bytes: int) -> str:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder with its content, if there is one; links are never followed.
+    """Remove a file, a link or a folder with its content, if it exists. Links are never followed.
 
     Raises:
         OSError: the disk refused.
@@ -232,7 +232,7 @@ def remove(path: Path) -> None:
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
-    """Rename a finished folder to its name. An old folder must step aside: no rename replaces one."""
+    """Rename a finished folder to its name. An old one is renamed first, because a rename cannot replace a folder."""
     replaced = target.with_name(_REPLACED + target.name)
     if not os.path.lexists(target):
         temporary.rename(target)
@@ -249,7 +249,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 
 def _write_synced(path: Path, chunks: Chunks) -> tuple[int, str]:
-    """Write a new file down to the disk. Returns its size and SHA-256."""
+    """Write and sync a new file. Returns its size and SHA-256."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
         for chunk in chunks:
@@ -266,7 +266,7 @@ def _sync_folder(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network and user-space file systems keep no such list to sync, and say so in these two words.
+        # Some network and user-space file systems cannot sync a folder, and answer with one of these errors.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -293,7 +293,7 @@ def _compare(path: Path, entry: dict[str, Any]) -> str | None:
 
 
 def _free_space(path: Path) -> str:
-    """How much room there is where a path is, or would be."""
+    """Describe the free space at a path, or at its nearest parent that exists."""
     for place in (path, *path.parents):
         with contextlib.suppress(OSError):
             return f"{shutil.disk_usage(place).free:,} bytes are free there"

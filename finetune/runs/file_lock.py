@@ -1,8 +1,8 @@
-"""One process at a time: a lock that the kernel takes back when its holder dies, however it dies.
+"""A lock between processes, which the kernel releases when its holder dies, however it dies.
 
-Why not the package filelock, which Transformers brings: it does not say who holds a lock, and a run must name the one
+The package filelock, which Transformers installs, does not name the holder of a lock, and a run must name the process
 that it waits for. Its older releases, which Transformers allows too, empty the lock's file at each try, so that the
-holder cannot be written there, and let a forked data worker keep the lock of a parent that was killed.
+holder cannot be written there, and let a forked data worker keep the lock of a killed parent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REMIND_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class LockHolder:
-    """Who holds a lock, as the holder wrote it down. For messages only: the lock itself is the kernel's."""
+    """The process that holds a lock, as it wrote it down. For messages only: the lock itself is the kernel's."""
 
     host: str
     pid: int
@@ -39,7 +39,7 @@ class LockHolder:
 
 
 class FileLock:
-    """A lock that is held. Leaving its `with` block, or `release`, gives it back and removes its file."""
+    """A held lock. The end of its `with` block, or `release`, releases it and removes its file."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -47,17 +47,17 @@ class FileLock:
         _held.add(self)
 
     def release(self) -> None:
-        """Give the lock back. A second call does nothing."""
+        """Release the lock. A second call does nothing."""
         if self._descriptor is None:
             return
-        # Removed while still locked: whoever opened the old file finds that the path leads elsewhere and tries again.
+        # Removed while still locked: a process that opened the old file notices that the path changed, and tries again.
         try:
             self.path.unlink(missing_ok=True)
         finally:
             self.forget()
 
     def forget(self) -> None:
-        """Close this process's handle and leave the file: what a forked child does with its parent's lock."""
+        """Close this process's handle and leave the file, as a forked child does with its parent's lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -79,7 +79,7 @@ _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
 def _forget_locks_of_parent() -> None:
-    """A forked child shares its parent's open files: it would keep the lock of a parent that died."""
+    """Close the locks in a forked child, which would otherwise keep the lock of a dead parent."""
     for lock in list(_held):
         lock.forget()
 
@@ -88,16 +88,16 @@ os.register_at_fork(after_in_child=_forget_locks_of_parent)
 
 
 def file_lock(path: Path, *, timeout_seconds: float | None = None, waiting_for: str) -> FileLock:
-    """Wait for a lock and take it: ``with file_lock(path, waiting_for="the encoded data"): …``.
+    """Wait for a lock and take it: `with file_lock(path, waiting_for="the encoded data"): …`.
 
     Args:
-        path: the lock's file, in a folder that exists. It is made, and removed on release.
-        timeout_seconds: how long to wait; None: for as long as the holder lives.
-        waiting_for: what the log says that this process waits for.
+        path: the lock's file, in a folder that exists. It is created, and removed on release.
+        timeout_seconds: how long to wait; None waits for as long as the holder lives.
+        waiting_for: the name of the awaited thing, for the log.
 
     Raises:
-        TimeoutError: the time is over and another process still holds the lock.
-        OSError: the file cannot be made, or its file system has no locks.
+        TimeoutError: another process still holds the lock after that time.
+        OSError: the file cannot be created, or its file system has no locks.
     """
     started = reminded = time.monotonic()
     pause = _FIRST_PAUSE_SECONDS
@@ -120,7 +120,7 @@ def try_file_lock(path: Path) -> FileLock | None:
     """Take a lock if it is free; None if another process (or another part of this one) holds it.
 
     Raises:
-        OSError: the file cannot be made, or its file system has no locks.
+        OSError: the file cannot be created, or its file system has no locks.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -139,7 +139,7 @@ def try_file_lock(path: Path) -> FileLock | None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process holds a lock. Nothing is written, and the lock is kept from nobody."""
+    """Whether a living process holds a lock. Writes nothing, and blocks nobody."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -156,7 +156,7 @@ def is_held(path: Path) -> bool:
 
 
 def read_holder(path: Path) -> LockHolder | None:
-    """Who holds the lock at `path`; None where that cannot be told."""
+    """Read who holds the lock at `path`; None if that is unknown."""
     try:
         return LockHolder(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -164,7 +164,7 @@ def read_holder(path: Path) -> LockHolder | None:
 
 
 def _is_still_at(path: Path, descriptor: int) -> bool:
-    """Whether `path` still leads to the opened file: its last holder may have removed it meanwhile."""
+    """Whether `path` still leads to the opened file, which its last holder may have removed."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:

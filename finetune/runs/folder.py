@@ -1,10 +1,9 @@
-"""A run's folder: what lies where in it, and who may write it."""
+"""The folder of a run: its paths, and its lock."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 from finetune.errors import CheckpointError
@@ -12,14 +11,14 @@ from finetune.runs.durable import clear_leftovers, describe_os_error, is_leftove
 from finetune.runs.file_lock import FileLock, file_lock
 
 LOCK_TIMEOUT_SECONDS = 30.0
-"""How long a restart waits for the dying processes of the run before it."""
+"""How long a restart waits until the processes of the previous run have ended."""
 
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _LEFT_BY_OTHERS = {".DS_Store", ".gitignore", ".gitkeep", "lost+found"}
 
 
 class RunFolder:
-    """The paths of a run. Making one touches nothing; `open` does, and only on the main process.
+    """The paths of a run. The constructor touches nothing; `open` does, and only the main process calls it.
 
     Example:
         ``with RunFolder("runs/a").open(resume="auto") as folder: ...``
@@ -38,15 +37,15 @@ class RunFolder:
         self._lock: FileLock | None = None
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Return the path of a step's checkpoint, whether it exists or not."""
         return self.checkpoints / f"step-{step:06d}"
 
     def holds_run(self) -> bool:
-        """Whether something lies there that only a run writes, its lock left out of account."""
+        """Whether the folder has files that only a run writes; the lock does not count."""
         return any(path.exists() for path in (self.record_file, self.metrics_file, self.checkpoints))
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps that have a checkpoint folder, whole or not, in rising order."""
+        """Return the steps that have a checkpoint folder, intact or not, in ascending order."""
         if not self.checkpoints.is_dir():
             return []
         matches = (_STEP_FOLDER.fullmatch(path.name) for path in self.checkpoints.iterdir())
@@ -54,97 +53,11 @@ class RunFolder:
         return sorted(step for step in steps if self.checkpoint(step).is_dir())
 
     def check(self, resume: Literal["never", "auto"] = "never") -> None:
-        """Refuse now what `open` would refuse later; nothing is written. A model takes minutes to load.
+        """Refuse now a folder that `open` would refuse after a model was loaded for minutes. Nothing is written.
 
         Raises:
             CheckpointError: see `open`.
         """
-        self._refuse_what_is_not_ours(resume)
-
-    def open(self, resume: Literal["never", "auto"] = "never") -> Self:
-        """Create the folder, take its lock and remove what a killed save left behind. `close` releases it.
-
-        Args:
-            resume: never: the folder must hold no run yet; auto: it may hold one.
-
-        Raises:
-            CheckpointError: it cannot be created or written, holds another run (with never), holds
-                something that is no run, or a living process is writing it.
-        """
-        self._refuse_what_is_not_ours(resume)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = file_lock(
-                self.lock_file, timeout_seconds=LOCK_TIMEOUT_SECONDS, waiting_for=f"the run in {self.path}"
-            )
-            # What stood there may have changed while we waited for the lock.
-            self._refuse_what_is_not_ours(resume)
-            clear_leftovers(self.path, self._our_names().__contains__)
-            clear_leftovers(self.checkpoints, lambda name: _STEP_FOLDER.fullmatch(name) is not None)
-        except TimeoutError as error:
-            raise CheckpointError(
-                f"output_dir={self.path} is being written: {error}. Wait for it to end or stop it, "
-                f"or name another folder with output_dir=."
-            ) from error
-        except OSError as error:
-            self.close()
-            raise CheckpointError(
-                f"output_dir={self.path} cannot be written: {describe_os_error(error)}. "
-                f"Name a folder that you may write with output_dir=."
-            ) from error
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def close(self) -> None:
-        """Release the lock. May be called twice."""
-        if self._lock is None:
-            return
-        try:
-            if self._is_known_by_its_lock():
-                self._lock.forget()
-            else:
-                self._lock.release()
-        except OSError:
-            # A disk that became read-only keeps the lock's file. The kernel's lock is what counts, and it goes.
-            self._lock.forget()
-        self._lock = None
-
-    def _is_known_by_its_lock(self) -> bool:
-        """Whether the lock's file is all that tells a run's folder, as after a start that failed early."""
-        present = {path.name for path in self.path.iterdir()}
-        return bool(present & self._our_names().keys()) and not present & (self._marks() - {self.lock_file.name})
-
-    def _marks(self) -> set[str]:
-        """Names that only a run writes."""
-        return {self.lock_file.name, self.record_file.name, self.metrics_file.name, self.checkpoints.name}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _our_names(self) -> dict[str, Path]:
-        """What a run writes, by name, the lock left out."""
-        paths = (
-            self.config_file,
-            self.record_file,
-            self.metrics_file,
-            self.log_file,
-            self.checkpoints,
-            self.adapter,
-            self.base,
-        )
-        return {path.name: path for path in paths}
-
-    def _refuse_what_is_not_ours(self, resume: Literal["never", "auto"]) -> None:
         try:
             present = {path.name: path for path in self.path.iterdir()}
         except FileNotFoundError:
@@ -168,8 +81,86 @@ class RunFolder:
         self._refuse_links(present)
         self._refuse_strangers(present)
 
+    def open(self, resume: Literal["never", "auto"] = "never") -> Self:
+        """Create the folder, take its lock and remove what a killed save left behind. `close` releases the lock.
+
+        Args:
+            resume: `never` refuses a folder that holds a run, `auto` accepts it.
+
+        Raises:
+            CheckpointError: the folder cannot be created or written, holds a run (with `never`) or something that
+                is not a run, or a living process is writing it.
+        """
+        self.check(resume)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = file_lock(
+                self.lock_file, timeout_seconds=LOCK_TIMEOUT_SECONDS, waiting_for=f"the run in {self.path}"
+            )
+            # The content may have changed while we waited for the lock.
+            self.check(resume)
+            clear_leftovers(self.path, self._our_names().__contains__)
+            clear_leftovers(self.checkpoints, lambda name: _STEP_FOLDER.fullmatch(name) is not None)
+        except TimeoutError as error:
+            raise CheckpointError(
+                f"output_dir={self.path} is being written: {error}. Wait for it to end or stop it, "
+                f"or name another folder with output_dir=."
+            ) from error
+        except OSError as error:
+            self.close()
+            raise CheckpointError(
+                f"output_dir={self.path} cannot be written: {describe_os_error(error)}. "
+                f"Name a folder that you may write with output_dir=."
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """Release the lock. A second call does nothing."""
+        if self._lock is None:
+            return
+        try:
+            if self._is_known_by_its_lock():
+                self._lock.forget()
+            else:
+                self._lock.release()
+        except OSError:
+            # On a disk that became read-only the lock's file stays, but the kernel's lock is released.
+            self._lock.forget()
+        self._lock = None
+
+    def _is_known_by_its_lock(self) -> bool:
+        """Whether the lock's file is the only mark of a run in the folder, as after a start that failed early."""
+        present = {path.name for path in self.path.iterdir()}
+        return bool(present & self._our_names().keys()) and not present & (self._marks() - {self.lock_file.name})
+
+    def _marks(self) -> set[str]:
+        """Return the names that only a run writes."""
+        return {self.lock_file.name, self.record_file.name, self.metrics_file.name, self.checkpoints.name}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _our_names(self) -> dict[str, Path]:
+        """Return the paths that a run writes, by name, without the lock."""
+        paths = (
+            self.config_file,
+            self.record_file,
+            self.metrics_file,
+            self.log_file,
+            self.checkpoints,
+            self.adapter,
+            self.base,
+        )
+        return {path.name: path for path in paths}
+
     def _refuse_links(self, present: dict[str, Path]) -> None:
-        """A link under one of our names would make us write or delete outside of the folder."""
+        """Refuse links under our names: writing or deleting through them would reach outside of the folder."""
         names = {*self._our_names(), self.lock_file.name}
         links = sorted(name for name, path in present.items() if name in names and path.is_symlink())
         if links:
@@ -179,7 +170,7 @@ class RunFolder:
             )
 
     def _refuse_strangers(self, present: dict[str, Path]) -> None:
-        """A folder is a run's if something lies there that only a run writes; any other must be empty."""
+        """Refuse a folder with other files, unless it also has one that only a run writes."""
         strangers = sorted(name for name in present if name not in _LEFT_BY_OTHERS and not is_leftover(name))
         if strangers and not self._marks() & present.keys():
             shown = ", ".join(strangers[:5]) + (", …" if len(strangers) > 5 else "")

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one event a line, written while a run goes on, and read as a whole or line by line behind it."""
+"""Write and read metrics.jsonl, which has one event per line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import threading
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from finetune.runs.durable import describe_os_error, disk_failures_end_the_run, replace_file
@@ -21,17 +20,17 @@ _log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends events to metrics.jsonl, one JSON object a line, each handed to the system at once.
+    """Append events to metrics.jsonl, one JSON object per line, without buffering.
 
-    JSON has no word for numbers that are not finite; they are written as the strings "NaN", "Infinity" and
-    "-Infinity", which `float()` of most languages reads back, so that a reader still sees which it was.
+    JSON cannot express numbers that are not finite. They are written as the strings "NaN", "Infinity" and
+    "-Infinity", which `float()` reads back.
 
-    Everything about a step is written before its checkpoint is committed, and `sync` makes it durable: a start
-    from that checkpoint then misses no line, and `cut_behind` removes those that will come again.
+    All events of a step are written, and made durable by `sync`, before its checkpoint is committed. So a resumed run
+    misses no line, and `cut_behind` removes those that it will write again.
 
     Args:
-        path: of the file.
-        outlasts_disk: what a failing disk does not take is no error: it is kept, and tried again with the next event.
+        path: the file.
+        outlasts_disk: if the disk fails, keep the lines in memory and try again with the next event.
     """
 
     def __init__(self, path: Path, *, outlasts_disk: bool = False) -> None:
@@ -42,10 +41,10 @@ class MetricsWriter:
         self._lock = threading.Lock()  # `sync` is called by the thread that writes a checkpoint
 
     def write(self, kind: str, /, **values: object) -> Event:
-        """Append one event, and return it as it will be read back.
+        """Append one event. Returns it as it will be read back.
 
         Raises:
-            RunFailedError: the disk refused, and this writer does not outlast that.
+            RunFailedError: the disk refused, without `outlasts_disk`.
         """
         event: Event = {"event": kind, **{name: as_json(value) for name, value in values.items()}}
         had_trouble = bool(self._pending)
@@ -70,7 +69,7 @@ class MetricsWriter:
                 os.fsync(self._file.fileno())
 
     def cut_behind(self, step: int) -> int:
-        """Remove what came after a step, test results, and lines that are not whole, all in one go.
+        """Remove the events after a step, the test results and torn lines, in one replacement of the file.
 
         Args:
             step: the last step to keep; 0 for a start from scratch.
@@ -88,13 +87,13 @@ class MetricsWriter:
             if len(kept) < len(lines):
                 replace_file(self.path, b"".join(kept))
         if removed := len(lines) - len(kept):
-            _log.info("%s: removed %d lines behind step %d", self.path.name, removed, step)
+            _log.info("%s: removed %d lines after step %d", self.path.name, removed, step)
         return removed
 
     def close(self) -> None:
         """Close the file. The next event opens it again."""
         if self._pending and self._try_pending() and self._outlasts_disk:
-            _log.error("%s misses its last %d bytes: the disk did not take them", self.path, len(self._pending))
+            _log.error("%s lacks its last %d bytes: they could not be written", self.path, len(self._pending))
         self._pending = b""
         if self._file is not None:
             self._file.close()
@@ -103,12 +102,7 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _try_pending(self) -> OSError | None:
@@ -119,7 +113,7 @@ class MetricsWriter:
         return None
 
     def _write_pending(self) -> None:
-        """Unbuffered, so a reader has each line at once; a disk that is nearly full takes a part of it."""
+        """Write without a buffer, so that readers see each line at once. A nearly full disk may take part of a line."""
         with self._lock:
             while self._pending:
                 if self._file is None:
@@ -128,10 +122,10 @@ class MetricsWriter:
 
 
 class MetricsReader:
-    """Reads what was added since the last time.
+    """Read the events that were added since the last call.
 
-    A line without its end is left until the rest is there. A run that goes on from a checkpoint puts a shorter file
-    in the place of the old one: then everything is read again.
+    A line without its end is left for the next call. A resumed run replaces the file by a shorter one, which is then
+    read from its beginning.
     """
 
     def __init__(self, path: Path) -> None:
@@ -140,7 +134,7 @@ class MetricsReader:
         self._offset = 0
 
     def read(self) -> tuple[bool, list[Event]]:
-        """Whether all that was read before counts no more, and the events that are new."""
+        """Return whether the file was replaced, which discards all events read before, and the new events."""
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -148,7 +142,7 @@ class MetricsReader:
                 is_new = self._identity is not None and (identity != self._identity or status.st_size < self._offset)
                 file.seek(0 if is_new else self._offset)
                 data = file.read()
-        except OSError:  # not there yet, or between two names
+        except OSError:  # not written yet, or being replaced
             return False, []
         whole = data[: data.rfind(b"\n") + 1]
         self._identity = identity
@@ -157,18 +151,18 @@ class MetricsReader:
 
 
 class EventsRead(NamedTuple):
-    """What a file holds."""
+    """The content of a file."""
 
     events: list[Event]
     num_lines: int
-    """Those that are torn, just being written, or not ours among them."""
+    """All lines, including those that are torn, being written, or not events."""
 
 
 def read_events(path: Path) -> EventsRead:
-    """All events of a file. One that is not there holds nothing.
+    """Read all events of a file; none if it does not exist.
 
     Raises:
-        OSError: it is there and cannot be read.
+        OSError: the file exists and cannot be read.
     """
     try:
         return _events_in(path.read_bytes())
@@ -177,7 +171,7 @@ def read_events(path: Path) -> EventsRead:
 
 
 def number_in(event: Mapping[str, Any], name: str) -> float | None:
-    """A figure of an event, which may stand there as "NaN" or "Infinity"; None where it is missing or no number."""
+    """Return a number of an event, also one written as "NaN" or "Infinity"; None if it is missing or not a number."""
     value = event.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
@@ -188,7 +182,7 @@ def number_in(event: Mapping[str, Any], name: str) -> float | None:
 
 
 def as_json(value: object) -> object:
-    """A value that JSON can hold: numbers that are not finite become their names."""
+    """Convert a value for JSON: numbers that are not finite become their names."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -204,7 +198,7 @@ def _events_in(data: bytes) -> EventsRead:
 
 
 def _parse(line: bytes) -> Event | None:
-    """One line; None where it is torn or not ours."""
+    """Parse a line; None if it is torn or not an event."""
     try:
         event = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
@@ -213,7 +207,7 @@ def _parse(line: bytes) -> Event | None:
 
 
 def _is_event_up_to(step: int, line: bytes) -> bool:
-    """Whether a line is whole and belongs to a step that is kept. A test has none: it comes last."""
+    """Whether a line is intact and belongs to a kept step. Test results have no step, and are never kept."""
     event = _parse(line)
     at = event.get("step") if event is not None else None
     return type(at) is int and at <= step

@@ -1,4 +1,4 @@
-"""A model as the files that plain PEFT and plain transformers read, and strictly back again."""
+"""Encode a model as the files that PEFT and transformers read, and load them strictly."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _log = logging.getLogger(__name__)
 
 
 def has_adapter(model: torch.nn.Module) -> bool:
-    """Whether a model is a PeftModel, told without importing peft: full fine-tuning never needs it."""
+    """Whether a model is a PeftModel. Does not import peft, which full fine-tuning never needs."""
     return isinstance(getattr(model, "peft_config", None), Mapping)
 
 
 def encode_model(model: torch.nn.Module, base: Path | None = None) -> dict[str, Chunks]:
-    """What a checkpoint holds of a model: its adapter where it has one, else all of it.
+    """Encode a model for a checkpoint: its adapter if it has one, else all weights.
 
     Args:
         model: a PeftModel with one adapter, or a transformers model.
         base: the folder of a base that was saved with the run; the adapter then names it.
 
     Returns:
-        Content by file name. Tensors are read from the model as the content is consumed.
+        Content by file name. Tensors are read from the model while the content is consumed.
 
     Raises:
         CheckpointError: the adapter's base has no name and was not saved.
@@ -46,10 +46,10 @@ def encode_model(model: torch.nn.Module, base: Path | None = None) -> dict[str, 
 
 
 def load_model(model: torch.nn.Module, folder: Path) -> None:
-    """Put the weights of a checkpoint into a model of the same architecture; all of them, or an error.
+    """Load all weights of a checkpoint into a model of the same architecture.
 
     Raises:
-        CheckpointError: a tensor is missing, left over, of another shape, or did not arrive in the model.
+        CheckpointError: a tensor is missing, unknown, of another shape, or did not arrive in the model.
     """
     file = folder / ("adapter_model.safetensors" if has_adapter(model) else "model.safetensors")
     if not file.is_file():
@@ -76,10 +76,10 @@ def load_model(model: torch.nn.Module, folder: Path) -> None:
 def refuse_other_tensors(
     file: Path, *, saved: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Compare names and shapes in a file with those of the objects it is meant for.
+    """Compare the names and shapes in a file with those of the model or optimizer that loads it.
 
     Raises:
-        CheckpointError: they differ; names the first few differences of each kind.
+        CheckpointError: they differ; the message names the first differences of each kind.
     """
     reshaped = [
         f"{name} is {list(saved[name])} there, {list(expected[name])} here"
@@ -100,14 +100,14 @@ def refuse_other_tensors(
 
 
 def encode_full_model(model: torch.nn.Module) -> dict[str, Chunks]:
-    """A whole transformers model as `from_pretrained` reads it; weights that are tied are written once."""
+    """Encode a whole transformers model as `from_pretrained` reads it; tied weights are written once."""
     if has_adapter(model):
         raise TypeError("a model that carries an adapter is not a base model")
-    # The model's own objects stay as they are: saving must not change what is trained.
+    # A copy, because saving must not change the model in training.
     config: Any = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = next(model.parameters()).dtype
-    # Off while training, where a cache of keys and values is of no use; to generate one needs it on.
+    # Training switches the key-value cache off; generation needs it.
     config.use_cache = True
     files: dict[str, Chunks] = {"config.json": [config.to_json_string().encode()], **_encode_generation_config(model)}
     files["model.safetensors"] = TensorFile(_full_tensors(model), _METADATA)
@@ -115,10 +115,10 @@ def encode_full_model(model: torch.nn.Module) -> dict[str, Chunks]:
 
 
 def encode_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Chunks]:
-    """A tokenizer with its chat template, as `save_pretrained` lays it out.
+    """Encode a tokenizer with its chat template, as `save_pretrained` writes it.
 
-    Its files are made in the system's temporary folder first: a part of them is written by native code, which
-    would not tell a full disk from any other trouble.
+    The files are first written to the system's temporary folder: native code writes some of them, and does not report
+    a full disk as such.
     """
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer.save_pretrained(scratch)
@@ -133,7 +133,7 @@ def _encode_adapter(model: torch.nn.Module, base: Path | None) -> dict[str, Chun
     return {
         "adapter_config.json": [_adapter_config(model, base)],
         "adapter_model.safetensors": TensorFile(_adapter_tensors(model), _METADATA),
-        **_encode_generation_config(model),  # its stop ids are a list, which neither adapter nor tokenizer can say
+        **_encode_generation_config(model),  # has the list of stop ids, which no other file of an adapter holds
     }
 
 
@@ -143,7 +143,7 @@ def _encode_generation_config(model: torch.nn.Module) -> dict[str, Chunks]:
 
 
 def _adapter_config(model: torch.nn.Module, base: Path | None) -> bytes:
-    """PEFT's own description of the adapter, in one order; PEFT writes sets as they come."""
+    """Encode PEFT's configuration of the adapter with sorted sets, which PEFT writes in any order."""
     peft_config: Any = model.peft_config
     record = peft_config[_adapter_name(model)].to_dict()
     name = str(base.resolve()) if base else record.get("base_model_name_or_path")
@@ -154,7 +154,7 @@ def _adapter_config(model: torch.nn.Module, base: Path | None) -> bytes:
         )
     is_folder = Path(name).is_dir()
     record["base_model_name_or_path"] = str(Path(name).resolve()) if is_folder else name
-    # The commit that was in fact read says more than the branch that was asked for.
+    # The commit that was read is more exact than the branch that was asked for.
     commit = getattr(model.config, "_commit_hash", None)
     record["revision"] = None if is_folder else commit or record.get("revision")
     record["inference_mode"] = True
@@ -177,7 +177,7 @@ def _adapter_name(model: torch.nn.Module) -> str:
 def _adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     from peft import get_peft_model_state_dict
 
-    # Without "auto", which asks the hub whether the vocabulary was resized: a save must not need the network.
+    # Not "auto": it asks the hub whether the vocabulary was resized, and a save must not need the network.
     tensors: dict[str, torch.Tensor] = get_peft_model_state_dict(
         model, adapter_name=_adapter_name(model), save_embedding_layers=False
     )
@@ -185,7 +185,7 @@ def _adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every tensor of a model once: of names that share memory, the first in the model's own order."""
+    """Return every tensor of a model once. If names share memory, the first in the model's order counts."""
     tensors: dict[str, torch.Tensor] = {}
     seen = set()
     for name, tensor in model.state_dict().items():

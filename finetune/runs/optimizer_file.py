@@ -1,7 +1,7 @@
-"""An optimizer's state as one safetensors file, keyed by parameter names, and strictly back again.
+"""Encode an optimizer's state as one safetensors file, keyed by parameter names, and load it strictly.
 
-Holds for every optimizer whose state is tensors and plain numbers. Hyper-parameters are not kept: they are a
-function of the configuration and the step.
+This works for every optimizer whose state is tensors and plain numbers. Hyper-parameters are not saved: they follow
+from the configuration and the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _METADATA_KEY = "finetune"
 
 
 def encode_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Chunks]:
-    """The state of an optimizer: tensors as `<state name>/<parameter name>`, numbers in the file's metadata.
+    """Encode the state: tensors as `<state name>/<parameter name>`, numbers in the file's metadata.
 
     Raises:
         CheckpointError: a state is neither a tensor nor a number.
@@ -53,7 +53,7 @@ def encode_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Put a saved state into an optimizer over the same parameters; its hyper-parameters stay as they are.
+    """Load a saved state into an optimizer over the same parameters. Its hyper-parameters do not change.
 
     Raises:
         CheckpointError: the file is damaged, of another optimizer, or of other parameters.
@@ -89,8 +89,8 @@ def _set_states(
     current = optimizer.state_dict()
     current["state"] = {index: states[name] for index, name in enumerate(parameters) if name in states}
     optimizer.load_state_dict(current)
-    # torch puts each state where its parameter is, and gives it the parameter's dtype too. The latter loses
-    # bits where a low-precision weight has a state in fp32.
+    # torch moves each state to the device and the dtype of its parameter. The dtype loses bits if a
+    # low-precision weight has a state in fp32.
     for name, saved in states.items():
         held = optimizer.state[parameters[name]]
         for state_name, value in saved.items():
@@ -99,14 +99,14 @@ def _set_states(
 
 
 def _named_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.nn.Parameter]:
-    """The optimizer's parameters in its own order, by the names they have in the model."""
+    """Return the optimizer's parameters in its own order, by their names in the model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {names[id(parameter)]: parameter for parameter in ordered}
 
 
 def _class_name(optimizer: torch.optim.Optimizer) -> str:
-    """Name of the optimizer's class; looks into a wrapper that has it as `.optimizer`."""
+    """Return the name of the optimizer's class; of a wrapper, that of its `.optimizer`."""
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 

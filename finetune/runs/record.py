@@ -1,4 +1,4 @@
-"""run.json: what a run was, on what, and how it ended."""
+"""Write and read run.json, the record of a run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _log = logging.getLogger(__name__)
 
 
 class RunRecord:
-    """The file, replaced whole at each change; docs/watching.md describes its fields.
+    """The file, replaced as a whole at each change; docs/watching.md describes its fields.
 
-    Only what is passed in by name gets here: no environment, no arguments, nothing that could be a secret.
+    It holds only what is passed in by name: no environment, no command line, nothing that could be a secret.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,25 +46,25 @@ class RunRecord:
         started_with: Mapping[str, Any] | None = None,
         resume_changes: Sequence[Mapping[str, str]] = (),
     ) -> None:
-        """Write the record of a run that begins or goes on. Times of starts, and what they changed, are kept.
+        """Write the record of a run that starts or resumes. The times and changes of earlier starts are kept.
 
         Args:
             world_size: processes that train together.
-            processes_started: processes of the launch; more than world_size where one of them goes on alone.
-            launcher: what started them.
-            backend: that of the process group; None for a single process.
-            global_batch: how the global batch is made up, for example batch_size, world_size, accumulation.
-            fallbacks: what `Fallbacks.as_records` gives.
+            processes_started: processes of the launch; more than world_size if one of them trains alone.
+            launcher: the launcher that started them.
+            backend: the backend of the process group; None for a single process.
+            global_batch: the parts of the global batch, by name.
+            fallbacks: the result of `Fallbacks.as_records`.
             fingerprints: digests by name, for example of the data and the configuration.
-            started_with: what the next start is compared with.
-            resume_changes: what this start changed of the curve, by `resume.allow`; added to that of earlier starts.
+            started_with: the values with which `training.resume` compares the next start.
+            resume_changes: changes that `resume.allow` let through; added to those of earlier starts.
 
         Raises:
             RunFailedError: the disk refused.
         """
         earlier = read_run_record(self.path)
         if earlier is None and self.path.exists():
-            _log.warning("%s cannot be read and is written anew", self.path)
+            _log.warning("%s cannot be read and is replaced", self.path)
         earlier = earlier or {}
         starts, changes = (_list(earlier.get(name)) for name in ("starts", "resume_changes"))
         now = _now()
@@ -102,7 +102,7 @@ class RunRecord:
         self._save()
 
     def finish(self, status: Status, result: Mapping[str, Any] | None = None) -> None:
-        """Note how the run ended, when, and with what.
+        """Record how and when the run ended, and its result.
 
         Raises:
             RunFailedError: the disk refused.
@@ -116,7 +116,7 @@ class RunRecord:
 
 
 def read_run_record(path: Path) -> dict[str, Any] | None:
-    """What run.json says; None where it is missing, empty or torn."""
+    """Read run.json; None if it is missing, empty or torn."""
     try:
         record = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -125,7 +125,7 @@ def read_run_record(path: Path) -> dict[str, Any] | None:
 
 
 def read_versions() -> dict[str, str]:
-    """Versions of Python, of this package and of those below it, without importing them."""
+    """Return the versions of Python, of this package and of its main dependencies, without importing them."""
     found = {"python": platform.python_version(), "finetune": finetune.__version__}
     for name in _PACKAGES:
         try:
@@ -136,13 +136,9 @@ def read_versions() -> dict[str, str]:
 
 
 def read_git_commit(folder: Path) -> str | None:
-    """The commit that is checked out where a run was started, `-dirty` behind it where tracked files were changed.
+    """Return the commit that is checked out in a folder, with `-dirty` appended if tracked files were changed.
 
-    Args:
-        folder: in a repository, or not.
-
-    Returns:
-        None outside of a repository, before its first commit, and where git is not installed or does not answer.
+    Returns None outside of a repository, before its first commit, and if git is not installed or does not answer.
     """
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

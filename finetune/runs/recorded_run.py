@@ -1,4 +1,4 @@
-"""The one reader of runs: what a run's folder says, however far the run came. Nothing in it is changed."""
+"""Read a run's folder, however far the run came. Nothing in it is changed."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Points = list[tuple[int, float]]
 """Step and value. A value may be NaN or infinite."""
 
 _DEEPEST = 4
-"""Folders below the given one, so that a whole disk is not searched by mistake."""
+"""How many levels of folders are searched, so that nobody searches a whole disk by mistake."""
 _LARGEST_STEP = 2**53
-"""JavaScript counts no further."""
+"""JavaScript, on the page of a report, has no larger exact integers."""
 _SCORES = ("exact_match", "json_valid", "loss")
 
 
 class RecordedRun:
-    """A run as its files have it. Each file is read once, when it is first needed. Every text in it may be hostile.
+    """A run as its files describe it. Each file is read once, when it is first needed. Any text in it may be hostile.
 
     Args:
         path: the run's folder.
-        name: what the run is called beside others; default: its path.
+        name: the run's name beside others; default: its path.
     """
 
     def __init__(self, path: str | Path, name: str | None = None) -> None:
@@ -44,39 +44,39 @@ class RecordedRun:
 
     @property
     def config(self) -> Config | None:
-        """config.yaml, with former spellings of keys read as today's; None where it cannot be read."""
+        """config.yaml, with former keys read as the current ones; None if it cannot be read."""
         return self._config[0]
 
     @property
     def why_no_config(self) -> str:
-        """Why config.yaml cannot be read; empty where it can."""
+        """Why config.yaml cannot be read; empty if it can."""
         return self._config[1]
 
     @property
     def record(self) -> dict[str, Any]:
-        """run.json; empty where it is missing or torn."""
+        """run.json; empty if it is missing or torn."""
         return self._record[0]
 
     @property
     def events(self) -> list[Event]:
-        """metrics.jsonl; lines that are torn or not ours are left out."""
+        """metrics.jsonl, without lines that are torn or not events."""
         return self._events[0]
 
     @property
     def problems(self) -> list[str]:
-        """What could not be read, as sentences without a full stop."""
+        """The problems of reading, as sentences without a full stop."""
         return [problem for problem in (self._config[1], self._record[1], self._events[1]) if problem]
 
     @property
     def status(self) -> str:
-        """As run.json has it, `unknown` where it does not say. The run may have been killed since."""
+        """The status in run.json, or `unknown`. The run may have been killed since."""
         return str(self.record.get("status") or "unknown")
 
     @property
     def state(self) -> str:
         """`running`, `completed`, `failed`, `stopped`, `preempted` or `unknown`.
 
-        A run that is killed leaves run.json as it was; only the kernel's lock tells it from one that goes on.
+        A killed run leaves run.json unchanged; only the kernel's lock tells it from a run in progress.
         """
         if is_held(self.folder.lock_file):
             return "running"
@@ -86,27 +86,27 @@ class RecordedRun:
 
     @property
     def result(self) -> dict[str, Any]:
-        """The outcome in run.json; empty before the end."""
+        """The result in run.json; empty before the end."""
         return self.part("result")
 
     @property
     def why(self) -> str | None:
-        """Why the run failed or stopped, where it could say so."""
+        """Why the run failed or stopped, if that is recorded."""
         return text(self.result.get("why") or self.result.get("error"))
 
     @property
     def num_steps(self) -> int | None:
-        """Optimizer steps of the whole run, where they are known."""
+        """Optimizer steps of the whole run, if they are known."""
         return whole(self.record.get("num_steps"))
 
     @property
     def started(self) -> str | None:
-        """The last start, in UTC, ISO 8601."""
+        """The time of the last start, in UTC, ISO 8601."""
         return next((text(start) for start in reversed(self.entries("starts"))), None)
 
     @property
     def finished(self) -> str | None:
-        """The end, in the same form; None before it."""
+        """The time of the end, in the same form; None before it."""
         return text(self.record.get("finished"))
 
     @property
@@ -128,20 +128,20 @@ class RecordedRun:
             return None
 
     def part(self, name: str) -> dict[str, Any]:
-        """A mapping in run.json; empty where it is missing or something else."""
+        """Return a mapping in run.json; empty if it is missing or something else."""
         return mapping(self.record.get(name))
 
     def entries(self, name: str) -> list[Any]:
-        """A list in run.json; empty where it is missing or something else."""
+        """Return a list in run.json; empty if it is missing or something else."""
         value = self.record.get(name)
         return value if isinstance(value, list) else []
 
     def of(self, kind: str) -> list[Event]:
-        """The events of one kind, in their order."""
+        """Return the events of one kind, in their order."""
         return [event for event in self.events if event["event"] == kind]
 
     def points(self, kind: str, name: str) -> Points:
-        """One figure of the events of one kind, in rising steps; where a step comes twice, as it was last."""
+        """Return one figure of the events of a kind, in ascending steps. The last event of a step counts."""
         found = {
             step: value
             for event in self.of(kind)
@@ -150,12 +150,12 @@ class RecordedRun:
         return sorted(found.items())
 
     def last(self, kind: str, name: str) -> float | None:
-        """The last value of a figure; None where there is none, or it is not finite."""
+        """Return the last value of a figure; None if there is none, or it is not finite."""
         points = finite(self.points(kind, name)[-1:])
         return points[0][1] if points else None
 
     def scores(self) -> dict[str, dict[str, float]]:
-        """The figures of the test phase, by model (base, tuned) and name."""
+        """Return the figures of the test phase, by model (base, tuned) and name."""
         return {
             str(event.get("model")): {
                 name: value
@@ -169,7 +169,7 @@ class RecordedRun:
     def _config(self) -> tuple[Config | None, str]:
         file = self.folder.config_file
         try:
-            # Each line is a key, and each line ends: what was cut within one must not be taken for its value.
+            # Each line is a key. A line that was cut must not be read as a shorter value.
             if not file.read_bytes().endswith(b"\n"):
                 return None, f"{file.name} is empty or cut short"
             return compose([], run=str(file), complete=False), ""
@@ -203,10 +203,10 @@ class RecordedRun:
 
 
 def open_run(path: Path, name: str | None = None) -> RecordedRun:
-    """The run in a folder; one that has only just begun has its lock alone.
+    """Open the run in a folder. A run that has just started may have only its lock.
 
     Raises:
-        CheckpointError: nothing of a run is there.
+        CheckpointError: the folder holds no run.
     """
     run = RecordedRun(path, name)
     folder = run.folder
@@ -219,10 +219,10 @@ def open_run(path: Path, name: str | None = None) -> RecordedRun:
 
 
 def open_runs(paths: Sequence[Path]) -> list[RecordedRun]:
-    """Runs to lay beside each other, each called by the fewest last parts of its path that tell it from the others.
+    """Open runs to compare. Each is named by the shortest end of its path that no other run has.
 
     Raises:
-        CheckpointError: one of them is no folder of a run, or is named twice.
+        CheckpointError: a path is not the folder of a run, or is named twice.
     """
     resolved = [RunFolder(path).path.resolve() for path in paths]
     if twice := [path for path in resolved if resolved.count(path) > 1]:
@@ -236,7 +236,7 @@ def open_runs(paths: Sequence[Path]) -> list[RecordedRun]:
 
 
 def find_runs(folder: Path) -> list[RecordedRun]:
-    """The runs in a folder and below, by the time of their last start, each called by its path from there.
+    """Find the runs in a folder and below, sorted by the time of their last start, and named by their relative path.
 
     Raises:
         CheckpointError: there is no such folder.
@@ -266,26 +266,26 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def finite(points: Points) -> Points:
-    """Those that can be drawn."""
+    """Return the points with finite values."""
     return [(step, value) for step, value in points if math.isfinite(value)]
 
 
 def step_of(event: Event) -> int | None:
-    """The step that an event belongs to, where that is a step."""
+    """Return the step that an event belongs to; None if it has no valid step."""
     step = whole(event.get("step"))
     return step if step is not None and 0 <= step < _LARGEST_STEP else None
 
 
 def mapping(value: object) -> dict[str, Any]:
-    """The value where it is a mapping, else an empty one."""
+    """Return the value if it is a mapping, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def whole(value: object) -> int | None:
-    """The value where it is a whole number."""
+    """Return the value if it is an integer, else None."""
     return value if type(value) is int else None
 
 
 def text(value: object) -> str | None:
-    """The value where it is text."""
+    """Return the value if it is text, else None."""
     return value if isinstance(value, str) else None

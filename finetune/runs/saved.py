@@ -1,4 +1,4 @@
-"""All that a run has saved, and whether it is whole. Imports no torch."""
+"""Examine all that a run has saved. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ class SavedFolder:
     name: str
     step: int | None
     validation_loss: float | None
-    """After that step, in nats per target token; None where none was measured then, or it was no number."""
+    """After that step, in nats per target token; None if it was not measured then, or is not finite."""
     num_bytes: int
     saved: str
     """When its manifest was written, in UTC, ISO 8601."""
     problems: list[str]
-    """What is wrong with it; empty where all bytes are as they were written."""
+    """The damage; empty if all bytes are as they were written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """All that a run has saved."""
+    """The folders that a run has saved."""
 
     run_folder: str
     resumes_from: int | None
-    """The step that `resume=auto` goes on from; None: it would start from the beginning."""
+    """The step from which `resume=auto` continues; None if it would start from the beginning."""
     best_step: int | None
-    """The step with the lowest validation loss, as the newest whole checkpoint knows it."""
+    """The step with the lowest validation loss, according to the newest intact checkpoint."""
     best_loss: float | None
     checkpoints: list[SavedFolder]
     published: list[SavedFolder]
-    """`adapter/` and `base/`, those that are there."""
+    """`adapter/` and `base/`, if they exist."""
 
     @property
     def folders(self) -> list[SavedFolder]:
-        """The checkpoints, then what is published."""
+        """The checkpoints, then the published folders."""
         return [*self.checkpoints, *self.published]
 
     @property
     def exit_code(self) -> int:
-        """0 where there is something whole to go on from, or nothing was saved yet."""
+        """0 if a checkpoint is intact, or none was saved yet."""
         return EXIT_PROBLEM if self.checkpoints and self.resumes_from is None else 0
 
 
 def examine_run(path: Path) -> SavedRun:
-    """Read every byte of what a run has saved and compare it with what was written. Nothing is changed.
+    """Read every byte that a run has saved and compare it with the manifests. Nothing is changed.
 
     Raises:
         CheckpointError: there is no run in the folder.
@@ -82,7 +82,7 @@ def examine_run(path: Path) -> SavedRun:
 
 
 def _examine(path: Path, *, step: int | None = None, validation_loss: float | None = None) -> SavedFolder | None:
-    """None where there is no such folder, or no longer: a run that goes on removes old checkpoints meanwhile."""
+    """Examine a folder; None if it does not exist, since a run in progress may have removed an old checkpoint."""
     try:
         files = [file.lstat() for file in path.iterdir() if file.is_file() and not file.is_symlink()]
         problems = verify_published(path) if step is None else verify(path)

@@ -10,56 +10,56 @@ from typing import Any
 from finetune.errors import CheckpointError
 
 SCHEMA_VERSION = 1
-"""Rises when a field of `TrainerState` changes its meaning; older checkpoints are then refused by number."""
+"""Raised when a field of `TrainerState` changes its meaning; checkpoints of another version are refused."""
 _ADDED_LATER = {"num_skipped_steps": 0}
-"""What a checkpoint means that was written before there was such a field: then no step was ever skipped."""
+"""Fields that older checkpoints lack, with the value that they had then."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """All that training needs to go on, besides weights and optimizer.
+    """Everything that training needs to continue, besides weights and optimizer.
 
-    There is no RNG state: order and dropout are functions of the seed and of the counters below.
+    There is no RNG state: the order of rows and dropout are functions of the seed and these counters.
     """
 
     step: int = 0
     """Optimizer steps done since the start of the run."""
     epoch: int = 0
-    """The epoch, counted from 0, to which the next step belongs."""
+    """The epoch of the next step, counted from 0."""
     steps_in_epoch: int = 0
-    """Optimizer steps already done within that epoch."""
+    """Optimizer steps already done in that epoch."""
     best_loss: float | None = None
     """Lowest validation loss so far, in nats per target token."""
     best_step: int | None = None
-    """The step after which it was measured."""
+    """The step after which `best_loss` was measured."""
     validations_without_improvement: int = 0
-    """Early stopping counts these in a row."""
+    """Consecutive validations without improvement, for early stopping."""
     num_targets: int = 0
     """Target tokens trained on since the start of the run."""
     num_tokens: int = 0
     """Tokens, targets or not, seen since the start of the run."""
     num_skipped_steps: int = 0
-    """Steps that made no update, since their loss or gradient was not finite (`training.on_nonfinite=skip`)."""
+    """Steps without an update, because their loss or gradient was not finite (`training.on_nonfinite=skip`)."""
     world_size: int = 1
-    """Processes that trained up to here."""
+    """Processes that trained this state."""
     global_batch_size: int = 1
     """Examples per optimizer step over all processes."""
     schema_version: int = SCHEMA_VERSION
 
     def as_record(self) -> dict[str, Any]:
-        """Plain values for state.json."""
+        """Convert to plain values for state.json."""
         return asdict(self)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], *, source: str) -> TrainerState:
-        """The twin of `as_record`, strict about names and types.
+        """Read what `as_record` wrote, strictly by names and types.
 
         Args:
-            record: what state.json holds.
+            record: the content of state.json.
             source: the file, for messages.
 
         Raises:
-            CheckpointError: written by another schema; a field is missing, unknown or of another type.
+            CheckpointError: the record has another schema version, or a field is missing, unknown or of another type.
         """
         if record.get("schema_version") != SCHEMA_VERSION:
             raise CheckpointError(
@@ -80,7 +80,7 @@ class TrainerState:
 
 
 def _fits(name: str, value: object) -> bool:
-    """Whether a value may stand in a field: counts are never negative, only the best two may be unknown."""
+    """Whether a field may have a value: counts are never negative, and only the best loss and step may be unknown."""
     if name == "best_loss":
         return value is None or type(value) is int or (type(value) is float and math.isfinite(value))
     if name == "best_step" and value is None:

@@ -1,7 +1,7 @@
-"""Tensors to and from the safetensors format, written one tensor at a time through plain Python I/O.
+"""Write and read tensors in the safetensors format, one tensor at a time, through plain Python I/O.
 
 The library's own writer either holds a second copy of everything in memory or reports a full disk without its
-errno, and orders several metadata keys at random. The format is simple enough to be written here.
+errno, and it orders several metadata keys at random.
 Format: https://huggingface.co/docs/safetensors, "Format".
 """
 
@@ -36,10 +36,10 @@ _DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file to be: iterating gives its bytes, piece by piece; equal tensors give equal bytes.
+    """The content of a safetensors file. Iterating yields its bytes; equal tensors give equal bytes.
 
     Attributes:
-        tensors: any devices and strides; each is copied to the host when its turn comes.
+        tensors: on any device, with any strides; each is copied to the host when it is written.
         metadata: the one key and value of the file's metadata.
     """
 
@@ -48,23 +48,23 @@ class TensorFile:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors, without the header."""
+        """Size of all tensors, without the header."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def copied(self) -> TensorFile:
-        """The same file from copies on the host, which no later optimizer step reaches."""
+        """Copy the tensors to the host, so that later optimizer steps do not change them."""
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
         return TensorFile(copies, self.metadata)
 
     def not_finite(self) -> Iterator[str]:
-        """Names of the tensors that hold a value which is not a finite number."""
+        """Yield the names of tensors that hold a value that is not finite."""
         for name, tensor in self.tensors.items():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 yield name
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
-        """Raises CheckpointError where a tensor's dtype has no name in the format."""
-        # Wide types first: each tensor then starts at a multiple of its own item size.
+        """Yield the bytes; raise CheckpointError if the format has no name for a tensor's dtype."""
+        # Wide types first, so that each tensor starts at a multiple of its item size.
         ordered = sorted(self.tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
         header: dict[str, object] = {"__metadata__": dict([self.metadata])}
         position = 0
@@ -88,10 +88,10 @@ class TensorFile:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a file, on the host, and its metadata.
+    """Read the tensors of a file to the host, and its metadata.
 
     Raises:
-        CheckpointError: the file is missing or is no safetensors file.
+        CheckpointError: the file is missing or is not a safetensors file.
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and whether it is whole. Imports no torch: `finetune checkpoints` answers at once."""
+"""Verify the content of checkpoints. Imports no torch, so that `finetune checkpoints` answers at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def read_state(path: Path) -> TrainerState:
-    """Where training stood when a checkpoint was saved.
+    """Read the counters of training from a checkpoint.
 
     Raises:
         CheckpointError: state.json is missing, damaged or of another schema.
@@ -53,7 +53,7 @@ def read_state(path: Path) -> TrainerState:
 
 
 def verify(path: Path) -> list[str]:
-    """What is wrong with a checkpoint folder, one line per file; empty when all bytes are as written."""
+    """List the problems of a checkpoint folder, one line per file; empty if all bytes are as written."""
     problems = unexpected_names(path, {OPTIMIZER_FILE, STATE_FILE}) or find_damage(path)
     if problems:
         return problems
@@ -65,14 +65,14 @@ def verify(path: Path) -> list[str]:
 
 
 def verify_published(path: Path) -> list[str]:
-    """The same for `adapter/` and `base/`, which hold a model and no training state."""
+    """List the problems of `adapter/` or `base/`, which hold a model and no training state."""
     return unexpected_names(path, set()) or find_damage(path)
 
 
 def newest_valid(folder: RunFolder) -> Path | None:
-    """The newest checkpoint that is whole; a damaged one on the way is named in a warning and left alone.
+    """Find the newest intact checkpoint. A warning names each damaged one on the way, which stays as it is.
 
-    One whose best step is damaged yields to an older one from which the best can be trained again, where there is one.
+    If the checkpoint of its best step is damaged, an older one is preferred, from which the best is trained again.
     """
     without_best = None
     for path in whole_checkpoints(folder):
@@ -85,7 +85,7 @@ def newest_valid(folder: RunFolder) -> Path | None:
 
 
 def whole_checkpoints(folder: RunFolder) -> Iterator[Path]:
-    """Those that are whole, from the newest on; each damaged one on the way is named in a warning."""
+    """Yield the intact checkpoints, newest first. A warning names each damaged one on the way."""
     for step in reversed(folder.checkpoint_steps()):
         path = folder.checkpoint(step)
         if problems := verify(path):
@@ -95,7 +95,7 @@ def whole_checkpoints(folder: RunFolder) -> Iterator[Path]:
 
 
 def unexpected_names(path: Path, required: Collection[str]) -> list[str]:
-    """Files that a manifest must not name, and files that it should."""
+    """List the files that a manifest must not name, and those that it lacks."""
     try:
         names = read_manifest(path).keys()
     except ValueError as error:
@@ -109,5 +109,5 @@ def unexpected_names(path: Path, required: Collection[str]) -> list[str]:
 
 
 def _is_possible(state: TrainerState) -> bool:
-    """Whether every number of a state is finite and of a size that those who count on with it can take."""
+    """Whether every number of a state is finite, and small enough to count on from it."""
     return all(number is None or -_MOST < number < _MOST for number in state.as_record().values())

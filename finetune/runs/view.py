@@ -1,7 +1,7 @@
-"""One view of a run, from the events of its metrics.jsonl: what a terminal shows during training, and a line for a log.
+"""The live view of a run, made from the events of its metrics.jsonl, and the line for a log.
 
-Training hands it each event as it happens, `finetune watch` as it reads them. It is a table with one bar of rich in it:
-rich.progress shows tasks, and a run is one task with many figures.
+Training passes each event as it happens, `finetune watch` as it reads them. The view is a table with a bar of rich in
+it: rich.progress shows tasks, but a run is one task with many figures.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _SEPARATOR = " · "
 
 
 class Trend(NamedTuple):
-    """The mean loss of the last steps against that of as many before."""
+    """The mean loss of the last steps, compared with that of as many steps before."""
 
     change: float
     """Relative: -0.1 is 10% lower."""
     num_steps: int
     is_clear: bool
-    """Beyond twice the standard error of the difference."""
+    """Whether the change is more than twice its standard error."""
 
     def __str__(self) -> str:
         direction = "level" if not self.is_clear else "falling" if self.change < 0 else "rising"
@@ -44,19 +44,19 @@ class Trend(NamedTuple):
 
 
 class RunView:
-    """What there is to see of a run.
+    """The figures of a run so far, rendered by rich or as a line.
 
     Args:
-        num_steps: optimizer steps of the whole run, if that is known.
+        num_steps: optimizer steps of the whole run, if known.
     """
 
     def __init__(self, num_steps: int | None = None) -> None:
         self.num_steps = num_steps
         self.step = 0
         self.headline = ""
-        """A word on the run's state, for whoever watches from outside."""
+        """The run's name and state; `finetune watch` sets it."""
         self.seconds_left: float | None = None
-        """As whoever trains knows it; else the time of the last steps says it."""
+        """The time left, if training sets it; otherwise it is estimated from the last steps."""
         self._last: Event = {}
         self._resources: Event = {}
         self._validation: Event = {}
@@ -66,7 +66,7 @@ class RunView:
         self._warnings: list[str] = []
 
     def take(self, event: Event) -> None:
-        """One event of metrics.jsonl, of whatever kind."""
+        """Take an event of metrics.jsonl, of any kind."""
         kind = event["event"]
         if kind == "step":
             self._take_step(event)
@@ -81,7 +81,7 @@ class RunView:
             self._warnings.append(f"step {event.get('step')}: {event.get('text')}")
 
     def line(self) -> str:
-        """The last step in one line."""
+        """Describe the last step in one line."""
         speed = number_in(self._last, "tokens_per_second")
         facts = [
             f"step {self._of_all()}",
@@ -93,7 +93,7 @@ class RunView:
         return _SEPARATOR.join([*facts, *([] if left is None else [f"{in_words(left)} left"])])
 
     def trend(self) -> Trend | None:
-        """Where the loss goes; None before there are enough steps to say."""
+        """Compute the trend of the loss; None before there are enough steps."""
         count = min(len(self._losses) // 2, _MOST_TREND_STEPS)
         if count < _FEWEST_TREND_STEPS:
             return None
@@ -199,7 +199,7 @@ class RunView:
 
 
 def curve(values: list[float], width: int) -> str:
-    """Values as bars in one line of at most `width` characters, each the mean of its share of them."""
+    """Draw values as bars in one line of at most `width` characters. Each bar is the mean of its part of the values."""
     if len(values) < 2:
         return ""
     width = min(width, len(values))
@@ -211,7 +211,7 @@ def curve(values: list[float], width: int) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """A span of time with its two largest units."""
+    """Write a duration with its two largest units."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

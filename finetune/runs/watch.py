@@ -1,4 +1,4 @@
-"""A run as it is seen from another terminal, from its files alone, until it ends."""
+"""Follow a run from another terminal, through its files alone."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _LINE_EVERY = 10
 
 
 class Watch:
-    """Shows a run.
+    """Show a run until it ends.
 
     Args:
-        folder: the run's.
-        console: a terminal gets the live view, anything else a line now and then.
+        folder: the run's folder.
+        console: a terminal gets the live view, anything else a line every few steps.
     """
 
     def __init__(self, folder: RunFolder, console: Console) -> None:
@@ -38,9 +38,9 @@ class Watch:
         self._live: Live | None = None
 
     def follow(self, *, once: bool = False) -> None:
-        """Show the run until it ends, or as it is now."""
+        """Show the run until it ends, or with `once` as it is now."""
         with self._shown():
-            # The state is read first: what was written before the end is then always shown.
+            # The state is read before the events, so that all events before the end are shown.
             while self._read_state() == "running" and not once:
                 self._look()
                 time.sleep(_LOOK_SECONDS)
@@ -53,7 +53,7 @@ class Watch:
         run = RecordedRun(self._folder.path)
         state, why = run.state, run.why
         if state == "stopped" and run.status == "running":
-            why = "its process is gone and left no word; resume=auto goes on from the last checkpoint"
+            why = "its process was killed; resume=auto continues from the last checkpoint"
         shown = state if state in ("running", "completed") or not why else f"{state}: {why}"
         self._view.headline = f"{self._folder.path.name}, {shown}"
         self._view.num_steps = run.num_steps
@@ -66,7 +66,7 @@ class Watch:
             fresh.headline = self._view.headline
             self._view = fresh
             self._last_line_at = 0
-            self._say("the run goes on from a checkpoint: what came behind it does not count")
+            self._say("the run continues from a checkpoint, and discards the steps after it")
         for event in events:
             self._view.take(event)
             self._say_event(event)
@@ -97,6 +97,6 @@ class Watch:
             yield
 
     def _say(self, text: str) -> None:
-        """A line, where there is no view that shows the same."""
+        """Print a line, unless the live view shows the same."""
         if self._live is None:
             self._console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
