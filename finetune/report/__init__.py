@@ -1,1 +1,1 @@
-"""One page that says what runs were and how they went: `finetune report`. Imports no torch but to preview data."""
+"""The page of `finetune report`, about one run or several. Imports torch only to preview data."""

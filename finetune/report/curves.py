@@ -1,6 +1,6 @@
-"""What is drawn: curves of one run or of several over each other, as points and as a Vega specification of each chart.
+"""Make the charts of the page: the curves of one run or several, as points and as Vega specifications.
 
-Vega-Lite (Satyanarayan et al., 2017) is compiled here, when the report is written; the page holds Vega alone.
+Vega-Lite (Satyanarayan et al., 2017) is compiled when the report is written, so the page needs only Vega.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from finetune.runs.recorded_run import Points, RecordedRun, finite
 
 MOST_POINTS = 1200
-"""Of one curve: more cannot be seen, and would make a large page."""
+"""The most points of a curve: more cannot be seen, and would make a large page."""
 COLOURS = 8
-"""Different ones that page.css has."""
+"""The number of hues in page.css."""
 _SMOOTHED_FROM = 40
-"""Fewer points are drawn as they are."""
+"""Curves with fewer points are not smoothed."""
 _LOG_FROM_RATIO = 50.0
 _VEGA_LITE = "6.1"
 _GIB = 2**30
@@ -28,26 +28,26 @@ Scale = Callable[[float], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One line: `is_raw` lies faint behind its smoothed self, `is_measured` has a mark at each point."""
+    """A line. With `is_raw` it is faint, behind its smoothed copy; with `is_measured` it has a mark at each point."""
 
     name: str
     run: int
     hue: int
     points: Points
     errors: dict[int, float] = field(default_factory=dict)
-    """The standard error at a step."""
+    """The standard error, by step."""
     is_raw: bool = False
     is_measured: bool = False
 
     def drawn(self) -> Points:
-        """The curve, or of a long one the highest and the lowest point of each stretch."""
+        """Return the points to draw: all, or for a long curve the lowest and the highest of each stretch."""
         points = finite(self.points)
         return points if len(points) <= MOST_POINTS else list(_extremes(points, MOST_POINTS // 2))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """Curves over one axis."""
+    """Curves on common axes."""
 
     name: str
     title: str
@@ -58,28 +58,28 @@ class Chart:
 
     @property
     def can_be_log(self) -> bool:
-        """Whether the curves have a logarithm, and span enough for one to show more."""
+        """Whether a large chart can have a logarithmic axis: all its values are positive."""
         values = [value for curve in self.curves for _, value in curve.drawn()]
         return self.is_large and bool(values) and min(values) > 0
 
     @property
     def is_log_first(self) -> bool:
-        """Whether most of a linear picture would be empty."""
+        """Whether the logarithmic axis is shown first, because a linear chart would be mostly empty."""
         values = [value for curve in self.curves for _, value in curve.drawn()]
         return self.can_be_log and max(values) / min(values) > _LOG_FROM_RATIO
 
     @property
     def num_left_out(self) -> int:
-        """Points of long curves that are not drawn."""
+        """The number of points of long curves that are not drawn."""
         return sum(len(finite(curve.points)) - len(curve.drawn()) for curve in self.curves)
 
     @property
     def not_finite(self) -> list[int]:
-        """Steps whose value is NaN or infinite and cannot be drawn."""
+        """The steps with a NaN or infinite value, which cannot be drawn."""
         return sorted({step for curve in self.curves for step, value in curve.points if not math.isfinite(value)})
 
     def as_record(self) -> dict[str, Any]:
-        """As plain values for the page: specifications, curves and points."""
+        """Convert to plain values for the page: specifications, curves and points."""
         forms = {"linear": self._specification("linear")}
         if self.can_be_log:
             forms["log"] = self._specification("log")
@@ -143,7 +143,7 @@ class Chart:
         return compiled
 
     def _layers(self, y: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Each kind of curve that there is."""
+        """Yield a layer for each kind of curve in the chart."""
         for is_raw, width, opacity in ((True, 1, 0.35), (False, 1.8, 1)):
             if any(curve.is_raw == is_raw and not curve.is_measured for curve in self.curves):
                 wanted = {"filter": f"!datum.measured && {'' if is_raw else '!'}datum.raw"}
@@ -180,12 +180,12 @@ _CONFIG: dict[str, Any] = {
 
 
 def build_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """Every chart for which some run has points."""
+    """Make every chart for which a run has points."""
     unit = "nats per pair" if all(run.points("step", "reward_margin") for run in runs) else "nats per target token"
     charts = [
         Chart(name="loss", title="Loss", unit=unit, curves=list(_losses(runs)), is_large=True),
-        _chart(runs, "reward-accuracy", "Preferred as the pair says", "share of the pairs", "step", "reward_accuracy"),
-        _chart(runs, "reward-margin", "Reward margin", "chosen less rejected", "step", "reward_margin"),
+        _chart(runs, "reward-accuracy", "Reward accuracy", "share of pairs", "step", "reward_accuracy"),
+        _chart(runs, "reward-margin", "Reward margin", "chosen minus rejected", "step", "reward_margin"),
         _chart(runs, "learning-rate", "Learning rate", "", "step", "learning_rate", smooth=False),
         _chart(runs, "grad-norm", "Gradient norm", "before clipping", "step", "grad_norm"),
         _chart(runs, "throughput", "Throughput", "tokens per second", "step", "tokens_per_second"),
@@ -195,7 +195,7 @@ def build_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
 
 
 def smoothed(points: Points) -> Points:
-    """The mean around each point, over a twentieth of the curve and evenly to both sides: it does not lag behind."""
+    """Average a twentieth of the curve around each point, equally to both sides, so that the mean does not lag."""
     sums = [0.0, *accumulate(value for _, value in points)]
     reach = max(1, len(points) // 40)
     found = []
@@ -225,7 +225,7 @@ def _losses(runs: Sequence[RecordedRun]) -> Iterator[Curve]:
 
 
 def _raw_and_smoothed(points: Points, name: str, run: int, hue: int) -> Iterator[Curve]:
-    """A short curve as it is; a long one faint, with its mean over it."""
+    """Yield a short curve as it is, or a long one twice: raw and smoothed."""
     if len(finite(points)) < _SMOOTHED_FROM:
         yield Curve(name=name, run=run, hue=hue, points=points)
         return
@@ -249,7 +249,7 @@ def _chart(
 
 
 def _resources(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
-    """Memory and waiting: what `resources` events hold."""
+    """Yield the charts of memory and waiting, from `resources` events."""
     for name, title, unit, figure, factor in (
         ("device-memory", "Memory of the accelerator", "GiB, the most so far", "device_memory", 1 / _GIB),
         ("host-memory", "Memory of the process", "GiB, the most so far", "host_memory", 1 / _GIB),
@@ -281,14 +281,14 @@ def _short(value: float) -> float:
 
 
 def _round_numbers(low: float, high: float) -> list[float]:
-    """Powers of ten, and where they are few their doubles and fivefolds too."""
+    """Return the powers of ten in a range, and if they are few, also 2 and 5 times each."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     factors = (1,) if last - first > 3 else (1, 2, 5)
     return [float(f"{factor}e{power}") for power in range(first, last + 1) for factor in factors]
 
 
 def _extremes(points: Points, num_stretches: int) -> Iterator[tuple[int, float]]:
-    """The lowest and the highest point of each stretch, in the order of steps."""
+    """Yield the lowest and the highest point of each stretch, in ascending steps."""
     for number in range(num_stretches):
         stretch = points[len(points) * number // num_stretches : len(points) * (number + 1) // num_stretches]
         yield from sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})

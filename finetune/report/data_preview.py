@@ -1,4 +1,4 @@
-"""The data of runs as `finetune preview` sees them, and a row of each, for the page."""
+"""Preview the data of runs, with a row of each, for the page."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from finetune.diagnose.preview_splits import SplitSummary
 
 MOST_CHARACTERS = 6000
-"""Of the row that is shown."""
+"""The most characters of a row that the page shows."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Text of a row that is alike: carries loss or not, special token or text."""
+    """A stretch of a row with one look: with loss or without, special tokens or text."""
 
     text: str
     carries_loss: bool
@@ -31,21 +31,21 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewedData:
-    """What some runs were trained on."""
+    """The data of the runs that share it."""
 
     labels: list[str]
-    """Of the runs that share it."""
+    """The names of the runs."""
     source: str
     splits: dict[str, SplitSummary]
     row: list[Span]
     row_place: str
     findings: list[str]
     why_not: str = ""
-    """Why nothing could be read; then nothing else is known."""
+    """The reason if the data could not be read; all else is then empty."""
 
 
 def preview_data_of(runs: Sequence[RecordedRun]) -> list[PreviewedData]:
-    """Read the data of runs again, once for those that were trained on the same. Never raises."""
+    """Read the data of runs again, once for all runs that share it. Never raises."""
     groups: dict[str, list[RecordedRun]] = {}
     for run in runs:
         groups.setdefault(_identity(run), []).append(run)
@@ -64,7 +64,7 @@ def _preview(runs: Sequence[RecordedRun]) -> PreviewedData:
         return _read(runs[0], labels)
     except FinetuneError as error:
         why = str(error)
-    except Exception as error:  # a page about a run is worth having, whatever became of the run's data
+    except Exception as error:  # the page is useful even if the run's data cannot be read
         why = f"{type(error).__name__}: {error}"
     _log.warning("%s: its data could not be read again: %s", labels[0], why)
     return PreviewedData(labels=labels, source="", splits={}, row=[], row_place="", findings=[], why_not=why)
@@ -74,7 +74,7 @@ def _read(run: RecordedRun, labels: list[str]) -> PreviewedData:
     from finetune.diagnose.preview import preview_data
 
     config = load_config([], run=str(run.folder.config_file))
-    # A report must be safe to make of a folder that somebody else has sent.
+    # A report of a folder from somebody else must not run its code.
     model = config.model.model_copy(update={"trust_remote_code": False})
     preview = preview_data(config.model_copy(update={"model": model, "strict": False}), num_rows=1)
     spans: list[Span] = []

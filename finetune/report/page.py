@@ -1,7 +1,7 @@
-"""The page: one file that asks for nothing, in which no text of a run can become markup or script.
+"""Build the page: one file that makes no requests, in which no text of a run can become markup or script.
 
-Jinja2 escapes every value. A content security policy forbids every request and all scripts but the page's own, by
-their digests, so that even a mistake of ours in escaping could run nothing.
+Jinja2 escapes every value. A content security policy forbids all requests, and all scripts except the page's own, which
+it names by their digests. So even a mistake in escaping could not run a script.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from finetune.runs.recorded_run import RecordedRun, mapping, step_of
 from finetune.terminal import visible
 
 MARK = "<!-- written by finetune report -->"
-"""Stands in the first line of each page, and tells it from what others have written."""
+"""Marks the first line of each page, so that only a page of ours is overwritten."""
 _FOLDER = Path(__file__).parent
 _DIGITS = 16
-"""Of a digest: enough to see whether two are the same."""
+"""Shown digits of a digest, enough to tell two apart."""
 _STATUSES = get_args(Status)
 _NEEDED = {"vl_convert": "vl-convert-python", "jinja2": "jinja2"}
 
 
 class SettingRow(NamedTuple):
-    """One key of a run's configuration."""
+    """A key of a run's configuration."""
 
     key: str
     value: str
@@ -50,10 +50,10 @@ class SettingRow(NamedTuple):
 
 
 def require_libraries() -> None:
-    """Say now what is missing, not after the data were read.
+    """Refuse a missing library before the data are read.
 
     Raises:
-        ConfigError: a library of the extra is not installed.
+        ConfigError: a library of the extra `report` is not installed.
     """
     missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
     if missing:
@@ -64,11 +64,11 @@ def require_libraries() -> None:
 
 
 def build_page(runs: Sequence[RecordedRun], data: Sequence[PreviewedData]) -> str:
-    """The page as HTML.
+    """Build the page as HTML.
 
     Args:
-        runs: one, or several to lay over each other.
-        data: what could be said of their data; may be empty.
+        runs: one run, or several to compare.
+        data: previews of their data; may be empty.
     """
     jinja2 = import_module("jinja2")
     folder = jinja2.FileSystemLoader(_FOLDER)
@@ -103,7 +103,7 @@ def build_page(runs: Sequence[RecordedRun], data: Sequence[PreviewedData]) -> st
 
 
 def script_data(value: object) -> str:
-    """JSON that cannot end the script element which it stands in."""
+    """Encode JSON that cannot end the script element around it."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -113,13 +113,13 @@ def _visible_unless_markup(value: object) -> object:
 
 
 def _markup(text: str) -> Any:
-    """Text of our own that stands on the page as it is."""
+    """Mark our own text as markup, which is not escaped."""
     return import_module("markupsafe").Markup(text)
 
 
 @cache
 def _vega() -> str:
-    """Vega's own code, as vl-convert-python brings it, with its interpreter: nothing on the page is evaluated."""
+    """Return Vega from vl-convert-python, with its interpreter, so that the page needs no `eval`."""
     import vl_convert
 
     return vl_convert.javascript_bundle("window.finetuneVega = vegaEmbed;")
@@ -138,9 +138,9 @@ def _chart_values(chart: Chart) -> dict[str, Any]:
     notes = []
     if steps := chart.not_finite:
         named = ", ".join(f"{step:,}" for step in steps[:5]) + (", …" if len(steps) > 5 else "")
-        notes.append(f"Not finite, and not drawn: step {named}.")
+        notes.append(f"Not drawn, because the value is not finite: step {named}.")
     if chart.num_left_out:
-        notes.append("Of each stretch of a long curve the highest and the lowest point are drawn.")
+        notes.append("For long curves, the lowest and the highest point of each stretch are drawn.")
     measured = [curve for curve in chart.curves if curve.errors]
     if measured and chart.name == "loss":
         notes.append("The bars at validations are one standard error.")
@@ -157,7 +157,7 @@ def _chart_values(chart: Chart) -> dict[str, Any]:
 
 
 def _in_words(chart: Chart) -> str:
-    """What a chart says, for those who cannot see it."""
+    """Describe a chart for readers who cannot see it."""
     parts = []
     for curve in chart.curves:
         points = curve.drawn()
@@ -168,7 +168,7 @@ def _in_words(chart: Chart) -> str:
 
 
 def setting_rows(run: RecordedRun) -> list[SettingRow]:
-    """Every key of a run's configuration, with its default and its meaning."""
+    """List every key of a run's configuration, with its default and meaning."""
     if run.config is None:
         return []
     defaults = values(Config())
@@ -193,7 +193,7 @@ def _run_values(run: RecordedRun, index: int) -> dict[str, Any]:
         "path": str(run.folder.path),
         "status": run.status,
         "status_class": run.status if run.status in _STATUSES else "unknown",
-        "figures": sentences.figures_of(run),
+        "figures": list(sentences.figures_of(run)),
         "problems": run.problems,
         "warnings": [{"step": step_of(event), "text": str(event.get("text", ""))} for event in run.of("warning")],
         "settings": rows,
@@ -223,7 +223,7 @@ def _facts(run: RecordedRun) -> dict[str, str]:
 
 
 def _score_rows(run: RecordedRun) -> list[tuple[str, str, str]]:
-    """Name, base, tuned."""
+    """Return rows of name, base, tuned."""
     scores = run.scores()
     base, tuned = scores.get("base", {}), scores.get("tuned", {})
     forms = {"exact_match": sentences.percent, "json_valid": sentences.percent, "loss": sentences.number}
@@ -236,7 +236,7 @@ def _score_rows(run: RecordedRun) -> list[tuple[str, str, str]]:
 
 
 def _answers(run: RecordedRun) -> list[dict[str, str | None]]:
-    """Prompts with what was expected and what both models said, where run.json has them."""
+    """Return the prompts in run.json with the expected answer and those of both models."""
     answers = run.result.get("answers")
     found = [mapping(answer) for answer in answers] if isinstance(answers, list) else []
     names = ("prompt", "expected", "base", "tuned")

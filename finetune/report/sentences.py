@@ -1,4 +1,4 @@
-"""What came out, said in a sentence, and the few figures that go with it."""
+"""Sum up the result of runs in a sentence and a few figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from finetune.runs.recorded_run import RecordedRun, finite
 _ENDED_EARLY = {
     "failed": "It failed",
     "stopped": "It was stopped from the keyboard",
-    "preempted": "It was told to stop, and saved,",
+    "preempted": "It was told to stop and saved a checkpoint",
 }
 _WORDS_OF_AN_ERROR = 300
 
@@ -28,7 +28,7 @@ class Figure(NamedTuple):
 
 
 class SummaryRow(NamedTuple):
-    """A run among others."""
+    """A run in the table of several."""
 
     label: str
     status: str
@@ -40,12 +40,12 @@ SUMMARY_HEAD = ["steps", "validation loss", "at step", "training loss", "test, e
 
 
 def headline(runs: Sequence[RecordedRun]) -> str:
-    """The result in a sentence."""
+    """Sum up the result in a sentence."""
     return _of_one(runs[0]) if len(runs) == 1 else _of_several(runs)
 
 
 def second_line(runs: Sequence[RecordedRun]) -> str:
-    """What one should know besides; may be empty."""
+    """Return the reason of a failure, or whether several runs can be compared; may be empty."""
     if len(runs) == 1:
         run = runs[0]
         reason = run.why or ""
@@ -56,29 +56,48 @@ def second_line(runs: Sequence[RecordedRun]) -> str:
     if not changed:
         return "Their settings are the same."
     names = ", ".join(row.name for row in changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
-    return f"What differs in their settings: {names}."
+    return f"Their settings differ in {names}."
 
 
-def figures_of(run: RecordedRun) -> list[Figure]:
-    """The strip of numbers above everything."""
-    return list(_figures(run))
+def figures_of(run: RecordedRun) -> Iterator[Figure]:
+    """Yield the figures at the top of the page."""
+    validation, training = run.best_validation, finite(run.points("step", "loss"))
+    if validation:
+        yield Figure("best validation loss", number(validation[1]), f"at step {validation[0]:,}")
+    if training:
+        yield Figure("last training loss", number(training[-1][1]), f"first {number(training[0][1])}")
+    tuned, base = (run.scores().get(name, {}) for name in ("tuned", "base"))
+    if "exact_match" in tuned:
+        before = f"base {percent(base['exact_match'])}" if "exact_match" in base else ""
+        yield Figure("exact on the test split", percent(tuned["exact_match"]), before)
+    elif "loss" in tuned:
+        yield Figure(
+            "loss on the test split", number(tuned["loss"]), f"base {number(base['loss'])}" if "loss" in base else ""
+        )
+    yield Figure("optimizer steps", _count(run), _epochs(run))
+    speeds = finite(run.points("step", "tokens_per_second"))
+    if speeds:
+        tokens = sum(value for _, value in finite(run.points("step", "num_tokens")))
+        yield Figure("tokens per second", number(statistics.median(v for _, v in speeds)), f"{tokens:,.0f} tokens")
+    if took := _took(run):
+        yield Figure("time", took, _world(run))
 
 
 def summary_rows(runs: Sequence[RecordedRun]) -> list[SummaryRow]:
-    """A line for each run."""
+    """Return a row for each run."""
     best = _best_run(runs)
     return [SummaryRow(run.name, run.status, _summary(run), run is best) for run in runs]
 
 
 def number(value: float) -> str:
-    """Four digits that say something."""
+    """Write a number with four significant digits."""
     if not math.isfinite(value):
         return str(value)
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def percent(share: float) -> str:
-    """`95.5 %`, `93 %`."""
+    """Write a share as `95.5 %` or `93 %`."""
     return f"{100 * share:.1f}".removesuffix(".0") + " %"
 
 
@@ -112,11 +131,11 @@ def _of_several(runs: Sequence[RecordedRun]) -> str:
     others = [lowest[1] for run in runs if run is not best and (lowest := run.best_validation)]
     if not others:
         return f"{best.name} is the only one of {len(runs)} runs that was validated: {number(found[1])}."
-    return f"{best.name} has the lowest validation loss: {number(found[1])}, against {number(min(others))} of the next."
+    return f"{best.name} has the lowest validation loss: {number(found[1])}. The next best has {number(min(others))}."
 
 
 def _best_run(runs: Sequence[RecordedRun]) -> RecordedRun | None:
-    """The one with the lowest validation loss; None where that cannot be said."""
+    """Return the run with the lowest validation loss; None if the runs cannot be compared."""
     if len(runs) < 2 or len(_validation_rows(runs)) > 1:
         return None
     known = [(lowest[1], index) for index, run in enumerate(runs) if (lowest := run.best_validation)]
@@ -124,7 +143,7 @@ def _best_run(runs: Sequence[RecordedRun]) -> RecordedRun | None:
 
 
 def _validation_rows(runs: Sequence[RecordedRun]) -> set[str]:
-    """Digests of what runs were validated on."""
+    """Return the digests of the rows on which runs were validated."""
     digests = (run.part("fingerprints").get("data.validation") for run in runs)
     return {str(digest) for digest in digests if digest}
 
@@ -145,32 +164,9 @@ def _steps(run: RecordedRun) -> str:
 
 
 def _count(run: RecordedRun) -> str:
-    """`375`, or `120 of 375`."""
+    """Write `375`, or `120 of 375`."""
     done, planned = run.last_step or 0, run.num_steps
     return f"{done:,} of {planned:,}" if planned is not None and planned != done else f"{done:,}"
-
-
-def _figures(run: RecordedRun) -> Iterator[Figure]:
-    validation, training = run.best_validation, finite(run.points("step", "loss"))
-    if validation:
-        yield Figure("best validation loss", number(validation[1]), f"at step {validation[0]:,}")
-    if training:
-        yield Figure("last training loss", number(training[-1][1]), f"first {number(training[0][1])}")
-    tuned, base = (run.scores().get(name, {}) for name in ("tuned", "base"))
-    if "exact_match" in tuned:
-        before = f"base {percent(base['exact_match'])}" if "exact_match" in base else ""
-        yield Figure("exact on the test split", percent(tuned["exact_match"]), before)
-    elif "loss" in tuned:
-        yield Figure(
-            "loss on the test split", number(tuned["loss"]), f"base {number(base['loss'])}" if "loss" in base else ""
-        )
-    yield Figure("optimizer steps", _count(run), _epochs(run))
-    speeds = finite(run.points("step", "tokens_per_second"))
-    if speeds:
-        tokens = sum(value for _, value in finite(run.points("step", "num_tokens")))
-        yield Figure("tokens per second", number(statistics.median(v for _, v in speeds)), f"{tokens:,.0f} tokens")
-    if took := _took(run):
-        yield Figure("time", took, _world(run))
 
 
 def _summary(run: RecordedRun) -> list[str]:
@@ -200,7 +196,7 @@ def _world(run: RecordedRun) -> str:
 
 
 def _took(run: RecordedRun) -> str:
-    """From the last start to the end, or to the last line where there is none."""
+    """Return the time from the last start to the end, or to the last event if there is no end."""
     try:
         start = datetime.fromisoformat(run.started) if run.started else None
         end = datetime.fromisoformat(run.finished) if run.finished else run.written
@@ -210,7 +206,7 @@ def _took(run: RecordedRun) -> str:
 
 
 def in_time(span: timedelta) -> str:
-    """`1 h 40 min`, `12 min`, `45 s`."""
+    """Write a duration as `1 h 40 min`, `12 min` or `45 s`."""
     seconds = max(0, round(span.total_seconds()))
     if seconds < 120:
         return f"{seconds} s"

@@ -74,8 +74,8 @@ def test_of_several_runs_it_names_the_best_and_what_differs(tmp_path):
     first = write_run(tmp_path / "first", words)
     second = write_run(tmp_path / "second", [*words, "optim.learning_rate=1e-3"], factor=0.5)
     runs = open_runs([first, second])
-    assert headline(runs) == "second has the lowest validation loss: 0.2083, against 0.4167 of the next."
-    assert second_line(runs) == "What differs in their settings: optim.learning_rate."
+    assert headline(runs) == "second has the lowest validation loss: 0.2083. The next best has 0.4167."
+    assert second_line(runs) == "Their settings differ in optim.learning_rate."
     settings = [(row.name, row.shown()) for row in compare_runs(runs) if row.part != "result"]
     assert settings == [("optim.learning_rate", ["0.0002", "0.001"])]
     other = write_run(tmp_path / "other", words, digest="other rows", factor=0.1)
@@ -175,7 +175,7 @@ def test_torn_missing_and_strange_files_are_no_error(tmp_path):
         file.write("\n".join([*strange, '{"event": "st']))
     page = page_of(folder)
     assert "4 of 11 lines are torn or being written, and left out" in page.text
-    assert "Not finite, and not drawn: step 5." in page.text
+    assert "Not drawn, because the value is not finite: step 5." in page.text
     (folder / "run.json").write_text(
         '{"status": ["odd"], "versions": 3, "starts": [1], "fallbacks": ["x"], "result": 1'
     )
