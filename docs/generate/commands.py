@@ -1,4 +1,4 @@
-"""The command line's reference, made from the typer application itself."""
+"""Make the reference of the command line from the typer application."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from finetune.cli.commands import app
 
 _INTRODUCTION = """# Commands
 
-What `finetune COMMAND --help` says, on one page; it is made from the application itself. Exit codes, colours,
+The help of every command (`finetune COMMAND --help`) on one page, made from the application itself. Exit codes, colours,
 completion and JSON: [In the terminal](../terminal.md).
 """
 
 
 def commands_page() -> str:
-    """The whole page as markdown."""
+    """Return the page as markdown."""
     root = typer.main.get_command(app)
     return "\n".join([_INTRODUCTION, *_parts_of(root, "finetune")]) + "\n"
 
 
 def all_commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every command and group with the words it is called by."""
+    """Yield every command and group, with the words that call it."""
     yield path, command
     for name, inner in getattr(command, "commands", {}).items():
         if not inner.hidden:

@@ -1,4 +1,4 @@
-"""The configuration reference: every key of `finetune.config.schema` with its type, default and meaning."""
+"""Make the reference of the configuration: every key with its type, default and meaning."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at mo
 _KINDS = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "null": "null"}
 _INTRODUCTION = """# Configuration
 
-Every key there is. A key is set in a YAML file (`optim: {learning_rate: 1e-4}`) or by a word of the command line
-(`optim.learning_rate=1e-4`); what is set later wins: defaults, run file, groups (`model=phi4`), words. Unknown keys and
-values of another type are refused, all of them at once. `finetune config show …` prints what a run would use and where
-each value came from, `finetune config schema` the same reference as JSON Schema, for editors.
+This page lists every key. Set a key in a YAML file (`optim: {learning_rate: 1e-4}`) or on the command line
+(`optim.learning_rate=1e-4`). Later settings override earlier ones: defaults, run file, groups (`model=phi4`),
+arguments. Unknown keys and values of another type are refused, all of them at once. `finetune config show …` prints
+the values of a run and where each came from, `finetune config schema` prints this reference as JSON Schema, for
+editors.
 
 This page is made from `finetune/config/schema.py`.
 """
 
 
 def configuration_page() -> str:
-    """The whole page as markdown."""
+    """Return the page as markdown."""
     schema = Config.model_json_schema()
     sections = {key: value for key, value in schema["properties"].items() if "$ref" in value}
     own = {key: value for key, value in schema["properties"].items() if key not in sections}
@@ -42,7 +43,7 @@ def _table(properties: dict[str, dict[str, Any]], prefix: str) -> list[str]:
 
 
 def _type_in_words(value: dict[str, Any]) -> str:
-    """A JSON Schema type as a reader would say it: ``whole number above 0, or null``."""
+    """Describe a JSON Schema type: `whole number above 0, or null`."""
     if "anyOf" in value:
         return ", or ".join(_type_in_words(choice) for choice in value["anyOf"])
     if "enum" in value:

@@ -1,4 +1,4 @@
-"""MkDocs calls these while it builds: pages made from the code, and pages that live elsewhere in the repository."""
+"""Hooks of MkDocs: add pages that are made from the code, and pages from elsewhere in the repository."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ELSEWHERE = {
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
 }
-"""Pages that have their home outside of docs/."""
+"""Pages whose files are outside of docs/."""
 _LINK_FROM_THE_TOP = re.compile(r"\]\((?:docs/([\w./-]+\.md)|(ARCHITECTURE|CONTRIBUTING|CHANGELOG)\.md)")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add what is made, and a page for each file of the repository that a page names."""
+    """Add the generated pages, and a page for each file of the repository that a page names."""
     made = {
         "reference/configuration.md": configuration_page(),
         "reference/commands.md": commands_page(),
@@ -47,7 +47,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Link the paths that a page names; one that is not there ends the build."""
+    """Link the paths that a page names. A missing path ends the build."""
     source = page.file.src_uri
     missing = [] if source.startswith("source/") or source == "changelog.md" else missing_paths(markdown)
     if missing:

@@ -2,7 +2,7 @@
 
     python docs/generate/pictures.py FOLDER
 
-FOLDER is where the run goes; what it holds of an earlier call is not run again. Writes docs/assets. Needs the extra
+The run goes to FOLDER; commands whose output is already there are not run again. Writes docs/assets. Needs the extra
 `report`, and Chromium for the report's picture.
 """
 
@@ -32,7 +32,7 @@ _FONT_FROM_A_SERVER = re.compile(r"@font-face \{\{.*?\}\}\s*", re.DOTALL)
 
 
 def record(command: str, folder: Path) -> str:
-    """What a command writes to a terminal, with its colours; the log, which is on standard error, goes to a file."""
+    """Return the output of a command on a terminal, with colours. The log on standard error goes to a file."""
     parent, child = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "COLORTERM": "truecolor"}
     words = [sys.executable, "-m", *command.split()]
@@ -48,12 +48,12 @@ def record(command: str, folder: Path) -> str:
     os.close(parent)
     if process.wait() != 0:
         raise SystemExit(f"{command} ended with exit code {process.returncode}: see {folder / 'stderr.txt'}")
-    # Where the folder lies is nobody's business.
+    # The path of the folder is private.
     return as_it_stands(written.decode()).replace(f"{folder}/", "")
 
 
 def as_it_stands(written: str) -> str:
-    """What a screen shows in the end: a line that was drawn again stands there once."""
+    """Return what a screen shows at the end: lines that were drawn again appear once."""
     lines, row = [""], 0
     for part in _CONTROL.split(written):
         if part.endswith("\n"):
@@ -69,7 +69,7 @@ def as_it_stands(written: str) -> str:
 
 
 def recorded(folder: Path) -> str:
-    """The whole session as text with colours."""
+    """Return the whole session as text with colours."""
     parts = []
     for number, command in enumerate(COMMANDS):
         output = folder / f"output-{number}.txt"
@@ -81,7 +81,7 @@ def recorded(folder: Path) -> str:
 
 
 def draw_terminal(session: str, path: Path) -> None:
-    """The session as SVG that asks no server for a font."""
+    """Draw the session as SVG that loads no font from a server."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text.from_ansi(session))
     form = _FONT_FROM_A_SERVER.sub("", CONSOLE_SVG_FORMAT)
@@ -90,7 +90,7 @@ def draw_terminal(session: str, path: Path) -> None:
 
 
 def photograph_report(report: Path) -> None:
-    """The upper part of the page, as a light and as a dark screen shows it."""
+    """Take pictures of the upper part of the page, light and dark."""
     sys.path.insert(0, str(REPOSITORY))
     from tests.report.browser import Browser, find_chromium
 
@@ -105,7 +105,7 @@ def photograph_report(report: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    """Run what is not there yet, and draw it."""
+    """Run the commands without output yet, and draw the pictures."""
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     ASSETS.mkdir(exist_ok=True)

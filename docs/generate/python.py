@@ -1,4 +1,4 @@
-"""The Python reference: what a recipe imports, from the docstrings."""
+"""Make the reference of the Python interface from the docstrings."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import finetune
 
 _INTRODUCTION = """# Python
 
-What `from finetune import …` offers, which is all that the recipes use. Each name is imported when it is first used.
-`Collective` in a docstring says that every process of the launch must make that call.
+The names that `from finetune import …` offers; the recipes use no others. Each is imported when it is first used.
+`Collective` in a docstring means that every process of the launch must make that call.
 """
 _BESIDE = {
     "The configuration": ["finetune.config.schema.Config"],
@@ -18,7 +18,7 @@ _BESIDE = {
 
 
 def python_page() -> str:
-    """The whole page as markdown; mkdocstrings fills it."""
+    """Return the page as markdown, which mkdocstrings fills."""
     parts = [_INTRODUCTION]
     for name in sorted(finetune._HOMES, key=str.lower):
         parts += [

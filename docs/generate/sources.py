@@ -1,7 +1,7 @@
-"""Links from a page to the files of the repository that it names: a proof that is cited can be read.
+"""Link a page to the files of the repository that it names, so that readers can open each cited proof.
 
 A path in backticks (`tests/test_one_curve.py`) becomes a link to a page that shows the file, or lists the folder. A
-path that is not there ends the build.
+missing path ends the build.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _MOST_CHARACTERS = 60_000
 
 
 def named_paths(markdown: str) -> set[str]:
-    """Files and folders of the repository that a page names in backticks, outside of code blocks."""
+    """Return the files and folders of the repository that a page names in backticks, outside of code blocks."""
     return {match[1].rstrip("/") for match in _NAMED.finditer(_without_code(markdown))}
 
 
 def missing_paths(markdown: str) -> list[str]:
-    """Those of them that are not there."""
+    """Return the paths that a page names and that do not exist."""
     return sorted(path for path in named_paths(markdown) if not (REPOSITORY / path).exists())
 
 
 def with_links(markdown: str, page: str) -> str:
-    """The page with a link behind each path that it names; code blocks stay as they are."""
+    """Link each path that a page names. Code blocks do not change."""
 
     def link(match: re.Match[str]) -> str:
         path = match[1].rstrip("/")
@@ -42,13 +42,13 @@ def with_links(markdown: str, page: str) -> str:
 
 
 def paths_to_show(texts: list[str]) -> list[str]:
-    """What these pages name and what is no page itself."""
+    """Return the existing paths that these pages name, except pages."""
     named = set().union(*(named_paths(text) for text in texts))
     return sorted(path for path in named if not _is_page(path) and (REPOSITORY / path).exists())
 
 
 def without_escapes_in_code(markdown: str) -> str:
-    """``\\|`` in a table's code, which GitHub needs and Python-Markdown shows, becomes ``|``."""
+    """Replace ``\\|`` in a table's code by ``|``: GitHub needs the escape, Python-Markdown shows it."""
     lines = markdown.split("\n")
     plain = [_CODE.sub(lambda it: it[0].replace("\\|", "|"), line) if line.startswith("|") else line for line in lines]
     return "\n".join(plain)
@@ -59,7 +59,7 @@ def _is_page(path: str) -> bool:
 
 
 def source_page(path: str) -> str:
-    """A page that shows a file, or lists a folder."""
+    """Return a page that shows a file or lists a folder."""
     place = REPOSITORY / path
     head = f"---\ntitle: {path}\nsearch: {{exclude: true}}\n---\n\n# {path}\n\n"
     if place.is_dir():
@@ -78,7 +78,7 @@ def _first_line(path: Path) -> str:
 
 
 def _pieces(markdown: str) -> list[tuple[bool, str]]:
-    """The text cut at fenced code blocks: (is code, text)."""
+    """Cut a text at fenced code blocks, into (is code, text)."""
     cut = re.split(r"(^```.*?^```[ \t]*$)", markdown, flags=re.MULTILINE | re.DOTALL)
     return [(number % 2 == 1, piece) for number, piece in enumerate(cut)]
 

@@ -103,7 +103,7 @@ def test_where_the_output_is_data_there_is_json():
     commands = {
         path.removeprefix("finetune").strip(): it for path, it in all_commands(typer.main.get_command(app), "finetune")
     }
-    named = re.search(r"there is `--json`: (.*?) and others", PAGE, re.DOTALL)
+    named = re.search(r"have `--json`: (.*?) and others", PAGE, re.DOTALL)
     assert named is not None
     assert set(re.findall("`(.+?)`", named[1])) <= commands.keys() - ACTS
     answering = {name for name, it in commands.items() if not getattr(it, "commands", None) or name == "recipes"}
