@@ -11,8 +11,8 @@ from finetune.cli.commands import app
 
 _INTRODUCTION = """# Commands
 
-The help of every command (`finetune COMMAND --help`) on one page, made from the application itself. Exit codes, colours,
-completion and JSON: [In the terminal](../terminal.md).
+The help of every command (`finetune COMMAND --help`) on one page, made from the application itself. Exit codes,
+colours, completion and JSON: [In the terminal](../terminal.md).
 """
 
 
