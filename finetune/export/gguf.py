@@ -32,7 +32,7 @@ _HOW_TO_GET_IT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Gguf:
-    """How to make a GGUF file.
+    """The settings of a GGUF file.
 
     Attributes:
         converter: llama.cpp's script, see `find_converter`.

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """What was written, and how it compares.
+    """A merged model on disk, and its difference from base and adapter.
 
     Attributes:
         folder: the model's.
@@ -48,7 +48,7 @@ class Merged:
         dtype: the type they are stored in.
         is_tied: whether input embeddings and output head are one tensor.
         stop_ids: the tokens at which generation ends.
-        difference: from base and adapter.
+        difference: the result of the comparison.
     """
 
     folder: Path

@@ -42,7 +42,7 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_HUB_ID")"""
 
 
 class _Trained(NamedTuple):
-    """What a run's files say about it."""
+    """The configuration and the record of a run."""
 
     config: Config
     """As it was resolved when the run started; `FinishedRun` has the one that loads the weights."""

@@ -11,7 +11,7 @@ from finetune.runs.durable import clear_leftovers, describe_os_error, is_leftove
 from finetune.runs.file_lock import FileLock, file_lock
 
 LOCK_TIMEOUT_SECONDS = 30.0
-"""How long a restart waits until the processes of the previous run have ended."""
+"""The longest that a restart waits for the processes of the previous run to end."""
 
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _LEFT_BY_OTHERS = {".DS_Store", ".gitignore", ".gitkeep", "lost+found"}

@@ -24,7 +24,7 @@ Points = list[tuple[int, float]]
 """Step and value. A value may be NaN or infinite."""
 
 _DEEPEST = 4
-"""How many levels of folders are searched, so that nobody searches a whole disk by mistake."""
+"""Levels of folders to search, limited so that nobody searches a whole disk by mistake."""
 _LARGEST_STEP = 2**53
 """JavaScript, on the page of a report, has no larger exact integers."""
 _SCORES = ("exact_match", "json_valid", "loss")
@@ -49,7 +49,7 @@ class RecordedRun:
 
     @property
     def why_no_config(self) -> str:
-        """Why config.yaml cannot be read; empty if it can."""
+        """The reason that config.yaml cannot be read; empty if it can."""
         return self._config[1]
 
     @property
@@ -91,7 +91,7 @@ class RecordedRun:
 
     @property
     def why(self) -> str | None:
-        """Why the run failed or stopped, if that is recorded."""
+        """The reason that the run failed or stopped, if it is recorded."""
         return text(self.result.get("why") or self.result.get("error"))
 
     @property
