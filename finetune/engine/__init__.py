@@ -1,1 +1,1 @@
-"""The exact and fast part: tensors in, losses out; no files, no ranks."""
+"""Exact and fast losses of packed rows. The engine sees tensors, no files and no ranks."""

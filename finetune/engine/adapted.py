@@ -1,4 +1,4 @@
-"""Read the tensors of linear layers that transformers, PEFT or quantisation made, or say why they must be called."""
+"""Read the tensors of linear layers made by transformers, PEFT or quantisation, or give the reason to call a layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from finetune.engine.linear import Linear, draw_keep
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GRADIENT_HOOK = "make_inputs_require_grads"
-"""The hook of transformers' `enable_input_require_grads`: its gradient checkpointing needs it, ours does not."""
+"""The hook of transformers' `enable_input_require_grads`, which only transformers' gradient checkpointing needs."""
 _CALLABLE_VARIANTS = ("DoraLinearVariant",)
 
 
@@ -40,7 +40,7 @@ def read_linear(module: Any, like: Any) -> Linear | nn.Module:
 
 
 def own_way_reason(module: Any) -> str | None:
-    """Why a linear layer's own forward must be called; None where its tensors are enough."""
+    """Return the reason to call a linear layer's own forward; None where its tensors are enough."""
     if type(module) is nn.Linear:
         return hook_reason(module)
     if not hasattr(module, "lora_A"):
@@ -63,7 +63,7 @@ def own_way_reason(module: Any) -> str | None:
 
 
 def unknown_linear(module: Any) -> str | None:
-    """Why even a call of a module differs from what it does in the model's own forward; None where it does not."""
+    """Return the reason why calling a module may differ from the model's own forward; None where it does not."""
     if hasattr(module, "lora_A"):
         unknown = {type(variant).__name__ for variant in module.lora_variant.values()}
         unknown -= set(_CALLABLE_VARIANTS)
@@ -73,7 +73,7 @@ def unknown_linear(module: Any) -> str | None:
 
 
 def hook_reason(module: nn.Module) -> str | None:
-    """Hooks of a module, or a replaced forward, in words; only a call of the module would run them."""
+    """Name hooks or a replaced forward, which only a call of the module would run; None where there are none."""
     hooks = [hook for kind in _HOOKS for hook in getattr(module, kind, {}).values()]
     if any(_GRADIENT_HOOK not in getattr(hook, "__qualname__", "") for hook in hooks):
         return "hooks"

@@ -1,8 +1,8 @@
-"""Exact causal attention over a layout: each query sees its own row and nothing else, however rows are packed.
+"""Exact causal attention over a layout: each query sees only its own row, however rows are packed.
 
-`attention` is the entry. Each kind of device has its own kernel. A CPU computes blocks of queries with torch's kernel.
-CUDA has variable-length flash attention for 16-bit types and FlexAttention for others (`attention_cuda`). Other devices
-use a dense mask.
+The entry point is `attention`. Each kind of device has its own kernel. A CPU computes blocks of queries with torch's
+kernel. CUDA uses variable-length flash attention for 16-bit types and FlexAttention for others (`attention_cuda`).
+Other devices use a dense mask.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch.nn import functional
 
 from finetune.engine.attention_cuda import flex_attention, has_varlen, prepare_flex, prepare_varlen, varlen_attention
 from finetune.engine.layout import Layout, dense_mask
+from finetune.engine.products import wide_type
 
 Kernel = Literal["blocks", "varlen", "flex", "dense"]
 Range = tuple[int, int]
 
 BLOCK_QUERIES = 64
-"""In blocks of this size a causal row of n tokens costs n * (n + 64) / 2 pairs of query and key; in one block n * n."""
+"""A causal row of n tokens costs n * (n + 64) / 2 pairs of query and key in blocks of 64, and n * n in one block."""
 BLOCK_OVERHEAD = 600
 """The cost of one more kernel call, in pairs of query and key."""
 KEY_OVERHEAD = 16
@@ -47,7 +48,7 @@ def attention(
         v: like k.
         layout: of the tokens.
         queries: the flat tokens that the rows of q belong to, ascending, int64, (queries,); None: all.
-        window: how many tokens of its row a token sees, itself included; None: all before it.
+        window: the number of tokens of its row that a token sees, itself included; None: all before it.
         scale: of the scores; None: head_dim ** -0.5.
 
     Returns:
@@ -91,13 +92,13 @@ def dense_attention(
 
 
 class Block(NamedTuple):
-    """Queries that are computed in one kernel call."""
+    """Queries for one kernel call."""
 
     first: int
     last: int
     """The index after the last query."""
     keys: tuple[Range, ...]
-    """Flat tokens that at least one of them sees, ascending."""
+    """Flat tokens that at least one of the queries sees, ascending."""
     bias: torch.Tensor | None
     """0 where a query sees a key and -inf elsewhere, fp32, shape (queries, keys); None: 0 everywhere."""
     is_causal: bool
@@ -105,7 +106,7 @@ class Block(NamedTuple):
 
 
 def prepare_blocks(layout: Layout, queries: torch.Tensor, window: int | None = None) -> list[Block]:
-    """Cut queries into blocks, each with the keys that it sees."""
+    """Cut queries into blocks, with the keys that each block sees."""
     pieces: list[_Piece] = []
     for piece in _pieces(layout, queries, window):
         merged = _merge(pieces[-1], piece) if pieces else piece
@@ -172,7 +173,7 @@ def _block(layout: Layout, queries: torch.Tensor, piece: _Piece, window: int | N
 
 
 def _lower_right_bias(rows: int, columns: int) -> torch.Tensor:
-    """A view of a strip that such blocks share; rows of thousands of tokens would need much memory otherwise."""
+    """Return a view of a strip that all blocks share, since a bias for each would need much memory for long rows."""
     offset = columns - rows
     height, room = _power_of_two(rows), _power_of_two(offset)
     return _strip(height, room)[:rows, room - offset : room - offset + columns]
@@ -220,7 +221,7 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         q, k, v, out, *sums = ctx.saved_tensors
         d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        d_k, d_v = (torch.zeros(k.shape, dtype=_wide_type(k), device=k.device) for _ in "kv")
+        d_k, d_v = (torch.zeros(k.shape, dtype=wide_type(k), device=k.device) for _ in "kv")
         queries, outs, grads, d_queries = (_group(x, k.shape[1]) for x in (q, out, grad.contiguous(), d_q))
         for block, logsumexp in zip(ctx.blocks, sums, strict=True):
             rows = slice(block.first, block.last)
@@ -242,19 +243,19 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """(queries, heads, head_dim) as (heads per key head, kv_heads, queries, head_dim)."""
+    """View (queries, heads, head_dim) as (heads per key head, kv_heads, queries, head_dim)."""
     return x.view(len(x), kv_heads, x.shape[1] // kv_heads, x.shape[-1]).permute(2, 1, 0, 3)
 
 
 def _taken(x: torch.Tensor, keys: tuple[Range, ...], groups: int) -> torch.Tensor:
-    """Some of (tokens, kv_heads, head_dim) as (groups, kv_heads, keys, head_dim)."""
+    """Take keys from (tokens, kv_heads, head_dim) as (groups, kv_heads, keys, head_dim)."""
     parts = [x[start:end] for start, end in keys]
     taken = parts[0] if len(parts) == 1 else torch.cat(parts)
     return _wide(taken).transpose(0, 1).expand(groups, -1, -1, -1)
 
 
 def _add(total: torch.Tensor, part: torch.Tensor, keys: tuple[Range, ...]) -> None:
-    """The backward pass of `_taken`."""
+    """Compute the backward pass of `_taken`."""
     summed = (part[0] if len(part) == 1 else part.sum(0)).transpose(0, 1)
     sizes = [end - start for start, end in keys]
     for (start, end), piece in zip(keys, torch.split(summed, sizes), strict=True):
@@ -262,12 +263,8 @@ def _add(total: torch.Tensor, part: torch.Tensor, keys: tuple[Range, ...]) -> No
 
 
 def _bias(block: Block, q: torch.Tensor) -> torch.Tensor | None:
-    return None if block.bias is None else block.bias.to(_wide_type(q))
+    return None if block.bias is None else block.bias.to(wide_type(q))
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(_wide_type(x))
-
-
-def _wide_type(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    return x.to(wide_type(x))

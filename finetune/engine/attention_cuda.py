@@ -14,10 +14,10 @@ from finetune.engine.layout import Layout, is_seen
 
 
 class VarlenRuns(NamedTuple):
-    """Runs of queries that follow each other in a row, each with all tokens of its row up to its end.
+    """Runs of successive queries of a row, with all tokens of the row up to the end of the run as keys.
 
-    So the causal mask of flash attention, which is aligned to the lower right, is exact, also for a shared beginning.
-    The keys of a shared beginning are gathered again for each row that has it.
+    This makes the causal mask of flash attention, which is aligned to the lower right, exact for shared beginnings too.
+    The keys of a shared beginning are gathered for each row that has it.
     """
 
     query_edges: torch.Tensor
@@ -50,7 +50,7 @@ def prepare_varlen(layout: Layout, queries: torch.Tensor, window: int | None) ->
 
 
 def _runs(layout: Layout, queries: torch.Tensor) -> Iterator[tuple[int, list[tuple[int, int]]]]:
-    """For each run, the number of its queries and the flat tokens of its row up to its end."""
+    """Yield for each run the number of its queries and the flat tokens of its row up to its end."""
     ends = torch.tensor([stretch.end for stretch in layout.stretches])
     owner = torch.searchsorted(ends, queries, right=True)
     goes_on = torch.tensor([stretch.parent for stretch in layout.stretches])[owner[1:]] == owner[:-1]
@@ -94,7 +94,7 @@ def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: Va
 
 
 def has_varlen() -> bool:
-    """Whether torch and the GPU have variable-length flash attention with a window and a scale."""
+    """Return whether torch and the GPU support variable-length flash attention with a window and a scale."""
     is_there = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
     return is_there and {"window_size", "scale"} <= _varlen_options()
 
@@ -109,7 +109,7 @@ def _varlen_options() -> frozenset[str]:
 
 
 def flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_mask: Any, scale: float) -> torch.Tensor:
-    """Attend with FlexAttention, which skips blocks that the layout masks altogether; shapes as in `attention`."""
+    """Attend with FlexAttention, which skips blocks that are fully masked; shapes as in `attention`."""
     heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
     out: torch.Tensor = _compiled_flex_attention()(
         *heads_first, block_mask=block_mask, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
@@ -126,9 +126,9 @@ def prepare_flex(layout: Layout, queries: torch.Tensor, window: int | None) -> A
 
 
 def mask_of(layout: Layout, queries: torch.Tensor, window: int | None) -> Callable[..., torch.Tensor]:
-    """`Layout.sees` as FlexAttention calls it.
+    """Return `Layout.sees` as a mask function for FlexAttention.
 
-    It holds only tensors: torch.compile takes these as inputs, and would compile again for every layout held here.
+    The function holds only tensors, which torch.compile takes as inputs; with a layout it would recompile each time.
     """
     until, positions = layout.visible_until, layout.position_ids
 

@@ -1,8 +1,8 @@
 """The forward pass of a decoder stack over packed tokens, through the engine's own functions.
 
-The weights stay in the modules that transformers and PEFT made; only the forward pass is ours: no batch dimension, no
-padding, and hidden states only where they are asked for. The last layer computes keys and values everywhere, and
-everything else only there; so it draws its dropout only there.
+The weights stay in the modules of transformers and PEFT; only the forward pass is replaced. It has no batch dimension
+and no padding, and returns hidden states only for the requested tokens. The last layer computes keys and values for all
+tokens, and everything else, dropout included, only for the requested ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from finetune.engine.norm import rms_norm
 from finetune.engine.rotary import split_heads
 
 AnyLinear: TypeAlias = Linear | torch.nn.Module
-"""The tensors of a layer, or a module that must be called."""
+"""The tensors of a layer, or a module to call."""
 
 
 class Attention(Protocol):
@@ -43,11 +43,11 @@ class Attention(Protocol):
 
         Args:
             q: (queries, heads, head_dim).
-            k: (tokens, kv_heads, head_dim); each serves heads / kv_heads heads in a row.
+            k: (tokens, kv_heads, head_dim); each key head serves heads / kv_heads successive heads.
             v: like k.
             layout: which token sees which, as given to `Decoder`.
             queries: (queries,), the tokens that the rows of q belong to, or None for all tokens in order.
-            window: how many tokens of its document a token sees, itself included; None for all before it.
+            window: the number of tokens of its document that a token sees, itself included; None for all before it.
 
         Returns:
             (queries, heads, head_dim)
@@ -61,9 +61,9 @@ class Family:
 
     Attributes:
         projections: queries, keys and values: one module with all three side by side, or three.
-        output: the attention's output projection.
-        widen: into the feed-forward part: gate and up in one module, or in two, or without a gate.
-        narrow: out of the feed-forward part.
+        output: the output projection of the attention.
+        widen: the first projections of the feed-forward part: gate and up in one module or in two, or only up.
+        narrow: the last projection of the feed-forward part.
         final_norm: after the last layer.
         is_parallel: attention and the feed-forward part read the same LayerNorm, and there is no gate.
     """
@@ -97,7 +97,7 @@ FAMILIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Tokens:
-    """Everything that the layers need about the tokens, except their hidden states."""
+    """The inputs of the layers besides hidden states."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -105,7 +105,7 @@ class _Tokens:
     at: torch.Tensor | None
 
     def chosen(self, x: torch.Tensor) -> torch.Tensor:
-        """(tokens, features) to (n, features), at the requested tokens."""
+        """Select the requested tokens: (tokens, features) to (n, features)."""
         return x if self.at is None else x.index_select(0, self.at)
 
 
@@ -115,7 +115,7 @@ class Decoder:
     Args:
         model: a transformers causal language model, or a PEFT model around one.
         attention: see `Attention`.
-        checkpoint_layers: compute each layer again in the backward pass instead of keeping its activations.
+        checkpoint_layers: recompute each layer in the backward pass instead of keeping its activations.
         mlp_chunk_rows: see `gated_mlp`.
     """
 
@@ -139,7 +139,7 @@ class Decoder:
     def hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: Any, at: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Compute the input of the head at some tokens, in the type of the embedding or of a surrounding autocast.
+        """Compute the input of the head for some tokens, in the type of the embedding or of a surrounding autocast.
 
         Args:
             input_ids: (tokens,), documents one after the other.
@@ -167,7 +167,7 @@ class Decoder:
             return _normalize(self._modules.get_submodule(self._family.final_norm), h)
 
     def _layer(self, modules: Any, h: torch.Tensor, tokens: _Tokens) -> torch.Tensor:
-        """(tokens, hidden) to (tokens, hidden), or to (n, hidden) at n of them."""
+        """Apply a layer: (tokens, hidden) to (tokens, hidden), or to (n, hidden) for n requested tokens."""
         family, norm = self._family, modules.input_layernorm
         projections = self._linears(modules, family.projections, h)
         if family.is_parallel:
@@ -190,7 +190,7 @@ class Decoder:
     def _project(
         self, project: Callable[..., torch.Tensor], x: torch.Tensor, projections: list[AnyLinear], tokens: _Tokens
     ) -> tuple[torch.Tensor, ...]:
-        """Queries where they are asked for, keys and values everywhere."""
+        """Project queries of the requested tokens, and keys and values of all tokens."""
         heads, kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
         cos, sin, at = tokens.cos, tokens.sin, tokens.at
         queries, *keys_values = projections
@@ -211,7 +211,7 @@ class Decoder:
 
 
 def _side_by_side(x: torch.Tensor, *layers: AnyLinear, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """`linear`, also for layers that must be called."""
+    """Apply `linear`, calling those layers that are modules."""
     if _are_read(layers):
         return linear(x, *layers, residual=residual)
     outputs = [linear(x, layer) if isinstance(layer, Linear) else layer(x) for layer in layers]
@@ -239,7 +239,7 @@ def _are_read(layers: Sequence[AnyLinear]) -> TypeGuard[Sequence[Linear]]:
 
 
 def bare_model(model: Any) -> Any:
-    """The transformers model, without PEFT's around it."""
+    """Return the transformers model inside a PEFT model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

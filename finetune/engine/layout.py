@@ -1,7 +1,7 @@
-"""The layout of the rows of a micro-batch in one flat run of tokens: no padding, and a shared beginning only once.
+"""Pack the rows of a micro-batch into one flat run of tokens, without padding and with shared beginnings only once.
 
-The flat tokens are a prefix tree, depth first. Token j is seen by the tokens i with j <= i < visible_until[j]: those
-after it in its own stretch and in the subtree below. Without shared beginnings a row is one stretch by itself.
+The flat tokens are a prefix tree, depth first. The tokens i with j <= i < visible_until[j] see token j: those after it
+in its own stretch and in the subtree below. Without shared beginnings, each row is one stretch.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Made = TypeVar("Made")
 
 
 class Stretch(NamedTuple):
-    """Flat tokens `start` to `end`, which follow each other in every row that has them."""
+    """Flat tokens `start` to `end`, which are contiguous in every row that has them."""
 
     start: int
     end: int
     parent: int
     """Index of the stretch before it, or -1."""
     position: int
-    """Of its first token in the row."""
+    """The position of its first token in the row."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
-    """Which flat tokens attend to which.
+    """The flat tokens of a micro-batch and the attention between them.
 
     Attributes:
         position_ids: each token's position in its rows, int64, shape (tokens,).
@@ -55,19 +55,19 @@ class Layout:
         return max(stretch.position + stretch.end - stretch.start for stretch in self.stretches)
 
     def path(self, stretch: int) -> list[int]:
-        """The stretches from the root down to this one."""
+        """Return the stretches from the root down to this one."""
         path = [stretch]
         while self.stretches[path[-1]].parent >= 0:
             path.append(self.stretches[path[-1]].parent)
         return path[::-1]
 
     def sees(self, query: torch.Tensor, key: torch.Tensor, window: int | None = None) -> torch.Tensor:
-        """Whether flat token `query` attends to flat token `key`; the two are broadcast.
+        """Return whether flat token `query` attends to flat token `key`; the two are broadcast.
 
         Args:
             query: flat indices.
             key: flat indices.
-            window: how many tokens of its row a token sees, itself included; None: all before it.
+            window: the number of tokens of its row that a token sees, itself included; None: all before it.
         """
         return is_seen(query, key, self.visible_until, self.position_ids, window)
 
@@ -96,13 +96,13 @@ def is_seen(
     position_ids: torch.Tensor,
     window: int | None,
 ) -> torch.Tensor:
-    """`Layout.sees` as a function of tensors."""
+    """Compute `Layout.sees` from tensors."""
     seen = (key <= query) & (query < visible_until[key])
     return seen if window is None else seen & (position_ids[query] - position_ids[key] < window)
 
 
 def dense_mask(layout: Layout, queries: torch.Tensor, window: int | None = None) -> torch.Tensor:
-    """The tokens that each query sees, bool, shape (queries, tokens)."""
+    """Return the tokens that each query sees, bool, shape (queries, tokens)."""
     return layout.sees(queries[:, None], layout.tokens, window)
 
 
@@ -119,11 +119,11 @@ class PackedMicrobatch:
         positions: the flat token at which each term is predicted, ascending, int64, shape (terms,). The last layer
             computes hidden states there. A token with several terms appears several times.
         labels: the token to predict, int64, shape (terms,).
-        counts: how many rows have each term, int64, shape (terms,).
+        counts: the number of rows that have each term, int64, shape (terms,).
         target_term: the term of each target, row after row, int64, shape (targets,).
         target_row: the row of each target, int64, shape (targets,).
-        num_rows: rows.
-        num_tokens: tokens of the rows; a shared token counts once for each row.
+        num_rows: the number of rows.
+        num_tokens: the number of tokens; a shared token counts once for each row.
     """
 
     input_ids: torch.Tensor
@@ -151,7 +151,7 @@ class PackedMicrobatch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> PackedMicrobatch:
-        """Called by a loader with `pin_memory`."""
+        """A copy in page-locked memory, for a loader with `pin_memory`."""
         return self._map(torch.Tensor.pin_memory)
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedMicrobatch:
@@ -211,7 +211,7 @@ _ID_BITS = 32
 def flat_tokens_of_rows(
     layout: Layout, last_node: Sequence[int], lengths: Sequence[int]
 ) -> list[numpy.typing.NDArray[numpy.int64]]:
-    """The flat tokens of each row, in its order."""
+    """Return the flat tokens of each row, in the order of the row."""
     return [
         numpy.concatenate([numpy.arange(*layout.stretches[index][:2]) for index in layout.path(last)])[:length]
         for last, length in zip(last_node, lengths, strict=True)

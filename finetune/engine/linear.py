@@ -1,8 +1,8 @@
 """Linear layers with LoRA, as one autograd function that keeps nothing but its input.
 
-It computes `y = x Wᵀ + bias + scale · ((x ∘ keep) Aᵀ) Bᵀ`, each part trained or frozen, for several layers of one input
-side by side. Step by step this would make six tensors as large as x or y, and autograd would keep half of them. Where
-it is exact and less work, the adapter is added to the weight first: then the adapter costs only its gradients.
+It computes `y = x Wᵀ + bias + scale · ((x ∘ keep) Aᵀ) Bᵀ`, with each part trained or frozen, for several layers of one
+input side by side. Separate operations would make six tensors as large as x or y, and autograd would keep half of them.
+Where it is exact and less work, the adapter is first added to the weight; then it costs only its gradients.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from finetune.engine import norm
-from finetune.engine.products import add_product, product
+from finetune.engine.products import add_product, product, wide_type
 
 ALL_ROWS = slice(None)
 
@@ -26,7 +26,7 @@ class Linear(NamedTuple):
         bias: (out_features,), or None.
         lora_a: (r, in_features), or None where the layer has no adapter.
         lora_b: (out_features, r), or None.
-        keep: bool (rows, in_features), False where the adapter's dropout takes an element of its input out, or None.
+        keep: bool (rows, in_features), False where the adapter's dropout removes an element of its input, or None.
         scale: the factor of the adapter's part; with `keep` it includes 1 / (1 - p).
     """
 
@@ -38,9 +38,9 @@ class Linear(NamedTuple):
     scale: float = 1.0
 
     def folded(self, x: torch.Tensor) -> Linear:
-        """Add the adapter to the weight, where that is exact and less work for the rows of x; else return the layer.
+        """Return the layer with the adapter added to the weight if that is exact and less work, else the layer itself.
 
-        It is not exact with dropout, nor where the sum would be rounded to 16 bits.
+        It is not exact with dropout, nor if the sum would be rounded to 16 bits.
         """
         if self.lora_a is None or self.lora_b is None or self.keep is not None:
             return self
@@ -57,13 +57,13 @@ class Linear(NamedTuple):
         return self.weight.shape[0]
 
     def columns(self, start: int, stop: int) -> Linear:
-        """The same layer with only these output columns."""
+        """Return the layer with only these output columns."""
         bias = None if self.bias is None else self.bias[start:stop]
         lora_b = None if self.lora_b is None else self.lora_b[start:stop]
         return self._replace(weight=self.weight[start:stop], bias=bias, lora_b=lora_b)
 
     def at_rows(self, rows: slice | torch.Tensor) -> Linear:
-        """The same layer for only these rows of its input."""
+        """Return the layer for only these rows of its input."""
         return self if self.keep is None else self._replace(keep=self.keep[rows])
 
 
@@ -91,7 +91,7 @@ def linear(x: torch.Tensor, *layers: Linear, residual: torch.Tensor | None = Non
 
 
 def normed_linear(h: torch.Tensor, *layers: Linear, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`linear(rms_norm(h, weight, eps), *layers)`. It keeps only h: a norm costs less to compute again than to keep."""
+    """Compute `linear(rms_norm(h, weight, eps), *layers)`, keeping only h, since a norm is cheaper to recompute."""
     result: torch.Tensor = _NormedLinears.apply(h, weight, eps, *flatten(layers))  # type: ignore[no-untyped-call]
     return result
 
@@ -141,7 +141,7 @@ class _NormedLinears(torch.autograd.Function):
 def apply_linears(
     x: torch.Tensor, layers: Sequence[Linear], rows: slice = ALL_ROWS, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The forward pass for some rows of the input."""
+    """Compute the forward pass for some rows of the input."""
     outputs, start = [], 0
     for layer in layers:
         own_residual = None if residual is None else residual[:, start : start + layer.width]
@@ -164,8 +164,8 @@ class LinearGradients:
 
     Args:
         layers: one or more.
-        wanted: for each part of each layer, in the order of `flatten`, whether its gradient is wanted.
-        like: has as many rows as the whole input, and its type.
+        wanted: whether each part of each layer needs a gradient, in the order of `flatten`.
+        like: a tensor with the rows and the type of the whole input.
     """
 
     def __init__(self, layers: Sequence[Linear], wanted: Sequence[bool], like: torch.Tensor) -> None:
@@ -179,15 +179,15 @@ class LinearGradients:
 
         Args:
             dy: (rows, sum of out_features).
-            x: (rows, in_features), or None if only the gradient of the input is wanted.
-            rows: which rows of the whole input these are.
+            x: (rows, in_features), or None if only the gradient of the input is needed.
+            rows: the indices of these rows in the whole input.
         """
         dx = self._add(dy, x, rows, wants_input=True)
         assert dx is not None
         return dx
 
     def add(self, dy: torch.Tensor, x: torch.Tensor | None, rows: slice = ALL_ROWS) -> None:
-        """`propagate` without the input's gradient, which is at least half of the work."""
+        """Add the gradients of some rows, without that of the input, which is at least half of the work."""
         self._add(dy, x, rows, wants_input=False)
 
     def _add(self, dy: torch.Tensor, x: torch.Tensor | None, rows: slice, *, wants_input: bool) -> torch.Tensor | None:
@@ -199,12 +199,12 @@ class LinearGradients:
         return dx
 
     def flatten(self) -> list[torch.Tensor | None]:
-        """The gradients in the order of `flatten`, each in its parameter's own type."""
+        """Return the gradients in the order of `flatten`, each in its parameter's own type."""
         return [gradient for layer in self._layers for gradient in layer.finish()]
 
 
 class _LayerGradients:
-    """Sums for one layer."""
+    """The gradients of one layer."""
 
     def __init__(self, layer: Linear, wanted: Sequence[bool], like: torch.Tensor) -> None:
         self.layer = layer
@@ -213,7 +213,7 @@ class _LayerGradients:
         self._weight = _zeros(layer.weight) if weight else None
         self._bias = _zeros(layer.bias) if bias and layer.bias is not None else None
         self._a = _zeros(layer.lora_a) if a and layer.lora_a is not None else None
-        # (r, out_features): (r, rows) times (rows, out_features) is faster than the other way round.
+        # (r, out_features), since (r, rows) times (rows, out_features) is faster than its transpose.
         self._b_transposed = _zeros(layer.lora_b.t()) if b and layer.lora_b is not None else None
 
     def add(
@@ -257,24 +257,24 @@ class _LayerGradients:
 
 
 def flatten(layers: Sequence[Linear]) -> list[Any]:
-    """The layers' parts one after the other, as autograd functions take and return them."""
+    """Return the parts of all layers as a flat list, for the arguments and results of autograd functions."""
     return [part for layer in layers for part in layer]
 
 
 def unflatten(parts: Sequence[Any]) -> list[Linear]:
-    """The layers that `flatten` took apart."""
+    """Return the layers for a list made by `flatten`."""
     return [Linear(*parts[start : start + PARTS]) for start in range(0, len(parts), PARTS)]
 
 
 def save_for_backward(ctx: Any, layers: Sequence[Linear], *others: torch.Tensor | None) -> None:
-    """Keep layers and further tensors for `saved`."""
+    """Keep layers and other tensors for `saved`."""
     ctx.scales = [layer.scale for layer in layers]
     ctx.save_for_backward(*others, *(part for layer in layers for part in layer[:-1]))
 
 
 def saved(ctx: Any) -> tuple[list[Linear], Sequence[Any]]:
-    """The layers and further tensors that `save_for_backward` kept."""
-    tensors = ctx.saved_tensors  # to be read only once, for checkpointing
+    """Return the layers and other tensors that `save_for_backward` kept."""
+    tensors = ctx.saved_tensors  # checkpointing allows only one access
     per_layer = PARTS - 1
     first = len(tensors) - per_layer * len(ctx.scales)
     layers = [
@@ -285,4 +285,4 @@ def saved(ctx: Any) -> tuple[list[Linear], Sequence[Any]]:
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    return torch.zeros(like.shape, dtype=wide_type(like), device=like.device)

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: packed rows go through the engine, padded ones through the model's own forward."""
+"""Compute the loss of a micro-batch: packed rows with the engine, padded rows with the model's own forward."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """Choices that otherwise follow from the kind of device; they do not change the loss.
+    """Choices that follow from the kind of device by default and do not change the loss.
 
-    `finetune plan` uses them to run the engine on one kind of device as it would run on another.
+    `finetune plan` sets them to run the engine on one kind of device as it runs on another.
     """
 
     attention: Attention = attention
@@ -35,7 +35,7 @@ BY_DEVICE = Choices()
 
 
 def summed_cross_entropy(model: torch.nn.Module, microbatch: Microbatch, choices: Choices = BY_DEVICE) -> torch.Tensor:
-    """Nats summed over the micro-batch's target tokens, as a float64 scalar that can be differentiated.
+    """Sum the nats of the micro-batch's target tokens, as a float64 scalar with a gradient.
 
     Args:
         model: a transformers causal language model, or a PEFT model around one; for packed rows a model for which
@@ -60,7 +60,7 @@ def summed_cross_entropy(model: torch.nn.Module, microbatch: Microbatch, choices
 def cross_entropy_per_target(
     model: torch.nn.Module, microbatch: Microbatch, choices: Choices = BY_DEVICE
 ) -> torch.Tensor:
-    """Nats of each target token, row after row: shape (num_targets,), fp32. For evaluation: without a gradient."""
+    """Return nats of each target token, row after row: (num_targets,), fp32, without a gradient for packed rows."""
     if not isinstance(microbatch, PackedMicrobatch):
         return cross_entropy_of_padded(model, microbatch)
     hidden, head = before_head(model, microbatch, choices)
@@ -72,9 +72,9 @@ def cross_entropy_per_target(
 
 
 def before_head(model: Any, microbatch: PackedMicrobatch, choices: Choices = BY_DEVICE) -> tuple[torch.Tensor, Any]:
-    """Hidden states where a target is predicted, (terms, hidden), and the head."""
+    """Return the hidden states at which targets are predicted, (terms, hidden), and the head."""
     bare = bare_model(model)
-    # transformers' own switch: its layers and ours compute again in the backward pass, or neither does.
+    # The switch of transformers decides for its own layers and for the engine's.
     again = bare.training and getattr(bare.get_decoder(), "gradient_checkpointing", False)
     decoder = Decoder(bare, choices.attention, checkpoint_layers=again, mlp_chunk_rows=choices.mlp_chunk_rows)
     layout = microbatch.layout

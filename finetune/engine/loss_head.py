@@ -1,8 +1,7 @@
 """Cross-entropy of target positions through the head, a chunk of logits at a time.
 
-The gradient is computed in the forward pass, while a chunk's logits are there: they are computed once and never kept.
-It is exact: whatever is done with the sum later reaches the gradient as one factor, which the backward pass multiplies
-in.
+The gradient is computed in the forward pass, so that logits are computed once and never kept. It is exact: the gradient
+of the sum is one factor, by which the backward pass multiplies.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from typing import Any
 
 import torch
 
-from finetune.engine.products import add_product, product
+from finetune.engine.products import add_product, product, wide_type
 from finetune.engine.reference import in_float64
 
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-"""Of logits in fp32, by the kind of device."""
+"""The size of a chunk's logits in fp32, by the kind of device."""
 MIN_CHUNK_ROWS = 256
-"""With fewer rows a product spends its time on reading the head's weight. So a large vocabulary gets larger chunks."""
+"""The minimum rows of a chunk: with fewer, a product spends its time on reading the head's weight."""
 
 
 def summed_head_loss(
@@ -30,15 +29,15 @@ def summed_head_loss(
     counts: torch.Tensor | None = None,
     chunk_bytes: int | None = None,
 ) -> torch.Tensor:
-    """Nats summed over targets, as a float64 scalar that can be differentiated.
+    """Sum the nats of targets, as a float64 scalar with a gradient.
 
     Args:
         hidden: (targets, features), the input of the head where a target is predicted.
         weight: (vocabulary, features), frozen or trained, tied or not.
         labels: (targets,), the tokens to predict.
         bias: (vocabulary,), or None.
-        counts: (targets,), how often each loss counts, whole or not, or None for once. No gradient goes there.
-        chunk_bytes: of a chunk's logits in fp32; None: `CHUNK_BYTES` of the device.
+        counts: (targets,), the weight of each loss, without a gradient, or None for 1.
+        chunk_bytes: the size of a chunk's logits in fp32; None: `CHUNK_BYTES` of the device.
     """
     chunk_bytes = _chunk_bytes(hidden) if chunk_bytes is None else chunk_bytes
     loss: torch.Tensor = _SummedHeadLoss.apply(hidden, weight, bias, labels, counts, chunk_bytes)  # type: ignore[no-untyped-call]
@@ -54,8 +53,8 @@ def head_loss_per_target(
     bias: torch.Tensor | None = None,
     chunk_bytes: int | None = None,
 ) -> torch.Tensor:
-    """Nats of each target, (targets,), in fp32 or better and without a gradient; arguments as in `summed_head_loss`."""
-    losses = hidden.new_empty(len(hidden), dtype=_wide(hidden))
+    """Return nats of each target, (targets,), in fp32 or better, without a gradient. See `summed_head_loss`."""
+    losses = hidden.new_empty(len(hidden), dtype=wide_type(hidden))
     for rows in _chunks(hidden, weight, _chunk_bytes(hidden) if chunk_bytes is None else chunk_bytes):
         _, losses[rows] = _softmax_and_loss(hidden[rows], weight, bias, labels[rows])
     return losses
@@ -74,14 +73,14 @@ class _SummedHeadLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=_wide(weight)) if wants_weight else None
-        d_bias = torch.zeros_like(bias, dtype=_wide(bias)) if wants_bias and bias is not None else None
-        losses = hidden.new_empty(len(hidden), dtype=_wide(hidden))
+        d_weight = torch.zeros_like(weight, dtype=wide_type(weight)) if wants_weight else None
+        d_bias = torch.zeros_like(bias, dtype=wide_type(bias)) if wants_bias and bias is not None else None
+        losses = hidden.new_empty(len(hidden), dtype=wide_type(hidden))
         counts = torch.ones_like(losses) if counts is None else counts.to(losses.dtype)
         for rows in _chunks(hidden, weight, chunk_bytes):
             x, count = hidden[rows], counts[rows].unsqueeze(1)
             softmax, losses[rows] = _softmax_and_loss(x, weight, bias, labels[rows])
-            # The gradient of the logits without the counts, which go into the narrower factor of each product.
+            # The gradient of the logits, without the counts: these go into the narrower factor of each product.
             d_logits = _minus_one_at(softmax, labels[rows])
             if d_bias is not None:
                 d_bias.addmv_(d_logits.t(), counts[rows])
@@ -105,13 +104,13 @@ class _SummedHeadLoss(torch.autograd.Function):
 def _softmax_and_loss(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities (rows, vocabulary) and nats (rows,), both in fp32 or better."""
+    """Return probabilities (rows, vocabulary) and nats (rows,), both in fp32 or better."""
     bias = None if bias is None else bias.to(x.dtype)
-    logits = product(x, weight.to(x.dtype), bias).to(_wide(x))
+    logits = product(x, weight.to(x.dtype), bias).to(wide_type(x))
     of_label = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
     largest = logits.amax(1)
     softmax = torch.softmax(logits, dim=1, out=logits)
-    # The largest probability is exp(largest - log_sum_exp), never small: half the work of a logsumexp beside a softmax.
+    # The largest probability, exp(largest - log_sum_exp), is never small. This halves the work of a logsumexp.
     log_sum_exp = largest - softmax.amax(1).log()
     return softmax, log_sum_exp - of_label
 
@@ -128,7 +127,3 @@ def _chunk_bytes(hidden: torch.Tensor) -> int:
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) -> Iterator[slice]:
     num_rows = max(MIN_CHUNK_ROWS, chunk_bytes // (4 * len(weight)))
     return (slice(start, start + num_rows) for start in range(0, len(hidden), num_rows))
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

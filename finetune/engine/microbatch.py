@@ -1,8 +1,8 @@
-"""The rows of one forward pass: padded for a model's own forward, or packed for the engine."""
+"""Micro-batches: padded for a model's own forward, or packed for the engine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -39,21 +39,12 @@ class PaddedMicrobatch:
 
     def to(self, device: torch.device) -> PaddedMicrobatch:
         """A copy on another device."""
-        return PaddedMicrobatch(
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            is_target=self.is_target.to(device, non_blocking=True),
-            num_tokens=self.num_tokens,
-            num_targets=self.num_targets,
-        )
+        ids, is_target = (tensor.to(device, non_blocking=True) for tensor in (self.input_ids, self.is_target))
+        return replace(self, input_ids=ids, is_target=is_target)
 
     def pin_memory(self) -> PaddedMicrobatch:
-        """Called by a loader with `pin_memory`."""
-        return PaddedMicrobatch(
-            input_ids=self.input_ids.pin_memory(),
-            is_target=self.is_target.pin_memory(),
-            num_tokens=self.num_tokens,
-            num_targets=self.num_targets,
-        )
+        """A copy in page-locked memory, for a loader with `pin_memory`."""
+        return replace(self, input_ids=self.input_ids.pin_memory(), is_target=self.is_target.pin_memory())
 
 
 Microbatch: TypeAlias = PaddedMicrobatch | PackedMicrobatch
@@ -65,4 +56,4 @@ EMPTY_MICROBATCH = PaddedMicrobatch(
     num_tokens=0,
     num_targets=0,
 )
-"""It gives a loss of zero and gradients of zero, for a rank that needs as many micro-batches as the others."""
+"""A micro-batch with a loss of zero and gradients of zero, for a rank that has fewer micro-batches than others."""

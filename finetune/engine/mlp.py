@@ -1,8 +1,8 @@
 """The gated feed-forward part of a decoder layer as one function.
 
-It computes `h + down(silu(gate) * up)`, where gate and up are projections of `rms_norm(h)`, in chunks of tokens: what
-lies between two matrix products stays in the cache. It keeps only h and the output of the first product, since norm and
-activation cost less to compute again than to keep.
+It computes `h + down(silu(gate) * up)`, where gate and up are projections of `rms_norm(h)`, in chunks of tokens,
+so that the values between two matrix products stay in the cache. It keeps only h and the output of the first product,
+since norm and activation are cheaper to recompute than to keep.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from finetune.engine.linear import (
 )
 
 CHUNK_ROWS = {"cpu": 512, "cuda": 8192}
-"""By the kind of device: enough rows for the matrix products, and on a CPU few enough for its cache."""
+"""Rows of a chunk by the kind of device: enough for the matrix products, and few enough for the cache of a CPU."""
 
 
 def gated_mlp(
@@ -41,10 +41,10 @@ def gated_mlp(
 
     Args:
         h: (tokens, hidden).
-        weight: (hidden,), of the norm before.
-        eps: of the norm before.
+        weight: (hidden,), of the preceding norm.
+        eps: of the preceding norm.
         gate_up: one layer with the gate's columns left and the other columns right, or two layers.
-        down: back to (tokens, hidden).
+        down: the projection back to (tokens, hidden).
         chunk_rows: rows of a chunk; None: `CHUNK_ROWS` of the device.
     """
     chunk_rows = chunk_rows or CHUNK_ROWS.get(h.device.type, CHUNK_ROWS["cuda"])
@@ -99,13 +99,13 @@ class _GatedMlp(torch.autograd.Function):
 
 
 def _gated(gate_up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of a projection with the gate left: (rows, 2 * features) to (rows, features)."""
+    """Compute `silu(gate) * up` from (rows, 2 * features), with the gate left, to (rows, features)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
 
 
 def _gate_up_gradient(gate_up: torch.Tensor, silu: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """The gradient of `gate_up`, given silu(gate)."""
+    """Return the gradient of `gate_up`, given silu(gate)."""
     gate, up = gate_up.chunk(2, dim=-1)
     d_gate_up = torch.empty_like(gate_up)
     d_gate, d_up = d_gate_up.chunk(2, dim=-1)
@@ -115,5 +115,5 @@ def _gate_up_gradient(gate_up: torch.Tensor, silu: torch.Tensor, dy: torch.Tenso
 
 
 def _chunks(h: torch.Tensor, num_rows: int) -> Iterator[slice]:
-    """One chunk or more; without rows, an empty one."""
+    """Return one or more chunks; without rows, an empty one."""
     return (slice(start, start + num_rows) for start in range(0, max(1, len(h)), num_rows))

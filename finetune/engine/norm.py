@@ -1,4 +1,4 @@
-"""Root-mean-square norm, with statistics in fp32; for the backward pass it keeps its input and one number per row."""
+"""Root-mean-square norm with statistics in fp32. It keeps its input and one number per row for the backward pass."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from finetune.engine.products import wide_type
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`weight * (x / rms(x))` over the last dimension, rounded where the Llama family rounds.
+    """Compute `weight * (x / rms(x))` over the last dimension, rounded where the Llama family rounds.
 
     Args:
         x: (rows, features).
@@ -35,28 +37,24 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def inverse_root_mean_square(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """(rows, 1), in fp32 or better."""
-    inverse_rms: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x))
+    """Return the inverse root mean square of each row, (rows, 1), in fp32 or better."""
+    inverse_rms: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide_type(x))
     return inverse_rms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 def normalized(x: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor) -> torch.Tensor:
-    """The forward pass, given the statistics."""
+    """Compute the forward pass, given the statistics."""
     return (x * inverse_rms).to(x.dtype).mul_(weight)
 
 
 def input_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor) -> torch.Tensor:
-    """`r * g - x * r³ * mean(g * x)` with `g = weight * dy` and r the inverse root mean square."""
-    g = dy.to(_wide(x)) * weight
+    """Compute `r * g - x * r³ * mean(g * x)` with `g = weight * dy` and r the inverse root mean square."""
+    g = dy.to(wide_type(x)) * weight
     mean = (g * x).mean(-1, keepdim=True)
     return g.mul_(inverse_rms).addcmul_(x, mean.mul_(inverse_rms**3), value=-1).to(x.dtype)
 
 
 def weight_gradient(dy: torch.Tensor, x: torch.Tensor, inverse_rms: torch.Tensor) -> torch.Tensor:
-    """(features,), in fp32 or better."""
+    """Return the gradient of the weight, (features,), in fp32 or better."""
     made: torch.Tensor = (x * inverse_rms).mul_(dy).sum(0)
     return made
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)

@@ -1,8 +1,8 @@
-"""Find the beginnings that rows share, and cut a global batch so that each is computed once.
+"""Find the shared beginnings of rows, and cut a global batch so that each is computed once.
 
 In a causal model the hidden states of a shared beginning are the same for every row that has it. Rows become a prefix
-tree, and each of its nodes is computed once. The cuts depend on the rows alone and never on the world size, so that
-every launch cuts alike.
+tree, and each of its nodes is computed once. The cuts depend only on the rows, not on the world size, so that they are
+the same for every launch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Tokens = numpy.typing.NDArray[numpy.integer]
 """Token ids of one row, shape (time,)."""
 
 MIN_SHARED = 16
-"""The tree branches only where this many more tokens are shared; for fewer, its bookkeeping costs more."""
+"""The tree branches only where rows share this many more tokens; for fewer, the bookkeeping costs more."""
 
 _NEVER = 1 << 62
 
 
 class Node(NamedTuple):
-    """Tokens `begin` to `end` of `row`; every row of the subtree that is as long has them."""
+    """Tokens `begin` to `end` of `row`, which all rows of the subtree share as far as they reach."""
 
     row: int
     begin: int
@@ -39,11 +39,11 @@ class PrefixTree(NamedTuple):
     nodes: tuple[Node, ...]
     """Depth first: a node's subtree follows it."""
     last_node: tuple[int, ...]
-    """For each row the node of its last token; the row may end before the node does."""
+    """The node of the last token of each row; the row may end before the node does."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are computed."""
+        """The number of tokens to compute."""
         return sum(node.end - node.begin for node in self.nodes)
 
 
@@ -56,7 +56,7 @@ class Cut(NamedTuple):
 
 
 def separate_rows(rows: Sequence[Tokens]) -> PrefixTree:
-    """The tree in which nothing is shared."""
+    """Return a tree in which rows share nothing."""
     nodes = tuple(Node(row, 0, len(tokens), -1) for row, tokens in enumerate(rows))
     return PrefixTree(nodes, tuple(range(len(rows))))
 
@@ -65,8 +65,8 @@ def build_prefix_tree(rows: Sequence[Tokens], min_shared: int = MIN_SHARED) -> P
     """Build the prefix tree of rows. A row that is the beginning of another, or equal to it, adds nothing to the tree.
 
     Args:
-        rows: none of them empty; ids from 0.
-        min_shared: tokens that a branching must save per row.
+        rows: token ids from 0 on; no row is empty.
+        min_shared: the tokens that a branch must save per row.
     """
     order = sorted(range(len(rows)), key=lambda row: (rows[row].astype(">u4").tobytes(), row))
     forks = [_fork(rows[a], rows[b]) for a, b in pairwise(order)]
@@ -111,7 +111,7 @@ def cut_global_batch(
         max_tokens: the most tokens that a micro-batch computes, counted in the tree of the whole global batch: the
             micro-batch's own tree may need a few more. A longer row is a micro-batch of its own.
         boundary: rows up to this length never share a micro-batch with longer ones.
-        share: False: as if no two rows had anything in common.
+        share: whether rows may share beginnings.
 
     Returns:
         The cuts, heaviest first, rows ascending.
@@ -150,7 +150,7 @@ def deal(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def _fork(first: Tokens, second: Tokens) -> int:
-    """How many tokens two rows share before they part; `_NEVER` if one is the beginning of the other."""
+    """Return the number of tokens that two rows share; `_NEVER` if one is the beginning of the other."""
     length = min(len(first), len(second))
     differs = first[:length] != second[:length]
     fork = int(differs.argmax())
@@ -172,7 +172,7 @@ def _cut_tree(tree: PrefixTree, lengths: Sequence[int], max_rows: int, max_token
 
 
 def _fill(parts: list[Cut], before: int, max_rows: int, max_tokens: int) -> list[Cut]:
-    """Put parts that follow the same `before` tokens into as few cuts as will do."""
+    """Put parts that follow the same `before` tokens into as few cuts as possible."""
     num_rows = sum(len(part.rows) for part in parts)
     tokens = sum(part.num_tokens for part in parts)
     room = max(1, max_tokens - before)

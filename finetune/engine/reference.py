@@ -1,4 +1,4 @@
-"""The losses of padded rows through a model's own forward, which the engine must equal and which can replace it."""
+"""Compute losses of padded rows with a model's own forward, which the engine must match and which can replace it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PLAIN_HEADS = ("phi", "phi3", "llama", "mistral", "qwen2", "qwen3")
 
 
 def cross_entropy_of_padded(model: torch.nn.Module, microbatch: PaddedMicrobatch) -> torch.Tensor:
-    """Nats of each target token, row after row: shape (num_targets,), fp32. Logits are computed where a target is.
+    """Return nats of each target token, row after row: shape (num_targets,), fp32.
 
-    Rows are padded on the right and a causal model never looks to the right, so no mask is needed: padding cannot reach
-    the targets of a row.
+    Logits are computed only where there is a target. No mask is needed: rows are padded on the right, where a causal
+    model does not look.
 
     Args:
         model: a transformers causal language model, or a PEFT model around one.
@@ -32,12 +32,12 @@ def cross_entropy_of_padded(model: torch.nn.Module, microbatch: PaddedMicrobatch
 
 
 def in_float64(values: torch.Tensor) -> torch.Tensor:
-    """The same values, on the CPU where their device knows no float64."""
+    """Convert values to float64, on the CPU if their device does not support it."""
     return (values.cpu() if values.device.type == "mps" else values).double()
 
 
 def _logits_at(model: torch.nn.Module, input_ids: torch.Tensor, predicts: torch.Tensor) -> torch.Tensor:
-    """Logits (num_targets, vocabulary) at the positions where `predicts` (batch, time - 1) is True."""
+    """Return logits (num_targets, vocabulary) where `predicts` (batch, time - 1) is True."""
     bare: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if bare.config.model_type in PLAIN_HEADS:
         hidden = bare.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
@@ -45,7 +45,7 @@ def _logits_at(model: torch.nn.Module, input_ids: torch.Tensor, predicts: torch.
     if "logits_to_keep" not in inspect.signature(bare.forward).parameters:
         logits = bare(input_ids=input_ids, use_cache=False).logits
         return logits[:, :-1][predicts]  # type: ignore[no-any-return]
-    # One list of positions serves all rows: those at which any row has a target to predict.
+    # `logits_to_keep` is one list for all rows: the positions at which any row has a target to predict.
     positions = predicts.any(dim=0).nonzero().squeeze(1)
     logits = bare(input_ids=input_ids, use_cache=False, logits_to_keep=positions).logits
     return logits[predicts[:, positions]]  # type: ignore[no-any-return]

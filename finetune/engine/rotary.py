@@ -1,4 +1,4 @@
-"""Rotary positions on the heads of a fused projection; the backward pass turns by the negative angle."""
+"""Rotary position embeddings on the heads of a fused projection. The backward pass rotates by the negative angle."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 def split_heads(
     projected: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: list[int], num_rotated: int
 ) -> tuple[torch.Tensor, ...]:
-    """Cut a projection into groups of heads and rotate the first of them.
+    """Split a projection into groups of heads and rotate the first groups.
 
     Args:
         projected: (tokens, sum(heads) * head_dim).
         cos: (tokens, rotary_dim); the part of head_dim beyond rotary_dim is not rotated.
         sin: like cos.
-        heads: how many heads each group has, for example queries, keys, values.
-        num_rotated: how many groups are rotated, counted from the left.
+        heads: the number of heads in each group, for example queries, keys, values.
+        num_rotated: the number of groups to rotate, from the left.
 
     Returns:
         For each group (tokens, heads, head_dim), contiguous.
@@ -61,7 +61,7 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor, *, back: bool = False) -> None:
-    """Turn the pairs (x[i], x[i + rotary_dim / 2]) of each head; `back` is the transpose of that."""
+    """Rotate the pairs (x[i], x[i + rotary_dim / 2]) of each head, or back."""
     half = cos.shape[-1] // 2
     (cos1, cos2), (sin1, sin2) = (torch.split(angle.unsqueeze(1), half, dim=-1) for angle in (cos, sin))
     (x1, x2, rest), (out1, out2, out_rest) = (tensor.tensor_split((half, 2 * half), dim=-1) for tensor in (x, out))

@@ -1,4 +1,4 @@
-"""Whether the engine's own forward pass computes what a model's own forward would."""
+"""Check whether the engine's forward pass computes the same as a model's own forward."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _PLAIN_TYPES = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, 
 
 
 def unsupported_reason(model: nn.Module) -> str | None:
-    """Why `Decoder` cannot replace the model's own forward, in words; None where it can.
+    """Return the reason why `Decoder` cannot replace the model's own forward; None where it can.
 
-    Every module must be of a known type, so that replaced, wrapped and hooked modules are found. More kinds of linear
-    layers are supported: those of `own_layers` are called as they are.
+    Every module must be of a known type, so that replaced, wrapped and hooked modules are found. The linear layers of
+    `own_layers` are supported by calling them.
 
     Args:
         model: a transformers causal language model, or a PEFT model around one.
@@ -31,7 +31,7 @@ def _reasons(model: Any) -> Iterator[str]:
     bare = bare_model(model)
     kind = getattr(getattr(bare, "config", None), "model_type", None)
     if kind not in FAMILIES:
-        yield f"its model type is {kind}; the engine knows {', '.join(sorted(FAMILIES))}"
+        yield f"its model type is {kind}; the engine supports {', '.join(sorted(FAMILIES))}"
         return
     yield from _config_reasons(bare.config)
     names = frozenset(name for name, _ in _linears(bare))
@@ -57,7 +57,7 @@ def _config_reasons(config: Any) -> Iterator[str]:
 
 
 def own_layers(model: nn.Module) -> dict[str, list[str]]:
-    """Linear layers that the engine has no code for and calls as they are: why, and their names."""
+    """Return the names of linear layers that the engine must call, by reason."""
     found: dict[str, list[str]] = {}
     for name, module in _linears(bare_model(model)):
         reason = own_way_reason(module)
@@ -67,7 +67,7 @@ def own_layers(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _linears(bare: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The linear layers of a decoder, with their names."""
+    """Yield the linear layers of a decoder with their names."""
     names = FAMILIES[bare.config.model_type].linears
     for index, layer in enumerate(bare.get_decoder().layers):
         for name in names:
@@ -75,7 +75,7 @@ def _linears(bare: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _module_reasons(name: str, module: nn.Module, of_model: str, linears: frozenset[str]) -> Iterator[str]:
-    """Reasons why a module, or one inside it, is not supported."""
+    """Yield the reasons why a module, or one inside it, is not supported."""
     if name in linears:
         unknown = unknown_linear(module)
         if unknown:

@@ -53,7 +53,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Command:
-    """A command line such as `/system Be brief.`"""
+    """A command of the chat, such as `/system Be brief.`"""
 
     name: str
     text: str = ""

@@ -167,7 +167,7 @@ def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = 
 
 
 def with_system_turn(turns: Sequence[Turn], system: str | None) -> list[Turn]:
-    """Return the turns with a system turn, unless they have one that is not empty or `system` is empty."""
+    """Return the turns with this system turn, unless they have a non-empty one or `system` is empty."""
     first, rest = (turns[0], turns[1:]) if turns and turns[0]["role"] == "system" else ({"role": "system"}, turns)
     return list(turns) if first.get("content") or not system else [{**first, "content": system}, *rest]
 

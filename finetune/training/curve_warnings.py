@@ -129,7 +129,7 @@ class CurveWarnings:
         return abs(mean - now) >= max(_FLAT_BY * abs(mean), _FLAT_SIGMAS * noise)
 
     def _noise(self) -> float:
-        """Standard deviation of one step's loss about the curve, from its differences: 1.4826 x median / sqrt(2).
+        """Estimate the standard deviation of one step's loss from differences: 1.4826 x median / sqrt(2).
 
         Steps in which the curve jumps do not move the median. The differences of a normal variable have sqrt(2) times
         its deviation, and their median absolute value is 0.6745 times that.

@@ -19,7 +19,7 @@ from finetune.logs import log_only_to, log_to_file, stop_logging_to
 from finetune.runs.durable import disk_failures_end_the_run, replace_file
 from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import MetricsWriter
-from finetune.runs.record import RunRecord
+from finetune.runs.record import RunRecord, Status
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import TrainerState
 from finetune.training.curve_warnings import CurveWarnings
@@ -251,7 +251,7 @@ class Journal:
                 result = {**self.result, "why": str(error)}
             else:
                 result = self.result if error is None else {**self.result, "error": f"{type(error).__name__}: {error}"}
-            self._record.finish(status, result)  # type: ignore[arg-type]
+            self._record.finish(status, result)
             if error is None:
                 self._say_what_was_written()
                 show_what_next(self.folder.path, self._example_prompt)
@@ -293,7 +293,7 @@ class Journal:
         )
 
 
-def _status(error: BaseException | None) -> str:
+def _status(error: BaseException | None) -> Status:
     if error is None:
         return "completed"
     if isinstance(error, PreemptedError):

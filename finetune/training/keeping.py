@@ -34,7 +34,7 @@ def most_checkpoints(cadence: Cadence, *, keep: int, has_best: bool) -> int:
     return min(num_saves, keep + has_best + 1)  # one is being written
 
 
-def say_what_disk_it_takes(
+def log_disk_need(
     folder: RunFolder,
     snapshot: Snapshot,
     optimizer: torch.optim.Optimizer,

@@ -94,7 +94,7 @@ class Outcomes(NamedTuple):
     """1 where the chosen answer is preferred, 0 where the rejected one is, 1/2 where neither is."""
 
     def sums(self) -> torch.Tensor:
-        """Sums over the pairs: the loss, then `FIGURES`; shape (1 + FIGURES,)."""
+        """Return the sums over the pairs: the loss, then `FIGURES`; shape (1 + FIGURES,)."""
         margins = self.chosen_rewards - self.rejected_rewards
         each = (self.losses, self.chosen_rewards, self.rejected_rewards, margins, self.wins)
         return torch.stack([values.sum() for values in each])
@@ -158,7 +158,7 @@ def sum_preference_losses(
 
 
 def _losses(nats: torch.Tensor, reference: torch.Tensor, beta: float) -> torch.Tensor:
-    """The loss of each pair, from the nats of each row under the model and under the reference."""
+    """Return the loss of each pair, from the nats of each row under the model and under the reference."""
     gained = reference - nats
     return functional.softplus(-beta * (gained[0::2] - gained[1::2]))
 
@@ -166,7 +166,7 @@ def _losses(nats: torch.Tensor, reference: torch.Tensor, beta: float) -> torch.T
 def _packed_losses(
     model: Any, rows: PackedMicrobatch, reference: torch.Tensor, beta: float, choices: Choices
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of each pair and the nats of each row, logits a chunk at a time.
+    """Return the loss of each pair and the nats of each row, computing logits a chunk at a time.
 
     The values are computed first, then one weighted sum whose gradient is that of the losses.
     """

@@ -37,7 +37,7 @@ from finetune.signals import no_step_is_left
 from finetune.training.fit import check_fit, named_splits
 from finetune.training.forward import agree_on_forward
 from finetune.training.journal import Journal
-from finetune.training.keeping import publish_best, say_what_disk_it_takes
+from finetune.training.keeping import log_disk_need, publish_best
 from finetune.training.loaders import build_loaders, global_batch_size, log_batches, log_share
 from finetune.training.loop import Actions, Cadence, run_loop
 from finetune.training.optim import build_optimizer, learning_rate_at, warn_of_long_warmup
@@ -232,7 +232,7 @@ class Trainer:
 
     @property
     def _has_base_of_its_own(self) -> bool:
-        """Whether the base is random, so that the run's folder must hold it for the adapter."""
+        """True if the base is random, so that the run's folder must hold it for the adapter."""
         return self.config.model.init == "random" and self.config.training.method == "lora"
 
     def _on_main(self, action: Callable[[Any], None], during: str) -> None:
@@ -291,7 +291,7 @@ class Trainer:
     ) -> None:
         snapshot = take_snapshot(journal.folder, 0, model=self.model, optimizer=optimizer, state=self._fresh_state())
         keep, has_best = self.config.checkpoint.save_total_limit, self.splits.validation is not None
-        say_what_disk_it_takes(journal.folder, snapshot, optimizer, cadence, keep=keep, has_best=has_best)
+        log_disk_need(journal.folder, snapshot, optimizer, cadence, keep=keep, has_best=has_best)
         journal.start_training(state, cadence.num_steps)
 
     def _begin_epoch(self, loader: TrainLoader, epoch: int, first_step: int) -> Iterator[list[tuple[int, Microbatch]]]:

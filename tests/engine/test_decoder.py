@@ -302,7 +302,7 @@ def tiny(**changes):
 
 
 UNSUPPORTED = {
-    "its model type is gemma2; the engine knows llama, phi, phi3": lambda: build_tiny(tiny_gemma2_config()),
+    "its model type is gemma2; the engine supports llama, phi, phi3": lambda: build_tiny(tiny_gemma2_config()),
     "it drops attention weights (attention_dropout 0.1)": lambda: tiny(attention_dropout=0.1),
     "it drops residuals (resid_pdrop 0.1)": lambda: tiny(resid_pdrop=0.1),
     "its feed-forward part is gated by gelu, not by silu": lambda: tiny(hidden_act="gelu"),
