@@ -28,12 +28,12 @@ class OnResume:
 Free = Annotated[T, OnResume("never")]
 """A key that may change."""
 BaseModelKey = Annotated[T, OnResume("always", "the model that is trained")]
-TokenKey = Annotated[T, OnResume("always", "which tokens the model is given")]
+TokenKey = Annotated[T, OnResume("always", "the tokens that the model is given")]
 # The rows themselves are compared, so a file may be moved.
 RowKey = Annotated[T, OnResume("rows", "the rows to train and validate on")]
-AdapterKey = Annotated[T, OnResume("adapter", "what the adapter adds to the model")]
-AdapterShape = Annotated[T, OnResume("adapter", "which weights the adapter has", fits=False)]
-UpdateKey = Annotated[T, OnResume("always", "how gradients become updates")]
+AdapterKey = Annotated[T, OnResume("adapter", "the update that the adapter adds to the model")]
+AdapterShape = Annotated[T, OnResume("adapter", "the weights of the adapter", fits=False)]
+UpdateKey = Annotated[T, OnResume("always", "the updates of the weights")]
 RateKey = Annotated[T, OnResume("always", "the learning rate of every step")]
 # Dropout masks belong to the micro-batches; without dropout, the cut of a global batch changes only the rounding.
-CutKey = Annotated[T, OnResume("dropout", "how a global batch is cut, and with it the dropout masks")]
+CutKey = Annotated[T, OnResume("dropout", "the cut of a global batch, and with it the dropout masks")]

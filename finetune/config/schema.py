@@ -93,7 +93,7 @@ class ModelSection(Section):
     """A hub id or local folder with the tokenizer. Default: `path`."""
     chat_template: TokenKey[str | None] = None
     """A Jinja chat template, or the path of a .jinja file. Used only if the tokenizer has no template of its own."""
-    attention: Annotated[Literal["auto", "sdpa", "eager"], OnResume("always", "how attention is computed")] = "auto"
+    attention: Annotated[Literal["auto", "sdpa", "eager"], OnResume("always", "the computation of attention")] = "auto"
     """The attention implementation that transformers is asked for."""
     trust_remote_code: BaseModelKey[bool] = False
     """Run Python code that comes with the model. No Phi text model needs it: transformers has a class for each."""
@@ -249,7 +249,7 @@ class LoraSection(Section):
     """Folder of an adapter or of a run whose adapter weights the new adapter starts with."""
     start_from_any_base: Free[bool] = False
     """Accept a `start_from` whose base has another name: the same model in another place."""
-    quantize: Annotated[Literal["none", "nf4"], OnResume("adapter", "in which numbers the base is kept")] = "none"
+    quantize: Annotated[Literal["none", "nf4"], OnResume("adapter", "the precision of the base")] = "none"
     """nf4: keep the base in 4 bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314). Needs CUDA and bitsandbytes."""
     new_tokens: AdapterShape[list[str]] = Field(default_factory=list)
     """Tokens to add to the tokenizer. Their embeddings are trained with the adapter."""
@@ -294,7 +294,7 @@ class LoraSection(Section):
 class OptimSection(Section):
     """The optimizer and its learning rate."""
 
-    optimizer: Annotated[str, OnResume("always", "how gradients become updates", fits=False)] = "torch.optim.AdamW"
+    optimizer: Annotated[str, OnResume("always", "the updates of the weights", fits=False)] = "torch.optim.AdamW"
     """Dotted name of an optimizer class from torch.optim, transformers.optimization or bitsandbytes.optim."""
     learning_rate: RateKey[NonNegativeFloat] = 2e-4
     """The highest learning rate of the schedule."""
@@ -324,11 +324,11 @@ class TrainingSection(LoaderKeys):
 
     batch_size: CutKey[PositiveInt] = 8
     """Maximum number of examples that a process handles at once (one micro-batch)."""
-    drop_last: Annotated[bool, OnResume("always", "which rows are trained on")] = False
+    drop_last: Annotated[bool, OnResume("always", "the rows to train on")] = False
     """Leave out the last batch if it is not full. By default no row is left out."""
-    method: Annotated[Literal["lora", "full"], OnResume("always", "what is trained", fits=False)] = "lora"
+    method: Annotated[Literal["lora", "full"], OnResume("always", "the weights that are trained", fits=False)] = "lora"
     """Train a LoRA adapter, or every weight."""
-    objective: Annotated[Literal["sft", "dpo"], OnResume("always", "which loss is minimised")] = "sft"
+    objective: Annotated[Literal["sft", "dpo"], OnResume("always", "the loss that is minimised")] = "sft"
     """sft: learn the answers of the rows; dpo: prefer the chosen answer of each pair to the rejected one."""
     max_steps: Annotated[PositiveInt | None, OnResume("steps", "the steps over which the learning rate falls")] = None
     """Stop after this many optimizer steps, whatever `num_epochs` says."""
@@ -344,9 +344,7 @@ class TrainingSection(LoaderKeys):
     """With `packing`: put rows that begin alike into the same micro-batch, and compute what they share once."""
     kernels: CutKey[Literal["auto", "reference"]] = "auto"
     """auto: the engine's own forward and backward if it supports the model; reference: transformers' on padded rows."""
-    precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume("always", "the numbers a step is computed in")] = (
-        "auto"
-    )
+    precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume("always", "the precision of a step")] = "auto"
     """auto: bf16 if the accelerator supports it, otherwise fp32. fp16 is refused: its range is too small."""
     neftune_alpha: Annotated[NonNegativeFloat, OnResume("always", "the noise on the embedded tokens")] = 0.0
     """Size of the noise that training adds to embeddings (NEFTune: Jain et al., 2023, arXiv:2310.05914); 0: none."""
@@ -391,7 +389,7 @@ class TrainingSection(LoaderKeys):
 class PreferenceSection(Section):
     """Direct preference optimization (DPO: Rafailov et al., 2023, arXiv:2305.18290)."""
 
-    beta: Annotated[PositiveFloat, OnResume("always", "how much a preferred answer counts")] = 0.1
+    beta: Annotated[PositiveFloat, OnResume("always", "the weight of a preferred answer")] = 0.1
     """Strength of the tie to the base model; a larger value allows smaller changes."""
 
 
@@ -399,7 +397,7 @@ class ValidationSection(LoaderKeys):
     """Measuring the loss on the validation split during training."""
 
     drop_last: Annotated[
-        bool, OnResume("always", "the rows to validate on: losses before and after do not compare")
+        bool, OnResume("always", "the rows to validate on: losses before and after are not comparable")
     ] = False
     """Leave out the last batch if it is not full. By default no row is left out."""
     validate_every: Free[PositiveInt | None] = None
