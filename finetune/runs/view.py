@@ -89,8 +89,7 @@ class RunView:
             f"loss {_figure(self._last, 'loss', '.4f')}",
             *([] if speed is None else [f"{speed:,.0f} tokens/s"]),
         ]
-        left = self._left()
-        return _SEPARATOR.join([*facts, *([] if left is None else [f"{in_words(left)} left"])])
+        return _SEPARATOR.join([*facts, *self._left()])
 
     def trend(self) -> Trend | None:
         """Compute the trend of the loss; None before there are enough steps."""
@@ -139,9 +138,7 @@ class RunView:
         from rich.table import Table
         from rich.text import Text
 
-        left = self._left()
-        words = [self._of_all(), *self._epoch(), *([] if left is None else [f"{in_words(left)} left"])]
-        text = Text(_SEPARATOR.join(words))
+        text = Text(_SEPARATOR.join([self._of_all(), *self._epoch(), *self._left()]))
         if not self.num_steps:
             return text
         row = Table.grid(padding=(0, 2))
@@ -183,12 +180,11 @@ class RunView:
         if speed and tokens and math.isfinite(speed):
             self._seconds.append(tokens / speed)
 
-    def _left(self) -> float | None:
-        if self.seconds_left is not None:
-            return self.seconds_left
-        if not self.num_steps or not self._seconds:
-            return None
-        return statistics.fmean(self._seconds) * max(self.num_steps - self.step, 0)
+    def _left(self) -> list[str]:
+        seconds = self.seconds_left
+        if seconds is None and self.num_steps and self._seconds:
+            seconds = statistics.fmean(self._seconds) * max(self.num_steps - self.step, 0)
+        return [] if seconds is None else [f"{in_words(seconds)} left"]
 
     def _of_all(self) -> str:
         return f"{self.step}/{self.num_steps}" if self.num_steps else str(self.step)

@@ -1,4 +1,4 @@
-"""How each message of docs/troubleshooting.md comes about: the code that prints it, brought to print it.
+"""Make the code print each message of docs/troubleshooting.md.
 
 Each function here brings one about and returns all that was printed meanwhile, with the numbers and names that differ
 from run to run put as the page has them. `tests/docs/test_messages.py` looks for the page's text among them, whole.

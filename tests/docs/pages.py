@@ -1,4 +1,4 @@
-"""What stands in the documentation's pages: blocks of code, and the markers before them."""
+"""Read the blocks of code in the documentation's pages, and the markers before them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Block:
 
     marker: str
     more: str
-    """What the marker says besides."""
+    """The rest of the marker."""
     text: str
     line: int
 

@@ -1,4 +1,4 @@
-"""Each message of the troubleshooting page is printed here by the code that says it, and stands there as printed."""
+"""The code prints each message of the troubleshooting page, exactly as on the page."""
 
 from __future__ import annotations
 

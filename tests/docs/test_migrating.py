@@ -1,4 +1,4 @@
-"""docs/migrating.md lists every name that is read or answered, and what it means here, and no other."""
+"""docs/migrating.md lists exactly the former and foreign names that the code knows, with their meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/peers.md says what the installed peers do, and the README's short table agrees with it."""
+"""The statements of docs/peers.md hold for the installed peers, and the README's short table agrees with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands around the code says what the code says: container, workflows, hooks, citation."""
+"""Container, workflows, hooks and citation agree with the code."""
 
 from __future__ import annotations
 

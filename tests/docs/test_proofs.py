@@ -1,4 +1,4 @@
-"""The guarantees name proofs that are there, and every page can be reached."""
+"""The guarantees name tests that exist, and every page can be reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/terminal.md says of exit codes, colours, completion and JSON, on a real terminal."""
+"""The statements of docs/terminal.md on exit codes, colours, completion and JSON, on a real terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FINETUNE = [sys.executable, "-m", "finetune"]
 
 
 def on_a_terminal(*words: str, **variables: str) -> bytes:
-    """What the command writes to a terminal of its own."""
+    """Return the output of a command on its own terminal."""
     parent, child = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **variables}
     process = subprocess.Popen([*FINETUNE, *words], stdin=child, stdout=child, stderr=child, env=environment)

@@ -1,4 +1,4 @@
-"""Finished runs in miniature: what a run leaves behind, with adapter weights that were drawn and not trained."""
+"""Make tiny finished runs, with random instead of trained adapter weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build_base(kind: str = "phi3", dtype: torch.dtype = torch.float32, **changes
 
 
 def add_drawn_adapter(base: Any, kind: str = "phi3", *, scale: float = 0.1, **settings: Any) -> Any:
-    """A PeftModel whose adapter is as after some training: every trained tensor was moved by a seeded draw."""
+    """Build a PeftModel whose trained tensors were all moved by a seeded draw, as after some training."""
     settings = {"target_modules": TARGETS[kind], "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", **settings}
     return draw_trained(get_peft_model(base, LoraConfig(**settings)), scale)
 
@@ -65,7 +65,7 @@ def write_run(
     scale: float = 0.1,
     **settings: Any,
 ) -> FinishedRun:
-    """The folder of a finished run and, beside it, that of its base."""
+    """Write the folder of a finished run and, beside it, that of its base."""
     base, tokenizer = build_base(kind, dtype), tiny_tokenizer(style)
     base_folder = folder.with_name(f"{folder.name}-base")
     base.save_pretrained(base_folder)

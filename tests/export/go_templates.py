@@ -1,4 +1,4 @@
-"""Evaluate the part of Go's template language that a Modelfile of ours uses, and nothing beyond it.
+"""Evaluate the part of Go's template language that our Modelfiles use.
 
 Language: https://pkg.go.dev/text/template. `{{ range .Messages }}`, `{{ if eq .Role "x" }}`, `else if`, `end`,
 `{{ .Content }}` and quoted strings; anything else is an error. Where Go is installed, a test compares this with it.

@@ -1,4 +1,4 @@
-"""What is exported: a Modelfile always, a GGUF file where llama.cpp is, and words that help where it is not.
+"""Exports: a Modelfile, a GGUF file if llama.cpp is installed, and a helpful message if it is not.
 
 The tests that convert run llama.cpp's own script. They need LLAMA_CPP_DIR (a checkout; the source package of
 llama-cpp-python on PyPI holds one in vendor/llama.cpp) and the packages sentencepiece and protobuf.
@@ -50,7 +50,7 @@ def command(*words: str | Path) -> int:
 
 @pytest.fixture
 def model(tmp_path):
-    """A model folder as `finetune merge` leaves it, in what is read of it here."""
+    """Write the files of a merged folder that an export reads."""
     return write_model(tmp_path / "merged", "Phi-3-mini-4k")
 
 
@@ -165,7 +165,7 @@ def test_the_folder_of_llama_cpp_comes_from_the_option_or_the_environment(tmp_pa
 @pytest.mark.process
 @pytest.mark.parametrize("written", [b"", b"GGUF\3\0", b"PK\3\4" + bytes(30), b"GGUF\3\0\0\0" + bytes(16)])
 def test_a_file_that_is_no_model_is_not_taken_for_one(tmp_path, written):
-    """The scripts of others end well with less: that is seen in the file and not in the exit code."""
+    """A converter can report success with a broken file, so the file is checked, not only the exit code."""
     script = tmp_path / "convert_hf_to_gguf.py"
     script.write_text(f"import sys; open(sys.argv[sys.argv.index('--outfile') + 1], 'wb').write({written!r})")
     model = write_model(tmp_path / "merged", "phi-4")

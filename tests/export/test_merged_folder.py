@@ -1,4 +1,4 @@
-"""A merged folder on the disk: whole or not there, loadable by transformers alone, equal to base and adapter."""
+"""A merged folder is complete or not there, loads in transformers alone, and equals base and adapter."""
 
 from __future__ import annotations
 

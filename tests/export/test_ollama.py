@@ -1,4 +1,4 @@
-"""A Modelfile says what the tokenizer's chat template says: every Phi template, and Go itself where it is here."""
+"""A Modelfile renders like the tokenizer's chat template, for every Phi template, and in Go itself if installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reaches the hub, and what does not: the real client against a stand-in of the hub's API on loopback."""
+"""Pushes: the real client sends the right files to a stand-in of the hub's API on loopback, and nothing else."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.launch
 def test_an_adapter_arrives_as_one_private_commit_and_loads_in_plain_peft(hub, run, tmp_path):
-    """As a user has it: a process of its own, told by its environment."""
+    """A push as a process, with address and token in its environment."""
     variables = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
     words = [sys.executable, "-m", "finetune", "push", run, "me/orders", "--base", BASE]
     done = run_command(words, variables=variables)

@@ -1,4 +1,4 @@
-"""A real headless Chromium, spoken to over its own pipe (https://chromedevtools.github.io/devtools-protocol/)."""
+"""Control a headless Chromium over its pipe (https://chromedevtools.github.io/devtools-protocol/)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECONDS = 60.0
 
 
 def find_chromium() -> str | None:
-    """The browser's path, where one is installed; CHROMIUM names another."""
+    """Find the path of an installed browser; CHROMIUM names another."""
     return os.environ.get("CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
@@ -71,7 +71,7 @@ class Browser:
         os.close(self._answers)
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command and its answer."""
+        """Send a command, and return its answer."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -101,28 +101,28 @@ class Browser:
         )
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression in the page; a promise is waited for."""
+        """Evaluate an expression in the page, and wait if it is a promise."""
         answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def requests(self) -> list[str]:
-        """Addresses that the page has asked for, itself among them."""
+        """Return the addresses that the page requested, including its own."""
         self.evaluate("new Promise(done => setTimeout(done, 100))")
         return [e["params"]["request"]["url"] for e in self.events if e.get("method") == "Network.requestWillBeSent"]
 
     def complaints(self) -> list[Any]:
-        """Whatever the console says, and errors of scripts."""
+        """Return the messages on the console, and the errors of scripts."""
         kinds = {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"}
         return [event["params"] for event in self.events if event.get("method") in kinds]
 
     def screenshot(self, path: Path) -> None:
-        """The whole page as PNG."""
+        """Take a picture of the whole page as PNG."""
         data = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)["data"]
         path.write_bytes(base64.b64decode(data))
 
     def pdf(self) -> bytes:
-        """The page as it would be printed, on A4."""
+        """Print the page to PDF, on A4."""
         answer = self.send("Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=False)
         return base64.b64decode(answer["data"])
 

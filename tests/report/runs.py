@@ -1,4 +1,4 @@
-"""Folders of runs, written by the very writers that training uses; only the figures are made up."""
+"""Write folders of runs with the writers that training uses and invented figures."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def write_run(
 
 
 class Parsed(HTMLParser):
-    """What a browser would make of a page: its elements, and the text that can be read."""
+    """The elements and the visible text that a browser would read from a page."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

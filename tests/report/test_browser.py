@@ -1,4 +1,4 @@
-"""The page in a real Chromium: it is drawn, by its own data, in silence, on every kind of screen and on paper."""
+"""The page in a real Chromium: it draws its own data, without requests or errors, on every screen and on paper."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
-    """A page of one run, and one of three of which the last has a hostile name."""
+    """Build a page of one run, and a page of three, the last with a hostile name."""
     pytest.importorskip("vl_convert", reason="the extra [report] is not installed")
     folder = tmp_path_factory.mktemp("runs")
     answers = [{"prompt": HOSTILE, "expected": "x" * 300, "base": HOSTILE, "tuned": "word " * 80}]

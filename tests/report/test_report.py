@@ -1,4 +1,4 @@
-"""What the page says of runs of every kind, and that nothing in a run can become a part of the page."""
+"""The text of the page for all kinds of runs; no text of a run becomes markup or script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page about a run that was really trained: what training writes is what the page reads."""
+"""The page about a trained run: it reads the files as training writes them."""
 
 import html
 import json

@@ -1,4 +1,4 @@
-"""Folders of runs as training leaves them, written in a moment: configuration, record and metrics without weights."""
+"""Write folders of runs as training does, without weights: configuration, record and metrics."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def step_figures(step: int, loss: float, **changes: Any) -> dict[str, Any]:
 
 
 def step_event(step: int, loss: float, **changes: Any) -> dict[str, Any]:
-    """The same as it is read back."""
+    """Return the same run as it is read back."""
     return {"event": "step", **step_figures(step, loss, **changes)}
 
 

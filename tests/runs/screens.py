@@ -1,4 +1,4 @@
-"""A command on a terminal of its own: what it writes there, and keys pressed."""
+"""Run a command on its own terminal, read its output and press keys."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Screen:
 
     @property
     def text(self) -> str:
-        """All that was written so far, one state of the view after the other."""
+        """Return all output so far, with every state of the view."""
         return _CONTROL.sub(b"", self.raw).decode(errors="replace")
 
     def wait_for(self, text: str, seconds: float = 60.0) -> None:
@@ -58,11 +58,11 @@ class Screen:
             assert self._read(0.2) or self.process.poll() is None or text in self.text, self.text[-3000:]
 
     def press(self, keys: bytes) -> None:
-        """As from the keyboard: b"\\x03" is Ctrl-C."""
+        """Press keys: b"\\x03" is Ctrl-C."""
         os.write(self._master, keys)
 
     def wait(self, seconds: float = 60.0) -> int:
-        """Read to the end; the exit code."""
+        """Read to the end, and return the exit code."""
         end = time.monotonic() + seconds
         while self._read(0.2) or self.process.poll() is None:
             assert time.monotonic() < end, self.text[-3000:]

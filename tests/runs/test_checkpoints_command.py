@@ -1,4 +1,4 @@
-"""`finetune checkpoints`: what it lists is what is there, and what it promises is what resume=auto does."""
+"""`finetune checkpoints` lists the checkpoints that exist, and names the one from which resume=auto continues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def commit(path: Path, *names: str, **state: object) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    """Three checkpoints, of which the second was the best, and an adapter."""
+    """Make three checkpoints, the second one the best, and an adapter."""
     run = RunFolder(tmp_path / "run")
     run.checkpoints.mkdir(parents=True)
     losses = {10: 0.9, 20: 0.4, 30: 0.7}

@@ -39,7 +39,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def in_child(action) -> int:
-    """Run in a forked process; its exit status, or minus the signal that killed it."""
+    """Run in a forked process. Returns its exit status, or minus the signal that killed it."""
     child = os.fork()
     if child == 0:
         status = 70
@@ -52,7 +52,7 @@ def in_child(action) -> int:
 
 
 def at_operation(number: int, act) -> list[str]:
-    """From here on, count operations on files and call `act` at the given one. Only for children: hooks stay."""
+    """Count operations on files and call `act` at the given one. Only for child processes, because the hooks stay."""
     seen: list[str] = []
 
     def count(name: str) -> None:
@@ -65,7 +65,7 @@ def at_operation(number: int, act) -> list[str]:
     really_sync, really_hash = os.fsync, hashlib.sha256
 
     class Hash:
-        """Its updates come after each piece that was written: a place in the middle of a file."""
+        """Its updates come after each written piece, in the middle of a file."""
 
         def __init__(self) -> None:
             self._hash = really_hash()

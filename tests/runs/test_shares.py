@@ -1,4 +1,4 @@
-"""What the ranks and the data loader waited for, as a run records it."""
+"""The recorded shares of time that training waits for data and for the slowest rank."""
 
 import json
 

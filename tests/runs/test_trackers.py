@@ -74,7 +74,7 @@ def test_it_is_refused_before_any_model_is_looked_for(tmp_path):
 
 
 def test_a_mere_folder_is_no_package(tmp_path, monkeypatch):
-    """Such as wandb leaves one where it ran; Python would import it."""
+    """wandb leaves a folder of its name where it ran, which Python would import."""
     (tmp_path / "left_by_a_tracker").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert is_there("left_by_a_tracker")
@@ -98,7 +98,7 @@ def test_every_missing_one_is_named_with_the_key_that_asks(monkeypatch):
 
 
 class Broken:
-    """A tracker that takes one event, as one whose service goes away."""
+    """A tracker that fails after one event, like one whose service goes away."""
 
     def __init__(self):
         self.taken = []
