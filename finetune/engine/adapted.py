@@ -11,7 +11,7 @@ from finetune.engine.linear import Linear, draw_keep
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GRADIENT_HOOK = "make_inputs_require_grads"
 """The hook of transformers' `enable_input_require_grads`, which only transformers' gradient checkpointing needs."""
-_CALLABLE_VARIANTS = ("DoraLinearVariant",)
+_DORA = "DoraLinearVariant"
 
 
 def read_linear(module: Any, like: Any) -> Linear | nn.Module:
@@ -50,7 +50,7 @@ def own_way_reason(module: Any) -> str | None:
     if type(module).__name__ != "Linear" or type(module.base_layer) is not nn.Linear:
         return f"LoRA on a {type(module.base_layer).__name__}"
     if variants:
-        return "DoRA" if variants == ["DoraLinearVariant"] else ", ".join(variants)
+        return "DoRA" if variants == [_DORA] else ", ".join(variants)
     if len(module.lora_A) > 1 or list(module.active_adapters) != list(module.lora_A):
         return "several adapters, or one that is not active"
     if any(module.lora_bias.values()):
@@ -65,8 +65,7 @@ def own_way_reason(module: Any) -> str | None:
 def unknown_linear(module: Any) -> str | None:
     """Return the reason why calling a module may differ from the model's own forward; None where it does not."""
     if hasattr(module, "lora_A"):
-        unknown = {type(variant).__name__ for variant in module.lora_variant.values()}
-        unknown -= set(_CALLABLE_VARIANTS)
+        unknown = {type(variant).__name__ for variant in module.lora_variant.values()} - {_DORA}
         return f"a LoRA layer with {', '.join(sorted(unknown))}" if unknown else None
     is_known = type(module) is nn.Linear or type(module).__module__.startswith("bitsandbytes.nn")
     return None if is_known else f"a {type(module).__name__}"

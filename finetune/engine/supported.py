@@ -45,13 +45,13 @@ def _reasons(model: Any) -> Iterator[str]:
 
 def _config_reasons(config: Any) -> Iterator[str]:
     if getattr(config, "attention_dropout", 0):
-        yield f"it drops attention weights (attention_dropout {config.attention_dropout})"
+        yield f"it applies dropout to attention weights (attention_dropout {config.attention_dropout})"
     if getattr(config, "qk_layernorm", False):
         yield "it normalizes queries and keys (qk_layernorm)"
     if FAMILIES[config.model_type].is_parallel:
         return
     if getattr(config, "resid_pdrop", 0):
-        yield f"it drops residuals (resid_pdrop {config.resid_pdrop})"
+        yield f"it applies dropout to residuals (resid_pdrop {config.resid_pdrop})"
     if config.hidden_act != "silu":
         yield f"its feed-forward part is gated by {config.hidden_act}, not by silu"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -237,8 +238,5 @@ def _refuse_too_long(prompts: Sequence[Sequence[int]], context: int | None) -> N
             )
 
 
-def _until_stop(tokens: list[int], stop_ids: Sequence[int]) -> list[int]:
-    for position, token in enumerate(tokens):
-        if token in stop_ids:
-            return tokens[:position]
-    return tokens
+def _until_stop(tokens: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
+    return list(takewhile(lambda token: token not in stop_ids, tokens))

@@ -12,11 +12,10 @@ class Interval:
     """Sums over the steps of one interval. No collective: the times of other ranks come with each step's result."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
+        self._seconds = self._slowest = 0.0
         self._num_tokens = 0
         self._data_wait: float | None = None
         self._busy: float | None = None
-        self._slowest = 0.0
 
     def add(
         self,

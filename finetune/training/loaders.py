@@ -84,7 +84,7 @@ def build_loaders(runtime: Runtime, config: Config, splits: Any, *, collate: Col
         raise DataError(
             f"the training split has {len(rule.lengths)} rows, fewer than one global batch of "
             f"{rule.global_batch_size}, and training.drop_last leaves them out. "
-            "Lower training.global_batch_size, or drop training.drop_last."
+            "Lower training.global_batch_size, or set training.drop_last=false."
         )
 
     def evaluation(split: Any, keys: LoaderKeys, rank: int, world_size: int) -> EvaluationLoader | None:

@@ -57,7 +57,7 @@ def _groups(model: torch.nn.Module, section: OptimSection) -> list[dict[str, Any
     second = [weight for name, weight in trained.items() if ".lora_B." in name] if ratio != 1 else []
     if ratio != 1 and not second:
         raise ConfigError(
-            f"optim.lora_plus_ratio is {ratio:g}, but no LoRA adapter trains whose second matrices it could speed up. "
+            f"optim.lora_plus_ratio is {ratio:g}, but it applies to LoRA adapters only, and this run trains none. "
             "Remove it, or set training.method=lora."
         )
     if decay and any(is_half_frozen(weight) for weight in trained.values()):

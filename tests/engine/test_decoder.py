@@ -303,8 +303,8 @@ def tiny(**changes):
 
 UNSUPPORTED = {
     "its model type is gemma2; the engine supports llama, phi, phi3": lambda: build_tiny(tiny_gemma2_config()),
-    "it drops attention weights (attention_dropout 0.1)": lambda: tiny(attention_dropout=0.1),
-    "it drops residuals (resid_pdrop 0.1)": lambda: tiny(resid_pdrop=0.1),
+    "it applies dropout to attention weights (attention_dropout 0.1)": lambda: tiny(attention_dropout=0.1),
+    "it applies dropout to residuals (resid_pdrop 0.1)": lambda: tiny(resid_pdrop=0.1),
     "its feed-forward part is gated by gelu, not by silu": lambda: tiny(hidden_act="gelu"),
     "it normalizes queries and keys (qk_layernorm)": lambda: build_tiny(tiny_phi_config(qk_layernorm=True)),
     "layers.0.mlp has hooks": lambda: hooked(with_lora(tiny())),

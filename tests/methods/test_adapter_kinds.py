@@ -241,7 +241,7 @@ def test_the_rate_that_a_run_tells_is_that_of_the_first_matrices(trained):
 
 
 def test_lora_plus_without_an_adapter_is_refused():
-    with pytest.raises(ConfigError, match="no LoRA adapter trains whose second matrices it could speed up"):
+    with pytest.raises(ConfigError, match="it applies to LoRA adapters only, and this run trains none"):
         build_optimizer(build_tiny(tiny_phi3_config()), OptimSection(lora_plus_ratio=4.0))
     with pytest.raises(ConfigError, match="lora_plus_ratio"):
         load_config(["model=phi_tiny", "data=orders", "optim.lora_plus_ratio=0.5"])
