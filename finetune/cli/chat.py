@@ -22,6 +22,7 @@ from finetune.cli.run_options import (
     TopPOption,
 )
 from finetune.errors import ConfigError, DataError
+from finetune.terminal import visible
 
 if TYPE_CHECKING:
     from finetune.inference.answering import Answering
@@ -173,15 +174,11 @@ class Chat:
         self._note(f"the base answers {'too' if self._compare else 'no longer'}.")
 
     def _write(self, text: str) -> None:
-        from finetune.terminal import visible
-
         sys.stdout.write(visible(text))
         sys.stdout.flush()
 
     def _note(self, text: str) -> None:
         """Write a note to standard error, because standard output is for answers."""
-        from finetune.terminal import visible
-
         sys.stdout.flush()
         sys.stderr.write(f"{visible(text)}\n")
         sys.stderr.flush()

@@ -12,6 +12,8 @@ import typer
 
 from finetune.cli.run_options import JsonOption, RunFolderArgument
 from finetune.cli.runs import local_time
+from finetune.logs import configure_logs
+from finetune.terminal import print_json, print_table
 
 if TYPE_CHECKING:
     from finetune.runs.saved import SavedFolder, SavedRun
@@ -19,9 +21,7 @@ if TYPE_CHECKING:
 
 def checkpoints(run_folder: RunFolderArgument, as_json: JsonOption = False) -> None:
     """List a run's checkpoints: validation loss, size, whether each is whole, and where resume=auto goes on."""
-    from finetune.logs import configure_logs
     from finetune.runs.saved import examine_run
-    from finetune.terminal import print_json, print_table
 
     configure_logs(0, level=logging.ERROR)  # damage is reported below
     run = examine_run(run_folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,6 +19,7 @@ from finetune.cli.report import report
 from finetune.cli.run_options import JsonOption
 from finetune.cli.runs import runs
 from finetune.cli.watch import watch
+from finetune.terminal import print_json
 
 app = typer.Typer(
     name="finetune",
@@ -164,7 +164,7 @@ def config_show(
     config = compose(rest, run=run, complete=False)
     if as_json:
         origins = {key: config.origin(key) for key in fields()}
-        _say(json.dumps({"config": config.model_dump(mode="json"), "origins": origins}))
+        print_json({"config": config.model_dump(mode="json"), "origins": origins}, indent=None)
     else:
         _say(show(config))
 
@@ -174,7 +174,7 @@ def config_schema() -> None:
     """Print the JSON Schema of a config file, for editors."""
     from finetune.config.compose import json_schema
 
-    _say(json.dumps(json_schema(), indent=2))
+    print_json(json_schema())
 
 
 @config_app.command("list")
@@ -183,7 +183,7 @@ def config_list(as_json: JsonOption = False) -> None:
     from finetune.config.compose import list_configs
 
     if as_json:
-        _say(json.dumps({group: dict(entries) for group, entries in list_configs().items()}))
+        print_json({group: dict(entries) for group, entries in list_configs().items()}, indent=None)
         return
     for group, entries in list_configs().items():
         _say(f"{group}:")
@@ -201,7 +201,7 @@ def recipes_list(
         from finetune.cli.recipes import list_recipes
 
         if as_json:
-            _say(json.dumps(dict(list_recipes())))
+            print_json(dict(list_recipes()), indent=None)
             return
         for name, description in list_recipes():
             _say(f"{name:<20} {description}")

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from finetune.cli.run_options import JsonOption
+from finetune.logs import configure_logs
+from finetune.terminal import print_json, print_table
 
 if TYPE_CHECKING:
     from finetune.runs.comparison import Difference
@@ -21,10 +23,8 @@ def diff(
     as_json: JsonOption = False,
 ) -> None:
     """Compare two runs: config, versions, data, world, results. Exit code 1 if they differ."""
-    from finetune.logs import configure_logs
     from finetune.runs.comparison import compare_runs
     from finetune.runs.recorded_run import open_run
-    from finetune.terminal import print_json, print_table
 
     configure_logs(0, level=logging.ERROR)
     runs = [open_run(first), open_run(second)]

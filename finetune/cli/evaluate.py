@@ -11,6 +11,7 @@ import typer
 
 from finetune.cli.run_options import BaseOption, CheckpointOption, JsonOption, RunFolderArgument
 from finetune.errors import ConfigError, RunFailedError
+from finetune.terminal import print_json, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,7 +55,6 @@ def evaluate(
     from finetune.inference.answer_metrics import resolve_metrics
     from finetune.inference.finished_run import find_run
     from finetune.inference.harness import require_harness
-    from finetune.terminal import print_json
 
     _refuse_to_overwrite(output)
     if harness is not None:
@@ -211,8 +211,6 @@ def _show(split: Split, evaluation: Evaluation, num_samples: int) -> None:
 
 
 def _show_harness(results: Results) -> None:
-    from finetune.terminal import print_table
-
     rows = [
         [task, name, f"{value:.4f}"]
         for task, figures in results.items()

@@ -12,6 +12,7 @@ import typer
 from finetune.cli.run_options import BaseOption, CheckpointOption, RunFolderArgument, refuse_password
 from finetune.distributed.environment import read_environment
 from finetune.errors import ConfigError
+from finetune.logs import configure_logs
 from finetune.runs.durable import in_units
 
 OutArgument = Annotated[
@@ -37,7 +38,6 @@ def merge(
     """Merge a run's adapter into its base, and check that transformers alone loads it with the same answers."""
     from finetune.export.out_folder import refuse_taken
     from finetune.inference.finished_run import find_run
-    from finetune.logs import configure_logs
 
     _refuse_several_processes("merge")
     configure_logs(rank=0)
@@ -83,7 +83,6 @@ def export(
     """Export a merged model for Ollama, and with --gguf for llama.cpp: OUT/Modelfile and OUT/model.gguf."""
     from finetune.export.exported_folder import GGUF_FILE, export_model
     from finetune.export.gguf import Gguf, find_converter
-    from finetune.logs import configure_logs
 
     _refuse_several_processes("export")
     configure_logs(rank=0)

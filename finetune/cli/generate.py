@@ -23,6 +23,7 @@ from finetune.cli.run_options import (
     refuse_password,
 )
 from finetune.errors import DataError
+from finetune.terminal import print_json, print_table, visible
 
 if TYPE_CHECKING:
     from finetune.inference.answering import Answering
@@ -135,8 +136,6 @@ def _answer_all(answering: Answering, prompts: list[Prompt], names: list[str], b
 
 
 def _show(records: list[dict[str, Any]], *, as_json: bool, compare: bool) -> None:
-    from finetune.terminal import print_json, print_table, visible
-
     for record in records:
         if as_json:
             print_json(record, indent=None)

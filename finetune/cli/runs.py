@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from finetune.cli.run_options import JsonOption
+from finetune.logs import configure_logs
+from finetune.terminal import print_json, print_table
 
 if TYPE_CHECKING:
     from finetune.runs.recorded_run import RecordedRun
@@ -26,9 +28,7 @@ def runs(
     as_json: JsonOption = False,
 ) -> None:
     """List the runs in a folder: state, step, losses, when, model, data."""
-    from finetune.logs import configure_logs
     from finetune.runs.recorded_run import find_runs
-    from finetune.terminal import print_json, print_table
 
     configure_logs(0, level=logging.ERROR)
     found = [summary(run) for run in find_runs(folder)]

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from finetune.cli.run_options import RunFolderArgument
+from finetune.logs import configure_logs
 
 
 def watch(
@@ -18,7 +19,6 @@ def watch(
     """Follow a run from another terminal, or show one that has ended. Ctrl-C leaves; the run goes on."""
     from rich.console import Console
 
-    from finetune.logs import configure_logs
     from finetune.runs.recorded_run import open_run
     from finetune.runs.watch import Watch
 

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -122,30 +122,30 @@ def _sentence(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
+@dataclass(kw_only=True)
 class _Report:
     """The report of rank 0, in which each finding is printed once."""
 
-    def __init__(self, *, is_silent: bool, as_json: bool) -> None:
-        self._is_silent = is_silent
-        self._as_json = as_json
-        self._num_shown = 0
+    is_silent: bool
+    as_json: bool
+    num_shown: int = 0
 
     def show(self, findings: Sequence[Finding]) -> None:
         """Print the findings that are new in a growing list."""
-        if not self._is_silent and not self._as_json:
+        if not self.is_silent and not self.as_json:
             from rich.console import Console
 
-            show(findings[self._num_shown :], Console())
+            show(findings[self.num_shown :], Console())
             sys.stdout.flush()
-        self._num_shown = len(findings)
+        self.num_shown = len(findings)
 
     def end(self, findings: Sequence[Finding], config: Config) -> int:
         """Print the rest, and return the exit code."""
         self.show(findings)
         code = exit_code(findings, strict=config.strict)
-        if self._is_silent:
+        if self.is_silent:
             return code
-        if self._as_json:
+        if self.as_json:
             print_json({"exit_code": code, "findings": [asdict(finding) for finding in findings]})
         else:
             sys.stdout.write(f"{count(findings)}\n")
