@@ -29,9 +29,9 @@ class Batches:
     """The figures of rows and steps. A row is a pair of answers where preferences are trained."""
 
     rows: int | None
-    """Of an epoch; None where the data could not be read."""
+    """Rows of an epoch; None if the data could not be read."""
     tokens: int | None
-    """Of an epoch."""
+    """Tokens of an epoch; None likewise."""
     target_tokens: int | None
     computed_share: float | None
     """Tokens that go through the model, over all tokens: shared beginnings count once, padding counts."""

@@ -22,7 +22,7 @@ class _Known(NamedTuple):
     bf16: float | None
     """TFLOP/s of matrix products; None where the device does not compute in bf16."""
     fp32: float
-    """The same in full fp32, torch's default."""
+    """TFLOP/s in full fp32, the default of torch."""
 
 
 _KNOWN = {

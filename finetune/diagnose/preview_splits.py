@@ -29,7 +29,7 @@ class RowLocation:
     """One row and where it was read."""
 
     row: int
-    """In its split, from 1."""
+    """Its number in its split, counted from 1."""
     source: str
     """For example `orders/train.jsonl:17`. Safe to print on a terminal."""
 
