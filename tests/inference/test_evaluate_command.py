@@ -102,7 +102,7 @@ def test_results_are_written_only_if_asked_and_over_nothing(measured, adapter_ru
     assert len(rows) == NUM_ROWS
     assert rows[0]["expected"].startswith("{")
     assert sum(row["tuned"]["exact_match"] for row in rows) / NUM_ROWS == shown["tuned"]["exact_match"]
-    with pytest.raises(ConfigError, match=r"there already\. Nothing was measured"):
+    with pytest.raises(ConfigError, match=r"which exists already\. Nothing was measured"):
         evaluate(adapter_run, [], output=output)
     with pytest.raises(ConfigError, match="there is no folder"):
         evaluate(adapter_run, [], output=tmp_path / "gone" / "results.json")
