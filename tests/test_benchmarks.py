@@ -104,7 +104,7 @@ def test_the_count_of_operations_is_that_of_torch(bench):
     assert counter.get_total_flops() == ours
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_our_engine_reports_every_column(bench):
     bench.note(JOB, "limit", 1, figures={"flops_per_second": matmul_rate(JOB, seconds_each=0.002)}, seconds=1.0)
     figures = bench.train(JOB, "ours training.batch_size=2", 1)
@@ -136,7 +136,7 @@ def test_a_run_that_is_done_is_not_done_again(bench, capsys):
     assert capsys.readouterr().out.count("done before") == 3
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_the_profile_accounts_for_all_of_the_time(bench):
     words = ["--sizes", JOB.size, "--steps", "2", "--folder", str(bench.folder)]
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.profile_ours", *words]

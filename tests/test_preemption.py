@@ -138,15 +138,9 @@ class Play:
 SCENES = []
 
 
-def promise(act):
-    """A scene that `pytest` alone runs."""
-    act.marks = pytest.mark.promise
-    return act
-
-
 def scene(act):
     """A play that is one test. They wait as much as they work, so three run at a time."""
-    SCENES.append(pytest.param(act, id=act.__name__, marks=getattr(act, "marks", ())))
+    SCENES.append(pytest.param(act, id=act.__name__))
     return act
 
 
@@ -162,7 +156,6 @@ def the_process(play):
 
 
 @scene
-@promise
 def sigterm(play):
     assert in_training(play, "alone", signal.SIGTERM, the_process) == PREEMPTED
     step, _ = play.has_stopped("SIGTERM")

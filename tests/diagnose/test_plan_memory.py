@@ -25,7 +25,7 @@ from tests.diagnose.error_table import WRITE, cases_of_page, record_error
 from tests.diagnose.measured import held_by, peak_of
 from tests.tiny_models import build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
 
-pytestmark = pytest.mark.trains
+pytestmark = [pytest.mark.trains, pytest.mark.slow]
 
 SIZES = {"vocab_size": 3000, "hidden_size": 96, "intermediate_size": 320, "max_position_embeddings": 1024}
 WIDER = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 8000}

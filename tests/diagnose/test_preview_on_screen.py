@@ -80,7 +80,7 @@ def test_colours_say_what_carries_loss_and_the_rows_steer_nothing(words):
     assert "<|user|>" in styles["30;100"]
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_without_colours_a_margin_says_the_same(words):
     written = on_a_terminal([*words, "--rows", "1"], NO_COLOR="1")
     assert_is_harmless(written)
@@ -98,7 +98,7 @@ def test_without_colours_a_margin_says_the_same(words):
     assert "1 rows (50.0%) repeat an earlier row" in piped.stdout
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_nothing_but_the_cache_is_written_and_half_a_reader_is_enough(words, tmp_path):
     command = " ".join(f"'{word}'" for word in [*PREVIEW, *words, "--tokens", "--row", "2"])
     done = subprocess.run(
@@ -114,7 +114,7 @@ def test_nothing_but_the_cache_is_written_and_half_a_reader_is_enough(words, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_json_is_for_programs(words, tmp_path):
     done = subprocess.run([*PREVIEW, *words, "--json", "--row", "2"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

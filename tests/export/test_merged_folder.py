@@ -119,6 +119,7 @@ def test_a_card_has_the_beta_of_preference_tuning_where_it_was_used(tmp_path, ob
     assert ("preference:\n  beta: 0.25\n" in card) is has_beta
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_difference_and_writes_a_large_model_in_parts(run, tmp_path, monkeypatch):
     monkeypatch.setattr(merged_folder, "MAX_SHARD_BYTES", 12_000)
     done = run_finetune("merge", run.folder.path, tmp_path / "out", "--dtype", "float32")
@@ -177,6 +178,7 @@ def test_weights_that_change_on_the_way_to_the_disk_are_found_and_nothing_stays(
     assert list(tmp_path.rglob("*")) == [tmp_path / "out"], "the empty folder that was there"
 
 
+@pytest.mark.slow
 def test_a_folder_that_transformers_cannot_load_is_said(merged, tmp_path):
     torn = shutil.copytree(merged.folder, tmp_path / "torn")
     os.truncate(torn / "model.safetensors", 100)
@@ -191,6 +193,7 @@ def test_too_small_a_disk_is_said_before_anything_is_written(run, tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_fully_tuned_model_is_copied_and_compared(tmp_path):
     run = write_run(tmp_path / "full", kind="phi", full=True)
     merged = write_merged(run, tmp_path / "out")

@@ -17,7 +17,7 @@ from tests.inference.conftest import NUM_ROWS, shipped_words
 from tests.launches import REPOSITORY
 from tests.tiny_runs import write_base
 
-pytestmark = pytest.mark.trains
+pytestmark = [pytest.mark.trains, pytest.mark.slow]
 
 SYSTEM = "Be brief."
 ITEMS = ["oranges", "pens", "crates of rice", "boxes of tea", "lamps", "chairs", "maps", "bolts", "nails", "cups"]

@@ -33,7 +33,7 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_the_answers_of_the_test_phase_stand_on_the_page(run):
     answers = json.loads((run / "run.json").read_text())["result"]["answers"]
     asked = [json.loads(line)["messages"] for line in (run.parent / "rows" / "test.jsonl").read_text().splitlines()]
@@ -48,7 +48,7 @@ def test_the_answers_of_the_test_phase_stand_on_the_page(run):
     assert page.count('<div class="base">') == page.count('<div class="tuned">') == len(answers) == 2
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_every_curve_of_training_is_there(run):
     page = (run / "report.html").read_text(encoding="utf-8")
     for name in ("loss", "learning-rate", "grad-norm", "throughput", "host-memory", "data-wait"):
@@ -56,7 +56,7 @@ def test_every_curve_of_training_is_there(run):
     assert "slowest-rank" not in page  # there was one rank
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_every_key_of_metrics_jsonl_is_documented(run):
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert {event["event"] for event in events} == {"step", "validation", "resources", "checkpoint", "test"}
@@ -68,7 +68,7 @@ def test_every_key_of_metrics_jsonl_is_documented(run):
             assert f"`{name}`" in row, f"docs/watching.md does not describe {name} of a {event['event']} event"
 
 
-@pytest.mark.process
+@pytest.mark.slow
 def test_run_json_says_what_it_was(run):
     record = json.loads((run / "run.json").read_text())
     assert record["fingerprints"].keys() == {"data.train", "data.validation", "data.test", "chat_template", "config"}

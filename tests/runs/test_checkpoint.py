@@ -274,6 +274,7 @@ with RunFolder(sys.argv[1]).open() as folder:
 """
 
 
+@pytest.mark.slow
 def test_equal_runs_write_equal_bytes_in_every_process(tmp_path):
     here = str(Path(__file__).parent)
     contents = []

@@ -137,7 +137,9 @@ def reference(inputs, tmp_path_factory):
     return trained
 
 
-@pytest.mark.parametrize("base", ["phi3", "longrope", "phi"])
+@pytest.mark.parametrize(
+    "base", ["phi3", pytest.param("longrope", marks=pytest.mark.sweep), pytest.param("phi", marks=pytest.mark.sweep)]
+)
 @pytest.mark.parametrize(
     "word",
     [

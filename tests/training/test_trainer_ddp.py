@@ -233,6 +233,7 @@ def test_closing_before_training_is_no_completed_run(config):
     assert record(config)["status"] == "stopped"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "code", "status", "error"),
     [
@@ -275,6 +276,7 @@ def test_two_spawned_processes_train_as_one_world(config, tmp_path, name):
     assert "Training and testing completed successfully!" in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["comes_alone", "described_comes_alone"])
 def test_where_the_world_never_came_one_goes_on_keeps_the_global_batch_and_says_so(config, tmp_path, name):
     del config["training"]["global_batch_size"]
@@ -287,6 +289,7 @@ def test_where_the_world_never_came_one_goes_on_keeps_the_global_batch_and_says_
     assert written["global_batch"] == {"global_batch_size": 8, "batch_size": 4, "world_size_asked": 2}
 
 
+@pytest.mark.slow
 def test_a_strict_run_whose_world_never_came_does_not_go_on(config, tmp_path):
     config = with_port(config, timeout_minutes=0.04, master_addr="localhost") | {"strict": True}
     done, _ = run_script("described_comes_alone", config, tmp_path)
