@@ -149,6 +149,7 @@ def test_recipes_are_listed_and_copied_but_never_over_something(tmp_path):
     assert_is_one_message(run_finetune("recipes", "copy", "finetune_lorra"), "finetune_lora")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_ctrl_c_ends_a_run_in_good_order(tmp_path):
     words = ["train", "quickstart", "output_dir=run", f"data.cache_dir={tmp_path / 'cache'}", "training.log_every=1"]

@@ -224,6 +224,7 @@ def test_stop_then_skip_then_more_ends_in_the_bytes_of_the_run_that_skipped_all_
     ]
 
 
+@pytest.mark.slow
 def test_the_first_and_the_last_step_can_be_skipped_and_a_run_goes_on_from_there(inputs: Path, tmp_path: Path) -> None:
     """Before any update the optimizer has no state to save."""
     run, whole = tmp_path / "run", tmp_path / "whole"

@@ -10,6 +10,7 @@ from tests.launches import REPOSITORY
 TOOLS = REPOSITORY / "tools" / "phi_tiny"
 
 
+@pytest.mark.slow
 def test_phi_tiny_is_made_by_its_scripts(tmp_path, monkeypatch):
     """At a size that proves nothing about the model, but that every stage hands the next what it needs."""
     monkeypatch.chdir(tmp_path)

@@ -157,6 +157,7 @@ def test_alone_it_reports_on_every_area_and_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("variables", "part"),
@@ -176,6 +177,7 @@ def test_a_broken_launch_is_a_problem_with_a_fix_as_json_too(tmp_path, variables
     assert {"Versions", "Devices", "Folders"} <= {finding["area"] for finding in report["findings"]}
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_strict_turns_a_warning_into_exit_code_2(tmp_path):
     words = ["ddp=True", f"data.cache_dir={tmp_path}"]

@@ -51,6 +51,7 @@ def figures(run, kind):
     return [event for event in events if event["event"] == kind]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_what_is_not_installed_is_refused_with_its_command(tmp_path, inputs):
     missing = next((name for name in ("trackio", "mlflow", "wandb", "tensorboard") if not is_there(name)), None)
@@ -63,6 +64,7 @@ def test_what_is_not_installed_is_refused_with_its_command(tmp_path, inputs):
     assert not (tmp_path / "run").exists(), "nothing was begun"
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_it_is_refused_before_any_model_is_looked_for(tmp_path):
     words = ["train", "model.path=no/such/model", "data.path=no/such/rows", "training.report_to=[tensorboard]"]

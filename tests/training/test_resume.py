@@ -440,6 +440,7 @@ def test_a_place_in_an_epoch_follows_from_the_step() -> None:
     assert (moved.epoch, moved.steps_in_epoch, moved.best_step) == (1, 3, 6)
 
 
+@pytest.mark.slow
 def test_a_refusal_ends_the_command_with_one_message_and_exit_code_2(started: Started) -> None:
     cache = started.folder.path.parent / "cache"
     words = [*started.words, "resume=auto", "seed=9", "data.max_rows=4", f"data.cache_dir={cache}"]
