@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.in_process import run_script
 from tests.launches import REPOSITORY
 
