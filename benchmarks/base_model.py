@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.job import FIRST_TEXT_ID, Job
+from benchmarks.job import FIRST_TEXT_ID, Job, Size
 
 TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SPECIAL_TOKENS = ["<|endoftext|>", "<|start|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -26,16 +26,36 @@ _TEMPLATE = (
 
 def write_base(job: Job, folder: Path) -> None:
     """Write the base model with seeded random weights, and a tokenizer that nobody uses but every trainer wants."""
-    from transformers import AutoModelForCausalLM, Phi3Config
+    make_base(job, job.shape, dtype=TORCH_TYPES[job.shape.stored_as]).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+
+
+def write_base_without_weights(job: Job, folder: Path) -> None:
+    """Write what `write_base` writes, but for the weights."""
+    _config(job.shape).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+
+
+def make_base(job: Job, shape: Size, **arguments: Any) -> Any:
+    """Make a model with seeded random weights where it will train.
+
+    Args:
+        job: its seed and the device.
+        shape: the job's, or another.
+        arguments: of transformers' `from_config`.
+    """
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(job.seed)
-    config = Phi3Config(**job.shape.model_config())
-    device = "cuda" if job.device == "cuda" else "cpu"
     auto: Any = AutoModelForCausalLM
-    with torch.device(device):
-        model = auto.from_config(config, dtype=TORCH_TYPES[job.shape.stored_as])
-    model.save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
+    with torch.device(job.device):
+        return auto.from_config(_config(shape), **arguments)
+
+
+def _config(shape: Size) -> Any:
+    from transformers import Phi3Config
+
+    return Phi3Config(**shape.model_config(), architectures=["Phi3ForCausalLM"])
 
 
 def row_losses(job: Job, folder: Path, numbers: Sequence[int]) -> dict[int, tuple[float, int]]:

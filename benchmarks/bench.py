@@ -26,6 +26,9 @@ from benchmarks.summary import Run, figures_of, loss_difference
 from benchmarks.worker import Order
 
 ROOT = Path(__file__).resolve().parent.parent
+ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")}
+QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Variables of every process that is measured."""
 _HELP_TIMES = 5
 _LIMIT_MINUTES = 60.0
 _SECONDS_TO_END = 20.0
@@ -139,12 +142,10 @@ class Bench:
         Raises:
             StepFailedError: it failed, or took longer than an hour.
         """
-        threads = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")}
-        quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HOME": str(self.folder / "hf")}
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             cwd=ROOT,
-            env={**os.environ, **threads, **quiet, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **ONE_THREAD, **QUIET, "HF_HOME": str(self.folder / "hf"), "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -41,6 +41,10 @@ class RankReport:
     """Seconds from the start of the command until the adapter was on disk."""
     peak_memory: int = 0
     """Bytes; of the device where it has memory of its own."""
+    timed_peak_memory: int = 0
+    """The same after the warm-up. Resident memory has one peak for the whole process."""
+    peak_reserved: int = 0
+    """Bytes that torch has taken from the device, in use or not; 0 on the CPU."""
 
     def save(self, folder: Path) -> None:
         """Write the report where the benchmark looks for it."""
@@ -66,14 +70,22 @@ class StepClock:
 
     def __init__(self, job: Job, started: float) -> None:
         self.marks: list[Mark] = []
+        self.warmup_peak = 0
+        """Bytes; see `peak_memory`."""
         self._job = job
         self._started = started
+        self._hook: Any = None
 
     def watch(self) -> None:
         """From now on mark the end of every step."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        register_optimizer_step_post_hook(self._after_step)
+        self._hook = register_optimizer_step_post_hook(self._after_step)
+
+    def close(self) -> None:
+        """Watch no more steps."""
+        if self._hook is not None:
+            self._hook.remove()
 
     def seconds(self) -> float:
         """Since the benchmark started the command."""
@@ -90,6 +102,9 @@ class StepClock:
         if len(self.marks) + 1 in (self._job.warmup_steps, self._job.steps):
             cpu += _cpu_of_children()  # not at every step: it is a walk over all processes
         self.marks.append(Mark(self.seconds(), cpu))
+        if len(self.marks) == self._job.warmup_steps:
+            self.warmup_peak = peak_memory(self._job.device)
+            forget_peak(self._job.device)
 
 
 def peak_memory(device: str) -> int:
@@ -104,6 +119,23 @@ def peak_memory(device: str) -> int:
         return int(line.split()[1]) * 1024
     in_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * in_bytes
+
+
+def peak_reserved(device: str) -> int:
+    """The most bytes that torch has taken from the GPU so far, in use or not; 0 on the CPU."""
+    if device != "cuda":
+        return 0
+    import torch
+
+    return int(torch.cuda.max_memory_reserved())
+
+
+def forget_peak(device: str) -> None:
+    """Let the peak of allocated memory begin anew; that of resident memory cannot."""
+    if device == "cuda":
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _cpu_of_children() -> float:

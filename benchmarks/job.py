@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+import yaml
 
 Precision = Literal["fp32", "bf16"]
 LORA_TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
@@ -20,6 +23,7 @@ SHARED_PROMPT_TOKENS = 150
 _SHORTEST, _LONGEST = 24, 512
 _LOG_MEAN, _LOG_DEVIATION = 5.02, 0.6
 _TARGET_SHARE = 0.4
+_PUBLISHED = Path(__file__).resolve().parent.parent / "finetune" / "model" / "published.yaml"
 
 
 class Row(NamedTuple):
@@ -50,6 +54,7 @@ class Size:
         vocabulary: rows of the embedding and of the head.
         tied: whether the head is the embedding.
         partial_rotary: the part of each head that is rotated.
+        context: the most positions.
         stored_as: the type of the base model's weights on disk.
         num_rows: conversations in the job.
         row_tokens: None for chat rows; else every row has so many tokens, all of them carry loss.
@@ -63,6 +68,7 @@ class Size:
     vocabulary: int
     tied: bool = False
     partial_rotary: float = 1.0
+    context: int = 4096
     stored_as: Precision = "fp32"
     num_rows: int = 600
     row_tokens: int | None = None
@@ -92,8 +98,8 @@ class Size:
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 4096,
+            "max_position_embeddings": self.context,
+            "original_max_position_embeddings": self.context,
             "tie_word_embeddings": self.tied,
             "rope_parameters": {
                 "rope_type": "default",
@@ -108,6 +114,27 @@ class Size:
             "embd_pdrop": 0.0,
         }
 
+
+def _published(name: str) -> Size:
+    """Return the shape of a published model, with long rows, every token of which carries loss, and weights in bf16."""
+    sizes = yaml.safe_load(_PUBLISHED.read_text(encoding="utf-8"))[name]["config"]
+    return Size(
+        hidden=sizes["hidden_size"],
+        intermediate=sizes["intermediate_size"],
+        layers=sizes["num_hidden_layers"],
+        heads=sizes["num_attention_heads"],
+        kv_heads=sizes["num_key_value_heads"],
+        vocabulary=sizes["vocab_size"],
+        tied=sizes["tie_word_embeddings"],
+        partial_rotary=sizes.get("partial_rotary_factor", 1.0),
+        context=sizes["max_position_embeddings"],
+        stored_as="bf16",
+        num_rows=160,
+        row_tokens=4096,
+    )
+
+
+_PHI4_MINI = _published("microsoft/Phi-4-mini-instruct")
 
 SIZES: dict[str, Size] = {
     # Phi-4-mini in small: its 8/3 of MLP, its tied head, its partial rotary, and with 8 layers its share of the head
@@ -125,33 +152,15 @@ SIZES: dict[str, Size] = {
     # The vocabulary of Phi-3-mini, and that of phi-4, on a small body: what a head costs that is run everywhere.
     "s32k": Size(hidden=256, intermediate=688, layers=8, heads=4, kv_heads=1, vocabulary=32064),
     "s100k": Size(hidden=256, intermediate=688, layers=8, heads=4, kv_heads=1, vocabulary=100352),
-    # For an accelerator: the real shapes, long rows, every token carries loss.
-    "phi4-mini": Size(
-        hidden=3072,
-        intermediate=8192,
-        layers=32,
-        heads=24,
-        kv_heads=8,
-        vocabulary=200064,
-        tied=True,
-        partial_rotary=0.75,
-        stored_as="bf16",
-        num_rows=160,
-        row_tokens=4096,
-    ),
-    "phi4": Size(
-        hidden=5120,
-        intermediate=17920,
-        layers=40,
-        heads=40,
-        kv_heads=10,
-        vocabulary=100352,
-        stored_as="bf16",
-        num_rows=160,
-        row_tokens=4096,
-    ),
+    # For an accelerator: the real shapes, with long rows and with chat rows.
+    "phi4-mini": _PHI4_MINI,
+    "phi4-mini-chat": replace(_PHI4_MINI, num_rows=1280, row_tokens=None),
+    "phi4": _published("microsoft/phi-4"),
     # For the tests of this folder.
     "tiny": Size(hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, vocabulary=320),
+    "tiny-long": Size(
+        hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, vocabulary=320, num_rows=40, row_tokens=256
+    ),
 }
 
 

@@ -12,7 +12,18 @@ from pathlib import Path
 
 import psutil
 
-_PACKAGES = ("torch", "transformers", "peft", "accelerate", "datasets", "trl", "liger_kernel", "finetune")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "datasets",
+    "trl",
+    "liger_kernel",
+    "flash_attn",
+    "triton",
+    "finetune",
+)
 _LOOK_SECONDS = 1.0
 
 
@@ -30,9 +41,19 @@ def machine_and_versions(root: Path, rounds: int, load: float) -> dict[str, str]
         f"thread a process; other programs used {load:.1f} cores at the start",
         "machine": f"{_processor()}, {psutil.cpu_count()} logical cores, {memory:.0f} GiB, {platform.system()}"
         + "".join(f", {name}" for name in _gpus()),
-        "versions": ", ".join([f"Python {platform.python_version()}", *filter(None, map(_version, _PACKAGES))]),
+        "versions": versions(),
         "noise": "± is the median absolute deviation over the rounds; ratios are taken within a round",
     }
+
+
+def versions() -> str:
+    """The versions of Python and of the packages that take part."""
+    return ", ".join([f"Python {platform.python_version()}", *filter(None, map(_version, _PACKAGES))])
+
+
+def device_name(device: str) -> str:
+    """The name of the GPU (`cuda`; empty if there is none) or of the processor."""
+    return next(iter(_gpus()), "") if device == "cuda" else _processor()
 
 
 def digest_of_code(root: Path) -> str:

@@ -116,8 +116,8 @@ def _is_help_done(bench: Bench, number: int) -> bool:
 
 
 def _installed(setting: Setting) -> Setting:
-    missing = {name: ENGINES[name.split()[0]].needs for name in setting.engines}
-    absent = {name for name, needs in missing.items() if needs and find_spec(needs) is None}
+    needed = {name: ENGINES[name.split()[0]].needs for name in setting.engines}
+    absent = {name for name, needs in needed.items() if not all(map(find_spec, needs))}
     if absent:
         _say(f"{setting.job.name}: left out, not installed: {', '.join(sorted(absent))}. pip install -e '.[bench]'")
     return Setting(setting.job, tuple(name for name in setting.engines if name not in absent))

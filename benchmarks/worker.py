@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clock import RankReport, StepClock, peak_memory
+from benchmarks.clock import RankReport, StepClock, peak_memory, peak_reserved
 from benchmarks.job import Job
 
 
@@ -23,6 +23,7 @@ class Order:
         words: settings of the engine's own.
         job: the work.
         base: the folder of the base model.
+        has_weights: False if the folder holds none, so that they are made at random on the device.
         folder: for the reports and whatever the engine writes.
         started: `time.monotonic()` at the start of the command.
     """
@@ -33,6 +34,7 @@ class Order:
     base: str
     folder: str
     started: float
+    has_weights: bool = True
 
     @property
     def rank(self) -> int:
@@ -57,11 +59,16 @@ def carry_out(order: Order) -> RankReport:
     engine = ENGINES[order.engine]
     clock = StepClock(order.job, order.started)
     module = importlib.import_module(engine.module)
-    report: RankReport = module.train(order, engine.options, clock)
+    try:
+        report: RankReport = module.train(order, engine.options, clock)
+    finally:
+        clock.close()
     report.rank = order.rank
     report.finished = clock.seconds()
     report.marks = clock.marks
-    report.peak_memory = peak_memory(order.job.device)
+    report.timed_peak_memory = peak_memory(order.job.device)
+    report.peak_memory = max(clock.warmup_peak, report.timed_peak_memory)
+    report.peak_reserved = peak_reserved(order.job.device)
     return report
 
 

@@ -29,6 +29,12 @@ class Fault:
         return f"{self.summary}: {self.error}" if self.error else self.summary
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type where it has none: other libraries write many lines."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
 class FinetuneError(Exception):
     """The base class of all errors that are raised on purpose. Never raised itself."""
 

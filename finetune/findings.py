@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from finetune.terminal import fold
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -13,7 +15,8 @@ Level = Literal["ok", "warning", "problem"]
 
 EXIT_PROBLEM = 2
 _MOST_NAMES = 4
-_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+_INDENT = " " * 11
+_STYLES = {"ok": "green", "warning": "magenta", "problem": "bold red"}
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,10 @@ def show(findings: Sequence[Finding], console: Console) -> None:
     for area in dict.fromkeys(finding.area for finding in findings):
         console.print(Text(area, style="bold"), soft_wrap=True)
         for finding in (finding for finding in findings if finding.area == area):
-            mark = Text(f"  {finding.level:<8} ", style=_STYLES[finding.level])
-            console.print(mark + Text(finding.what), soft_wrap=True)
-            if finding.fix:
-                console.print(Text(f"           fix: {finding.fix}"), soft_wrap=True)
+            lines = [f"  {finding.level:<8} {finding.what}", *([f"{_INDENT}fix: {finding.fix}"] if finding.fix else [])]
+            text = Text("\n".join(fold(line, console.file, indent=_INDENT) for line in lines))
+            text.stylize(_STYLES[finding.level], 2, 2 + len(finding.level))
+            console.print(text, soft_wrap=True)
 
 
 def count(findings: Sequence[Finding]) -> str:

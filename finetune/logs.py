@@ -1,14 +1,35 @@
-"""The package's own logger, never the root logger: rank in front, INFO from rank 0, WARNING and above from all."""
+"""The package's own logger, never the root logger: rank in front, INFO from rank 0, WARNING and above from all.
+
+A person at a terminal sees warnings and errors alone; log.txt has all lines.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from contextlib import suppress
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from finetune.signals import give_up_dead_screens
+from finetune.terminal import fold, visible
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PACKAGE = "finetune"
 _HANDLER_NAME = "finetune-stderr"
+_LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "transformers")
+_COLOURS = {"warning": "1;35", "error": "1;31", "critical": "1;31"}
+"""Magenta and red can be read on a light background as on a dark one; yellow cannot."""
+
+_MOMENT_SECONDS = 0.3
+_one_line = threading.Lock()
+"""Held while `waiting` shows its line: what is inside another wait shows none of its own."""
 
 
 class _Early(logging.Handler):
@@ -50,15 +71,51 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
-def configure_logs(rank: int, *, level: int = logging.INFO) -> None:
-    """Send the package's log to stderr. Call it again once the rank is known: the last call counts."""
+class _Forwarder(logging.Handler):
+    """Hand the records of another library to the handlers of the package."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logging.getLogger(PACKAGE).handle(record)
+
+
+class _PersonHandler(logging.StreamHandler[TextIO]):
+    """Warnings and errors as a person reads them: in few words, folded to the width of the terminal."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self.setLevel(logging.WARNING)
+
+    def format(self, record: logging.LogRecord) -> str:
+        name = record.levelname.lower()
+        message = getattr(record, "short", None) or super().format(record)
+        text = fold(visible(f"{name}: {message}"), self.stream, indent="  ")
+        return text if os.environ.get("NO_COLOR") else f"\x1b[{_COLOURS[name]}m{name}:\x1b[0m{text[len(name) + 1 :]}"
+
+
+def is_for_a_person(stream: TextIO) -> bool:
+    """Check whether a person reads a stream: it is a terminal that can redraw its lines, and not that of a CI."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown") and not os.environ.get("CI")
+
+
+def configure_logs(rank: int, *, level: int = logging.INFO, num_processes: int = 1) -> None:
+    """Send the package's log to stderr. Call it again once the rank is known: the last call counts.
+
+    Args:
+        rank: stands in front of each line.
+        level: the lowest level to log.
+        num_processes: of the launch. One process at a terminal spares a person all lines but warnings and errors,
+            unless the level is DEBUG.
+    """
     logger = logging.getLogger(PACKAGE)
     early = next((h for h in logger.handlers if isinstance(h, _Early)), _Early())
-    for handler in [h for h in logger.handlers if h.get_name() == _HANDLER_NAME]:
-        logger.removeHandler(handler)
-    handler = logging.StreamHandler(sys.stderr)
+    for former in [h for h in logger.handlers if h.get_name() == _HANDLER_NAME]:
+        logger.removeHandler(former)
+    if num_processes == 1 and level > logging.DEBUG and is_for_a_person(sys.stderr):
+        handler: logging.Handler = _PersonHandler()
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_RankFormatter(rank))
     handler.set_name(_HANDLER_NAME)
-    handler.setFormatter(_RankFormatter(rank))
     logger.addHandler(handler)
     logger.addHandler(early)
     logger.setLevel(level if rank == 0 else max(level, logging.WARNING))
@@ -68,6 +125,88 @@ def configure_logs(rank: int, *, level: int = logging.INFO) -> None:
 def is_configured() -> bool:
     """Check whether the package's log has a handler."""
     return bool(logging.getLogger(PACKAGE).handlers)
+
+
+def speaks_to_a_person() -> bool:
+    """Check whether the log on stderr is the short one for a person."""
+    return any(isinstance(handler, _PersonHandler) for handler in logging.getLogger(PACKAGE).handlers)
+
+
+def log_python_warnings() -> None:
+    """Send Python's warnings through the package's log, so that log.txt has them; a person is spared file and line."""
+
+    logger = logging.getLogger("py.warnings")
+    logger.handlers = [_Forwarder()]
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        said = (category.__name__, message, filename, lineno)
+        logger.warning("%s: %s (%s:%d)", *said, extra={"short": str(message)})
+
+    warnings.showwarning = show
+
+
+def hear_libraries() -> None:
+    """Send what other libraries log through the package's log, if a person reads it; else they write as they do."""
+    if speaks_to_a_person():
+        for name in _LIBRARIES:
+            logging.getLogger(name).handlers = [_Forwarder()]
+
+
+@contextmanager
+def log_above(console: Console) -> Iterator[None]:
+    """Print lines of the log above a live view on the same screen, without those that repeat the view."""
+    from rich.file_proxy import FileProxy
+
+    handlers = (it for it in logging.getLogger(PACKAGE).handlers if isinstance(it, logging.StreamHandler))
+    moved = [(handler, handler.stream) for handler in handlers if handler.stream is sys.stderr]
+    for handler, stream in moved:
+        handler.setStream(FileProxy(console, stream))
+        handler.addFilter(_is_not_on_view)
+    try:
+        yield
+    finally:
+        for handler, stream in moved:
+            handler.removeFilter(_is_not_on_view)
+            handler.setStream(stream)
+
+
+def _is_not_on_view(record: logging.LogRecord) -> bool:
+    return not getattr(record, "is_on_view", False)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Tell a person what takes more than a moment, and for how long already, on a line that disappears afterwards."""
+    if not speaks_to_a_person() or not _one_line.acquire(blocking=False):
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Column
+    from rich.theme import Theme
+
+    console = Console(stderr=True, theme=Theme({"progress.elapsed": "", "progress.spinner": "green"}))
+    text = TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold"))
+    line = Progress(SpinnerColumn(), text, TimeElapsedColumn(), console=console, transient=True, redirect_stdout=False)
+    line.add_task(visible(what), total=None)
+    start = threading.Timer(_MOMENT_SECONDS, line.start)
+    start.start()
+    try:
+        with log_above(console):
+            yield
+    finally:
+        start.cancel()
+        start.join()
+        give_up_dead_screens()
+        line.stop()
+        _one_line.release()
 
 
 def log_to_file(path: Path, rank: int) -> logging.Handler:

@@ -18,6 +18,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """SIGHUP means that the terminal is gone. Under `nohup` it is ignored, and stays so."""
 _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h: choose the signal that the kernel sends to this process when its parent thread ends."""
+_CTRL_C_DOES = ("finetune: stops after this step and its checkpoint;", "press Ctrl-C again to stop at once")
 _ONE_REQUEST_SECONDS = 1.0
 """The same signal may come twice: from the terminal or the scheduler, and from the launcher."""
 
@@ -41,6 +42,8 @@ class _Told:
     pid = 0
     """The process that handles signals; a forked child inherits its handlers, but not this role."""
     waits_for_step = False
+    is_shown = False
+    """A live view shows that the run stops."""
     by: signal.Signals | None = None
     at = 0.0
 
@@ -85,6 +88,21 @@ def termination_raises() -> AbstractContextManager[None]:
 def told_to_stop() -> signal.Signals | None:
     """Return the signal that told this process to stop after its step, or None."""
     return _Told.by if _Told.pid == os.getpid() else None
+
+
+@contextmanager
+def ctrl_c_is_shown() -> Iterator[None]:
+    """Leave it to a live view to show `ctrl_c_to_show` inside: text from elsewhere would tear the view."""
+    _Told.is_shown = True
+    try:
+        yield
+    finally:
+        _Told.is_shown = False
+
+
+def ctrl_c_to_show() -> Sequence[str]:
+    """Return the lines that confirm a first Ctrl-C, for a live view; none before it, and none once the view ends."""
+    return _CTRL_C_DOES if _Told.is_shown and told_to_stop() == signal.SIGINT else ()
 
 
 def no_step_is_left() -> None:
@@ -153,9 +171,9 @@ def give_up_dead_screens() -> None:
 
 def _acknowledge(number: int) -> None:
     """Confirm Ctrl-C at once. The text bypasses Python's streams, which may be in the middle of a line."""
-    if number == signal.SIGINT:
+    if number == signal.SIGINT and not _Told.is_shown:
         with suppress(OSError):
-            os.write(2, b"\nfinetune: stops after this step and its checkpoint; press Ctrl-C again to stop at once\n")
+            os.write(2, "\n".join(("", *_CTRL_C_DOES, "")).encode())
 
 
 def _in_child(number: int) -> None:

@@ -1,17 +1,30 @@
-"""Write to a terminal: text that cannot steer it, JSON, and tables."""
+"""Write to a terminal: text that cannot steer it and holds no password, lines that fit it, JSON, and tables."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import unicodedata
-from collections.abc import Collection, Sequence
-from typing import Literal
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
 
 _STEERS_READING = frozenset("\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Characters that reorder or break the text around them, so that it could look like another text."""
+USER_IN_ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s@]+@")
+"""The part of an address that may hold a password; its first group is the scheme."""
 _NOT_ESCAPED_BY_JSON = re.compile("[\u007f-\u009f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+_USUAL_WIDTH = 80
+_UNBOUNDED = 100_000
+_LONGEST_VALUE = 60
+"""A longer cell of a table is prose, which nobody reads as one line."""
+_BETWEEN = " · "
 
 
 def visible(text: str, *, also_unseen: bool = False) -> str:
@@ -22,6 +35,11 @@ def visible(text: str, *, also_unseen: bool = False) -> str:
         also_unseen: also replace harmless characters that cannot be seen: joiners, and all spaces but the plain one.
     """
     return "".join(c if _may_stand(c, also_unseen) else f"<U+{ord(c):04X}>" for c in text)
+
+
+def without_passwords(text: str) -> str:
+    """Remove user names, passwords and tokens from the addresses in a text."""
+    return USER_IN_ADDRESS.sub(r"\1…@", text)
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:
@@ -35,35 +53,141 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
     sys.stdout.write(f"{json_text(value, indent=indent)}\n")
 
 
+def screen_width(stream: IO[str]) -> int | None:
+    """Return the columns of the terminal that a stream writes to (the variable COLUMNS wins); None for no terminal."""
+    if not stream.isatty():
+        return None
+    wished = os.environ.get("COLUMNS", "")
+    if wished.isdigit() and int(wished):
+        return int(wished)
+    return os.get_terminal_size(stream.fileno()).columns or _USUAL_WIDTH
+
+
+def fold(text: str, stream: IO[str], *, indent: str = "") -> str:
+    """Break lines between words where they are wider than the stream's terminal; elsewhere the text stays as it is.
+
+    No word is broken, so that a long path can be copied: the terminal itself continues it on the next line.
+
+    Args:
+        text: one line or several.
+        stream: where the text will be written.
+        indent: put before each line that continues another.
+    """
+    width = screen_width(stream)
+    if width is None:
+        return text
+    return "\n".join(part for line in text.split("\n") for part in fold_line(line, width, indent))
+
+
+def fold_line(line: str, width: int, indent: str) -> Iterator[str]:
+    """Break a line between words, see `fold`."""
+    from rich.cells import cell_len
+
+    shown = ""
+    for word in re.findall(r"\s*\S+", line):  # with the spaces before it
+        if shown.strip() and cell_len(shown + word) > width:
+            yield shown
+            shown = indent + word.lstrip()
+        else:
+            shown += word
+    yield shown
+
+
+def say(text: str, *, indent: str = "") -> None:
+    """Write text and a newline to stdout, folded to the width of a terminal."""
+    sys.stdout.write(f"{fold(text, sys.stdout, indent=indent)}\n")
+
+
 def print_table(
     head: Sequence[str],
     rows: Sequence[Sequence[str | tuple[str, str]]],
     *,
     right: Collection[str] = (),
-    whole: Collection[str] = (),
     title: str | None = None,
 ) -> None:
-    """Write a table to stdout.
+    """Write a table to stdout. Where it is too wide for the terminal, each row becomes a paragraph: no value is cut.
+
+    In a pipe the table is as wide as its values, unless one of them is prose.
 
     Args:
         head: the names of the columns.
         rows: cells as text, or as text and a style of rich. Text is never read as markup.
         right: columns to align to the right.
-        whole: columns whose cells are not wrapped in a narrow terminal.
         title: printed above the table.
     """
+    from rich.console import Console
+    from rich.measure import Measurement
+    from rich.text import Text
+
+    console = Console()
+    names = [visible(name) for name in head]
+    cells = [[Text(visible(c)) if isinstance(c, str) else Text(visible(c[0]), style=c[1]) for c in row] for row in rows]
+    table = _table(names, cells, [visible(name) for name in right])
+    width = Measurement.get(console, console.options.update(width=_UNBOUNDED), table).maximum
+    is_prose = any(cell.cell_len > _LONGEST_VALUE or "\n" in cell.plain for row in cells for cell in row)
+    if title is not None:
+        say(visible(title))
+    if width <= console.width:
+        console.print(table)
+    elif not console.is_terminal and not is_prose:
+        Console(width=width).print(table)
+    else:
+        for row in cells:
+            for line in _paragraph(names, row, console.width):
+                console.print(line, soft_wrap=True)
+
+
+def print_texts(texts: Iterable[tuple[str, str]]) -> None:
+    """Write texts to stdout, one below the other, each after its label. Text is never read as markup."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=None if title is None else Text(visible(title)))
-    for name in head:
-        justify: Literal["left", "right"] = "right" if name in right else "left"
-        table.add_column(Text(visible(name)), justify=justify, no_wrap=name in whole, overflow="fold")
-    for row in rows:
-        cells = ((cell, "") if isinstance(cell, str) else cell for cell in row)
-        table.add_row(*(Text(visible(text), style=style) for text, style in cells))
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in texts:
+        table.add_row(Text(label, style="bold"), Text(visible(text)))
     Console().print(table)
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[Text]], right: Collection[str]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table()
+    for name in names:
+        justify: Literal["left", "right"] = "right" if name in right else "left"
+        table.add_column(Text(name), justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _paragraph(names: Sequence[str], row: Sequence[Text], width: int) -> Iterator[Text]:
+    """Yield the lines of a row: the first cell, then the others as far as they fit on a line; empty ones are left out.
+
+    Each value follows the name of its column.
+    """
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    items = [(f"{name}: " if name else "") + cell.plain for name, cell in zip(names, row, strict=True) if cell.plain]
+    first, *others = items
+    lines = [first]
+    for item in others:
+        longer = f"{lines[-1]}{_BETWEEN}{item}"
+        if len(lines) > 1 and "\n" not in longer and cell_len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(f"  {item}")
+    for number, line in enumerate("\n".join(lines).split("\n")):
+        for part in fold_line(line, width, "    "):
+            text = Text(part, style="" if number else "bold")
+            for cell in row:
+                if cell.style and cell.plain:
+                    text.highlight_words([cell.plain], cell.style)
+            yield text
 
 
 def _may_stand(character: str, also_unseen: bool) -> bool:

@@ -2,7 +2,7 @@
 
 Runs on the GPU if there is one, otherwise on the CPU; deterministic either way:
 
-    python recipes/debug_single_gpu.py model=phi4_mini data=phi4 data.path=chats.jsonl
+    python recipes/debug_single_gpu.py model=phi4_mini data=chats.jsonl
 """
 
 from finetune import command, load_config, train

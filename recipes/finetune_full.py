@@ -1,7 +1,7 @@
 """Fine-tune every weight of a model on chat messages.
 
 python recipes/finetune_full.py model=phi_tiny data=orders
-torchrun --nproc_per_node 2 recipes/finetune_full.py model=phi4_mini data=phi4 data.path=chats.jsonl
+torchrun --nproc_per_node 2 recipes/finetune_full.py model=phi4_mini data=chats.jsonl
 """
 
 from finetune import (
@@ -21,8 +21,8 @@ def main(words: list[str]) -> None:
     config = load_config(words, task="finetune_full")
 
     with launch(config) as runtime:
-        tokenizer = build_tokenizer(config.model)
         examples = load_examples(config.data)
+        tokenizer = build_tokenizer(config.model)
         splits = encode_examples(examples, tokenizer, config.data, fallbacks=runtime.fallbacks)
 
         # There is no adapter: the model itself trains, in fp32 whatever precision the step computes in.

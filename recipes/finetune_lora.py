@@ -3,8 +3,8 @@
 Run it under whatever starts your processes; the words after it choose configs and set keys:
 
     python recipes/finetune_lora.py model=phi_tiny data=orders
-    torchrun --nproc_per_node 2 recipes/finetune_lora.py model=phi4_mini data=phi4 data.path=chats.jsonl
-    accelerate launch recipes/finetune_lora.py model=phi4 data=phi4 data.path=chats.jsonl optim.learning_rate=1e-4
+    torchrun --nproc_per_node 2 recipes/finetune_lora.py model=phi4_mini data=chats.jsonl
+    accelerate launch recipes/finetune_lora.py model=phi4 data=chats.jsonl optim.learning_rate=1e-4
 """
 
 from finetune import (
@@ -27,8 +27,8 @@ def main(words: list[str]) -> None:
     # Join the processes of the launch, whatever started them, and leave in good order, whatever happens inside.
     with launch(config) as runtime:
         # Encode the rows as token ids, with a mask of those that carry loss: once per node, then from a cache.
-        tokenizer = build_tokenizer(config.model)
         examples = load_examples(config.data)
+        tokenizer = build_tokenizer(config.model)
         splits = encode_examples(examples, tokenizer, config.data, fallbacks=runtime.fallbacks)
 
         # The base is frozen; the adapter's small matrices train beside its linear layers.

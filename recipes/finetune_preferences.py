@@ -2,8 +2,8 @@
 
 Rows are {"prompt": …, "chosen": …, "rejected": …}, texts or lists of turns:
 
-    python recipes/finetune_preferences.py model=phi4_mini data.path=pairs.jsonl
-    torchrun --nproc_per_node 2 recipes/finetune_preferences.py model=phi4_mini data.path=pairs.jsonl
+    python recipes/finetune_preferences.py model=phi4_mini data=pairs.jsonl
+    torchrun --nproc_per_node 2 recipes/finetune_preferences.py model=phi4_mini data=pairs.jsonl
 """
 
 from finetune import (

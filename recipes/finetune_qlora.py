@@ -1,7 +1,7 @@
 """Fine-tune a LoRA adapter on a base that is kept in 4 bits (QLoRA): CUDA and bitsandbytes.
 
-python recipes/finetune_qlora.py model=phi4 data=phi4 data.path=chats.jsonl
-torchrun --nproc_per_node 2 recipes/finetune_qlora.py model=phi4 data=phi4 data.path=chats.jsonl
+python recipes/finetune_qlora.py model=phi4 data=chats.jsonl
+torchrun --nproc_per_node 2 recipes/finetune_qlora.py model=phi4 data=chats.jsonl
 """
 
 from finetune import (

@@ -12,6 +12,8 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,7 @@ _LAUNCH_PREFIXES = (
 )
 _CACHE_VARIABLES = {"HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME"}
 _SECONDS_TO_END = 5.0
+_GPU_TESTS = Path(__file__).with_name("gpu")
 
 
 def _is_launch_variable(name: str) -> bool:
@@ -46,6 +49,20 @@ def _isolate() -> None:
 
 
 _isolate()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Only tests/gpu may see a GPU: all others compute on the CPU, on every machine."""
+    named = [config.invocation_params.dir / path.partition("::")[0] for path in config.option.file_or_dir or ()]
+    if not named or not all(path.resolve().is_relative_to(_GPU_TESTS) for path in named):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        sys.addaudithook(_refuse_visible_gpus)
+
+
+def _refuse_visible_gpus(event: str, args: tuple[Any, ...]) -> None:
+    """A test that gives a process an environment of its own hides GPUs there too."""
+    if event == "subprocess.Popen" and args[3] is not None and args[3].get("CUDA_VISIBLE_DEVICES") != "":
+        raise AssertionError(f"a process would see this machine's GPUs: {args[1]}. Give it the tests' environment too")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

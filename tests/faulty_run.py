@@ -54,8 +54,18 @@ def exhaust_memory() -> None:
 
 
 def fill_the_disk() -> None:
-    """The disk of the run's folder: what is left is enough for run.json, but not for a checkpoint."""
-    filler = Path(os.environ["FAULT_DISK"], "checkpoints", "filler")
+    """The disk of the run's folder: what is left is enough for run.json, but not for a checkpoint.
+
+    The save of the step before is let through first: it runs in the background and would fail in this one's place.
+    """
+    checkpoints = Path(os.environ["FAULT_DISK"], "checkpoints")
+    before = checkpoints / f"step-{int(STEP) - 1:06d}"
+    patience = time.monotonic() + 60
+    while not before.is_dir():
+        if time.monotonic() > patience:
+            raise TimeoutError(f"{before} was not written within a minute")
+        time.sleep(0.01)
+    filler = checkpoints / "filler"
     disk = os.statvfs(filler.parent)
     filler.write_bytes(b"x" * (disk.f_bavail * disk.f_frsize - (16 << 10)))
 

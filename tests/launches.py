@@ -75,13 +75,18 @@ def run_command(
 
 
 def start_command(
-    command: Sequence[str | Path], *, cwd: Path | None = None, variables: Mapping[str, str] | None = None
+    command: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+    is_asked: bool = False,
 ) -> subprocess.Popen[str]:
-    """Start a command line and let it run."""
+    """Start a command line and let it run; one that is asked reads what the test writes."""
     return subprocess.Popen(
         [str(word) for word in command],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore", **(variables or {})},
+        stdin=subprocess.PIPE if is_asked else None,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -151,6 +151,7 @@ def test_the_profile_accounts_for_all_of_the_time(bench):
     assert shares["elementwise and along rows"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["trl-grouped", "trl-1x16-targets", "trl-packed-targets"])
 def test_trl_trains_the_same_thing(bench, engine):
     pytest.importorskip("trl", reason="trl is not installed: pip install -e '.[bench]'")

@@ -15,8 +15,9 @@ import yaml
 
 from finetune import __version__
 from finetune.cli import _command_first
-from finetune.shipped_files import shipped_folder
+from finetune.config.shipped_files import shipped_folder
 from tests.in_process import Ended, run_finetune
+from tests.tiny_runs import write_rows
 
 FINETUNE = [sys.executable, "-m", "finetune"]
 
@@ -124,6 +125,57 @@ def test_config_show_can_show_a_part():
     assert "microsoft/phi-4" in done.answer, done.stdout
 
 
+@pytest.mark.parametrize("command", [["train"], ["plan"], ["preview", "--rows", "0"]], ids=lambda words: words[0])
+def test_a_file_of_rows_without_a_model_is_answered_with_the_models(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "my chats")
+    done = run_finetune(*command, "my chats/train.jsonl")
+    assert_is_one_message(done, f"for example: finetune {command[0]} 'my chats/train.jsonl' model=phi4_mini\n")
+    for path in (shipped_folder("configs") / "model").iterdir():
+        assert f"\n  model={path.stem} " in done.errors
+
+
+def test_the_task_is_finetune_lora_unless_a_word_or_a_run_file_says_something(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("model: phi_tiny\ndata: orders\n")
+    words = ["model=phi_tiny", "data=orders"]
+
+    def shown(*words: str) -> tuple[str, str, str]:
+        found = json.loads(run_finetune("config", "show", "--json", *words).answer)
+        key = "training.method"
+        return found["config"]["output_dir"], found["config"]["training"]["method"], found["origins"][key]
+
+    assert shown(*words) == shown(*words, "task=finetune_lora")
+    assert shown(*words) == ("runs/finetune_lora", "lora", "shipped configs/task/finetune_lora.yaml:3")
+    assert shown(*words, "task=finetune_full")[:2] == ("runs/finetune_full", "full")
+    for run_file in ("mine.yaml", "run=mine.yaml"):
+        assert shown(run_file) == ("runs/mine", "lora", "default")
+
+
+@pytest.mark.trains
+def test_all_commands_before_a_run_take_the_same_words_and_the_run_resumes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "chats")
+    words = [
+        "chats/train.jsonl",
+        "model=phi_tiny",
+        "training.max_steps=1",
+        "testing.num_samples=0",
+        "data.cache_dir=cache",
+    ]
+    for command in (["config", "show"], ["preview"], ["plan"], ["doctor"], ["train"]):
+        done = run_finetune(*command, *words)
+        assert done.returncode == 0, done.stdout
+    adapter = tmp_path / "runs/finetune_lora/adapter/adapter_model.safetensors"
+    first = adapter.read_bytes()
+    again = run_finetune("train", "runs/finetune_lora/config.yaml", "resume=auto")
+    assert again.returncode == 0, again.stdout
+    assert adapter.read_bytes() == first
+    repeated = run_finetune("train", "runs/finetune_lora/config.yaml", "output_dir=runs/again")
+    assert repeated.returncode == 0, repeated.stdout
+    assert (tmp_path / "runs/again/adapter/adapter_model.safetensors").read_bytes() == first
+
+
 def test_config_schema_is_json_and_config_list_names_every_file():
     schema = json.loads(run_finetune("config", "schema").answer)
     assert "learning_rate" in json.dumps(schema)
@@ -173,12 +225,14 @@ def test_a_folder_that_is_no_run_is_told_as_such(tmp_path):
     assert_is_one_message(run_finetune("generate", tmp_path, "hello"), "not the folder of a run")
 
 
-def test_every_train_command_of_the_readme_composes():
+def test_every_train_command_of_the_readme_composes(tmp_path, monkeypatch):
     from finetune.config.compose import compose
 
     readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
     commands = [words.split() for words in re.findall(r"finetune train ([^`\n]+)", readme)]
     assert len(commands) >= 4
+    (tmp_path / "chats.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
     for words in commands:
         run_name = words.pop(0) if "=" not in words[0] else None
         if run_name is None or not run_name.startswith("runs/"):

@@ -10,6 +10,7 @@ _OURS = "benchmarks.engines.ours"
 _TRL = "benchmarks.engines.trl_sft"
 _TRAINER = "benchmarks.engines.transformers_trainer"
 _ACCELERATE = "benchmarks.engines.accelerate_loop"
+_FOR_TRL = ("trl", "datasets")
 
 
 class Engine(NamedTuple):
@@ -19,25 +20,48 @@ class Engine(NamedTuple):
     meaning: str
     """For the results page."""
     options: Mapping[str, Any] = MappingProxyType({})
-    needs: str | None = None
-    """A package that must be installed."""
+    needs: tuple[str, ...] = ()
+    """Modules that must be installed."""
+    is_for_cuda: bool = False
+    """It does not run elsewhere."""
 
 
 _SINGLE = {"batch_size": 1}
 _GROUPED = {"batch_size": 4, "sampling": "group_by_length"}
 _PACKED = {"batch_size": 1, "packing": True, "sampling": "random"}
 _TARGETS = {"only_targets": True}
+_SIXTEEN = {"batch_size": 16, "sampling": "group_by_length"}
+_LIGER = {"liger": True}
+_FLASH = {"attention": "flash_attention_2"}
 
 ENGINES: dict[str, Engine] = {
     "ours": Engine(_OURS, "finetune, micro-batches cut by tokens"),
-    "trl-1x16": Engine(_TRL, "TRL SFTTrainer, one row in a micro-batch", _SINGLE, "trl"),
-    "trl-1x16-targets": Engine(_TRL, "TRL, one row in a micro-batch, loss positions only", _SINGLE | _TARGETS, "trl"),
-    "trl-grouped": Engine(_TRL, "TRL SFTTrainer, rows grouped by length, four in a micro-batch", _GROUPED, "trl"),
-    "trl-grouped-targets": Engine(_TRL, "TRL, grouped by length, loss positions only", _GROUPED | _TARGETS, "trl"),
-    "trl-packed": Engine(_TRL, "TRL SFTTrainer, packing (best fit, position ids)", _PACKED, "trl"),
-    "trl-packed-targets": Engine(_TRL, "TRL, packing, loss positions only", _PACKED | _TARGETS, "trl"),
+    "trl-1x16": Engine(_TRL, "TRL SFTTrainer, one row in a micro-batch", _SINGLE, _FOR_TRL),
+    "trl-1x16-targets": Engine(
+        _TRL, "TRL, one row in a micro-batch, loss positions only", _SINGLE | _TARGETS, _FOR_TRL
+    ),
+    "trl-grouped": Engine(_TRL, "TRL SFTTrainer, rows grouped by length, four in a micro-batch", _GROUPED, _FOR_TRL),
+    "trl-grouped-targets": Engine(_TRL, "TRL, grouped by length, loss positions only", _GROUPED | _TARGETS, _FOR_TRL),
+    "trl-packed": Engine(_TRL, "TRL SFTTrainer, packing (best fit, position ids)", _PACKED, _FOR_TRL),
+    "trl-packed-targets": Engine(_TRL, "TRL, packing, loss positions only", _PACKED | _TARGETS, _FOR_TRL),
     "trl-1x16-liger": Engine(
-        _TRL, "TRL SFTTrainer with Liger's layers (CUDA only)", _SINGLE | {"liger": True}, "liger_kernel"
+        _TRL, "TRL SFTTrainer with Liger's layers (CUDA only)", _SINGLE | _LIGER, (*_FOR_TRL, "liger_kernel"), True
+    ),
+    "trl-1x16-flash": Engine(
+        _TRL, "TRL SFTTrainer with FlashAttention (CUDA only)", _SINGLE | _FLASH, (*_FOR_TRL, "flash_attn"), True
+    ),
+    "trl-grouped-16": Engine(
+        _TRL, "TRL SFTTrainer, rows grouped by length, sixteen in a micro-batch", _SIXTEEN, _FOR_TRL
+    ),
+    "trl-grouped-16-liger": Engine(
+        _TRL, "the same with Liger's layers (CUDA only)", _SIXTEEN | _LIGER, (*_FOR_TRL, "liger_kernel"), True
+    ),
+    "trl-packed-flash-liger": Engine(
+        _TRL,
+        "TRL, packing into 4096 tokens, with FlashAttention and Liger's layers (CUDA only)",
+        _PACKED | _FLASH | _LIGER | {"pack_tokens": 4096},
+        (*_FOR_TRL, "flash_attn", "liger_kernel"),
+        True,
     ),
     "trainer": Engine(_TRAINER, "transformers Trainer, four rows in a micro-batch", {"batch_size": 4}),
     "trainer-1x16": Engine(_TRAINER, "transformers Trainer, one row in a micro-batch", {"batch_size": 1}),

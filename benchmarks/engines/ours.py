@@ -17,27 +17,43 @@ _END_ID = 2
 def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankReport:
     """Train the job. The order's words come last, so that each of these can be set otherwise."""
     job = order.job
-    from finetune import Trainer, add_lora, build_base_model, build_tokenizer, launch, load_config
+    from finetune import Trainer, add_lora, build_tokenizer, launch, load_config
     from finetune.data.encoded import EncodedExamples, EncodedSplits
 
-    config = load_config([*_words(order), *order.words], task="finetune_lora")
+    # A run wants the data's path; the rows are handed over as they are.
+    config = load_config([*words(order), f"data.path={order.base}", *order.words], task="finetune_lora")
     with launch(config) as runtime:
         clock.watch()
         rows = _so_that_they_come_in_order(job, config.seed)
         splits = EncodedSplits(EncodedExamples.from_rows(rows, end_id=_END_ID))
         tokenizer = build_tokenizer(config.model)
-        model = add_lora(build_base_model(config.model), config.lora)
+        model = add_lora(_base_model(order, config.model, runtime.device), config.lora)
         trainer = Trainer(runtime, config, model, tokenizer, splits)
         train_loader, _, _ = trainer.prepare_dataloaders()
         trainer.run_training(train_loader)
     return _report(order) if order.rank == 0 else RankReport()
 
 
-def _words(order: Order) -> list[str]:
+def _base_model(order: Order, section: Any, device: Any) -> Any:
+    import torch
+
+    from benchmarks.base_model import TORCH_TYPES
+    from finetune import build_base_model
+
+    if order.has_weights:
+        return build_base_model(section)
+    # The configuration goes on naming the folder: with `init: random` the run would save these weights.
+    with torch.device(device):
+        made = section.model_copy(update={"init": "random"})
+        return build_base_model(made, dtype=TORCH_TYPES[order.job.precision])
+
+
+def words(order: Order) -> list[str]:
+    """Return the configuration of the job, without data."""
     job = order.job
     return [
         f"model.path={order.base}",
-        f"data.path={order.base}",  # a run wants one; the rows are handed over as they are
+        f"data.max_length={job.longest}",
         f"output_dir={Path(order.folder) / 'run'}",
         f"seed={job.seed}",
         f"lora.r={LORA_RANK}",
@@ -55,6 +71,8 @@ def _words(order: Order) -> list[str]:
 
 def _micro_batches(job: Job) -> list[str]:
     """By tokens. More are faster and take more memory; `real` in fp32 has a figure for each to reach."""
+    if job.device == "cuda":
+        return []  # there, memory decides
     if job.shape.row_tokens:
         return ["training.batch_size=1"]
     is_lean = (job.size, job.precision) == ("real", "fp32")

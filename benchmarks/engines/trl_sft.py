@@ -21,21 +21,27 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
     """Train the job as the options have it."""
     from transformers import AutoTokenizer
 
+    from benchmarks.base_model import TORCH_TYPES, make_base
+
     trl: Any = importlib.import_module("trl")  # an extra: type checkers need not find it
     if options.get("only_targets"):
         _score_targets_only()
     keywords = arguments(order, options)
     if options.get("packing"):
-        tokens, packs = _packs(order.job)
+        tokens, packs = _packs(order.job, options.get("pack_tokens"))
         keywords |= {"packing": True, "packing_strategy": "bfd", "max_length": tokens}
         keywords["gradient_accumulation_steps"] = packs // order.job.processes
     else:
         keywords["max_length"] = order.job.longest
-    dtype = {"fp32": "float32", "bf16": "bfloat16"}[order.job.precision]
+    init = {"dtype": TORCH_TYPES[order.job.precision]}
+    if "attention" in options:
+        init["attn_implementation"] = options["attention"]
     trainer = trl.SFTTrainer(
-        model=order.base,
+        model=order.base if order.has_weights else make_base(order.job, order.job.shape, **init),
         args=trl.SFTConfig(
-            **keywords, model_init_kwargs={"dtype": dtype}, use_liger_kernel=options.get("liger", False)
+            **keywords,
+            model_init_kwargs=init if order.has_weights else None,
+            use_liger_kernel=options.get("liger", False),
         ),
         train_dataset=dataset_of(order.job),
         processing_class=AutoTokenizer.from_pretrained(order.base),
@@ -49,8 +55,13 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
     return report_of(trainer, seen, order)
 
 
-def _packs(job: Job) -> tuple[int, int]:
-    """Tokens of a packed sequence, and how many of them hold about as many rows as a global batch: an even number."""
+def _packs(job: Job, tokens: int | None) -> tuple[int, int]:
+    """Tokens of a packed sequence, and how many of them hold about as many rows as a global batch.
+
+    Unless the tokens are given, the number is even, so that two ranks can share them.
+    """
+    if tokens is not None:
+        return tokens, max(1, round(job.global_batch * _MEAN_TOKENS / tokens))
     extra = job.longest - _PACK_TOKENS
     tokens = _PACK_TOKENS * (2 if extra > 0 else 1)
     return tokens, 2 * round(job.global_batch * (_MEAN_TOKENS + max(0, extra)) / tokens / 2)

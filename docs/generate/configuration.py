@@ -16,6 +16,17 @@ arguments. Unknown keys and values of another type are refused, all of them at o
 the values of a run and where each came from, `finetune config schema` prints this reference as JSON Schema, for
 editors.
 
+`model=` takes a name from `configs/model`, a folder or a hub id (`model=phi4`, `model=./my-phi`,
+`model=microsoft/phi-4`), and `data=` a name from `configs/data`, a file, a folder or a hub id. A path or hub id sets
+`model.path` or `data.path`. It has a slash, or it is a file or folder that exists; a hub id without a slash goes into
+`model.path=` or `data.path=`. A name in `configs/` wins over a file of the same name, and `./name` is always a path.
+A file that ends in `.yaml` or `.yml` is read as a config. The same holds in a run file (`data: chats.jsonl`). On the
+command line a file of rows needs no key: `finetune train chats.jsonl model=phi4`. A command without a run file has
+`task=finetune_lora` unless it names another task; a run file says all itself.
+
+`finetune init` asks for model, data and the run's folder, and writes a run file with every key of this page. In a
+pipe it prints one.
+
 This page is made from `finetune/config/schema.py`.
 """
 

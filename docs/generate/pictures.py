@@ -1,9 +1,9 @@
-"""Record the pictures of the README: the quickstart on a terminal, and its report in a browser.
+"""Record the pictures of the pages: commands on a terminal of 80 columns, and the quickstart's report in a browser.
 
     python docs/generate/pictures.py FOLDER
 
-The run goes to FOLDER; commands whose output is already there are not run again. Writes docs/assets. Needs the extra
-`report`, and Chromium for the report's picture.
+The run goes to FOLDER; commands whose output is already there are not run again. Writes docs/assets, each picture for
+a light and for a dark background. Needs the extra `report`, and Chromium for the report's picture.
 """
 
 from __future__ import annotations
@@ -20,24 +20,30 @@ from pathlib import Path
 
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, SVG_EXPORT_THEME
 from rich.text import Text
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ASSETS = REPOSITORY / "docs/assets"
-COMMANDS = ["finetune train quickstart", "finetune watch runs/quickstart --once", "finetune report runs/quickstart"]
-COLUMNS = 100
+PICTURES = {
+    "quickstart": ["finetune train quickstart", "finetune report runs/quickstart"],
+    "commands": ["finetune plan quickstart", "finetune runs"],
+}
+"""The commands of each picture, in the order in which they run."""
+BACKGROUNDS = {"light": DEFAULT_TERMINAL_THEME, "dark": SVG_EXPORT_THEME}
+COLUMNS = 80
 REPORT_WIDTH, REPORT_HEIGHT = 1120, 745
 _CONTROL = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z]|\r?\n|\r)")
 _FONT_FROM_A_SERVER = re.compile(r"@font-face \{\{.*?\}\}\s*", re.DOTALL)
 
 
 def record(command: str, folder: Path) -> str:
-    """Return the output of a command on a terminal, with colours. The log on standard error goes to a file."""
+    """Return what a command shows on a terminal, with colours."""
     parent, child = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "COLORTERM": "truecolor"}
+    inherited = {name: value for name, value in os.environ.items() if name != "CI"}
+    environment = {**inherited, "TERM": "xterm-256color", "COLUMNS": str(COLUMNS)}
     words = [sys.executable, "-m", *command.split()]
-    with (folder / "stderr.txt").open("ab") as log:
-        process = subprocess.Popen(words, cwd=folder, stdin=child, stdout=child, stderr=log, env=environment)
+    process = subprocess.Popen(words, cwd=folder, stdin=child, stdout=child, stderr=child, env=environment)
     os.close(child)
     written = b""
     try:
@@ -47,7 +53,7 @@ def record(command: str, folder: Path) -> str:
         pass
     os.close(parent)
     if process.wait() != 0:
-        raise SystemExit(f"{command} ended with exit code {process.returncode}: see {folder / 'stderr.txt'}")
+        raise SystemExit(f"{command} ended with exit code {process.returncode}:\n{written.decode()}")
     # The path of the folder is private.
     return as_it_stands(written.decode()).replace(f"{folder}/", "")
 
@@ -68,11 +74,11 @@ def as_it_stands(written: str) -> str:
     return "\n".join(lines)
 
 
-def recorded(folder: Path) -> str:
-    """Return the whole session as text with colours."""
+def recorded(name: str, folder: Path) -> str:
+    """Return the commands of a picture and what they show, as text with colours."""
     parts = []
-    for number, command in enumerate(COMMANDS):
-        output = folder / f"output-{number}.txt"
+    for number, command in enumerate(PICTURES[name]):
+        output = folder / f"output-{name}-{number}.txt"
         if not output.exists():
             output.write_text(record(command, folder), encoding="utf-8")
         written = output.read_text(encoding="utf-8").rstrip()
@@ -80,13 +86,14 @@ def recorded(folder: Path) -> str:
     return "\n".join(parts)
 
 
-def draw_terminal(session: str, path: Path) -> None:
-    """Draw the session as SVG that loads no font from a server."""
-    console = Console(record=True, width=COLUMNS, file=io.StringIO())
-    console.print(Text.from_ansi(session))
+def draw_terminal(name: str, session: str) -> None:
+    """Draw a session as SVG that loads no font from a server, for each background."""
     form = _FONT_FROM_A_SERVER.sub("", CONSOLE_SVG_FORMAT)
-    drawn = console.export_svg(title="finetune", code_format=form, unique_id="quickstart")
-    path.write_text(drawn, encoding="utf-8")
+    for background, theme in BACKGROUNDS.items():
+        console = Console(record=True, width=COLUMNS, file=io.StringIO())
+        console.print(Text.from_ansi(session))
+        drawn = console.export_svg(title="finetune", code_format=form, unique_id=f"{name}-{background}", theme=theme)
+        (ASSETS / f"{name}-{background}.svg").write_text(drawn, encoding="utf-8")
 
 
 def photograph_report(report: Path) -> None:
@@ -109,7 +116,8 @@ def main(folder: Path) -> None:
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     ASSETS.mkdir(exist_ok=True)
-    draw_terminal(recorded(folder), ASSETS / "quickstart.svg")
+    for name in PICTURES:
+        draw_terminal(name, recorded(name, folder))
     photograph_report(folder / "runs/quickstart/report.html")
 
 

@@ -14,7 +14,9 @@ from typing import NoReturn
 
 from finetune.distributed.environment import is_first_process, read_environment, speaks_for_a_node
 from finetune.errors import ConfigError, FinetuneError, LaunchError, PeerFailedError, PreemptedError
+from finetune.logs import configure_logs, is_for_a_person, log_python_warnings
 from finetune.signals import Terminated, give_up_dead_screens, undisturbed
+from finetune.terminal import fold
 
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
@@ -24,8 +26,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
     from finetune.cli.commands import app
 
+    if sys.stdout.isatty() or sys.stderr.isatty():
+        _make_help_readable()
     words = _command_first(_without_local_rank(sys.argv[1:] if arguments is None else arguments))
     command(lambda _: app(words, prog_name="finetune"), arguments=words)
+
+
+def _make_help_readable() -> None:
+    """Take from typer's help and usage errors what cannot be read on a light or on a dark background."""
+    from typer import rich_utils
+
+    for name, style in vars(rich_utils).items():
+        if name.startswith("STYLE_") and isinstance(style, str):
+            setattr(rich_utils, name, style.replace("dim", "").replace("yellow", "magenta").strip())
+    rich_utils.RICH_HELP = rich_utils.RICH_HELP.replace("[blue]", "[bold]")
 
 
 def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | None = None) -> None:
@@ -36,6 +50,9 @@ def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | No
         arguments: the words; by default those of the process.
     """
     words = _without_local_rank(sys.argv[1:] if arguments is None else arguments)
+    if is_for_a_person(sys.stderr) and not _is_one_of_several():
+        configure_logs(0)  # from the first warning on, that of a configuration
+        log_python_warnings()
     try:
         run(words)
     except BaseException as error:
@@ -66,7 +83,7 @@ def _end(error: BaseException) -> NoReturn:
 
 def _say_how_to_resume(what: str) -> None:
     if is_first_process(os.environ):
-        sys.stderr.write(f"{what}. Resume from the last checkpoint with resume=auto.\n")
+        _say(f"{what}. With resume=auto, a run goes on from its last checkpoint.")
 
 
 def _leave(code: int) -> NoReturn:
@@ -94,10 +111,14 @@ def _report(error: FinetuneError) -> None:
     if error.is_reported_elsewhere and not speaks_for_a_node(os.environ):
         return
     if isinstance(error, PreemptedError):  # not an error to the user
-        sys.stderr.write(f"finetune: {error}\n")
+        _say(f"finetune: {error}")
         return
     where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    sys.stderr.write(f"finetune: {type(error).__name__}: {error}{where}\n")
+    _say(f"finetune: {type(error).__name__}: {error}{where}")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{fold(text, sys.stderr, indent='  ')}\n")
 
 
 def _without_local_rank(words: Sequence[str]) -> list[str]:

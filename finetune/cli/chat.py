@@ -22,7 +22,7 @@ from finetune.cli.run_options import (
     TopPOption,
 )
 from finetune.errors import ConfigError, DataError
-from finetune.terminal import visible
+from finetune.terminal import fold, visible
 
 if TYPE_CHECKING:
     from finetune.inference.answering import Answering
@@ -180,5 +180,5 @@ class Chat:
     def _note(self, text: str) -> None:
         """Write a note to standard error, because standard output is for answers."""
         sys.stdout.flush()
-        sys.stderr.write(f"{visible(text)}\n")
+        sys.stderr.write(f"{fold(visible(text), sys.stderr, indent='  ')}\n")
         sys.stderr.flush()

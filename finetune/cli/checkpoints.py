@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ import typer
 from finetune.cli.run_options import JsonOption, RunFolderArgument
 from finetune.cli.runs import local_time
 from finetune.logs import configure_logs
-from finetune.terminal import print_json, print_table
+from finetune.terminal import print_json, print_table, say
 
 if TYPE_CHECKING:
     from finetune.runs.saved import SavedFolder, SavedRun
@@ -31,8 +30,9 @@ def checkpoints(run_folder: RunFolderArgument, as_json: JsonOption = False) -> N
     if run.folders:
         head = ("saved", "validation loss", "size", "written", "is")
         rows = [_row(saved, run) for saved in run.folders]
-        print_table(head, rows, right=("validation loss", "size"), whole=("written",), title=run.run_folder)
-    sys.stdout.write("".join(f"{line}\n" for line in _in_words(run)))
+        print_table(head, rows, right=("validation loss", "size"), title=run.run_folder)
+    for line in _in_words(run):
+        say(line)
     raise typer.Exit(run.exit_code)
 
 

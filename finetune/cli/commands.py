@@ -19,7 +19,7 @@ from finetune.cli.report import report
 from finetune.cli.run_options import JsonOption
 from finetune.cli.runs import runs
 from finetune.cli.watch import watch
-from finetune.terminal import print_json
+from finetune.terminal import fold, print_json, say
 
 app = typer.Typer(
     name="finetune",
@@ -52,8 +52,8 @@ Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[RUN] WORDS…",
-        help="RUN is a name in configs/ or a YAML file. WORDS choose configs (model=phi4) and set keys "
-        "(optim.learning_rate=1e-4).",
+        help="RUN is a name in configs/ or a YAML file. WORDS choose the model (model=phi4, a folder or a hub id), the "
+        "data (data=chats.jsonl) and set keys (optim.learning_rate=1e-4).",
         show_default=False,
         autocompletion=_complete_word,
     ),
@@ -62,7 +62,7 @@ Words = Annotated[
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        _say(f"finetune {__version__}")
+        say(f"finetune {__version__}")
         raise typer.Exit
 
 
@@ -77,11 +77,23 @@ def _options(
 
 @app.command()
 def train(words: Words = None) -> None:
-    """Train a model: `finetune train quickstart`, or `… train model=phi4_mini data=phi4 data.path=chats.jsonl`."""
+    """Train a model: `finetune train quickstart`, or `finetune train model=phi4_mini data=chats.jsonl`."""
     from finetune.cli.train import train_from_words
 
-    run, rest = _run_and_words(words)
-    train_from_words(rest, run=run)
+    train_from_words(words or [])
+
+
+@app.command()
+def init(
+    words: Words = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", help="The file to write. Default: named after the run's folder.")
+    ] = None,
+) -> None:
+    """Ask for model, data and place, and write a commented run file. Without a terminal, print one."""
+    from finetune.cli.init import init_from_words
+
+    init_from_words(words or [], file)
 
 
 app.command()(evaluate)
@@ -103,10 +115,9 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Check launch, versions, devices, network and folders on every process of a launch. Takes the WORDS of train."""
-    from finetune.config.compose import compose
+    from finetune.cli.words import config_from_words
 
-    run, rest = _run_and_words(words)
-    config = compose(rest, run=run, complete=False)
+    config = config_from_words(words or [], complete=False)
 
     from finetune.diagnose.doctor import diagnose
 
@@ -127,9 +138,8 @@ def preview(
     """Show rows as the model will see them: tokens, loss, lengths, truncated rows. Takes the WORDS of train."""
     from finetune.cli.preview import preview_from_words
 
-    run, rest = _run_and_words(words)
     form: Literal["text", "table", "json"] = "json" if as_json else "table" if tokens else "text"
-    code = preview_from_words(rest, run=run, split=split, num_rows=num_rows, rows=row or [], form=form)
+    code = preview_from_words(words or [], split=split, num_rows=num_rows, rows=row or [], form=form)
     raise typer.Exit(code)
 
 
@@ -147,8 +157,7 @@ def plan(
     """Predict a run: parameters, steps, memory, whether it fits, disk, time. Takes the WORDS of train."""
     from finetune.cli.plan import plan_from_words
 
-    run, rest = _run_and_words(words)
-    raise typer.Exit(plan_from_words(rest, run=run, device=device, is_probed=probe, as_json=as_json))
+    raise typer.Exit(plan_from_words(words or [], device=device, is_probed=probe, as_json=as_json))
 
 
 @config_app.command("show")
@@ -157,16 +166,21 @@ def config_show(
     as_json: JsonOption = False,
 ) -> None:
     """Print the configuration of a run and where each value comes from. Takes the WORDS of train."""
-    from finetune.config.compose import compose, show
+    from finetune.cli.words import config_from_words
+    from finetune.config.compose import show
     from finetune.config.keys import fields
 
-    run, rest = _run_and_words(words)
-    config = compose(rest, run=run, complete=False)
+    config = config_from_words(words or [], complete=False)
     if as_json:
         origins = {key: config.origin(key) for key in fields()}
         print_json({"config": config.model_dump(mode="json"), "origins": origins}, indent=None)
     else:
-        _say(show(config))
+        for line in show(config).splitlines():
+            value, _, origin = line.rpartition("  # ")
+            if value and fold(line, sys.stdout) != line:  # too wide for the terminal
+                say(value.rstrip(), indent="    ")
+                line = f"    # {origin}"
+            say(line, indent="    # ")
 
 
 @config_app.command("schema")
@@ -186,9 +200,9 @@ def config_list(as_json: JsonOption = False) -> None:
         print_json({group: dict(entries) for group, entries in list_configs().items()}, indent=None)
         return
     for group, entries in list_configs().items():
-        _say(f"{group}:")
+        say(f"{group}:")
         for name, description in entries:
-            _say(f"  {name:<16} {description}")
+            say(f"  {name:<20} {description}", indent=" " * 23)
 
 
 @recipes_app.callback()
@@ -204,8 +218,8 @@ def recipes_list(
             print_json(dict(list_recipes()), indent=None)
             return
         for name, description in list_recipes():
-            _say(f"{name:<20} {description}")
-        _say("\nCopy one to this folder: finetune recipes copy finetune_lora")
+            say(f"{name:<20} {description}", indent=" " * 21)
+        say("\nCopy one to this folder: finetune recipes copy finetune_lora")
 
 
 @recipes_app.command("copy")
@@ -217,15 +231,5 @@ def recipes_copy(
     from finetune.cli.recipes import copy_recipe
 
     for path in copy_recipe(name, folder):
-        _say(f"wrote {path}")
-    _say(f"next: python {folder / f'{name}.py'}")
-
-
-def _run_and_words(words: list[str] | None) -> tuple[str | None, list[str]]:
-    if words and "=" not in words[0]:
-        return words[0], words[1:]
-    return None, words or []
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
+        say(f"wrote {path}")
+    say(f"next: python {folder / f'{name}.py'}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,7 @@ import typer
 
 from finetune.cli.run_options import JsonOption
 from finetune.logs import configure_logs
-from finetune.terminal import print_json, print_table
+from finetune.terminal import print_json, print_table, say
 
 if TYPE_CHECKING:
     from finetune.runs.comparison import Difference
@@ -34,11 +33,11 @@ def diff(
         a, b = (str(run.folder.path) for run in runs)
         print_json({"a": a, "b": b, "differences": [_as_record(one) for one in found], "not_compared": unread})
     elif found:
-        print_table(["", "what", str(first), str(second)], [[one.part, one.name, *one.shown()] for one in found])
+        print_table(["what", str(first), str(second)], [[f"{one.part} {one.name}", *one.shown()] for one in found])
     else:
-        sys.stdout.write(f"{first} and {second}: no differences except their folders and times\n")
+        say(f"{first} and {second}: no differences except their folders and times")
     for file in [] if as_json else unread:
-        sys.stdout.write(f"{file} is missing or cannot be read: the configurations were not compared\n")
+        say(f"{file} is missing or cannot be read: the configurations were not compared")
     raise typer.Exit(1 if found else 0)
 
 

@@ -90,7 +90,7 @@ def evaluate(
 
 def _measure(runtime: Runtime, run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> Evaluation:
     """Load the run and measure it. Collective."""
-    from finetune.data.batches import EvaluationLoader
+    from finetune.data.batches import EvaluationLoader, loader_keys_on
     from finetune.data.encode import encode_examples
     from finetune.data.examples import load_examples
     from finetune.inference.evaluation import evaluate_model
@@ -112,7 +112,7 @@ def _measure(runtime: Runtime, run: FinishedRun, split: Split, metrics: Mapping[
     runtime.refuse_differences(f"the {split} rows", examples.fingerprint)
     loader = EvaluationLoader(
         examples,
-        config.testing.model_copy(update={"drop_last": False}),  # every row counts
+        loader_keys_on(runtime.device.type, config.testing).model_copy(update={"drop_last": False}),  # every row counts
         boundary=longrope_boundary(model),
         rank=runtime.rank,
         world_size=runtime.world_size,

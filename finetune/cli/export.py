@@ -12,8 +12,9 @@ import typer
 from finetune.cli.run_options import BaseOption, CheckpointOption, RunFolderArgument, refuse_password
 from finetune.distributed.environment import read_environment
 from finetune.errors import ConfigError
-from finetune.logs import configure_logs
+from finetune.logs import configure_logs, waiting
 from finetune.runs.durable import in_units
+from finetune.terminal import say
 
 OutArgument = Annotated[
     Path,
@@ -49,15 +50,16 @@ def merge(
     from finetune.export.merged_folder import write_merged
 
     stored_as = None if dtype == "base" else getattr(torch, dtype)
-    merged = write_merged(run, out, dtype=stored_as, most_difference=max_difference)
+    with waiting("merging, and comparing the merged model with the run"):
+        merged = write_merged(run, out, dtype=stored_as, most_difference=max_difference)
     embeddings = "embeddings tied" if merged.is_tied else "embeddings not tied"
-    _say(
+    say(
         f"Written to {out}: {in_units(merged.num_bytes)} of weights as {merged.dtype}, {embeddings}, "
         f"stop ids {merged.stop_ids}"
     )
     against = "the run" if run.is_full else "base and adapter"
-    _say(f"Reloaded by transformers alone, against {against}: {merged.difference}")
-    _say(f"Next: finetune export {out} GGUF_FOLDER --gguf, or finetune push {out} OWNER/NAME")
+    say(f"Reloaded by transformers alone, against {against}: {merged.difference}")
+    say(f"Next: finetune export {out} GGUF_FOLDER --gguf, or finetune push {out} OWNER/NAME")
 
 
 def export(
@@ -87,13 +89,14 @@ def export(
     _refuse_several_processes("export")
     configure_logs(rank=0)
     wanted = Gguf(converter=find_converter(llama_cpp, os.environ), kind=gguf_type, base=base) if gguf else None
-    num_tensors = export_model(model_folder, out, gguf=wanted, with_modelfile=modelfile)
+    with waiting(f"exporting to {out}"):
+        num_tensors = export_model(model_folder, out, gguf=wanted, with_modelfile=modelfile)
     files = [path for name in (GGUF_FILE, "Modelfile") if (path := out.expanduser() / name).is_file()]
-    _say(f"Written to {out}: {', '.join(f'{path.name} ({in_units(path.stat().st_size)})' for path in files)}")
+    say(f"Written to {out}: {', '.join(f'{path.name} ({in_units(path.stat().st_size)})' for path in files)}")
     if num_tensors is not None:
-        _say(f"The GGUF file holds {num_tensors} tensors.")
+        say(f"The GGUF file holds {num_tensors} tensors.")
     if modelfile:
-        _say(f"Next: cd {out} && ollama create my-model -f Modelfile")
+        say(f"Next: cd {out} && ollama create my-model -f Modelfile")
 
 
 def push(
@@ -128,16 +131,17 @@ def push(
 
     _refuse_several_processes("push")
     upload = plan_upload(pack(source, base=base), repository, private=private, replace=replace)
-    _say(str(upload))
+    say(str(upload))
     sys.stdout.flush()
     if dry_run:
-        _say("Nothing was sent.")
+        say("Nothing was sent.")
         return
-    if not sys.stderr.isatty():
-        from huggingface_hub.utils.tqdm import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
-        disable_progress_bars()
-    _say(f"Sent: {send(upload, message)}")
+    disable_progress_bars()
+    with waiting(f"sending to {repository}"):
+        sent = send(upload, message)
+    say(f"Sent: {sent}")
 
 
 def _refuse_several_processes(command: str) -> None:
@@ -151,7 +155,3 @@ def _refuse_several_processes(command: str) -> None:
         raise ConfigError(
             f"finetune {command} needs one process, but {started} were started. Run it without a launcher."
         )
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")

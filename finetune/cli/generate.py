@@ -23,6 +23,7 @@ from finetune.cli.run_options import (
     refuse_password,
 )
 from finetune.errors import DataError
+from finetune.logs import waiting
 from finetune.terminal import print_json, print_table, visible
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def generate(
     )
     run = find_run(run_folder, settings or [], base=base, checkpoint=checkpoint, is_alone=True)
     asked = [_as_it_stands(prompt) if raw else prompt for prompt in _read_prompts(prompts or [], from_file)]
-    with open_run(run, wished) as answering:
+    with open_run(run, wished) as answering, waiting("answering"):
         if compare:
             answering.require_base()
         names = ["base", "tuned"] if compare else ["tuned"]

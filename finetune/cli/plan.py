@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from finetune.config.compose import load_config
+from finetune.cli.words import config_from_words
 from finetune.distributed.environment import is_first_process
 from finetune.findings import count, exit_code
 from finetune.findings import show as show_findings
-from finetune.logs import configure_logs
+from finetune.logs import configure_logs, waiting
 from finetune.runs.durable import in_units
-from finetune.terminal import print_json
+from finetune.terminal import fold, print_json
 
 if TYPE_CHECKING:
     from finetune.diagnose.plan import Plan
@@ -25,13 +25,12 @@ _WIDEST_BAR = 30
 
 
 def plan_from_words(
-    words: Sequence[str], *, run: str | None, device: str | None = None, is_probed: bool = False, as_json: bool = False
+    words: Sequence[str], *, device: str | None = None, is_probed: bool = False, as_json: bool = False
 ) -> int:
     """Predict a run and print the plan. Under a launcher, only the first process does so.
 
     Args:
         words: as for `finetune train`.
-        run: a run file.
         device: the name of the device to plan for; by default the one at hand.
         is_probed: run a few steps to measure the time.
         as_json: write the figures as JSON.
@@ -39,7 +38,7 @@ def plan_from_words(
     Returns:
         The exit code: 0, or 2 where the run does not fit (with strict: also where there is a warning).
     """
-    config = load_config(words, run=run)
+    config = config_from_words(words, command="plan", needs_data=False)
     if not is_first_process(os.environ):
         return 0
     configure_logs(0, level=logging.ERROR)  # what matters is among the findings
@@ -48,7 +47,8 @@ def plan_from_words(
     from finetune.diagnose.plan_devices import find_device, read_device
 
     where = find_device(config.training.device) if device is None else read_device(device)
-    plan = make_plan(config, where, is_probed=is_probed)
+    with waiting("planning"):
+        plan = make_plan(config, where, is_probed=is_probed)
     code = exit_code(plan.findings, strict=config.strict)
     if as_json:
         print_json({**plan.as_record(), "exit_code": code}, indent=None)
@@ -69,7 +69,8 @@ def show_plan(plan: Plan, console: Console) -> None:
     ):
         console.print(title, style="bold", markup=False, highlight=False)
         for line in lines:
-            console.print(f"  {line}", soft_wrap=True, markup=False, highlight=False)
+            text = fold(f"  {line}", console.file, indent="    ")
+            console.print(text, soft_wrap=True, markup=False, highlight=False)
     show_findings(plan.findings, console)
     console.print(count(plan.findings), markup=False, highlight=False)
 
@@ -116,9 +117,11 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield "not even training.batch_size=1 fits"
     if plan.checkpointing is not None:
         without, with_it, extra = plan.checkpointing
-        state = "on" if plan.is_checkpointing else "off"
+        state = "on" if plan.choice.gradient_checkpointing else "off"
         sizes_in_words = f"{in_units(without + device.reserve)} without, {in_units(with_it + device.reserve)} with"
         yield f"gradient checkpointing ({state}): {sizes_in_words}, which takes about {extra:.0%} longer"
+    if plan.choice.is_chosen:
+        yield f"chosen by memory: {plan.choice}"
 
 
 def _time(plan: Plan) -> Iterator[str]:

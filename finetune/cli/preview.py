@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Literal
 from rich.console import Console
 from rich.text import Text
 
-from finetune.config.compose import load_config
+from finetune.cli.words import config_from_words
 from finetune.data.rows import kind_in_words
 from finetune.diagnose.preview_tokens import Piece, on_one_line, visible
 from finetune.distributed.environment import is_first_process
 from finetune.findings import count, exit_code
 from finetune.findings import show as show_findings
 from finetune.logs import configure_logs
+from finetune.terminal import fold, screen_width
 
 if TYPE_CHECKING:
     from finetune.diagnose.preview import Preview, PreviewedRow
@@ -33,15 +34,15 @@ MOST_TOKENS = 1500
 _TOKENS_AT_THE_END = 300
 _WIDEST_BAR = 40
 
-_LOSS, _NO_LOSS = "bold green", "bright_black"
-_SPECIAL = {True: "bold black on green", False: "black on bright_black"}
+_LOSS, _NO_LOSS = "bold green", ""
+_SPECIAL = {True: "black on green", False: "reverse"}
+"""Grey, yellow and white would be hard to read on a light background or on a dark one."""
 _MARGIN = {True: "loss | ", False: "     | "}
 
 
 def preview_from_words(
     words: Sequence[str],
     *,
-    run: str | None,
     split: Literal["train", "validation", "test"] = "train",
     num_rows: int = 3,
     rows: Sequence[int] = (),
@@ -51,7 +52,6 @@ def preview_from_words(
 
     Args:
         words: as for `finetune train`.
-        run: a run file.
         split: the split whose rows are shown.
         num_rows: show this many rows from the first on.
         rows: show these instead, in full, counted from 1.
@@ -60,7 +60,7 @@ def preview_from_words(
     Returns:
         The exit code: 2 with a problem (with strict: also with a warning), else 0.
     """
-    config = load_config(words, run=run)
+    config = config_from_words(words, command="preview")
     if not is_first_process(os.environ):
         return 0
     configure_logs(0, level=logging.WARNING)
@@ -105,15 +105,18 @@ def show_preview(preview: Preview, console: Console, *, whole_rows: bool, as_tab
         as_table: print a line for each token in place of the running text.
     """
 
-    def say(line: Text | str = "") -> None:
-        console.print(line, soft_wrap=True)
+    def say(line: Text | str = "", *, indent: str = "  ", style: str = "") -> None:
+        if isinstance(line, str):
+            console.print(fold(line, console.file, indent=indent), style=style, soft_wrap=True)
+        else:
+            console.print(line, soft_wrap=not console.is_terminal)
 
-    for line in (*_head(preview), "", *_split_table(preview), "", *_bars(preview)):
+    for line in (*_head(preview), "", *_split_table(preview, screen_width(console.file)), "", *_bars(preview)):
         say(line)
     is_coloured = console.color_system is not None
     for row in preview.rows:
         say()
-        say(_title(row, preview.splits[row.split].rows))
+        say(_title(row, preview.splits[row.split].rows), style="bold")
         for note in row.notes:
             say(f"  note: {on_one_line(note)}")
         say()
@@ -121,7 +124,7 @@ def show_preview(preview: Preview, console: Console, *, whole_rows: bool, as_tab
         pieces = pieces if whole_rows else _shortened(pieces)
         lines = _table(pieces) if as_table else _coloured(pieces) if is_coloured else _with_margin(pieces)
         for text in lines:
-            say(text)
+            say(text, indent=_MARGIN[False])
     say()
     if preview.rows and not as_table:
         say(_legend(is_coloured))
@@ -143,8 +146,8 @@ def _head(preview: Preview) -> Iterator[str]:
         yield f"{name + ':':<15}{value}"
 
 
-def _split_table(preview: Preview) -> Iterator[str]:
-    """Tabulate all splits, aligned by hand: rich would fit its table to the screen and cut the figures."""
+def _split_table(preview: Preview, width: int | None) -> Iterator[str]:
+    """Tabulate all splits; where the table is wider than the terminal, each split has a paragraph."""
     rows = "pairs" if preview.objective == "dpo" else "rows"
     columns = ("split", rows, "tokens", "with loss", "", "median", "99 %", "longest", "truncated", "repeated")
     lines: list[tuple[str, ...]] = [columns]
@@ -155,9 +158,16 @@ def _split_table(preview: Preview) -> Iterator[str]:
         cells = [*(f"{n:,}" for n in figures), f"{split.target_share:.1%}", *(f"{n:,}" for n in (*lengths, *counted))]
         lines.append((name, *cells))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    spare = (1000 if width is None else width) - sum(widths)
+    if spare < len(widths) - 1:
+        for line in lines[1:]:
+            named = (f"{column}: {cell}".removeprefix(": ") for column, cell in zip(columns, line, strict=True))
+            yield " · ".join(named)
+        return
+    space = "  " if spare >= 2 * (len(widths) - 1) else " "
     for line in lines:
         first, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        yield "  ".join([first.strip().ljust(widths[0]), *rest])
+        yield space.join([first.strip().ljust(widths[0]), *rest])
 
 
 def _bars(preview: Preview) -> Iterator[str]:
@@ -172,12 +182,12 @@ def _bars(preview: Preview) -> Iterator[str]:
         yield f"  {bin_.shortest:>{width},} – {bin_.longest:>{width},} {bin_.rows:>{digits},} {bar}".rstrip()
 
 
-def _title(row: PreviewedRow, num_rows: int) -> Text:
+def _title(row: PreviewedRow, num_rows: int) -> str:
     share = row.num_targets / row.num_tokens if row.num_tokens else 0.0
     facts = f"{row.num_tokens:,} tokens, {row.num_targets:,} with loss ({share:.1%})"
     kind, side = ("row", "") if row.side is None else ("pair", f", {row.side}")
     title = f"{row.split} {kind} {row.location.row:,} of {num_rows:,}, {row.location.source}{side}: {facts}"
-    return Text(f"{title}{', truncated' if row.is_truncated else ''}", style="bold")
+    return f"{title}{', truncated' if row.is_truncated else ''}"
 
 
 @dataclass(frozen=True)

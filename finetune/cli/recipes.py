@@ -6,8 +6,8 @@ import ast
 import shutil
 from pathlib import Path
 
+from finetune.config.shipped_files import shipped_folder
 from finetune.errors import ConfigError
-from finetune.shipped_files import shipped_folder
 
 
 def list_recipes() -> list[tuple[str, str]]:

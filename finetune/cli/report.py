@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ from finetune.distributed.environment import is_first_process
 from finetune.errors import ConfigError
 from finetune.logs import configure_logs
 from finetune.runs.durable import describe_os_error, replace_file
+from finetune.terminal import say
 
 _FILE_NAME = "report.html"
 
@@ -54,7 +54,7 @@ def report(
         raise ConfigError(
             f"{path} cannot be written: {describe_os_error(error)}. Name another file with --output."
         ) from error
-    sys.stdout.write(f"wrote {path} ({len(page) / 1e6:.1f} MB). Open it in a browser; it needs no network.\n")
+    say(f"wrote {path} ({len(page) / 1e6:.1f} MB). Open it in a browser; it needs no network.")
 
 
 def _refuse_to_replace(path: Path) -> None:

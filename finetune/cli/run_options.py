@@ -16,7 +16,7 @@ def refuse_password(value: str | None) -> str | None:
     Raises:
         ConfigError: the address has one; the message shows the address without it.
     """
-    from finetune.config.checks import without_passwords
+    from finetune.terminal import without_passwords
 
     if value is not None and (shown := without_passwords(value)) != value:
         raise ConfigError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,12 +11,12 @@ import typer
 
 from finetune.cli.run_options import JsonOption
 from finetune.logs import configure_logs
-from finetune.terminal import print_json, print_table
+from finetune.terminal import print_json, print_table, say
 
 if TYPE_CHECKING:
     from finetune.runs.recorded_run import RecordedRun
 
-_STYLES = {"running": "cyan", "completed": "green", "failed": "red", "stopped": "yellow", "preempted": "yellow"}
+_STYLES = {"running": "cyan", "completed": "green", "failed": "red", "stopped": "magenta", "preempted": "magenta"}
 _LOSSES = {"train_loss": "train loss", "validation_loss": "validation", "best_loss": "best"}
 
 
@@ -36,9 +35,9 @@ def runs(
         print_json(found)
     elif found:
         head = ("run", "state", "step", *_LOSSES.values(), "started", "model", "data")
-        print_table(head, [_row(run) for run in found], right=("step", *_LOSSES.values()), whole=("state",))
+        print_table(head, [_row(run) for run in found], right=("step", *_LOSSES.values()))
     else:
-        sys.stdout.write(f"no run in {folder}\n")
+        say(f"no run in {folder}")
 
 
 def summary(run: RecordedRun) -> dict[str, Any]:
@@ -67,14 +66,14 @@ def summary(run: RecordedRun) -> dict[str, Any]:
 def _row(run: dict[str, Any]) -> list[str | tuple[str, str]]:
     step = "" if run["step"] is None else f"{run['step']}/{run['num_steps']}" if run["num_steps"] else str(run["step"])
     losses = ["" if run[name] is None else f"{run[name]:.4f}" for name in _LOSSES]
-    names = [Path(path).name if path else "" for path in (run["model"], run["data"])]
     return [
         run["name"],
         (run["state"], _STYLES.get(run["state"], "")),
         step,
         *losses,
         local_time(run["started"]),
-        *names,
+        run["model"] or "",
+        run["data"] or "",
     ]
 
 

@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 
 
-def train_from_words(words: Sequence[str], *, run: str | None = None) -> None:
-    """Train the run that the words describe. Collective: every process of the launch."""
-    from finetune.config.compose import load_config
+def train_from_words(words: Sequence[str]) -> None:
+    """Train the run that `[RUN] WORDS…` describe. Collective: every process of the launch."""
+    from finetune.cli.words import config_from_words
     from finetune.distributed.environment import read_environment
 
     read_environment(os.environ)  # refuses an incomplete launch before the slow imports
-    config = load_config(words, run=run)
+    config = config_from_words(words)
 
     from finetune.training.train import train
 

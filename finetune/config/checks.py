@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Union
 
 from pydantic import ValidationError
 
-from finetune.config.config_files import GROUPS
+from finetune.config.config_files import GROUPS, list_configs
 from finetune.config.keys import (
     did_you_mean_key,
     expected,
@@ -21,18 +20,23 @@ from finetune.config.keys import (
 from finetune.config.schema import Config, is_allowed_object, refused_object
 from finetune.config.yaml_reader import DottedName, Setting
 from finetune.errors import ConfigError
+from finetune.terminal import USER_IN_ADDRESS, without_passwords
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
-
-_USER_IN_ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s@]+@")
 
 Tree = dict[str, Union[Setting, "Tree"]]
 """Nested by the parts of the keys; a leaf is the setting that counts."""
 
 
 def build_config(
-    settings: Iterable[Setting], problems: list[str], *, run_name: str = "run", complete: bool = True
+    settings: Iterable[Setting],
+    problems: list[str],
+    *,
+    run_name: str = "run",
+    complete: bool = True,
+    needs_data: bool = True,
+    typed: str = "",
 ) -> Config:
     """Set keys one after the other, check the result against the schema, and freeze it.
 
@@ -41,6 +45,8 @@ def build_config(
         problems: found while the settings were read.
         run_name: names the run's folder if no setting does.
         complete: also require a model and data, without which there is no run.
+        needs_data: False: require only a model.
+        typed: the whole command, for messages that complete it.
 
     Raises:
         ConfigError: with every problem found, one per line.
@@ -50,7 +56,7 @@ def build_config(
     for setting in settings:
         _put(tree, setting, problems)
     if complete and is_all_read:  # otherwise a key that seems to be missing may be in a part that was not read
-        problems += _missing_or_contradicting(tree)
+        problems += _missing(tree, typed, needs_data=needs_data) + _contradicting(tree)
     config = _validated(tree, run_name, problems)
     if config is None or problems:
         raise ConfigError(_as_message(problems))
@@ -61,7 +67,8 @@ def _as_message(problems: Sequence[str]) -> str:
     unique = list(dict.fromkeys(map(without_passwords, problems)))
     if len(unique) == 1:
         return unique[0]
-    return f"the configuration has {len(unique)} problems:\n" + "\n".join(f"  {problem}" for problem in unique)
+    lines = "\n".join(unique).replace("\n", "\n  ")
+    return f"the configuration has {len(unique)} problems:\n  {lines}"
 
 
 def _put(tree: Tree, setting: Setting, problems: list[str]) -> None:
@@ -85,11 +92,6 @@ def _put(tree: Tree, setting: Setting, problems: list[str]) -> None:
     tree[last] = setting
 
 
-def without_passwords(text: str) -> str:
-    """Remove user names, passwords and tokens from the addresses in a text."""
-    return _USER_IN_ADDRESS.sub(r"\1…@", text)
-
-
 def _validated(tree: Tree, run_name: str, problems: list[str]) -> Config | None:
     """Return the frozen config, or None after adding a line to ``problems`` for each key with a wrong value."""
     values = _values(tree)
@@ -104,22 +106,36 @@ def _validated(tree: Tree, run_name: str, problems: list[str]) -> Config | None:
     return config
 
 
-def _missing_or_contradicting(tree: Tree) -> list[str]:
-    """Check the keys that a run cannot do without, and those that contradict each other."""
+def _missing(tree: Tree, typed: str, *, needs_data: bool) -> list[str]:
+    """Ask for the model and the rows that a run cannot do without, and complete the command that has none."""
+    has_model = _value(tree, "model.path") or _value(tree, "model.config")
+    has_rows = not needs_data or any(_value(tree, f"data.{key}") for key in ("path", "mixture", "train"))
+    rows = "data.path=chats.jsonl" if "data" in tree else "data=chats.jsonl"  # keep the group that is chosen
+    example = [typed, "" if has_model else "model=phi4_mini", "" if has_rows else rows]
+    how = f"for example: {' '.join(word for word in example if word)}"
+    problems = []
+    if not has_model:
+        names = "".join(f"\n  model={name:<15} {meaning}" for name, meaning in list_configs()["model"])
+        own = "a folder or a hub id, such as model=./my-phi and model=microsoft/phi-4"
+        problems.append(f"model.path: not set. Choose a model, {how}{names}\n  model={'PATH':<15} {own}")
+    if not has_rows:
+        problems.append(
+            f"data.path: not set. Give a file, a folder or a hub id, or data=orders, which is shipped; {how}"
+        )
+    return problems
+
+
+def _contradicting(tree: Tree) -> list[str]:
+    """Check the keys of model and data that contradict each other."""
     problems = []
     has_model, has_config = _value(tree, "model.path"), _value(tree, "model.config")
-    if not has_model and not has_config:
-        problems.append("model.path: not set. Choose model=phi_tiny, or give model.path=FOLDER_OR_HUB_ID.")
     if has_config and _value(tree, "model.init") != "random":
         where = _origin(tree, "model.config")
         problems.append(f"{where}: model.config: has no pretrained weights. Add model.init=random.")
     if has_config and not has_model and not _value(tree, "model.tokenizer"):
         problems.append("model.tokenizer: not set, and there is no model.path to take it from. Give one of them.")
-    has_path, has_mixture = _value(tree, "data.path"), _value(tree, "data.mixture")
-    if has_path and has_mixture:
+    if _value(tree, "data.path") and _value(tree, "data.mixture"):
         problems.append(f"{_origin(tree, 'data.mixture')}: data.mixture: data.path is set too. Keep one of them.")
-    if not has_path and not has_mixture and not _value(tree, "data.train"):
-        problems.append("data.path: not set. Choose data=orders, or give data.path=FILE_FOLDER_OR_HUB_ID.")
     return problems
 
 
@@ -165,7 +181,7 @@ def _password_problem(setting: Setting) -> str:
     """Refuse secrets in addresses: config.yaml, run.json and log.txt hold every value."""
     if setting.dotted == "model.chat_template":
         return ""
-    found = _USER_IN_ADDRESS.search(str(setting.value))
+    found = USER_IN_ADDRESS.search(str(setting.value))
     if not found:
         return ""
     address = without_passwords(setting.value) if isinstance(setting.value, str) else f"{found[1]}…@"

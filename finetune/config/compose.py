@@ -7,6 +7,9 @@ model, data, task, parallel wins. Mappings are merged key by key, `{}` empties o
 
 Every file is a fragment of the whole tree. A run file may also choose groups by name (`model: phi_tiny`) and then set
 single keys of that section with dots (`model.revision: main`).
+
+In place of a group's name, `model` and `data` take a path or a hub id, in words and run files alike: `data=chats.jsonl`
+sets `data.path`. It counts as that choice of the group, except that it wins over all group files beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +20,15 @@ from itertools import chain
 from pathlib import Path
 
 from finetune.config.checks import build_config
-from finetune.config.config_files import GROUPS, RUN_FILES, find_file, list_configs, shown_path
+from finetune.config.config_files import (
+    GROUPS,
+    RUN_FILES,
+    find_file,
+    is_file_of_rows,
+    is_path,
+    list_configs,
+    shown_path,
+)
 from finetune.config.dict_reader import read_dict
 from finetune.config.keys import expected, fields, takes_text
 from finetune.config.older_spelling import translate
@@ -39,9 +50,9 @@ def load_config(
     """Compose the complete configuration of a run from words, and check it.
 
     Args:
-        words: `a.b=c`, `model=`, `data=`, `task=`, `parallel=`, `run=`; usually ``sys.argv[1:]``.
+        words: `a.b=c`, `model=`, `data=`, `task=`, `parallel=`, `run=`, or a file of rows; usually ``sys.argv[1:]``.
         run: a run file, by name in configs/ or by path; a word `run=` may give it instead.
-        model: the group file to use if neither a word nor the run file chooses one; `data` and `task` alike.
+        model: the name, path or hub id to use if neither a word nor the run file chooses one; `data` and `task` alike.
         data: see `model`.
         task: see `model`.
 
@@ -58,14 +69,18 @@ def compose(
     run: str | None = None,
     defaults: Mapping[str, str] | None = None,
     complete: bool = True,
+    needs_data: bool = True,
+    typed: str = "",
 ) -> Config:
     """Merge files and words, check the whole, and remember where each value came from.
 
     Args:
         words: as for `load_config`.
         run: a run file, by name in configs/ or by path.
-        defaults: names of group files to use if neither a word nor the run file chooses one.
+        defaults: what to choose for a group if neither a word nor the run file does.
         complete: also require a model and data, without which there is no run.
+        needs_data: False: require only a model, as `finetune plan` does.
+        typed: the whole command, for messages that complete it.
 
     Raises:
         ConfigError: with every problem found, one per line.
@@ -75,16 +90,18 @@ def compose(
     from_run = _with_groups(_read(RUN_FILES, asked.run, problems) if asked.run else [])
     chosen = {name: _Choice(value, "chosen by the caller") for name, value in (defaults or {}).items()}
     chosen |= from_run.groups
-    below = [name for name in GROUPS if name in chosen and name not in asked.groups]
+    below = {group: choice for group, choice in chosen.items() if group not in asked.groups}
     layers = [
-        *(_read(name, chosen[name], problems) for name in below),
+        *_read_groups(below, problems),
         from_run.settings,
-        *(_read(name, asked.groups[name], problems) for name in GROUPS if name in asked.groups),
+        *_read_groups(asked.groups, problems),
         translate(asked.settings, problems),
     ]
     name_giver = asked.run or (chosen | asked.groups).get("task")
     run_name = Path(name_giver.name).stem if name_giver else "run"
-    return build_config(chain(*layers), problems, run_name=run_name, complete=complete)
+    return build_config(
+        chain(*layers), problems, run_name=run_name, complete=complete, needs_data=needs_data, typed=typed
+    )
 
 
 def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
@@ -100,13 +117,12 @@ def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
     """
     problems: list[str] = []
     asked = _with_groups(translate(read_dict(values, origin, problems), problems))
-    groups = [_read(group, asked.groups[group], problems) for group in GROUPS if group in asked.groups]
-    return build_config(chain(*groups, asked.settings), problems)
+    return build_config(chain(*_read_groups(asked.groups, problems), asked.settings), problems)
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """The name of a chosen file, and the place of the choice."""
+    """The name of a chosen file, or the path in its place, and the place of the choice."""
 
     name: str
     place: str
@@ -123,7 +139,7 @@ class _Asked:
 
 def _read_words(words: Sequence[str], run: str | None, problems: list[str]) -> _Asked:
     asked = _Asked(run=_Choice(run, COMMAND_LINE) if run else None)
-    for word in words:
+    for word in _with_keys(words, problems):
         key, equals, value = word.partition("=")
         key = key.strip()
         if not equals or not key or key.startswith("-"):
@@ -142,6 +158,16 @@ def _read_words(words: Sequence[str], run: str | None, problems: list[str]) -> _
     return asked
 
 
+def _with_keys(words: Sequence[str], problems: list[str]) -> list[str]:
+    """Write a file of rows as `data=FILE`. With one, no other word may choose the data: the last would win unseen."""
+    files = [word for word in words if "=" not in word and is_file_of_rows(word)]
+    others = [word for word in words if word.startswith("data=")]
+    if files and len(files + others) > 1:
+        several = " and ".join(files + others)
+        problems.append(f"{COMMAND_LINE}: {several}: choose the data once. For several sources write data.mixture=[…].")
+    return [f"data={word}" if word in files else word for word in words]
+
+
 def _how_to_write(word: str) -> str:
     if word.startswith("-"):
         return f"words have no dashes but an equals sign: {word.lstrip('-').partition('=')[0]}=VALUE."
@@ -150,8 +176,16 @@ def _how_to_write(word: str) -> str:
     return f"{hint} For the run file write run={word}." if word in names or word.endswith(".yaml") else hint
 
 
+def _read_groups(choices: Mapping[str, _Choice], problems: list[str]) -> list[list[Setting]]:
+    """Read the chosen files in the order of `GROUPS`, then the paths in place of one."""
+    in_order = sorted(choices, key=lambda group: (is_path(group, choices[group].name), GROUPS.index(group)))
+    return [_read(group, choices[group], problems) for group in in_order]
+
+
 def _read(group: str, choice: _Choice, problems: list[str]) -> list[Setting]:
-    """Read the settings of a chosen file in today's spelling."""
+    """Read the settings of a chosen file in today's spelling, or set the section's path."""
+    if is_path(group, choice.name):
+        return [Setting(key=(group, "path"), value=choice.name, origin=f"{choice.place}: {group}={choice.name}")]
     path = find_file(group, choice.name, choice.place, problems)
     return translate(read_file(path, shown_path(path), problems), problems) if path else []
 

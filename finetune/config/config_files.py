@@ -1,12 +1,14 @@
-"""Find the YAML files that words choose: by path, in ./configs, or shipped with the package."""
+"""Find the YAML files that words choose: by path, in ./configs, or shipped with the package.
+
+`model=` and `data=` take a model or rows themselves, too: `is_path` tells the two apart.
+"""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from finetune.config.keys import did_you_mean
-from finetune.shipped_files import shipped_folder
+from finetune.config.shipped_files import SHIPPED_PREFIX, shipped_folder
 
 GROUPS = ("model", "data", "task", "parallel")
 """The group words, in the order in which their files are merged: a later one wins over an earlier one."""
@@ -14,16 +16,36 @@ GROUPS = ("model", "data", "task", "parallel")
 RUN_FILES = "run"
 """The name in `list_configs` of the files directly in configs/."""
 
-_PATH_INSTEAD = {
-    "model": "For a hub id or a folder write model.path={name}.",
-    "data": "For rows of your own write data.path={name}.",
+PATH_INSTEAD = {
+    "model": "For a model of your own write model=./FOLDER, model=ORG/NAME or model.path=HUB_ID.",
+    "data": "For rows of your own write data=FILE, data=./FOLDER, data=ORG/NAME or data.path=HUB_ID.",
 }
+"""The groups whose word may also be a path or a hub id, which sets the section's `path`, and how to write one."""
+
+_SUFFIXES = (".yaml", ".yml")
+
+
+def is_path(group: str, name: str) -> bool:
+    """Whether ``model=NAME`` or ``data=NAME`` names a model or rows themselves: a path or a hub id.
+
+    A name in configs/<group>/ wins over a file or folder of the same name; ``./NAME`` is always a path.
+    """
+    if group not in PATH_INSTEAD or name.endswith(_SUFFIXES) or name in _named_files(group):
+        return False
+    return "/" in name or name.startswith(("~", SHIPPED_PREFIX)) or _is_here(name)
+
+
+def is_file_of_rows(word: str) -> bool:
+    """Whether a word without a key is a file other than a run file: ``finetune train chats.jsonl``."""
+    if word.endswith(_SUFFIXES) or word in _named_files(RUN_FILES):
+        return False
+    return _is_here(word) and Path(word).expanduser().is_file()
 
 
 def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | None:
     """Find the file of ``group=NAME`` or ``run=NAME``: a .yaml or .yml path, or a name in configs/<group>/."""
     word = f"{place}: {group}={name}"
-    if name.endswith((".yaml", ".yml")):
+    if name.endswith(_SUFFIXES):
         path = Path(name).expanduser()
         if path.is_file():
             return path
@@ -34,10 +56,13 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
     if name in files:
         return files[name]
     folder = "configs" if group == RUN_FILES else f"configs/{group}"
-    hints = [did_you_mean(name, files), _hint(group, name)]
+    here = [entry.name for entry in Path().glob("*")] if group in PATH_INSTEAD else []
+    hints = [did_you_mean(name, [*files, *here]), _hint(group, name)]
     there = f"There is: {', '.join(sorted(files))}." if files else ""
-    message = f"{word}: there is no {folder}/{name}.yaml, neither here nor shipped."
-    problems.append(" ".join(part for part in (message, there, *hints) if part))
+    message = f"{word}: there is no {folder}/{name}.yaml, neither here nor shipped"
+    if group in (*PATH_INSTEAD, RUN_FILES) and not _is_here(name):
+        message += f", and no file or folder of this name (looked in {Path.cwd()})"
+    problems.append(" ".join(part for part in (f"{message}.", there, *hints) if part))
     return None
 
 
@@ -58,13 +83,20 @@ def shown_path(path: Path) -> str:
     return str(path)
 
 
+def _is_here(name: str) -> bool:
+    try:
+        return Path(name).expanduser().exists()
+    except (OSError, RuntimeError):  # longer than a name may be, or of a user who is not there
+        return False
+
+
 def _hint(group: str, name: str) -> str:
-    inside = Path(name) / "config.yaml"
-    if group == RUN_FILES and inside.is_file():
-        return f"For the run in this folder write run={inside}."
-    if group in _PATH_INSTEAD and re.search(r"[/.~:]", name):
-        return _PATH_INSTEAD[group].format(name=name)
-    return ""
+    if group == RUN_FILES and _is_here(name):
+        inside = Path(name) / "config.yaml"
+        if inside.is_file():
+            return f"For the run in this folder write run={inside}."
+        return f"For rows write data={name}, for a model model={name}."
+    return PATH_INSTEAD.get(group, "")
 
 
 def _named_files(group: str) -> dict[str, Path]:

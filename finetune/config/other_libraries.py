@@ -44,6 +44,7 @@ TRAINING_ARGUMENTS = {
     "gradient_checkpointing": "training.gradient_checkpointing",
     "neftune_noise_alpha": "training.neftune_alpha",
     "use_liger_kernel": "training.kernels",
+    "torch_compile": "training.fused",
     "use_cpu": "Write training.device=cpu.",
     "full_determinism": "training.deterministic",
     "logging_steps": "training.log_every",

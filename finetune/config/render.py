@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import filterfalse, groupby
 from typing import Any
 
 import yaml
 
-from finetune.config.config_files import GROUPS
-from finetune.config.keys import fields, section_class
+from finetune.config.config_files import GROUPS, PATH_INSTEAD, list_configs
+from finetune.config.keys import fields, section_class, values
 from finetune.config.schema import Config
-from finetune.config.yaml_reader import PLAIN_VALUES, DottedName
+from finetune.config.yaml_reader import COMMAND_LINE, PLAIN_VALUES, DottedName
 
 _MAX_ALIGNED = 60
 """The comments of lines up to this length are aligned; a longer line is followed by its comment at once."""
@@ -49,6 +50,30 @@ def show(config: Config) -> str:
     return "".join(f"{line.ljust(column - 2)}  # {config.origin(key)}\n" if key else f"{line}\n" for line, key in lines)
 
 
+def commented_run_file(config: Config, groups: Mapping[str, str], file: object) -> str:
+    """Write a run file that gives this configuration: every key with its meaning, most of them commented out.
+
+    Args:
+        config: composed from words. The keys that these set are set in the file.
+        groups: the names of the group files that the words choose.
+        file: the file's name, for the comment at its beginning.
+    """
+    found = values(config)
+    is_set = {key: config.origin(key).startswith(COMMAND_LINE) for key in found}
+    lines = [f"# Train it with: finetune train {file}", "# Words after it win over this file: optim.learning_rate=1e-4"]
+    for group, name in groups.items():
+        lines += ["", f"# {dict(list_configs()[group]).get(name, f'Chooses a {group}.')}", f"{group}: {_inline(name)}"]
+    for key in filter(is_set.get, found):
+        lines += ["", f"# {fields()[key].description}", f"{key}: {_inline(found[key])}"]
+    lines += ["", "# All other keys, with the values that they have now. Remove the # before a key to set it."]
+    for section, keys in groupby(filterfalse(is_set.get, found), lambda key: key.rpartition(".")[0]):
+        title = f"{section}: {(section_class(section) or Config).__doc__}".lstrip(": ")
+        lines += ["", f"# === {title}"]
+        for key in keys:
+            lines += [f"# {fields()[key].description}", f"#{key}: {_inline(found[key])}"]
+    return "".join(f"{line}\n" for line in lines)
+
+
 def json_schema() -> dict[str, Any]:
     """Build a JSON Schema of config files: sections, dotted keys at the top, groups by name. Nothing is required."""
     schema = Config.model_json_schema()
@@ -59,7 +84,9 @@ def json_schema() -> dict[str, Any]:
         if model is not None:
             properties[dotted] = {"$ref": f"#/$defs/{model.__name__}/properties/{key}"}
     for group in GROUPS:
-        by_name = {"type": "string", "description": f"Chooses configs/{group}/NAME.yaml; in a run file only."}
+        or_path = ", or is a path or a hub id" if group in PATH_INSTEAD else ""
+        meaning = f"Chooses configs/{group}/NAME.yaml{or_path}; in a run file only."
+        by_name = {"type": "string", "description": meaning}
         properties[group] = {"anyOf": [by_name, properties[group]]} if group in properties else by_name
     title = "A config file of finetune: a run file, or a file of a group"
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": title}

@@ -5,6 +5,7 @@ No torch is imported here, so that a config error is reported in a fraction of a
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any, Literal
 
@@ -104,10 +105,10 @@ class LoaderKeys(Section):
 
     batch_size: Free[PositiveInt] = 8
     """Maximum number of examples that a process handles at once (one micro-batch)."""
-    num_workers: Free[NonNegativeInt] = 0
-    """Worker processes that prepare batches; 0: the training process prepares them."""
-    pin_memory: Free[bool] = False
-    """Use page-locked host memory, for faster copies to a GPU."""
+    num_workers: Free[NonNegativeInt | None] = None
+    """Worker processes that prepare batches; 0: the training process prepares them. Default: 2 on CUDA, otherwise 0."""
+    pin_memory: Free[bool | None] = None
+    """Use page-locked host memory, for faster copies to a GPU. Default: true on CUDA."""
     prefetch_factor: Free[PositiveInt | None] = None
     """Batches that each worker keeps ready. Needs `num_workers` above 0."""
     drop_last: Free[bool] = False
@@ -116,8 +117,9 @@ class LoaderKeys(Section):
     @field_validator("prefetch_factor")
     @classmethod
     def _prefetch_needs_workers(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and info.data.get("num_workers") == 0:
-            raise ValueError(f"{value} needs num_workers of at least 1 in the same section, which is 0")
+        if value is not None and not info.data.get("num_workers", 1):
+            number = json.dumps(info.data["num_workers"])
+            raise ValueError(f"{value} needs num_workers of at least 1 in the same section, which is {number}")
         return value
 
 
@@ -337,27 +339,31 @@ class TrainingSection(LoaderKeys):
     global_batch_size: Free[PositiveInt | None] = None
     """Examples per optimizer step over all processes. Default: batch_size x the world size asked for."""
     max_tokens_per_microbatch: CutKey[PositiveInt | None] = None
-    """A second limit on a micro-batch: the tokens it computes. Padding counts; a shared prefix counts once."""
+    """The most tokens that a micro-batch computes, padding included. Default: from memory on CUDA, else no limit."""
     packing: CutKey[bool] = True
     """Join the rows of a micro-batch without padding; no row sees another one. Micro-batches are filled evenly."""
     share_prefixes: CutKey[bool] = True
     """With `packing`: put rows that begin alike into the same micro-batch, and compute what they share once."""
     kernels: CutKey[Literal["auto", "reference"]] = "auto"
     """auto: the engine's own forward and backward if it supports the model; reference: transformers' on padded rows."""
+    fused: Free[bool | Literal["auto"]] = "auto"
+    """Fuse the engine's norms, activations and rotations into few kernels with torch.compile. auto: on CUDA alone."""
     precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume("always", "the precision of a step")] = "auto"
-    """auto: bf16 if the accelerator supports it, otherwise fp32. fp16 is refused: its range is too small."""
+    """auto: bf16 if the GPU computes in it (NVIDIA from Ampere on, AMD), otherwise fp32. fp16 has too small a range."""
     neftune_alpha: Annotated[NonNegativeFloat, OnResume("always", "the noise on the embedded tokens")] = 0.0
     """Size of the noise that training adds to embeddings (NEFTune: Jain et al., 2023, arXiv:2310.05914); 0: none."""
-    gradient_checkpointing: Free[bool] = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: Free[bool | Literal["auto"]] = "auto"
+    """Recompute activations in the backward pass: less memory, more time. auto: only if a step does not fit without."""
     device: Free[str] = "auto"
-    """`auto`, `cpu`, `cuda`, `cuda:1` or `mps`. A whole number n is read as `cuda:n`, null as `auto`."""
+    """`auto`, `cpu`, `cuda`, `cuda:1` or `mps` (Apple). A whole number n is read as `cuda:n`, null as `auto`."""
     deterministic: Free[bool] = False
-    """Use deterministic algorithms everywhere in torch; an operation that has none is an error."""
+    """Make a GPU's results the same in every run, with slower algorithms; an operation that has none is an error."""
     debug: Free[bool] = False
     """Log shapes and devices of the first batches and show full tracebacks."""
     log_every: Free[PositiveInt] = 10
     """Optimizer steps between two log lines, if there is no terminal. metrics.jsonl has every step."""
+    profile: Free[Annotated[int, Field(ge=0, le=100)]] = 0
+    """Number of steps, after two of each start, to record with torch's profiler into the run's `profile/`; 0: none."""
     report_to: Free[list[Literal["tensorboard", "wandb", "trackio", "mlflow"]]] = Field(default_factory=list)
     """Trackers that also get the figures of metrics.jsonl: `[tensorboard]`. Each needs its own package."""
     on_nonfinite: Free[Literal["stop", "skip"]] = "stop"
@@ -371,6 +377,12 @@ class TrainingSection(LoaderKeys):
         if value is None:
             return "auto"
         name = f"cuda:{value}" if re.fullmatch("[0-9]+", str(value)) else str(value).strip().lower()
+        kind = name.partition(":")[0]
+        if kind in ("xpu", "hpu", "npu", "mlu", "musa", "mtia", "tpu", "xla", "vulkan", "privateuseone"):
+            raise ValueError(
+                f"finetune does not compute on {kind}. Use cuda (NVIDIA, or AMD with torch's build for ROCm), mps (one "
+                "Apple GPU) or cpu"
+            )
         if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]+)?", name):
             raise ValueError(f"expected auto, cpu, cuda, cuda:N, mps or a whole number, got '{value}'")
         return name
@@ -478,7 +490,10 @@ class Config(Section):
         return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
 
     def origin(self, key: str) -> str:
-        """Return the origin of a key's value: `configs/task/debug.yaml:4`, `command line`, or `default`."""
+        """Return the origin of a key's value: `configs/task/debug.yaml:4`, `command line` or `default`.
+
+        A path in place of a group is named too: `command line: data=chats.jsonl`.
+        """
         below = (origin for inner, origin in self._origins.items() if inner.startswith(f"{key}."))
         return self._origins.get(key) or next(below, "default")
 

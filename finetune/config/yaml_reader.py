@@ -57,7 +57,7 @@ class Setting:
     key: tuple[str, ...]
     value: object
     origin: str
-    """``configs/task/debug.yaml:4`` or ``command line``."""
+    """``configs/task/debug.yaml:4``, ``command line``, or with a path in place of a group ``…: data=chats.jsonl``."""
     text: str | None = None
     """The characters of an unquoted value. Keys that take text use them, so that a revision 12e7 stays text."""
     older_key: str | None = None

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 
 from finetune.config.schema import LoaderKeys
 from finetune.data.encoded import EncodedExample, EncodedExamples
-from finetune.engine.layout import pack
+from finetune.engine.layout import PackedMicrobatch, pack
 from finetune.engine.microbatch import Microbatch, PaddedMicrobatch
 from finetune.engine.prefixes import Cut, Tokens, cut_global_batch, deal
 
 Collate: TypeAlias = Callable[[Sequence[EncodedExample]], Microbatch]
+Keys = TypeVar("Keys", bound=LoaderKeys)
+
+_CUDA_WORKERS = 2
+"""Processes that prepare micro-batches ahead of a GPU, for each loader."""
 
 
 class MicrobatchRows(NamedTuple):
@@ -74,9 +78,8 @@ class BatchRule:
     def steps_of_rank(self, epoch: int, first_step: int, rank: int, world_size: int) -> Iterator[list[MicrobatchRows]]:
         """Yield the micro-batches of one rank, perhaps none, for each step of an epoch from `first_step` on."""
         order = self.order(epoch)
-        size = self.global_batch_size
         for step in range(first_step, self.steps_per_epoch):
-            cuts = self.cut(order[step * size : (step + 1) * size])
+            cuts = self.cut(self._rows_of_step(order, step))
             dealt = deal([cut.num_tokens for cut in cuts], world_size)[rank]
             yield [MicrobatchRows(index, cuts[index].rows) for index in dealt]
 
@@ -92,6 +95,20 @@ class BatchRule:
             share=self.share_prefixes,
         )
         return [Cut([rows[index] for index in cut.rows], cut.num_tokens) for cut in cuts]
+
+    def halved(self, epoch: int, step: int) -> BatchRule | None:
+        """Return a rule by which the micro-batches of a step have at most half the tokens.
+
+        None if each has one row already, or rows that are equal and are computed once.
+        """
+        rows = self._rows_of_step(self.order(epoch), step)
+        cuts = self.cut(rows)
+        most = max((cut.num_tokens for cut in cuts if len(cut.rows) > 1), default=0)
+        halved = replace(self, max_tokens=max(1, most // 2))
+        return halved if most and halved.cut(rows) != cuts else None
+
+    def _rows_of_step(self, order: list[int], step: int) -> list[int]:
+        return order[step * self.global_batch_size : (step + 1) * self.global_batch_size]
 
     def _cut_padded(self, rows: Sequence[int]) -> list[Cut]:
         """Longest rows first, so that rows of similar length are padded together."""
@@ -189,9 +206,30 @@ class EvaluationLoader(DataLoader[Microbatch]):
         )
 
 
-def packer(*, share_prefixes: bool) -> Collate:
-    """A collation that packs rows without padding."""
-    return partial(pack, share_prefixes=share_prefixes)
+def packer(
+    *, share_prefixes: bool, prepare_attention: Callable[..., Any] | None = None, window: int | None = None
+) -> Collate:
+    """Make a collation that packs rows without padding.
+
+    Args:
+        share_prefixes: see `pack`.
+        prepare_attention: prepares attention here, perhaps in a worker; None: the first layer that attends does.
+        window: the model's sliding window, for `prepare_attention`.
+    """
+    return partial(_packed, share_prefixes=share_prefixes, prepare_attention=prepare_attention, window=window)
+
+
+def _packed(
+    examples: Sequence[EncodedExample],
+    *,
+    share_prefixes: bool,
+    prepare_attention: Callable[..., Any] | None,
+    window: int | None,
+) -> PackedMicrobatch:
+    packed = pack(examples, share_prefixes=share_prefixes)
+    if prepare_attention is not None:
+        packed.prepare_attention(prepare_attention, window)
+    return packed
 
 
 def pad(examples: Sequence[EncodedExample]) -> PaddedMicrobatch:
@@ -216,9 +254,19 @@ def derived_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
+def loader_keys_on(kind: str, keys: Keys) -> Keys:
+    """Return the keys with the defaults of a kind of device in place of what they leave open."""
+    is_cuda = kind == "cuda"
+    settled = {
+        "num_workers": _CUDA_WORKERS * is_cuda if keys.num_workers is None else keys.num_workers,
+        "pin_memory": is_cuda if keys.pin_memory is None else keys.pin_memory,
+    }
+    return keys.model_copy(update=settled)
+
+
 def _loader_options(keys: LoaderKeys) -> dict[str, Any]:
     return {
-        "num_workers": keys.num_workers,
-        "pin_memory": keys.pin_memory and torch.cuda.is_available(),
+        "num_workers": keys.num_workers or 0,
+        "pin_memory": bool(keys.pin_memory) and torch.cuda.is_available(),
         "prefetch_factor": keys.prefetch_factor,
     }

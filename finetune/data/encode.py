@@ -19,6 +19,7 @@ from finetune.data.rows import Examples, RowProblems, kind_in_words
 from finetune.data.templates import AnswerTokens, TokenisedRow, digest_tokenizer, encode_batch
 from finetune.errors import DataError
 from finetune.fallbacks import Fallback, Fallbacks
+from finetune.logs import waiting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,6 +32,7 @@ ROWS_AT_ONCE = 512
 """Rows of a batch: one call of the template and of the tokenizer."""
 
 
+@waiting("reading and encoding the rows")
 def encode_examples(
     splits: ExampleSplits,
     tokenizer: PreTrainedTokenizerBase,

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.config.schema import DataSection
+from finetune.config.shipped_files import resolve_shipped
 from finetune.data.hub import hub_splits, open_stream, open_whole
-from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RowSource
+from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RowSource, quiet_datasets
 from finetune.data.rows import Examples, JoinedExamples
 from finetune.data.shares import Share, read_share, rows_of_split
 from finetune.errors import ConfigError, DataError
+from finetune.logs import waiting
 from finetune.runs.durable import describe_os_error
-from finetune.shipped_files import resolve_shipped
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class _Splits:
         return (name.partition("[")[0] if self.has_slices else name) in self.names
 
 
+@waiting("looking for the data")
 def load_examples(section: DataSection) -> ExampleSplits:
     """Find the splits of a run. Local files are read later, on first use: cached data needs no parsing.
 
@@ -62,6 +64,33 @@ def load_examples(section: DataSection) -> ExampleSplits:
     if section.mixture:
         return _load_mixture(section)
     return ExampleSplits(**_load_source(section))
+
+
+def check_local_rows(section: DataSection, *, has_format: bool) -> None:
+    """Refuse files that are not here or cannot be read, before anything is downloaded. The hub is not asked.
+
+    Args:
+        section: the rows of a run.
+        has_format: also look for the columns of a known format in the first row of JSON files.
+
+    Raises:
+        ConfigError: see `load_examples`.
+        DataError: a file or a folder is not there, cannot be read, or has rows of no known format.
+    """
+    for source in [_section_of(section, keys) for keys in section.mixture] or [section]:
+        if source.path is not None and (is_hub_id(source.path) or (source.stream and Path(source.path).is_dir())):
+            continue
+        for rows in _find_sources(source).sources.values():
+            if isinstance(rows, FileRows):
+                rows.check()
+                if has_format and rows.path.suffix in (".jsonl", ".json"):
+                    _as_examples(rows, source).check_format()
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether `data.path` names a data set at the hub, and not a file or a folder."""
+    here = Path(resolve_shipped(path)).expanduser()
+    return not here.exists() and here.suffix not in SUFFIXES and _HUB_ID.fullmatch(path) is not None
 
 
 def _load_mixture(section: DataSection) -> ExampleSplits:
@@ -76,17 +105,38 @@ def _load_mixture(section: DataSection) -> ExampleSplits:
             parts[split] = [] if source is None else [_as_examples(source, section)]
     named_for_all = {split for split, examples in parts.items() if examples}
     for source_keys in section.mixture:
-        keys = {key: str(value) if key in SPLIT_NAMES else value for key, value in source_keys.items()}
-        weight = float(keys.pop("weight", 1.0))
-        of_source = _load_source(section.model_copy(update={**keys, "mixture": []}), without=named_for_all)
-        of_source["train"].weight = weight
+        of_source = _load_source(_section_of(section, source_keys), without=named_for_all)
+        of_source["train"].weight = float(source_keys.get("weight", 1.0))
         for split, examples in of_source.items():
             parts[split].append(examples)
     return ExampleSplits(**{split: JoinedExamples(of_split) for split, of_split in parts.items() if of_split})
 
 
+def _section_of(section: DataSection, source: Mapping[str, Any]) -> DataSection:
+    """Return the section of one source of a mixture."""
+    keys = {key: str(value) if key in SPLIT_NAMES else value for key, value in source.items() if key != "weight"}
+    return section.model_copy(update={**keys, "mixture": []})
+
+
 def _load_source(section: DataSection, without: Collection[str] = ()) -> dict[str, Examples]:
     """Load the splits of one source, except those in `without`."""
+    at_path, shares, sources = _find_sources(section, without)
+    for split, source in sources.items():
+        if source is None:
+            _log.info("%s is off: %s", split, _why_off(split, at_path))
+    found = {split: _as_examples(source, section) for split, source in sources.items() if source is not None}
+    return _put_aside(found, shares, section.split_seed) if shares else found
+
+
+class _Sources(NamedTuple):
+    """Where the splits of a source come from. A split that is off has the source None."""
+
+    at_path: _Splits | None
+    shares: dict[str, Share]
+    sources: dict[str, RowSource | None]
+
+
+def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sources:
     try:
         at_path = _find_splits(section)
     except OSError as error:
@@ -99,11 +149,7 @@ def _load_source(section: DataSection, without: Collection[str] = ()) -> dict[st
     wanted = {split: getattr(section, split) for split in SPLIT_NAMES if split not in without}
     shares = {split: share for split, text in wanted.items() if (share := _share_of(split, text, at_path)) is not None}
     sources = {split: _find_split(split, text, at_path) for split, text in wanted.items() if split not in shares}
-    for split, source in sources.items():
-        if source is None:
-            _log.info("%s is off: %s", split, _why_off(split, at_path))
-    found = {split: _as_examples(source, section) for split, source in sources.items() if source is not None}
-    return _put_aside(found, shares, section.split_seed) if shares else found
+    return _Sources(at_path, shares, sources)
 
 
 def _as_examples(source: RowSource, section: DataSection) -> Examples:
@@ -178,7 +224,7 @@ def _find_splits(section: DataSection) -> _Splits | None:
         return _saved_datasets(path, section.path)
     if path.is_dir():
         return _split_folder(path, section.path)
-    if path.suffix in SUFFIXES or not _HUB_ID.fullmatch(section.path):
+    if not is_hub_id(section.path):
         raise DataError(f"data.path is {section.path}, but there is no such file or folder. Correct the path.")
     return _hub_dataset(section, section.path)
 
@@ -212,7 +258,8 @@ def _saved_datasets(folder: Path, label: str) -> _Splits:
     import datasets
 
     try:
-        loaded = datasets.load_from_disk(str(folder))
+        with quiet_datasets():
+            loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # pyarrow and datasets raise many types for a damaged folder
         raise DataError(f"{label} cannot be read as a datasets directory: {type(error).__name__}: {error}") from error
     splits: dict[str, Any] = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}

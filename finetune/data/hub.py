@@ -6,12 +6,13 @@ import hashlib
 import json
 import logging
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from finetune.config.hub import Repository, cache_only, explain, fault_of, find_fault
 from finetune.config.schema import DataSection
 from finetune.data.readers import DatasetRows, FileRows, RowSource, quiet_datasets
 from finetune.errors import DataError
@@ -31,9 +32,12 @@ def hub_splits(section: DataSection, hub_id: str) -> list[str]:
     """
     import datasets
 
-    return ask_hub(
-        hub_id, lambda: list(datasets.get_dataset_split_names(hub_id, section.name, revision=section.revision))
-    )
+    with quiet_datasets():
+        return ask_hub(
+            section,
+            hub_id,
+            lambda: list(datasets.get_dataset_split_names(hub_id, section.name, revision=section.revision)),
+        )
 
 
 def open_whole(section: DataSection, hub_id: str, split: str) -> RowSource:
@@ -42,7 +46,7 @@ def open_whole(section: DataSection, hub_id: str, split: str) -> RowSource:
 
     name, revision = section.name, section.revision
     with quiet_datasets():
-        rows = ask_hub(hub_id, lambda: datasets.load_dataset(hub_id, name, revision=revision, split=split))
+        rows = ask_hub(section, hub_id, lambda: datasets.load_dataset(hub_id, name, revision=revision, split=split))
     return DatasetRows(rows, f"{hub_id} {split}")
 
 
@@ -78,15 +82,32 @@ def open_stream(section: DataSection, path: str, split: str) -> RowSource:
     return FileRows(file, f"{path} {split}", is_copy=True)
 
 
-def ask_hub(hub_id: str, question: Callable[[], _Answer]) -> _Answer:
+def ask_hub(section: DataSection, hub_id: str, question: Callable[[], _Answer]) -> _Answer:
     """Call the hub's client, and turn its errors into one sentence.
+
+    If the hub does not answer, the client is left with its cache, which has the data sets that were prepared here.
+
+    Args:
+        section: the data, for its revision.
+        hub_id: a data set, or a local folder that is read as a stream.
+        question: the call.
 
     Raises:
         DataError: the hub does not answer, does not have it, or has it in a form that cannot be read.
     """
+    repository = None if Path(hub_id).exists() else Repository(hub_id, section.revision, "dataset")
+    fault = None if repository is None else find_fault(repository)
     try:
-        return question()
+        with cache_only() if fault is not None else nullcontext():
+            return question()
     except Exception as error:  # the client's own errors differ from version to version
+        if fault is None:
+            fault = fault_of(error)
+        elif isinstance(error, ValueError):  # it was prepared here before, but not as this run wants it
+            fault = None
+        if repository is not None and fault is not None:
+            state = "is not a file or folder here and was not prepared here before"
+            raise DataError(explain(fault, repository, "data.path", state)) from error
         raise DataError(_in_one_sentence(hub_id, error)) from error
 
 
@@ -99,8 +120,6 @@ def _in_one_sentence(hub_id: str, error: Exception) -> str:
     if isinstance(error, DatasetNotFoundError):
         what = "the hub has no data set of that name that you may read"
         advice = "Correct the path; for a private or gated data set run `hf auth login`."
-    elif _is_connection_error(error):
-        what, advice = "the hub cannot be reached", "Give a local path, or check the network."
     name = "" if isinstance(error, DatasetNotFoundError) else f"{type(error).__name__}: "
     return f"data.path is {hub_id}: there is no such file or folder here, and {what} ({name}{error}). {advice}"
 
@@ -115,7 +134,7 @@ def _read_stream(section: DataSection, path: str, split: str) -> bytes:
         return b"".join(_as_line(row) for row in islice(rows, section.max_rows))
 
     with quiet_datasets():
-        lines = ask_hub(path, read)
+        lines = ask_hub(section, path, read)
     _log.info("%s %s: %d rows read as a stream", path, split, lines.count(b"\n"))
     return lines
 
@@ -133,12 +152,3 @@ def _key(section: DataSection, path: str, split: str) -> str:
     state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
     parts = [path, section.name, section.revision, split, section.max_rows, state]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
-def _is_connection_error(error: BaseException | None) -> bool:
-    while error is not None:
-        words = f"{type(error).__module__}.{type(error).__name__}"
-        if isinstance(error, (ConnectionError, TimeoutError)) or re.search("connect|offline|LocalEntry", words, re.I):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

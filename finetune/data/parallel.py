@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.data.formats import BadRowError, Example
 from finetune.data.templates import AnswerTokens, TokenisedRow, TrainOn, digest_tokenizer, encode_batch
 from finetune.errors import DataError
+from finetune.threads import num_cores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,13 +53,13 @@ def choose_processes(rows: Sequence[Example], wanted: int | None, rows_at_once: 
     num_batches = -(-len(rows) // rows_at_once)
     if wanted is not None:
         return min(wanted, num_batches)
-    if num_batches < 2 or _num_cores() < 2:
+    if num_batches < 2 or num_cores() < 2:
         return 1
     characters = 0
     for row in rows:
         characters += sum(map(len, row.contents))
         if characters >= PAYS_FROM_CHARACTERS:
-            return min(_num_cores(), num_batches, MOST_PROCESSES)
+            return min(int(num_cores()), num_batches, MOST_PROCESSES)
     return 1
 
 
@@ -86,12 +87,6 @@ def encode_in_processes(
             worker.connection.close()
         for worker in workers:
             worker.end()
-
-
-def _num_cores() -> int:
-    """Count the cores that this process may use."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
-    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
 def _encode_in_turn(workers: Sequence[_Worker], batches: Iterable[list[Example]]) -> Iterator[Encoded]:

@@ -10,10 +10,12 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn
 
 from finetune.errors import DataError
+from finetune.logs import hear_libraries
 from finetune.runs.durable import describe_os_error
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -48,18 +50,19 @@ class FileRows:
         has_lines = self.path.suffix in (".jsonl", ".json") and not self.is_copy
         return f"{self.label}:{number}" if has_lines else f"{self.label} row {number}"
 
+    def check(self) -> None:
+        """Refuse a file that cannot be opened. Raises the error of `digest`."""
+        with self._open():
+            pass
+
     def digest(self) -> str:
         """Compute a SHA-256 over the suffix and the bytes of the file.
 
         Raises:
             DataError: the file cannot be read.
         """
-        try:
-            with self.path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256")
-        except OSError as error:
-            name = self.path if self.is_copy else self.label
-            raise DataError(f"{name} cannot be read: {describe_os_error(error)}.") from error
+        with self._open() as file:
+            digest = hashlib.file_digest(file, "sha256")
         digest.update(self.path.suffix.encode())
         return digest.hexdigest()
 
@@ -74,6 +77,15 @@ class FileRows:
         if self.path.suffix == ".json":
             return _read_json(self.path, self.label)
         return _read_table(self.path, self.label)
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[BufferedReader]:
+        try:
+            with self.path.open("rb") as file:
+                yield file
+        except OSError as error:
+            name = self.path if self.is_copy else self.label
+            raise DataError(f"{name} cannot be read: {describe_os_error(error)}.") from error
 
 
 @dataclass(frozen=True)
@@ -220,9 +232,12 @@ def _load_table(path: Path, label: str, cache_dir: str) -> Iterable[dict[str, An
 
 @contextlib.contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """Turn off the progress bars of `datasets`, which would break up our log lines."""
+    """Turn off the progress bars of `datasets`, and of the hub for good: they would break up what we show."""
     import datasets
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
+    disable_progress_bars()
+    hear_libraries()
     was_on = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:

@@ -115,6 +115,15 @@ class Examples(_OfRows):
         """The sources of a split: this one."""
         return (self,)
 
+    def check_format(self) -> None:
+        """Refuse columns of no known format, by the first row that can be read; the others are not read.
+
+        Raises:
+            DataError: see `rows`.
+        """
+        if self.format == "auto":
+            _detect(self.source.rows(), self)
+
     @cached_property
     def rows(self) -> list[Example]:
         """All rows, read and checked.

@@ -53,7 +53,7 @@ def diagnose(config: Config, *, as_json: bool = False) -> int:
         fix = "start through torchrun, accelerate launch, srun or mpirun, which set all variables, or unset them"
         findings = [problem(THIS_PROCESS, _sentence(error), fix), *_examine_machine(config, local_world_size=1)]
         return _Report(is_silent=False, as_json=as_json).end(findings, config)
-    configure_logs(environment.rank, level=logging.WARNING)
+    configure_logs(environment.rank, level=logging.WARNING, num_processes=environment.world_size)
     report = _Report(is_silent=environment.rank != 0, as_json=as_json)
     findings = [
         *launch,

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from finetune.config.hub import find_fault, what_to_do
 from finetune.errors import CheckpointError, FinetuneError
 from finetune.findings import Finding, ok, problem, warning
 from finetune.runs.durable import describe_os_error
 from finetune.runs.file_lock import file_lock, try_file_lock
-from finetune.runs.folder import RunFolder
+from finetune.runs.folder import RunFolder, existing_folder
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -33,11 +34,6 @@ _PREFIX = ".finetune-doctor-"
 def check_folders(config: Config) -> list[Finding]:
     """Check output_dir, the cache of encoded data and the hub's cache. Nothing is left in them."""
     return [*_check_output_dir(config), _check_cache(config.data.cache_dir), *_check_hub(config)]
-
-
-def existing_folder(path: Path) -> Path:
-    """Return the path, or its nearest parent that exists."""
-    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def file_system(path: Path) -> str:
@@ -162,9 +158,10 @@ def _check_cache(cache_dir: str) -> Finding:
 
 def _check_hub(config: Config) -> list[Finding]:
     """Check whether the model is here already, or can be downloaded from the hub."""
-    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub import constants
 
     from finetune.model.base import locate_model
+    from finetune.model.from_hub import missing_from_cache, repository_of
 
     if config.model.path is None:
         return []
@@ -172,13 +169,14 @@ def _check_hub(config: Config) -> list[Finding]:
         where = locate_model(config.model)
     except FinetuneError as error:
         return [problem(AREA, str(error).rstrip("."), "name a folder that holds a model, or a hub id, in model.path")]
-    if Path(where).is_absolute():
+    repository = repository_of(where, config.model.revision)
+    if repository is None:
         return [ok(AREA, f"model.path={config.model.path} is here")]
-    if isinstance(try_to_load_from_cache(where, "config.json", revision=config.model.revision), str):
+    if missing_from_cache(repository, "config" if config.model.init == "random" else "weights") is None:
         return [ok(AREA, f"model.path={where} is in the hub's cache, {constants.HF_HUB_CACHE}")]
     what = f"model.path={where} is not in the hub's cache, {constants.HF_HUB_CACHE}"
-    download = f"hf download {where}"
-    if constants.HF_HUB_OFFLINE:
-        fix = f"unset it, or run `{download}` on a machine with internet access"
-        return [problem(AREA, f"{what}, and HF_HUB_OFFLINE is set", fix)]
-    return [warning(AREA, f"{what}: the run will download it first", f"run `{download}` beforehand")]
+    fault = find_fault(repository)
+    if fault is None:
+        return [warning(AREA, f"{what}: the run will download it first", f"run `hf download {where}` beforehand")]
+    fix = what_to_do(fault, repository, "model.path").rstrip(".")
+    return [problem(AREA, f"{what}, and {fault.text}", fix[0].lower() + fix[1:])]

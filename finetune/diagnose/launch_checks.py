@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from finetune.distributed.accelerate_settings import read_accelerate_command
+from finetune.distributed.device import _resolve_device
 from finetune.distributed.environment import (
     LAUNCH_VARIABLES,
     WORLD_VARIABLES,
@@ -21,7 +22,7 @@ from finetune.distributed.environment import (
     requested_precision,
 )
 from finetune.distributed.network import is_loopback, is_own_address, own_name_is_loopback, what_answers
-from finetune.distributed.precision import choose_precision
+from finetune.distributed.precision import choose_precision, has_bf16
 from finetune.findings import Finding, ok, problem, warning
 
 if TYPE_CHECKING:
@@ -114,8 +115,8 @@ def _check_accelerate(config: Config, environ: Mapping[str, str]) -> list[Findin
         reason, _, fix = why.partition(". ")
         found.append(problem(AREA, f"accelerate launch asks for {setting}: {reason}", fix or reason))
     asked, accumulation = requested_precision(environ), requested_accumulation(environ)
-    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-    ours = choose_precision(config.training.precision, has_bf16=has_bf16)
+    device = _resolve_device(config.training.device if torch.cuda.is_available() else "cpu")
+    ours = choose_precision(config.training.precision, has_bf16=has_bf16(device))
     if asked == "bf16" != ours:
         fix = (
             f"set training.precision=bf16, or mixed_precision: 'no' (training.precision is {config.training.precision})"

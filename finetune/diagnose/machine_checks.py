@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import resource
@@ -16,7 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from finetune.data.batches import loader_keys_on
+from finetune.distributed.device import accelerator_kind
+from finetune.distributed.precision import has_bf16
 from finetune.findings import Finding, ok, problem, warning
+from finetune.threads import num_cores
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -70,7 +73,14 @@ def check_devices(config: Config, local_world_size: int) -> list[Finding]:
     devices = [_describe_gpu(index) for index in range(torch.cuda.device_count())]
     has_driver = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
     found = [ok("Devices", device) for device in devices]
-    found += judge_gpus(len(devices), has_driver=has_driver, cuda=torch.version.cuda, wish=config.training.device)
+    found += judge_gpus(
+        len(devices),
+        has_driver=has_driver,
+        cuda=torch.version.cuda,
+        wish=config.training.device,
+        accelerator=accelerator_kind(),
+        processes=local_world_size,
+    )
     return [
         *found,
         *judge_cores(
@@ -79,23 +89,30 @@ def check_devices(config: Config, local_world_size: int) -> list[Finding]:
     ]
 
 
-def judge_gpus(count: int, *, has_driver: bool, cuda: str | None, wish: str) -> list[Finding]:
-    """Check that torch uses the GPUs of this machine.
+def judge_gpus(
+    count: int, *, has_driver: bool, cuda: str | None, wish: str, accelerator: str | None = None, processes: int = 1
+) -> list[Finding]:
+    """Check that the run will use the GPUs of this machine.
 
     Args:
         count: GPUs that torch sees.
         has_driver: whether this machine shows an NVIDIA GPU or its driver's tools.
         cuda: the CUDA version torch was built for; None: built for the CPU.
         wish: `training.device`.
+        accelerator: see `accelerator_kind`.
+        processes: processes of this run on this machine.
     """
     area = "Devices"
+    if wish == "mps" or (wish == "auto" and count == 0 and accelerator not in (None, "cuda")):
+        return [_judge_other_accelerator(wish, accelerator, processes)]
     number = int(wish.removeprefix("cuda:")) if wish.startswith("cuda:") else 0
     if wish.startswith("cuda") and number >= count:
         what = f"training.device={wish}, but torch sees {count} GPU(s)"
     elif has_driver and count == 0 and wish == "auto":
         what = "this machine has an NVIDIA driver, but torch sees no GPU: training will use the CPU"
     else:
-        return [] if count else [ok(area, "no GPU: training uses the CPU")]
+        no_gpu = "" if accelerator else "no GPU: "
+        return [] if count else [ok(area, f"{no_gpu}training uses the CPU")]
     if cuda is None:
         what, fix = f"{what} (torch {torch.__version__} is built for the CPU)", "install torch's build for CUDA"
     else:
@@ -103,6 +120,20 @@ def judge_gpus(count: int, *, has_driver: bool, cuda: str | None, wish: str) -> 
         fix = "look at nvidia-smi: the driver may be too old for this CUDA, or CUDA_VISIBLE_DEVICES may hide the GPUs"
     judge = problem if wish.startswith("cuda") else warning
     return [judge(area, what, f"{fix}; or set training.device=cpu")]
+
+
+def _judge_other_accelerator(wish: str, accelerator: str | None, processes: int) -> Finding:
+    area = "Devices"
+    if accelerator == "mps":
+        what = "Apple GPU (mps): one process trains on it, in fp32 if training.precision is auto"
+        if processes == 1:
+            return ok(area, what)
+        judge = problem if wish == "mps" else warning
+        return judge(area, f"{what}, and this run has {processes}", "start one process, or set training.device=cpu")
+    if wish == "mps":
+        return problem(area, "training.device=mps, but torch sees no Apple GPU", "set training.device=auto or cpu")
+    what = f"torch sees an accelerator of the kind {accelerator}, which finetune does not use: training uses the CPU"
+    return warning(area, what, "set training.device=cpu if that is what you want")
 
 
 def judge_cores(cores: float, threads: int, processes: int, *, on_gpu: bool) -> list[Finding]:
@@ -124,22 +155,6 @@ def judge_cores(cores: float, threads: int, processes: int, *, on_gpu: bool) -> 
         what = f"{shown}. More threads than cores are slow"
         return [warning(area, what, f"set OMP_NUM_THREADS={max(1, int(cores // processes))}")]
     return [ok(area, shown)]
-
-
-def num_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Count the processor cores that this process may use, by its affinity and the limit of its container.
-
-    Args:
-        root: the mount point of control groups, version 2 (cpu.max) or 1 (cpu/cpu.cfs_*).
-    """
-    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    names = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
-    for files in ([root / name for name in pair] for pair in names):
-        if all(file.is_file() for file in files):
-            quota, period = " ".join(file.read_text() for file in files).split()
-            if quota.isdigit():  # else `max` or -1: no limit
-                cores = min(cores, int(quota) / int(period))
-    return cores
 
 
 def check_backend(config: Config) -> list[Finding]:
@@ -166,7 +181,9 @@ def check_limits(config: Config) -> list[Finding]:
     shared = Path("/dev/shm")
     if not shared.is_dir():
         return found
-    workers = max(config.training.num_workers, config.validation.num_workers, config.testing.num_workers)
+    kind = "cuda" if torch.cuda.is_available() and _wants_gpu(config) else "cpu"
+    sections = (config.training, config.validation, config.testing)
+    workers = max(loader_keys_on(kind, section).num_workers or 0 for section in sections)
     return [*found, judge_shared_memory(shutil.disk_usage(shared).total, workers)]
 
 
@@ -189,8 +206,7 @@ def _installed(name: str) -> str | None:
 def _describe_gpu(index: int) -> str:
     free, total = torch.cuda.mem_get_info(index)
     name = torch.cuda.get_device_name(index)
-    major, _ = torch.cuda.get_device_capability(index)
-    bf16 = "bf16" if major >= 8 else "no bf16"  # Ampere is the first with it
+    bf16 = "bf16" if has_bf16(torch.device("cuda", index)) else "no bf16"
     return f"GPU {index}: {name}, {total / 2**30:.0f} GiB memory ({free / 2**30:.0f} free), {bf16}"
 
 

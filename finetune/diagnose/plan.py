@@ -12,34 +12,45 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from finetune.config.hub import find_fault
 from finetune.data.encoded import EncodedSplits
+from finetune.data.examples import check_local_rows
 from finetune.data.objective import encode_for_objective
 from finetune.data.preferences import EncodedPairSplits
-from finetune.diagnose.folder_checks import existing_folder
 from finetune.diagnose.plan_batches import Batches, Batching
 from finetune.diagnose.plan_devices import Device
-from finetune.diagnose.plan_memory import OptimizerNeed, Peak, optimizer_need, predict_peak
 from finetune.diagnose.plan_time import measure_seconds, operations_of_step
 from finetune.diagnose.preview_tokens import on_one_line
 from finetune.distributed.environment import read_environment
 from finetune.distributed.precision import choose_precision, convert_weights
-from finetune.errors import ConfigError, DataError, ModelError
+from finetune.errors import ConfigError, DataError, ModelError, first_line
 from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, problem, warning
-from finetune.model.base import build_base_model, checkpoint_gradients, count_parameters, longrope_boundary
+from finetune.model.base import (
+    build_base_model,
+    checkpoint_gradients,
+    count_parameters,
+    locate_model,
+    longrope_boundary,
+)
+from finetune.model.from_hub import missing_from_cache, repository_of
 from finetune.model.lora import attach_adapter
 from finetune.model.new_tokens import build_run_tokenizer
+from finetune.model.published import published_sizes
 from finetune.model.targets import resolve_targets
 from finetune.model.training_mode import add_embedding_noise
 from finetune.runs.disk_space import DiskNeed
 from finetune.runs.durable import in_units
+from finetune.runs.folder import existing_folder
 from finetune.training.forward import choose_forward
 from finetune.training.keeping import most_checkpoints
+from finetune.training.memory_choice import MemoryChoice, choose
+from finetune.training.memory_need import OptimizerNeed, Peak, optimizer_need, predict_peak
 from finetune.training.optim import build_optimizer
 from finetune.training.train import trainer_for
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config
+    from finetune.config.schema import Config, ModelSection
 
 SCHEMA_VERSION = 1
 """Of the JSON form; docs/plan.md describes it."""
@@ -82,7 +93,8 @@ class Plan:
     is_largest_tried: bool
     """Larger ones were not tried, or make no difference."""
     checkpointing: Trade | None
-    is_checkpointing: bool
+    choice: MemoryChoice
+    """Gradient checkpointing and the size of micro-batches, as a run on this device would choose them."""
     disk: DiskNeed
     seconds_per_step: float | None
     """Measured with `--probe`; None without it."""
@@ -144,7 +156,7 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
         largest_batch_size=best,
         is_largest_tried=is_end,
         checkpointing=planner.trade(peak) if peak is not None else None,
-        is_checkpointing=config.training.gradient_checkpointing,
+        choice=planner.choice,
         disk=planner.disk(),
         seconds_at_limit=planner.at_limit(),  # before a probe, which cuts the model short
         seconds_per_step=planner.probe() if is_probed else None,
@@ -158,21 +170,28 @@ class _Planner:
     """Predicts one run on one device, with the functions that make the choices of training."""
 
     def __init__(self, config: Config, device: Device) -> None:
-        self._config = config
         self._device = device
         self.findings: list[Finding] = []
         self._trainer = trainer_for(config)
         self.precision = choose_precision(config.training.precision, has_bf16=device.has_bf16)
         parallel = config.parallel
         self._world_size = parallel.world_size or parallel.num_processes or read_environment(os.environ).world_size
-        self.model = self._build_model(checkpointed=config.training.gradient_checkpointing)
+        self._config = config
+        self._sizes = self._choose_sizes()
+        self.model = self._build_model(checkpointed=False)
+        self._compare_sizes()
         forward = choose_forward(config.training, self.model)
         self.why_padded = forward.why_not_engine
         self._splits = self._encode()
+        collate = self._trainer.collation_of(forward.collate)
+        self.choice = self._choose_by_memory(collate)
+        self._config = config = self.choice.settle(config)
+        if self.choice.gradient_checkpointing:
+            checkpoint_gradients(self.model)
         self.batching = Batching(
             config=config,
             rows=None if self._splits is None else self._splits.train,
-            collate=self._trainer.collation_of(forward.collate),
+            collate=collate,
             is_padded=self.why_padded is not None,
             boundary=longrope_boundary(self.model),
             world_size=self._world_size,
@@ -182,11 +201,33 @@ class _Planner:
             what = f"the memory of {config.optim.optimizer} is not counted: it cannot take a step without data"
             self.findings.append(warning("Memory", what, "leave room for it"))
 
+    def _choose_sizes(self) -> ModelSection:
+        """Return the model to plan. If the hub does not give it, but its sizes are shipped: these, with a finding."""
+        section = self._config.model
+        published = published_sizes(section)
+        repository = None if published is None else repository_of(locate_model(section), section.revision)
+        if published is None or repository is None or missing_from_cache(repository, "config") is None:
+            return section
+        fault = find_fault(repository)
+        if fault is None:
+            return section
+        what = f"{fault.text}, so the sizes of {section.path} are those shipped with finetune ({published.source})"
+        fix = "to plan with the model's own files, give model.path=FOLDER, or plan where the hub can be reached"
+        self.findings.append(warning("Model", what, fix))
+        return section.model_copy(update={"config": published.as_config()})
+
+    def _compare_sizes(self) -> None:
+        """Add a finding for each size of the model that differs from the shipped one."""
+        published = published_sizes(self._sizes)
+        for difference in () if published is None else published.differences(self.model.config):
+            what = f"{self._sizes.path}: {difference}; this plan takes the former"
+            self.findings.append(warning("Model", what, "without the hub a plan would differ: update finetune"))
+
     def _build_model(self, *, checkpointed: bool) -> Any:
         """Build the model on the meta device, as `Trainer` prepares it."""
         config = self._config
         with torch.device("meta"):
-            model: Any = build_base_model(config.model.model_copy(update={"init": "random"}))
+            model: Any = build_base_model(self._sizes.model_copy(update={"init": "random"}))
             if config.training.method == "lora":
                 model = attach_adapter(model, config.lora, resolve_targets(model, config.lora.target_modules))
         convert_weights(model, self.precision)
@@ -197,16 +238,38 @@ class _Planner:
         return model.train()
 
     def _encode(self) -> EncodedSplits | EncodedPairSplits | None:
-        """Encode the rows; if they cannot be used, add a finding and return None."""
-        config = self._config
+        """Encode the rows; if there are none or they cannot be used, add a finding and return None."""
+        config, data = self._config, self._config.data
+        assumed = f"the plan assumes rows of {data.max_length:,} tokens (data.max_length), all with loss"
+        if not (data.path or data.mixture or data.train):
+            fix = "give data.path=FILE_FOLDER_OR_HUB_ID to plan with its rows"
+            self.findings.append(warning("Data", f"no data is given, so {assumed}", fix))
+            return None
         try:
+            check_local_rows(data, has_format=False)
             return encode_for_objective(config, build_run_tokenizer(config), fallbacks=Fallbacks(strict=config.strict))
         except (DataError, ModelError) as error:
-            first = on_one_line(str(error).splitlines()[0]).rstrip(".")
-            assumed = f"the plan assumes rows of {config.data.max_length:,} tokens (data.max_length), all with loss"
+            first = on_one_line(first_line(error)).rstrip(".")
+            if isinstance(error, ModelError) and self._sizes is not config.model:
+                first = "the tokenizer is not here either"
             fix = "run `finetune preview` with the same words to see more"
             self.findings.append(warning("Data", f"the rows cannot be used, so {assumed}: {first}", fix))
             return None
+
+    def _choose_by_memory(self, collate: Any) -> MemoryChoice:
+        held = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
+        rows = None if self._splits is None else self._splits.train
+        return choose(
+            self._config,
+            self.model,
+            longest=self._config.data.max_length if rows is None else int(rows.lengths.max()),
+            collate=collate,
+            loss_of=partial(self._trainer.loss_of, self._config),
+            kind=self._device.kind,
+            is_bf16=self.precision == "bf16",
+            world_size=self._world_size,
+            room=self._device.memory - self._device.reserve - held,
+        )
 
     def predict(self, batching: Batching, model: Any = None) -> Peak | None:
         """Predict the peak of a step; if it cannot be known, add a finding and return None."""
@@ -222,15 +285,15 @@ class _Planner:
                 world_size=self._world_size,
             )
         except (RuntimeError, NotImplementedError) as error:
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
-            what = f"memory cannot be predicted: the model's own forward needs data ({type(error).__name__}: {first})"
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            what = f"memory cannot be predicted: the model's own forward needs data ({cause})"
             fix = "start with a small training.batch_size and look at the memory that the run reports"
             self.findings.append(warning("Memory", what, fix))
             return None
 
     def trade(self, peak: Peak) -> Trade | None:
         """Predict the same step with gradient checkpointing turned off, or on."""
-        is_on = self._config.training.gradient_checkpointing
+        is_on = self.choice.gradient_checkpointing
         other = self.predict(self.batching, self._build_model(checkpointed=not is_on))
         if other is None:
             return None
@@ -268,7 +331,7 @@ class _Planner:
             self.model,
             num_computed=self.batching.computed_per_step / self._world_size,
             num_targets=self.batching.targets_per_step / self._world_size,
-            is_checkpointing=self._config.training.gradient_checkpointing,
+            is_checkpointing=self.choice.gradient_checkpointing,
             has_reference=self._config.training.objective == "dpo",
         )
         return operations / (rate * 1e12)
@@ -342,7 +405,7 @@ def _ways_out(plan: Plan, config: Config) -> Iterator[str]:
         keep = f", with training.global_batch_size={plan.batches.global_batch_size} for the same curve"
         yield f"training.batch_size={plan.largest_batch_size}{keep}"
     trade = plan.checkpointing
-    if trade is not None and not plan.is_checkpointing:
+    if trade is not None and not plan.choice.gradient_checkpointing:
         needed = trade.bytes_with + plan.device.reserve
         fits = "fits" if needed <= plan.device.memory else "does not fit either"
         more = f"{trade.extra_time:.0%} more time"

@@ -15,13 +15,13 @@ from finetune.data.preferences import EncodedPairs
 from finetune.engine.prefixes import Cut
 from finetune.training.loaders import global_batch_size, plan_batches
 from finetune.training.loop import Cadence
+from finetune.training.memory_need import longest_rows
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
 
 _MOST_STEPS_LOOKED_AT = 500
 _LARGEST_BATCH_TRIED = 128
-_FILLER_TOKEN = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +138,7 @@ class Batching:
         if self.rows is not None:
             return self.rows
         number, length = global_batch_size(self.config, self.world_size), self.config.data.max_length
-        first = _longest_rows(number, length, 0)
-        if self.config.training.objective == "sft":
-            return first
-        return EncodedPairs(first, _longest_rows(number, length, number), "train")
+        return longest_rows(self.config.training.objective, number, length)
 
     @cached_property
     def _rule(self) -> BatchRule:
@@ -168,10 +165,3 @@ class Batching:
             return cut.num_tokens
         lengths = torch.cat([side.lengths[cut.rows] for side in self._rows.sides])
         return int(lengths.max()) * len(lengths) if self.is_padded else int(lengths.sum())
-
-
-def _longest_rows(number: int, length: int, first: int) -> EncodedExamples:
-    """Make rows of this length that carry loss throughout and have nothing in common."""
-    ids = [_FILLER_TOKEN] * (length - 1)
-    rows = [([first + row, *ids], [False] + [True] * (length - 1)) for row in range(max(1, number))]
-    return EncodedExamples.from_rows(rows, end_id=_FILLER_TOKEN)

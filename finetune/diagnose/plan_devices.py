@@ -10,8 +10,10 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from finetune.diagnose.plan_trace import DeviceKind
+from finetune.distributed.device import _resolve_device, accelerator_kind
+from finetune.distributed.precision import has_bf16
 from finetune.errors import ConfigError
+from finetune.training.memory_trace import DeviceKind
 
 GIB = 2**30
 
@@ -94,14 +96,21 @@ def find_device(wish: str) -> Device:
     Args:
         wish: `training.device`.
     """
-    if wish != "cpu" and torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        found = _cuda(properties.name, properties.total_memory, has_bf16=torch.cuda.is_bf16_supported())
+    device = _resolve_device(wish if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found = _cuda(properties.name, properties.total_memory, has_bf16=has_bf16(device))
         return replace(found, is_here=True)
     taken = psutil.Process().memory_info().rss  # Python, torch and transformers: a run has them too
     free = psutil.virtual_memory().available
+    is_apple = wish in ("auto", "mps") and accelerator_kind() == "mps"
     return Device(
-        name="this machine's CPU", kind="cpu", memory=free + taken, reserve=taken, has_bf16=False, is_here=True
+        name="this machine's CPU, for want of figures for its Apple GPU" if is_apple else "this machine's CPU",
+        kind="cpu",
+        memory=free + taken,
+        reserve=taken,
+        has_bf16=False,
+        is_here=True,
     )
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.diagnose.plan_trace import IN_A_LAYER
 from finetune.engine.decoder import bare_model
+from finetune.training.memory_trace import IN_A_LAYER
 from finetune.training.optim import build_optimizer
 
 if TYPE_CHECKING:
     from finetune.config.schema import OptimSection
-    from finetune.diagnose.plan_trace import DeviceKind
     from finetune.distributed.gradients import LossFunction
+    from finetune.training.memory_trace import DeviceKind
 
 _FLOPS = 2
 """A multiplication and an addition."""

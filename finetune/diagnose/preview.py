@@ -29,6 +29,7 @@ from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, exit_code, problem, warning
 from finetune.model.base import read_model_config
 from finetune.model.new_tokens import build_run_tokenizer
+from finetune.training.inputs import check_inputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -151,6 +152,7 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
         DataError: the rows cannot be used; training gives the same message.
         ModelError: the tokenizer or the model does not exist.
     """
+    check_inputs(config, needs_weights=False)
     tokenizer = build_run_tokenizer(config)
     encoded, verdict = _encode(config, tokenizer)
     found = _splits(encoded)

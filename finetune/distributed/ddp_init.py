@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -17,7 +18,7 @@ from typing import ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not in __all__
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout
 
 from finetune.distributed.device import _resolve_device, device_identity, device_of_rank, refuse_shared_devices
 from finetune.distributed.environment import (
@@ -39,6 +40,9 @@ DEFAULT_TIMEOUT = timedelta(minutes=60)
 _MOST_START_SECONDS = 300.0
 """For a backend to connect ranks that are all present: one that hangs is no reason to wait for an hour."""
 _LEAST_START_SECONDS = 5.0
+_LOOK_SECONDS = 0.01
+_set_timeout = getattr(dist, "set_timeout", _set_pg_timeout)
+"""The public name is newer than torch 2.13. Beside it, the private one warns that it is deprecated."""
 
 
 class ProcessContext(NamedTuple):
@@ -111,7 +115,7 @@ def initialize_ddp(
         return _State.alone.context
     environment = _environment_with(rank, worldsize, master_addr, master_port)
     if not is_configured():  # a script in the form of the guides begins here
-        configure_logs(environment.rank)
+        configure_logs(environment.rank, num_processes=environment.world_size)
     fallbacks = Fallbacks() if fallbacks is None else fallbacks  # an empty list of them is false
     if environment.world_size == 1:
         return _alone(environment, device, flag, fallbacks)
@@ -252,8 +256,7 @@ def _initialize_distributed(
                 _take(fallbacks, Fallback(what="parallel.backend", wanted=backend, used=candidate, why=str(why)))
             return None
         why = failure
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _give_up(candidate)
     return _settle(rendezvous, why, fallbacks)
 
 
@@ -294,7 +297,8 @@ def _start_backend(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> 
     """Connect the ranks, which are all present; None, or which of them could not and why. Collective."""
     environment = rendezvous.environment
     seconds = min(_MOST_START_SECONDS, max(rendezvous.seconds_left, _LEAST_START_SECONDS))
-    rendezvous.store.set_timeout(timedelta(seconds=seconds))
+    limit = timedelta(seconds=seconds)
+    rendezvous.store.set_timeout(limit)
     interface = interface_towards(_address_of_a_peer(rendezvous, seconds) or environment.master_addr)
     if interface is not None:
         _write_missing({GLOO_INTERFACE_VARIABLE: interface})
@@ -305,12 +309,15 @@ def _start_backend(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> 
             store=PrefixStore(backend, rendezvous.store),
             rank=environment.rank,
             world_size=environment.world_size,
-            timeout=timedelta(seconds=seconds),
+            # At the limit nccl would end the process from a thread of its own: `_finish` is to give up before.
+            timeout=2 * limit if backend == "nccl" else limit,
         )
         _State.group_is_ours = True
-        # nccl would guess this process's GPU from its rank.
-        dist.barrier(device_ids=[torch.cuda.current_device()] if backend == "nccl" else None)
-        _set_pg_timeout(timeout)
+        if backend == "nccl":  # it would guess this process's GPU from its rank
+            _finish(dist.barrier(device_ids=[torch.cuda.current_device()], async_op=True), seconds)
+        else:
+            dist.barrier()
+        _set_timeout(timeout)
     except (dist.DistError, RuntimeError, ValueError) as error:
         problem = str(error).split("\n", 1)[0]
     notes = rendezvous.exchange(f"start of {backend}", problem, seconds + _LEAST_START_SECONDS)
@@ -325,6 +332,29 @@ def _start_backend(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> 
         environment.world_size,
     )
     return None
+
+
+def _finish(work: dist.Work, seconds: float) -> None:
+    """Wait for a collective whose backend has no limit that this process survives.
+
+    Raises:
+        RuntimeError: it failed, or has not ended in time.
+    """
+    end = time.monotonic() + seconds
+    while not work.is_completed():
+        if time.monotonic() > end:
+            raise RuntimeError(f"its first collective has not ended within {seconds:.0f} seconds")
+        time.sleep(_LOOK_SECONDS)
+    work.wait()
+
+
+def _give_up(backend: str) -> None:
+    """End a group that has not started; nccl would first wait for its unfinished collective."""
+    if dist.is_initialized():
+        if backend == "nccl":
+            _abort_process_group()
+        else:
+            dist.destroy_process_group()
 
 
 def _address_of_a_peer(rendezvous: Rendezvous, seconds: float) -> str | None:

@@ -65,10 +65,24 @@ def _pick_device(local_rank: int) -> torch.device:
 
 
 def device_of_rank(local_rank: int, wish: str | torch.device | None) -> torch.device:
-    """The CPU where the wish says so, else the GPU with the local rank: a launch chooses the index itself."""
-    if wish is not None and _resolve_device(wish).type == "cpu":
-        return torch.device("cpu")
-    return _pick_device(local_rank)
+    """The CPU where the wish says so, else the GPU with the local rank: a launch chooses the index itself.
+
+    Raises:
+        LaunchError: the wish is an Apple GPU, or see `_pick_device`.
+    """
+    kind = "cuda" if wish is None else _resolve_device(wish).type
+    if kind == "mps":
+        raise LaunchError(
+            "training.device=mps computes in one process alone: torch has no collectives for an Apple GPU. Start one "
+            "process, or set training.device=cpu."
+        )
+    return torch.device("cpu") if kind == "cpu" else _pick_device(local_rank)
+
+
+def accelerator_kind() -> str | None:
+    """The kind of accelerator that torch sees on this machine: `cuda`, `mps`, or one that finetune does not know."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
 
 
 def device_identity(device: torch.device) -> str | None:

@@ -38,7 +38,7 @@ def explain(error: BaseException, watchdog: Watchdog | None) -> BaseException:
     fault = error.fault if isinstance(error, RunFailedError) else None
     if fault is not None and fault.error == KeyboardInterrupt.__name__ and told_to_stop() == signal.SIGINT:
         return KeyboardInterrupt()  # the second Ctrl-C was for this rank too, which waited in a collective
-    named = _out_of_memory(error) if _is_out_of_memory(error) else error
+    named = as_out_of_memory(error) or error
     if watchdog is not None and fault is None and not isinstance(named, PeerFailedError):
         named.add_note(watchdog.whereabouts)
     return named
@@ -62,7 +62,10 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_NO_MEMORY)
 
 
-def _out_of_memory(error: BaseException) -> RunFailedError:
+def as_out_of_memory(error: BaseException) -> RunFailedError | None:
+    """The error to report if memory ran out, without the tensors that a traceback keeps; None for any other error."""
+    if not _is_out_of_memory(error):
+        return None
     cause = _PLACE_IN_TORCH.sub("", str(error).strip().split("\n", 1)[0]).rstrip(".") or type(error).__name__
     return RunFailedError(
         f"out of memory: {cause}. Lower training.batch_size and keep training.global_batch_size (gradients are then "

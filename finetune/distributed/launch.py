@@ -25,6 +25,7 @@ from finetune.distributed.ddp_init import (
     joined_environment,
     joined_fallbacks,
 )
+from finetune.distributed.device import accelerator_kind
 from finetune.distributed.environment import (
     LaunchEnvironment,
     given_address,
@@ -33,8 +34,10 @@ from finetune.distributed.environment import (
     is_cpu_requested,
 )
 from finetune.distributed.local_spawn import run_as_processes
+from finetune.distributed.precision import deterministic_algorithms
 from finetune.distributed.runtime import Runtime, forget_accelerate
-from finetune.errors import LaunchError
+from finetune.engine.fused import switch_fused
+from finetune.errors import ConfigError, LaunchError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs
 from finetune.runs.folder import RunFolder
@@ -62,12 +65,15 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
 
     Raises:
         CheckpointError: the folder holds another run.
-        ConfigError: a tracker of `training.report_to` is not installed where rank 0 runs.
+        ConfigError: a tracker of `training.report_to` is not installed where rank 0 runs, or this device cannot do what
+            the configuration asks for.
         LaunchError: the launcher, the configuration and Accelerate do not describe the same world.
         SystemExit: this process only started others, or rank 0 trains alone (`LeftToMain`).
     """
     environment = joined_environment()
-    configure_logs(environment.rank, level=logging.DEBUG if config.training.debug else logging.INFO)
+    level = logging.DEBUG if config.training.debug else logging.INFO
+    started = (config.parallel.num_processes or 1) if _is_to_spawn(config, environment) else environment.world_size
+    configure_logs(environment.rank, level=level, num_processes=started)
     fallbacks = Fallbacks(strict=config.strict)
     if trains:
         RunFolder(config.output_dir).check(config.resume)
@@ -90,9 +96,10 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         leaving.callback(forget_accelerate)
         for fallback in joined_fallbacks() if is_adopted else ():
             fallbacks.take(fallback)
+        leaving.callback(switch_fused, False)
         if config.training.deterministic:
-            torch.use_deterministic_algorithms(True)
-            leaving.callback(torch.use_deterministic_algorithms, False)
+            leaving.enter_context(deterministic_algorithms())
+        _refuse_what_mps_lacks(config, context.device)
         runtime = Runtime(context, environment, fallbacks, config)
         try:
             _log.info("Process %d/%d started", environment.rank, environment.world_size)
@@ -148,9 +155,41 @@ def _check_world(config: Config, runtime: Runtime, *, trains: bool) -> None:
 
 
 def _record_other_device(wish: str | None, runtime: Runtime) -> None:
-    if wish is not None and torch.device(wish).type != runtime.device.type:
-        why = f"this process sees {torch.cuda.device_count()} CUDA devices"
-        runtime.fallbacks.take(Fallback(what="training.device", wanted=wish, used=str(runtime.device), why=why))
+    """Record that the run computes on another kind of device than it should, or than the best of this machine."""
+    wanted = wish or accelerator_kind()
+    if wanted is None or torch.device(wanted).type == runtime.device.type:
+        return
+    if wish is not None:
+        why = (
+            "torch sees no Apple GPU"
+            if wish == "mps"
+            else f"this process sees {torch.cuda.device_count()} CUDA devices"
+        )
+    elif wanted == "mps":
+        why = "an Apple GPU computes for one process alone; with training.device=cpu, the CPU is what you ask for"
+    else:
+        why = f"finetune does not compute on {wanted}; with training.device=cpu, the CPU is what you ask for"
+    runtime.fallbacks.take(Fallback(what="training.device", wanted=wanted, used=str(runtime.device), why=why))
+
+
+def _refuse_what_mps_lacks(config: Config, device: torch.device) -> None:
+    """Refuse at once what would fail in the middle of a step, or hold a promise that torch does not give.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if device.type != "mps":
+        return
+    if config.training.deterministic:
+        raise ConfigError(
+            f"training.deterministic is true ({config.origin('training.deterministic')}), but this run is on an Apple "
+            "GPU (mps), for which torch does not promise equal results. Remove the key, or set training.device=cpu."
+        )
+    if config.training.precision == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
+        raise ConfigError(
+            f"training.precision is bf16 ({config.origin('training.precision')}), but on an Apple GPU (mps) that needs "
+            "macOS 14 or newer. Set training.precision=fp32."
+        )
 
 
 def _record_output_device(config: Config, runtime: Runtime) -> None:

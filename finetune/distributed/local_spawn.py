@@ -18,6 +18,7 @@ import psutil
 from finetune.distributed.environment import SPAWN_RUN_ID_PREFIX
 from finetune.errors import LaunchError, PreemptedError, RunFailedError
 from finetune.signals import Terminated, stop_signals_go_to
+from finetune.threads import share_cores
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ def run_as_processes(num_processes: int) -> int:
         signals_to_handle="SIGQUIT",
     )
     _log.info("starting %d processes on this machine: %s", num_processes, " ".join(command))
+    share_cores(num_processes)
     with _signals_go_to_workers() as sent:
         try:
             elastic_launch(config, command[0])(*command[1:])

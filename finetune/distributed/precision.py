@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
+import torch.utils.deterministic
 
 Precision = Literal["fp32", "bf16"]
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether a device is a GPU whose hardware computes in bf16: NVIDIA's from Ampere on, and AMD's.
+
+    Older ones emulate it slowly, and for them too torch's `is_bf16_supported` answers True.
+    """
+    if device.type != "cuda":
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def choose_precision(wish: Literal["auto", "fp32", "bf16"], *, has_bf16: bool) -> Precision:
@@ -21,9 +37,37 @@ def choose_precision(wish: Literal["auto", "fp32", "bf16"], *, has_bf16: bool) -
     return wish
 
 
-def convert_weights(model: torch.nn.Module, precision: Precision) -> None:
-    """Give a model's weights their types: fp32 where they train, the run's precision where they are frozen."""
+def convert_weights(model: torch.nn.Module, precision: Precision, device: torch.device | None = None) -> None:
+    """Give a model's weights their types: fp32 where they train, the run's precision where they are frozen.
+
+    Args:
+        model: on the CPU, or where it was loaded.
+        precision: of the run.
+        device: where each weight goes in the same step, so that main memory holds no other copy. On the CPU each is
+            copied, so that no weight stays mapped from a file that may change under the run. None: weights stay
+            where they are.
+    """
     frozen = torch.bfloat16 if precision == "bf16" else torch.float32
+    is_copied = device is not None and device.type == "cpu"
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(torch.float32 if parameter.requires_grad else frozen)
+            dtype = torch.float32 if parameter.requires_grad else frozen
+            parameter.data = parameter.data.to(parameter.device if device is None else device, dtype, copy=is_copied)
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Compute the same bits every time inside; on CUDA, an operation that cannot is an error."""
+    workspace = os.environ.get(_WORKSPACE)
+    os.environ.setdefault(_WORKSPACE, ":4096:8")  # without a fixed workspace, torch refuses all products on CUDA
+    settings: Any = torch.utils.deterministic
+    fills_memory = settings.fill_uninitialized_memory
+    settings.fill_uninitialized_memory = False  # it takes time, and shows only what nobody wrote
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        settings.fill_uninitialized_memory = fills_memory
+        if workspace is None:
+            os.environ.pop(_WORKSPACE, None)

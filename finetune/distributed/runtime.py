@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,11 +30,12 @@ from finetune.distributed.ending import explain, in_a_line
 from finetune.distributed.environment import LaunchEnvironment, launcher_pid
 from finetune.distributed.gradients import LossFunction, Reducer, sum_flat
 from finetune.distributed.guardian.faults import ranks_in_words
-from finetune.distributed.precision import choose_precision, convert_weights
+from finetune.distributed.precision import choose_precision, convert_weights, has_bf16
 from finetune.distributed.watchdog import Watchdog, WatchedRank
 from finetune.errors import FinetuneError, LaunchError, PeerFailedError, PreemptedError, RunFailedError
 from finetune.fallbacks import Fallbacks
 from finetune.signals import told_to_stop
+from finetune.threads import is_for_one_thread, settle_waiting
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -65,8 +66,7 @@ class Runtime:
         self.context = context
         self.environment = environment
         self.fallbacks = fallbacks
-        has_bf16 = context.device.type == "cuda" and torch.cuda.is_bf16_supported()
-        self.precision = choose_precision(config.training.precision, has_bf16=has_bf16)
+        self.precision = choose_precision(config.training.precision, has_bf16=has_bf16(context.device))
         self._parallel = config.parallel
         self._is_set_up = False
         self._next_look = 0.0
@@ -74,7 +74,11 @@ class Runtime:
         self._closing: list[Callable[[BaseException | None], None]] = []
         self._reducer: Reducer | None = None
         self._watchdog: Watchdog | None = None
+        self._named: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        self._phase = ExitStack()
         refuse_settings_of_accelerate(self.precision, config.training.precision)
+        if context.device.type == "cuda":
+            torch.cuda.set_device(context.device)  # in a world of one, Accelerate takes the current one
         self._accelerator = Accelerator(
             cpu=context.device.type == "cpu",
             mixed_precision="bf16" if self.precision == "bf16" else "no",
@@ -110,13 +114,26 @@ class Runtime:
         """``nccl``, ``gloo``, or ``none`` in a world of one."""
         return str(dist.get_backend()) if self.context.distributed else "none"
 
+    @property
+    def threads(self) -> dict[str, Any]:
+        """How many threads compute on the CPU in this process, and how they wait, for run.json."""
+        return {"count": torch.get_num_threads(), **settle_waiting()._asdict()}
+
+    def fit_threads(self, model: torch.nn.Module) -> None:
+        """Let one thread compute a narrow model on the CPU, until this run leaves."""
+        width, before = getattr(getattr(model, "config", None), "hidden_size", None), torch.get_num_threads()
+        if self.device.type == "cpu" and before > 1 and is_for_one_thread(width, os.environ):
+            _log.info("one thread computes this model of width %s; OMP_NUM_THREADS sets another number", width)
+            torch.set_num_threads(1)
+            self.on_close(lambda _: torch.set_num_threads(before))
+
     def place(self, model: torch.nn.Module) -> None:
         """Move a model to this process's device and settle the types of its weights.
 
         Trained weights are fp32 always; frozen ones take the precision of the run. Collective: rank 0's trained weights
         are copied to all, so that every rank starts equal whatever its own random numbers were.
         """
-        convert_weights(model, self.precision)
+        convert_weights(model, self.precision, self.device)
         self._accelerator.prepare_model(model, evaluation_mode=True)
         if self.context.distributed:
             with self._collective("copying rank 0's weights"):
@@ -151,7 +168,7 @@ class Runtime:
             is_last: whether it is the step's last, whose backward pass may sync the gradients.
         """
         there = microbatch.to(self.device)
-        with self.autocast():
+        with self._named("forward"), self.autocast():
             if not self.needs_even_shares:
                 return compute(model, there)
             if self._reducer is None or self._reducer.model is not model:
@@ -168,7 +185,8 @@ class Runtime:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add a loss's gradients to this rank's own; `sync_gradients` sums them over ranks."""
-        with self._collective("backward") if self._reducer is not None else nullcontext():
+        waiting = self._collective("backward", has_own_work=True) if self._reducer is not None else nullcontext()
+        with self._named("backward"), waiting:
             self._accelerator.backward(loss)
 
     def sync_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -186,25 +204,46 @@ class Runtime:
             with self._collective("sync_gradients"):
                 sum_flat(parameters)
 
-    def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> float:
+    def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Scale gradients down to `max_norm` (None: only measure), and return their norm before that.
 
-        After `sync_gradients` the norm is equal on all ranks, so they agree whether it is finite.
+        After `sync_gradients` the norm is equal on all ranks. It is a scalar on their device, where it may still be
+        computed: reading it makes the host wait.
         """
         limit = float("inf") if max_norm is None else max_norm
-        norm = self._accelerator.clip_grad_norm_(parameters, limit)
-        return float(norm) if norm is not None else 0.0
+        norm: torch.Tensor = self._accelerator.clip_grad_norm_(parameters, limit)
+        return norm
 
     def sum(self, values: Iterable[float]) -> list[float]:
         """Add numbers over ranks, in float64. Collective: every rank, with equally many values."""
         mine = torch.tensor(list(values), dtype=torch.float64)
-        if not self.context.distributed:
-            return [float(value) for value in mine]
-        # The sums go through the backend's own device: nccl takes no CPU tensors.
-        there = mine.to(self.device)
-        with self._collective("sum"):
-            dist.all_reduce(there)
-        return [float(value) for value in there.cpu()]
+        if self.context.distributed:
+            mine = mine.to(self.device)  # the sums go through the backend's own device: nccl takes no CPU tensors
+        return self.sum_and_read(mine, mine[:0])[0]
+
+    def sum_and_read(self, values: torch.Tensor, own: torch.Tensor) -> tuple[list[float], list[float]]:
+        """Add a vector over ranks, and read it and this rank's own values, for which the host waits only once.
+
+        Collective: every rank, with equally many values.
+
+        Args:
+            values: float64, on this rank's device; a new tensor.
+            own: like them, but not added over ranks.
+        """
+        with self._collective("sum") if self.context.distributed else nullcontext():
+            if self.context.distributed:
+                dist.all_reduce(values)
+            read: list[float] = torch.cat([values, own]).tolist()
+        return read[: len(values)], read[len(values) :]
+
+    def let_device_finish(self) -> None:
+        """Wait for a GPU's queued work. The host would wait for it later, where a fault names the wrong rank."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def least(self, value: float) -> float:
+        """The smallest of the values that the ranks give. Collective: every rank."""
+        return min(self.sum([value * (rank == self.rank) for rank in range(self.world_size)]))
 
     def broadcast_from_main(self, value: Value) -> Value:
         """Rank 0's value on every rank. Collective."""
@@ -299,6 +338,17 @@ class Runtime:
         """
         if self._watchdog is not None:
             self._watchdog.at(phase, step, timed=timed)
+        self._phase.close()
+        self._phase.enter_context(self._named(phase if step is None else f"step {step}: {phase}"))
+
+    def name_ranges(self, named: Callable[[str], AbstractContextManager[Any]]) -> None:
+        """From here on, make a range of each phase, forward and backward pass and collective, for a profiler.
+
+        Args:
+            named: makes a range of a name; `nullcontext`: none.
+        """
+        self._phase.close()
+        self._named = named
 
     @property
     def is_told_to_stop(self) -> bool:
@@ -373,12 +423,21 @@ class Runtime:
         )
 
     @contextmanager
-    def _collective(self, what: str) -> Iterator[None]:
-        """A block that waits for the other ranks. If one of them is gone, a RunFailedError says which and where."""
+    def _collective(self, what: str, *, has_own_work: bool = False) -> Iterator[None]:
+        """A block that waits for the other ranks. If one of them is gone, a RunFailedError says which and where.
+
+        Args:
+            what: as a fault names it.
+            has_own_work: this rank computes in the block too, so that what it computed before may go on meanwhile.
+        """
         watchdog = self._watchdog
+        if not has_own_work:
+            self.let_device_finish()  # a rank that still computes is not one that waits
         try:
-            with watchdog.waiting(what) if watchdog is not None else nullcontext():
+            named = nullcontext() if has_own_work else self._named(f"collective: {what}")
+            with named, watchdog.waiting(what) if watchdog is not None else nullcontext():
                 yield
+                self.let_device_finish()  # nccl's calls return before the other ranks have come
         except (dist.DistError, RuntimeError) as error:
             fault = watchdog.first_fault(_FAULT_SECONDS) if watchdog is not None else None
             if fault is None and not _is_lost_contact(error):
@@ -408,7 +467,8 @@ class Runtime:
         import transformers
 
         _log.info(
-            "finetune %s, torch %s, transformers %s, Python %s; launcher %s, device %s, %s, world of %d",
+            "finetune %s, torch %s, transformers %s, Python %s; "
+            "launcher %s, device %s, %s, world of %d; threads: %d, %s",
             __version__,
             torch.__version__,
             transformers.__version__,
@@ -417,6 +477,8 @@ class Runtime:
             self.device,
             self.precision,
             self.world_size,
+            torch.get_num_threads(),
+            settle_waiting(),
         )
 
 
@@ -454,7 +516,9 @@ def _kind(kind: DistributedType) -> str:
 
 
 def _device_name(device: torch.device) -> str:
-    """`cpu` and `cpu:0` are one device, and so are `cuda` and `cuda:0`."""
+    """`cpu` and `cpu:0` are one device, and `cuda` is the current GPU."""
+    if device.type == "cuda" and device.index is None:
+        return f"cuda:{torch.cuda.current_device()}"
     return device.type if device.type == "cpu" else f"{device.type}:{device.index or 0}"
 
 

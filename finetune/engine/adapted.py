@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from finetune.engine.four_bits import holds_nf4
 from finetune.engine.linear import Linear, draw_keep
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -41,13 +42,13 @@ def read_linear(module: Any, like: Any) -> Linear | nn.Module:
 
 def own_way_reason(module: Any) -> str | None:
     """Return the reason to call a linear layer's own forward; None where its tensors are enough."""
-    if type(module) is nn.Linear:
+    if _holds_readable_weight(module):
         return hook_reason(module)
     if not hasattr(module, "lora_A"):
         return f"a {type(module).__name__}"
     variants = sorted({type(variant).__name__ for variant in module.lora_variant.values()})
     inner = next(filter(None, map(hook_reason, module.modules())), None)
-    if type(module).__name__ != "Linear" or type(module.base_layer) is not nn.Linear:
+    if type(module).__name__ not in ("Linear", "Linear4bit") or not _holds_readable_weight(module.base_layer):
         return f"LoRA on a {type(module.base_layer).__name__}"
     if variants:
         return "DoRA" if variants == [_DORA] else ", ".join(variants)
@@ -60,6 +61,10 @@ def own_way_reason(module: Any) -> str | None:
     if module.merged and module.disable_adapters:
         return "an adapter merged and disabled at once"
     return inner
+
+
+def _holds_readable_weight(module: Any) -> bool:
+    return type(module) is nn.Linear or holds_nf4(module)
 
 
 def unknown_linear(module: Any) -> str | None:

@@ -7,7 +7,7 @@ Other devices use a dense mask.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -15,7 +15,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn import functional
 
-from finetune.engine.attention_cuda import flex_attention, has_varlen, prepare_flex, prepare_varlen, varlen_attention
+from finetune.engine.attention_cuda import (
+    VARLEN_TYPES,
+    flex_attention,
+    prepare_flex,
+    prepare_varlen,
+    varlen_attention,
+    why_not_varlen,
+)
 from finetune.engine.layout import Layout, dense_mask
 from finetune.engine.products import wide_type
 
@@ -56,9 +63,8 @@ def attention(
     """
     if not len(q):
         return q + (k[:0].sum() + v[:0].sum())  # keys and values have gradients, of zero
-    window = None if window is None or window >= layout.longest_row else window
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    kernel = choose_kernel(q.device.type, q.dtype, has_varlen=q.is_cuda and has_varlen())
+    kernel = _kernel_of(q.device, q.dtype)
     if kernel == "blocks":
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         blocks = layout.prepared(prepare_blocks, queries, window)
@@ -71,13 +77,25 @@ def attention(
     return dense_attention(q, k, v, layout.prepared(dense_mask, queries, window), scale)
 
 
+def prepared_by_the_host(device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
+    """Return the function that prepares attention for tensors of this kind while the micro-batch is on the CPU.
+
+    None: attention is prepared where the tensors are, without waiting for them.
+    """
+    return prepare_varlen if _kernel_of(device, dtype) == "varlen" else None
+
+
+def _kernel_of(device: torch.device, dtype: torch.dtype) -> Kernel:
+    return choose_kernel(device.type, dtype, has_varlen=device.type == "cuda" and why_not_varlen(device) is None)
+
+
 def choose_kernel(device_type: str, dtype: torch.dtype, *, has_varlen: bool) -> Kernel:
     """Choose the kernel for tensors of this kind."""
     if device_type == "cpu":
         return "blocks"
     if device_type != "cuda":
         return "dense"
-    if dtype in (torch.float16, torch.bfloat16) and has_varlen:
+    if dtype in VARLEN_TYPES and has_varlen:
         return "varlen"
     return "flex"
 

@@ -132,7 +132,7 @@ class Decoder:
         self._config = bare.config
         self._family = FAMILIES[bare.config.model_type]
         self._attention = attention
-        self._window = getattr(bare.config, "sliding_window", None)
+        self._window = sliding_window(bare)
         self._checkpoint_layers = checkpoint_layers
         self._mlp_chunk_rows = mlp_chunk_rows
 
@@ -171,13 +171,13 @@ class Decoder:
         family, norm = self._family, modules.input_layernorm
         projections = self._linears(modules, family.projections, h)
         if family.is_parallel:
-            x, project = _normalize(norm, h), _side_by_side
+            x, project = _normalize(norm, h), _with_input
         else:
             x, project = h, partial(_normed_side_by_side, norm=norm)
-        q, k, v = self._project(project, x, projections, tokens)
+        x, q, k, v = self._project(project, x, projections, tokens)
         attended = self._attention(q, k, v, tokens.layout, queries=tokens.at, window=self._window).flatten(1)
 
-        h = tokens.chosen(h)
+        h = tokens.chosen(h if family.is_parallel else x)
         output, *widen, narrow = self._linears(modules, (family.output, *family.widen, family.narrow), h)
         if not family.is_parallel:
             h = _side_by_side(attended, output, residual=h)
@@ -188,22 +188,27 @@ class Decoder:
         return result
 
     def _project(
-        self, project: Callable[..., torch.Tensor], x: torch.Tensor, projections: list[AnyLinear], tokens: _Tokens
+        self,
+        project: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        x: torch.Tensor,
+        projections: list[AnyLinear],
+        tokens: _Tokens,
     ) -> tuple[torch.Tensor, ...]:
-        """Project queries of the requested tokens, and keys and values of all tokens."""
+        """Return x for further use, queries of the requested tokens, and keys and values of all tokens."""
         heads, kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
         cos, sin, at = tokens.cos, tokens.sin, tokens.at
         queries, *keys_values = projections
         if at is None or (not isinstance(queries, Linear) and not keys_values):
-            q, k, v = split_heads(project(x, *projections), cos, sin, [heads, kv_heads, kv_heads], num_rotated=2)
-            return tokens.chosen(q), k, v
+            projected, x = project(x, *projections)
+            q, k, v = split_heads(projected, cos, sin, [heads, kv_heads, kv_heads], num_rotated=2)
+            return x, tokens.chosen(q), k, v
         if isinstance(queries, Linear):
             if not keys_values:
                 width = queries.width * heads // (heads + 2 * kv_heads)
                 queries, keys_values = queries.columns(0, width), [queries.columns(width, queries.width)]
             queries = queries.at_rows(at)
-        (q,) = split_heads(project(tokens.chosen(x), queries), cos[at], sin[at], [heads], num_rotated=1)
-        return q, *split_heads(project(x, *keys_values), cos, sin, [kv_heads, kv_heads], num_rotated=1)
+        (q,) = split_heads(project(tokens.chosen(x), queries)[0], cos[at], sin[at], [heads], num_rotated=1)
+        return x, q, *split_heads(project(x, *keys_values)[0], cos, sin, [kv_heads, kv_heads], num_rotated=1)
 
     @staticmethod
     def _linears(modules: Any, names: Sequence[str], like: torch.Tensor) -> list[AnyLinear]:
@@ -219,10 +224,15 @@ def _side_by_side(x: torch.Tensor, *layers: AnyLinear, residual: torch.Tensor | 
     return y if residual is None else residual + y
 
 
-def _normed_side_by_side(h: torch.Tensor, *layers: AnyLinear, norm: Any) -> torch.Tensor:
+def _with_input(x: torch.Tensor, *layers: AnyLinear) -> tuple[torch.Tensor, torch.Tensor]:
+    return _side_by_side(x, *layers), x
+
+
+def _normed_side_by_side(h: torch.Tensor, *layers: AnyLinear, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply `normed_linear`, calling those layers that are modules."""
     if _are_read(layers):
         return normed_linear(h, *layers, weight=norm.weight, eps=norm.variance_epsilon)
-    return _side_by_side(_normalize(norm, h), *layers)
+    return _side_by_side(_normalize(norm, h), *layers), h
 
 
 def _gated_mlp(
@@ -241,6 +251,12 @@ def _are_read(layers: Sequence[AnyLinear]) -> TypeGuard[Sequence[Linear]]:
 def bare_model(model: Any) -> Any:
     """Return the transformers model inside a PEFT model."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def sliding_window(model: Any) -> int | None:
+    """Return the number of tokens of its row that a token sees, itself included; None: all before it."""
+    window: int | None = getattr(bare_model(model).config, "sliding_window", None)
+    return window
 
 
 def _normalize(norm: Any, h: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy
 import torch
@@ -16,6 +16,8 @@ import torch
 from finetune.engine.prefixes import PrefixTree, Tokens, build_prefix_tree, separate_rows
 
 Made = TypeVar("Made")
+Change = Callable[[torch.Tensor], torch.Tensor]
+"""Moves a tensor, for example."""
 
 
 class Stretch(NamedTuple):
@@ -42,7 +44,7 @@ class Layout:
     position_ids: torch.Tensor
     visible_until: torch.Tensor
     stretches: tuple[Stretch, ...]
-    _prepared: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
+    _prepared: list[_Prepared] = field(default_factory=list, init=False, repr=False)
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -77,16 +79,47 @@ class Layout:
         queries: torch.Tensor | None,
         window: int | None,
     ) -> Made:
-        """Call `prepare(layout, queries, window)` once for all layers; without queries, for all tokens."""
-        key = (prepare, id(queries), window)
-        if key not in self._prepared:  # the queries are kept too, so that no other tensor can have their id
-            self._prepared[key] = queries, prepare(self, self.tokens if queries is None else queries, window)
-        made: Made = self._prepared[key][1]
+        """Call `prepare(layout, queries, window)` once for all layers.
+
+        Args:
+            prepare: makes what a kernel needs, on the device of the queries.
+            queries: flat indices, the same tensor for all layers that share what is made; None: all tokens.
+            window: see `sees`; one that is as long as the longest row is None to `prepare`.
+        """
+        window = None if window is None or window >= self.longest_row else window
+        for known in self._prepared:
+            if known.prepare is prepare and known.queries is queries and known.window == window:
+                return known.made  # type: ignore[no-any-return]
+        made = prepare(self, self.tokens if queries is None else queries, window)
+        self._prepared.append(_Prepared(prepare, queries, window, made))
         return made
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Layout:
-        """Apply a function to every tensor, for example to move it."""
-        return replace(self, position_ids=change(self.position_ids), visible_until=change(self.visible_until))
+    def map(self, change: Change) -> Layout:
+        """Apply a function to every tensor, also to those of what is prepared, if that can move to another device."""
+        changed = replace(self, position_ids=change(self.position_ids), visible_until=change(self.visible_until))
+        for prepare, queries, window, made in self._prepared:
+            if isinstance(made, Movable):
+                there = None if queries is None else change(queries)
+                changed._prepared.append(_Prepared(prepare, there, window, made.map(change)))
+        return changed
+
+
+@runtime_checkable
+class Movable(Protocol):
+    """What is prepared on the CPU for a kernel of another device."""
+
+    def map(self, change: Change) -> Any:
+        """Apply a function to every tensor."""
+        ...
+
+
+class _Prepared(NamedTuple):
+    """A result of `Layout.prepared` and what it was made from."""
+
+    prepare: Callable[..., Any]
+    queries: torch.Tensor | None
+    window: int | None
+    made: Any
 
 
 def is_seen(
@@ -154,16 +187,38 @@ class PackedMicrobatch:
         """A copy in page-locked memory, for a loader with `pin_memory`."""
         return self._map(torch.Tensor.pin_memory)
 
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PackedMicrobatch:
+    def prepare_attention(self, prepare: Callable[[Layout, torch.Tensor, int | None], Any], window: int | None) -> None:
+        """Prepare attention for all layers: the last one has queries at `positions`, the others at all tokens.
+
+        A kernel whose plan is made from numbers, not tensors, would make a GPU's host wait for `positions`. So its
+        plan is made here, while the micro-batch is on the CPU, and moves with it.
+
+        Args:
+            prepare: see `Layout.prepared`.
+            window: the model's sliding window, or None.
+        """
+        for queries in (None, self.positions):
+            if queries is None or len(queries):
+                self.layout.prepared(prepare, queries, window)
+
+    def _map(self, change: Change) -> PackedMicrobatch:
+        changed: dict[int, torch.Tensor] = {}
+
+        def once(tensor: torch.Tensor) -> torch.Tensor:
+            """Change a tensor that stands in two places, as the positions do, to one tensor."""
+            if id(tensor) not in changed:
+                changed[id(tensor)] = change(tensor)
+            return changed[id(tensor)]
+
         return replace(
             self,
-            input_ids=change(self.input_ids),
-            layout=self.layout.map(change),
-            positions=change(self.positions),
-            labels=change(self.labels),
-            counts=change(self.counts),
-            target_term=change(self.target_term),
-            target_row=change(self.target_row),
+            input_ids=once(self.input_ids),
+            layout=self.layout.map(once),
+            positions=once(self.positions),
+            labels=once(self.labels),
+            counts=once(self.counts),
+            target_term=once(self.target_term),
+            target_row=once(self.target_row),
         )
 
 

@@ -7,13 +7,14 @@ Where it is exact and less work, the adapter is first added to the weight; then 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from finetune.engine import norm
-from finetune.engine.products import add_product, product, wide_type
+from finetune.engine.four_bits import full_shape, is_in_4_bits, widened
+from finetune.engine.products import LowRank, cast, plus_product, product, scaled_product, wide_type
 
 ALL_ROWS = slice(None)
 
@@ -22,7 +23,7 @@ class Linear(NamedTuple):
     """The tensors of one linear layer.
 
     Attributes:
-        weight: (out_features, in_features).
+        weight: (out_features, in_features); a frozen one may be in 4 bits.
         bias: (out_features,), or None.
         lora_a: (r, in_features), or None where the layer has no adapter.
         lora_b: (out_features, r), or None.
@@ -40,8 +41,10 @@ class Linear(NamedTuple):
     def folded(self, x: torch.Tensor) -> Linear:
         """Return the layer with the adapter added to the weight if that is exact and less work, else the layer itself.
 
-        It is not exact with dropout, nor if the sum would be rounded to 16 bits.
+        It is not exact with dropout, nor if the sum would be rounded to 16 bits. A weight in 4 bits is widened.
         """
+        if is_in_4_bits(self.weight):
+            return self._replace(weight=widened(self.weight, x.dtype))
         if self.lora_a is None or self.lora_b is None or self.keep is not None:
             return self
         is_exact = x.dtype == self.weight.dtype == self.lora_a.dtype and x.element_size() >= 4
@@ -54,13 +57,13 @@ class Linear(NamedTuple):
     @property
     def width(self) -> int:
         """The number of output columns."""
-        return self.weight.shape[0]
+        return full_shape(self.weight)[0]
 
     def columns(self, start: int, stop: int) -> Linear:
         """Return the layer with only these output columns."""
         bias = None if self.bias is None else self.bias[start:stop]
         lora_b = None if self.lora_b is None else self.lora_b[start:stop]
-        return self._replace(weight=self.weight[start:stop], bias=bias, lora_b=lora_b)
+        return self._replace(weight=widened(self.weight)[start:stop], bias=bias, lora_b=lora_b)
 
     def at_rows(self, rows: slice | torch.Tensor) -> Linear:
         """Return the layer for only these rows of its input."""
@@ -90,9 +93,15 @@ def linear(x: torch.Tensor, *layers: Linear, residual: torch.Tensor | None = Non
     return result
 
 
-def normed_linear(h: torch.Tensor, *layers: Linear, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute `linear(rms_norm(h, weight, eps), *layers)`, keeping only h, since a norm is cheaper to recompute."""
-    result: torch.Tensor = _NormedLinears.apply(h, weight, eps, *flatten(layers))  # type: ignore[no-untyped-call]
+def normed_linear(
+    h: torch.Tensor, *layers: Linear, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `linear(rms_norm(h, weight, eps), *layers)`, keeping only h, since a norm is cheaper to recompute.
+
+    Returns:
+        The result, and h for further use: its gradient is then added where that of the norm is made.
+    """
+    result: tuple[torch.Tensor, torch.Tensor] = _NormedLinears.apply(h, weight, eps, *flatten(layers))  # type: ignore[no-untyped-call]
     return result
 
 
@@ -107,34 +116,38 @@ class _Linears(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         layers, (x,) = saved(ctx)
         gradients = LinearGradients(layers, ctx.needs_input_grad[2:], dy)
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = gradients.propagate(dy, x)
-        else:
+        dx = gradients.propagate(dy) if ctx.needs_input_grad[0] else None
+        if x is not None:
             gradients.add(dy, x)
         return dx, dy if ctx.needs_input_grad[1] else None, *gradients.flatten()
 
 
 class _NormedLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: torch.Tensor, weight: torch.Tensor, eps: float, *parts: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, h: torch.Tensor, weight: torch.Tensor, eps: float, *parts: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         layers = unflatten(parts)
-        inverse_rms = norm.inverse_root_mean_square(h, eps)
+        x, inverse_rms = norm.normalized_with_statistics(h, weight, eps)
         save_for_backward(ctx, layers, h, weight, inverse_rms)
-        return apply_linears(norm.normalized(h, weight, inverse_rms), [layer.folded(h) for layer in layers])
+        ctx.set_materialize_grads(False)
+        return apply_linears(x, [layer.folded(h) for layer in layers]), h
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+    def backward(ctx: Any, dy: torch.Tensor | None, residual: torch.Tensor | None) -> Any:
         layers, (h, weight, inverse_rms) = saved(ctx)
         wants_h, wants_weight, _, *wanted = ctx.needs_input_grad
+        if dy is None:
+            return residual, *[None] * (2 + len(wanted))
         gradients = LinearGradients(layers, wanted, dy)
-        x = norm.normalized(h, weight, inverse_rms)
-        if not (wants_h or wants_weight):
-            gradients.add(dy, x)
-            return None, None, None, *gradients.flatten()
-        dx = gradients.propagate(dy, x)
-        dh = norm.input_gradient(dx, h, weight, inverse_rms) if wants_h else None
-        dweight = norm.weight_gradient(dx, h, inverse_rms).to(weight.dtype) if wants_weight else None
+        dh = dweight = None
+        if wants_h or wants_weight:  # this is at least half of the work
+            dx = gradients.propagate(dy)
+            dh, x = norm.input_gradient(dx, h, weight, inverse_rms, residual)
+            dweight = norm.weight_gradient(dx, h, inverse_rms).to(weight.dtype) if wants_weight else None
+        else:
+            x = norm.normalized(h, weight, inverse_rms)
+        gradients.add(dy, x)
         return dh, dweight, None, *gradients.flatten()
 
 
@@ -152,11 +165,12 @@ def apply_linears(
 
 def _apply(x: torch.Tensor, layer: Linear, residual: torch.Tensor | None) -> torch.Tensor:
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
-    y = product(x, layer.weight.to(x.dtype), bias, residual)
+    low_rank = None
     if layer.lora_a is not None and layer.lora_b is not None:
         dropped = x if layer.keep is None else x * layer.keep
-        y.addmm_(product(dropped, layer.lora_a.to(x.dtype)), layer.lora_b.to(x.dtype).t(), alpha=layer.scale)
-    return y
+        left = product(dropped, cast(layer.lora_a, x.dtype))
+        low_rank = LowRank(left, cast(layer.lora_b, x.dtype), layer.scale)
+    return product(x, layer.weight.to(x.dtype), bias, residual, low_rank)
 
 
 class LinearGradients:
@@ -174,29 +188,36 @@ class LinearGradients:
             for index, layer in enumerate(layers)
         ]
 
-    def propagate(self, dy: torch.Tensor, x: torch.Tensor | None, rows: slice = ALL_ROWS) -> torch.Tensor:
-        """Add the gradients of some rows, and return the gradient of their input, (rows, in_features).
+    def propagate(self, dy: torch.Tensor, rows: slice = ALL_ROWS) -> torch.Tensor:
+        """Return the gradient of the input for some rows, (rows, in_features).
 
         Args:
             dy: (rows, sum of out_features).
-            x: (rows, in_features), or None if only the gradient of the input is needed.
             rows: the indices of these rows in the whole input.
         """
-        dx = self._add(dy, x, rows, wants_input=True)
+        dx = None
+        for gradients, own in self._each(dy):
+            dx = gradients.propagate(own, dx, rows)
         assert dx is not None
         return dx
 
-    def add(self, dy: torch.Tensor, x: torch.Tensor | None, rows: slice = ALL_ROWS) -> None:
-        """Add the gradients of some rows, without that of the input, which is at least half of the work."""
-        self._add(dy, x, rows, wants_input=False)
+    def add(self, dy: torch.Tensor, x: torch.Tensor, rows: slice = ALL_ROWS) -> None:
+        """Add the gradients of the layers' parts for some rows, after `propagate` of the same rows, if at all.
 
-    def _add(self, dy: torch.Tensor, x: torch.Tensor | None, rows: slice, *, wants_input: bool) -> torch.Tensor | None:
-        dx, start = None, 0
+        Args:
+            dy: (rows, sum of out_features).
+            x: (rows, in_features).
+            rows: the indices of these rows in the whole input.
+        """
+        for gradients, own in self._each(dy):
+            gradients.add(own, x, rows)
+
+    def _each(self, dy: torch.Tensor) -> Iterator[tuple[_LayerGradients, torch.Tensor]]:
+        """Yield each layer with the gradient of its output."""
+        start = 0
         for gradients in self._layers:
-            own = dy[:, start : start + gradients.layer.width]
-            dx = gradients.add(own, x, dx, rows, wants_input=wants_input)
+            yield gradients, dy[:, start : start + gradients.layer.width]
             start += gradients.layer.width
-        return dx
 
     def flatten(self) -> list[torch.Tensor | None]:
         """Return the gradients in the order of `flatten`, each in its parameter's own type."""
@@ -209,45 +230,53 @@ class _LayerGradients:
     def __init__(self, layer: Linear, wanted: Sequence[bool], like: torch.Tensor) -> None:
         self.layer = layer
         self._folded = layer.folded(like)
-        weight, bias, a, b, *_ = wanted
-        self._weight = _zeros(layer.weight) if weight else None
-        self._bias = _zeros(layer.bias) if bias and layer.bias is not None else None
-        self._a = _zeros(layer.lora_a) if a and layer.lora_a is not None else None
+        self._wants_weight, self._wants_bias, self._wants_a, self._wants_b, *_ = wanted
+        self._weight: torch.Tensor | None = None
+        self._bias: torch.Tensor | None = None
+        self._a: torch.Tensor | None = None
         # (r, out_features), since (r, rows) times (rows, out_features) is faster than its transpose.
-        self._b_transposed = _zeros(layer.lora_b.t()) if b and layer.lora_b is not None else None
+        self._b_transposed: torch.Tensor | None = None
+        self._d_low_rank: torch.Tensor | None = None
+        """(rows, r), of the rows of the last `propagate`."""
 
-    def add(
-        self, dy: torch.Tensor, x: torch.Tensor | None, dx: torch.Tensor | None, rows: slice, *, wants_input: bool
-    ) -> torch.Tensor | None:
-        """Add to the sums, and return dx with this layer's part."""
-        if wants_input:
-            dx = product(dy, self._folded.weight.to(dy.dtype).t(), residual=dx)
-        if x is not None and self._weight is not None:
-            add_product(self._weight, dy.t(), x)
-        if x is not None and self._bias is not None:
-            self._bias.add_(dy.sum(0, dtype=self._bias.dtype))
-        if self.layer.lora_a is not None and self.layer.lora_b is not None:
-            self._add_adapter(dy, x, None if self._folded.lora_a is None else dx, self.layer.at_rows(rows))
-        return dx
+    def propagate(self, dy: torch.Tensor, dx: torch.Tensor | None, rows: slice) -> torch.Tensor:
+        """Return dx with this layer's part."""
+        weight, a, keep = self._folded.weight.to(dy.dtype).t(), self._folded.lora_a, self.layer.at_rows(rows).keep
+        if a is None:
+            return product(dy, weight, residual=dx)
+        self._d_low_rank = d_low_rank = self._low_rank_gradient(dy)
+        if keep is None:
+            return product(dy, weight, residual=dx, low_rank=LowRank(d_low_rank, cast(a, dy.dtype).t(), 1.0))
+        return product(dy, weight, residual=dx).add_((d_low_rank @ cast(a, dy.dtype)).mul_(keep))
 
-    def _add_adapter(self, dy: torch.Tensor, x: torch.Tensor | None, dx: torch.Tensor | None, layer: Linear) -> None:
+    def add(self, dy: torch.Tensor, x: torch.Tensor, rows: slice) -> None:
+        """Add to the sums."""
+        layer = self.layer.at_rows(rows)
+        if self._wants_weight:
+            self._weight = plus_product(self._weight, dy.t(), x, wide_type(layer.weight))
+        if self._wants_bias and layer.bias is not None:
+            summed = dy.sum(0, dtype=wide_type(layer.bias))
+            self._bias = summed if self._bias is None else self._bias.add_(summed)
+        if layer.lora_a is not None:
+            d_low_rank = self._low_rank_gradient(dy) if self._d_low_rank is None else self._d_low_rank
+            self._d_low_rank = None
+            self._add_adapter(dy, d_low_rank, x if layer.keep is None else x * layer.keep, layer)
+
+    def _low_rank_gradient(self, dy: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of the product of the input and A."""
+        assert self.layer.lora_b is not None
+        return scaled_product(dy, cast(self.layer.lora_b, dy.dtype).t(), self.layer.scale)
+
+    def _add_adapter(self, dy: torch.Tensor, d_low_rank: torch.Tensor, x: torch.Tensor, layer: Linear) -> None:
+        """Add the gradients of A and B; x is what is left of the input after dropout."""
         assert layer.lora_a is not None
         assert layer.lora_b is not None
-        a, b, keep = layer.lora_a.to(dy.dtype), layer.lora_b.to(dy.dtype), layer.keep
-        d_low_rank = product(dy, b.t()).mul_(layer.scale)  # (rows, r)
-        if dx is not None:
-            if keep is None:
-                dx.addmm_(d_low_rank, a)
-            else:
-                dx.add_((d_low_rank @ a).mul_(keep))
-        if x is None:
-            return
-        dropped = x if keep is None else x * keep
-        if self._a is not None:
-            add_product(self._a, d_low_rank.t(), dropped)
-        if self._b_transposed is not None:
-            low_rank = product(dropped, a).mul_(layer.scale)
-            self._b_transposed.add_(product(low_rank.t(), dy.t()))
+        if self._wants_a:
+            self._a = plus_product(self._a, d_low_rank.t(), x, wide_type(layer.lora_a))
+        if self._wants_b:
+            low_rank = scaled_product(x, cast(layer.lora_a, x.dtype), layer.scale)
+            made = product(low_rank.t(), dy.t()).to(wide_type(layer.lora_b))
+            self._b_transposed = made if self._b_transposed is None else self._b_transposed.add_(made)
 
     def finish(self) -> tuple[torch.Tensor | None, ...]:
         b = None if self._b_transposed is None else self._b_transposed.t()
@@ -282,7 +311,3 @@ def saved(ctx: Any) -> tuple[list[Linear], Sequence[Any]]:
         for start, scale in zip(range(first, len(tensors), per_layer), ctx.scales, strict=True)
     ]
     return layers, tensors[:first]
-
-
-def _zeros(like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(like.shape, dtype=wide_type(like), device=like.device)

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from finetune.engine import norm
+from finetune.engine.fused import fused
 from finetune.engine.linear import (
     PARTS,
     Linear,
@@ -60,14 +61,14 @@ class _GatedMlp(torch.autograd.Function):
         layers = unflatten(parts)
         ctx.chunk_rows = chunk_rows
         down, *gate_up = (layer.folded(h) for layer in layers)
-        inverse_rms = norm.inverse_root_mean_square(h, eps)
-        outputs, hidden = [], []
+        outputs, hidden, statistics = [], [], []
         for rows in _chunks(h, chunk_rows):
-            x = norm.normalized(h[rows], weight, inverse_rms[rows])
+            x, inverse_rms = norm.normalized_with_statistics(h[rows], weight, eps)
+            statistics.append(inverse_rms)
             hidden.append(apply_linears(x, gate_up, rows))
             outputs.append(apply_linears(_gated(hidden[-1]), [down], rows, residual=h[rows]))
-        save_for_backward(ctx, layers, h, weight, inverse_rms, *hidden)
-        return torch.cat(outputs)
+        save_for_backward(ctx, layers, h, weight, _joined(statistics), *hidden)
+        return _joined(outputs)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
@@ -76,21 +77,21 @@ class _GatedMlp(torch.autograd.Function):
         wants_h, wants_weight, _, _, *wanted = ctx.needs_input_grad
         down_gradients = LinearGradients([down], wanted[:PARTS], h)
         gate_up_gradients = LinearGradients(gate_up, wanted[PARTS:], h)
-        dh = torch.empty_like(h)
-        dweight = torch.zeros_like(weight, dtype=inverse_rms.dtype)
+        dweight, dh = None, []
         for rows, gate_up_rows in zip(_chunks(h, ctx.chunk_rows), hidden, strict=True):
-            gate, up = gate_up_rows.chunk(2, dim=-1)
-            silu = functional.silu(gate)
-            d_gated = down_gradients.propagate(dy[rows], silu * up, rows)
-            d_hidden = _gate_up_gradient(gate_up_rows, silu, d_gated)
-            x = norm.normalized(h[rows], weight, inverse_rms[rows])
-            dx = gate_up_gradients.propagate(d_hidden, x, rows)
+            d_gated = down_gradients.propagate(dy[rows], rows)
+            d_hidden, gated = _gated_gradient(gate_up_rows, d_gated)
+            down_gradients.add(dy[rows], gated, rows)
+            dx = gate_up_gradients.propagate(d_hidden, rows)
+            dh_rows, x = norm.input_gradient(dx, h[rows], weight, inverse_rms[rows], dy[rows])
+            gate_up_gradients.add(d_hidden, x, rows)
+            dh.append(dh_rows)
             if wants_weight:
-                dweight += norm.weight_gradient(dx, h[rows], inverse_rms[rows])
-            torch.add(dy[rows], norm.input_gradient(dx, h[rows], weight, inverse_rms[rows]), out=dh[rows])
+                made = norm.weight_gradient(dx, h[rows], inverse_rms[rows])
+                dweight = made if dweight is None else dweight.add_(made)
         return (
-            dh if wants_h else None,
-            dweight.to(weight.dtype) if wants_weight else None,
+            _joined(dh) if wants_h else None,
+            None if dweight is None else dweight.to(weight.dtype),
             None,
             None,
             *down_gradients.flatten(),
@@ -98,20 +99,34 @@ class _GatedMlp(torch.autograd.Function):
         )
 
 
+@fused(launches=1)
 def _gated(gate_up: torch.Tensor) -> torch.Tensor:
     """Compute `silu(gate) * up` from (rows, 2 * features), with the gate left, to (rows, features)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate).mul_(up)
 
 
-def _gate_up_gradient(gate_up: torch.Tensor, silu: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of `gate_up`, given silu(gate)."""
+def _gated_gradient_without_out(gate_up: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `_gated_gradient` by whole tensors, since torch.compile cannot write into a view."""
     gate, up = gate_up.chunk(2, dim=-1)
+    silu = functional.silu(gate)
+    return torch.cat([torch.ops.aten.silu_backward(dy * up, gate), dy * silu], dim=-1), silu * up
+
+
+@fused(launches=1, compiled=_gated_gradient_without_out)
+def _gated_gradient(gate_up: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of `gate_up`, and once more what `_gated` computes."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    silu = functional.silu(gate)
     d_gate_up = torch.empty_like(gate_up)
     d_gate, d_up = d_gate_up.chunk(2, dim=-1)
     torch.mul(dy, silu, out=d_up)
     torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d_gate)
-    return d_gate_up
+    return d_gate_up, silu.mul_(up)
+
+
+def _joined(chunks: list[torch.Tensor]) -> torch.Tensor:
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
 
 def _chunks(h: torch.Tensor, num_rows: int) -> Iterator[slice]:

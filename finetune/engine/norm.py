@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from finetune.engine.fused import fused
 from finetune.engine.products import wide_type
 
 
@@ -24,34 +25,52 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        inverse_rms = inverse_root_mean_square(x, eps)
+        y, inverse_rms = normalized_with_statistics(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse_rms)
-        return normalized(x, weight, inverse_rms)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         x, weight, inverse_rms = ctx.saved_tensors
-        dx = input_gradient(dy, x, weight, inverse_rms) if ctx.needs_input_grad[0] else None
+        dx = input_gradient(dy, x, weight, inverse_rms)[0] if ctx.needs_input_grad[0] else None
         dweight = weight_gradient(dy, x, inverse_rms).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return dx, dweight, None
 
 
-def inverse_root_mean_square(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the inverse root mean square of each row, (rows, 1), in fp32 or better."""
+@fused(launches=1)
+def normalized_with_statistics(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the forward pass, and the inverse root mean square of each row, (rows, 1), in fp32 or better."""
     inverse_rms: torch.Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide_type(x))
-    return inverse_rms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    inverse_rms = inverse_rms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return _normalized(x, weight, inverse_rms), inverse_rms
 
 
+@fused(launches=1)
 def normalized(x: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor) -> torch.Tensor:
     """Compute the forward pass, given the statistics."""
+    return _normalized(x, weight, inverse_rms)
+
+
+def _normalized(x: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor) -> torch.Tensor:
     return (x * inverse_rms).to(x.dtype).mul_(weight)
 
 
-def input_gradient(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor) -> torch.Tensor:
-    """Compute `r * g - x * r³ * mean(g * x)` with `g = weight * dy` and r the inverse root mean square."""
+@fused(launches=1)
+def input_gradient(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    inverse_rms: torch.Tensor,
+    residual: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `r * g - x * r³ * mean(g * x) + residual`, and the forward pass once more.
+
+    Here `g = weight * dy`, and r is the inverse root mean square.
+    """
     g = dy.to(wide_type(x)) * weight
     mean = (g * x).mean(-1, keepdim=True)
-    return g.mul_(inverse_rms).addcmul_(x, mean.mul_(inverse_rms**3), value=-1).to(x.dtype)
+    dx = g.mul_(inverse_rms).addcmul_(x, mean.mul_(inverse_rms**3), value=-1).to(x.dtype)
+    return dx if residual is None else dx.add_(residual), _normalized(x, weight, inverse_rms)
 
 
 def weight_gradient(dy: torch.Tensor, x: torch.Tensor, inverse_rms: torch.Tensor) -> torch.Tensor:

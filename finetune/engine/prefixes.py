@@ -103,7 +103,8 @@ def cut_global_batch(
     """Cut a global batch into micro-batches of even token counts, rows that share much of their beginning together.
 
     Whole subtrees of the prefix tree stay together where they fit. Where one does not fit, its parts are put into as
-    few micro-batches as will do, the heaviest part first and each into the lightest micro-batch with room.
+    few micro-batches as will do, the heaviest part first and each into the lightest micro-batch with room. Where
+    `max_tokens` decides how many there are, it is an even number if it can be, for two ranks to have equal work.
 
     Args:
         rows: the token ids of each row.
@@ -168,16 +169,18 @@ def _cut_tree(tree: PrefixTree, lengths: Sequence[int], max_rows: int, max_token
         for cut in _fill(parts[index], end, *limits):
             longest = max(lengths[row] for row in cut.rows)
             above.append(Cut(cut.rows, cut.num_tokens + min(end, longest) - begin))
-    return _fill(roots, 0, *limits)
+    return _fill(roots, 0, *limits, is_whole=True)
 
 
-def _fill(parts: list[Cut], before: int, max_rows: int, max_tokens: int) -> list[Cut]:
-    """Put parts that follow the same `before` tokens into as few cuts as possible."""
+def _fill(parts: list[Cut], before: int, max_rows: int, max_tokens: int, *, is_whole: bool = False) -> list[Cut]:
+    """Put parts that follow the same `before` tokens into as few cuts as possible, the whole into an even number."""
     num_rows = sum(len(part.rows) for part in parts)
     tokens = sum(part.num_tokens for part in parts)
     room = max(1, max_tokens - before)
-    fewest = max(-(-num_rows // max_rows), -(-tokens // room))
-    for number in range(min(fewest, len(parts)), len(parts)):
+    by_rows, by_tokens = -(-num_rows // max_rows), -(-tokens // room)
+    step = 2 if is_whole and by_tokens > max(1, by_rows) else 1
+    fewest = -(-min(max(by_rows, by_tokens), len(parts)) // step) * step
+    for number in range(fewest, len(parts), step):
         cuts = _fill_exactly(number, parts, max_rows, room)
         if cuts:
             return cuts

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -28,21 +30,52 @@ def wide_type(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+class LowRank(NamedTuple):
+    """The product `scale * left @ right.T` of two narrow matrices."""
+
+    left: torch.Tensor
+    """(rows, r)"""
+    right: torch.Tensor
+    """(out_features, r)"""
+    scale: float
+
+
 def product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    low_rank: LowRank | None = None,
 ) -> torch.Tensor:
-    """Compute `x @ weight.T + bias + residual`, outside of autograd.
+    """Compute `x @ weight.T + bias + residual + low_rank`, outside of autograd.
 
     Args:
         x: (rows, in_features).
         weight: (out_features, in_features); a transposed view costs nothing.
         bias: (out_features,), or None.
         residual: (rows, out_features), or None.
+        low_rank: (rows, out_features) once multiplied, or None.
 
     Returns:
         (rows, out_features), a new tensor.
     """
-    if _ONEDNN is not None and x.dtype == torch.float32 and x.device.type == "cpu" and x.numel():
+    if x.device.type == "cpu":
+        y = _product_on_cpu(x, weight, bias, residual)
+        return y if low_rank is None else y.addmm_(low_rank.left, low_rank.right.t(), alpha=low_rank.scale)
+    # A GPU adds to what the result of a product holds at no cost of its own. So the widest product comes last.
+    summand = bias if residual is None else residual
+    if low_rank is not None:
+        summand = scaled_product(*low_rank, summand)
+        y = summand.addmm_(x, weight.t())
+    else:
+        y = x @ weight.t() if summand is None else torch.addmm(summand, x, weight.t())
+    return y if bias is None or residual is None else y.add_(bias)
+
+
+def _product_on_cpu(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
+    if _ONEDNN is not None and x.dtype == torch.float32 and x.numel():
         if residual is None:
             made: torch.Tensor = _ONEDNN(x, weight, bias, "none", [], "")
         else:
@@ -52,9 +85,46 @@ def product(
     return y if residual is None else y.add_(residual)
 
 
-def add_product(sums: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Compute `sums += left @ right`, where the sums may have a wider type."""
-    if sums.dtype == left.dtype:
-        sums.addmm_(left, right)
-    else:
-        sums.add_(left @ right)
+def scaled_product(
+    x: torch.Tensor, weight: torch.Tensor, scale: float, summand: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute `scale * x @ weight.T + summand`, outside of autograd; the summand may be one row for all."""
+    if x.device.type == "cpu" and summand is None:
+        return product(x, weight).mul_(scale)
+    if summand is None:
+        return torch.addmm(x.new_empty(1), x, weight.t(), beta=0, alpha=scale)
+    return torch.addmm(summand, x, weight.t(), alpha=scale)
+
+
+def plus_product(
+    sums: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Compute `sums + left @ right` in a type as wide as theirs or wider, in place; no sums count as zeros."""
+    if sums is None:
+        return (left @ right).to(dtype)
+    return sums.addmm_(left, right) if dtype == left.dtype else sums.add_(left @ right)
+
+
+_casts: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] | None = None
+"""Weights and their casts, by where the weight lies; None outside of `unchanged_weights`."""
+
+
+@contextmanager
+def unchanged_weights() -> Iterator[None]:
+    """Let `cast` convert each weight only once inside, where no weight may change: for the micro-batches of a step."""
+    global _casts
+    before, _casts = _casts, {}
+    try:
+        yield
+    finally:
+        _casts = before
+
+
+def cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a weight in another type, outside of autograd."""
+    if _casts is None or weight.dtype == dtype:
+        return weight.to(dtype)
+    where = weight.untyped_storage()._cdata, weight.storage_offset(), weight.shape, dtype
+    if where not in _casts:
+        _casts[where] = weight, weight.detach().to(dtype)  # as long as the weight is kept, nothing else lies there
+    return _casts[where][1]

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 PLAIN_HEADS = ("phi", "phi3", "llama", "mistral", "qwen2", "qwen3")
 """Model types whose logits are exactly `head(decoder(ids))`; others scale or cap them in their own forward."""
+WITHOUT_FLOAT64 = frozenset({"mps"})
+"""Kinds of devices that have no float64: sums in it are on the CPU."""
 
 
 def cross_entropy_of_padded(model: torch.nn.Module, microbatch: PaddedMicrobatch) -> torch.Tensor:
@@ -33,7 +35,7 @@ def cross_entropy_of_padded(model: torch.nn.Module, microbatch: PaddedMicrobatch
 
 def in_float64(values: torch.Tensor) -> torch.Tensor:
     """Convert values to float64, on the CPU if their device does not support it."""
-    return (values.cpu() if values.device.type == "mps" else values).double()
+    return (values.cpu() if values.device.type in WITHOUT_FLOAT64 else values).double()
 
 
 def _logits_at(model: torch.nn.Module, input_ids: torch.Tensor, predicts: torch.Tensor) -> torch.Tensor:

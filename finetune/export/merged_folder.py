@@ -115,12 +115,12 @@ def write_merged(
 
 
 def load_tuned_model(run: FinishedRun) -> Any:
-    """Load the base with the adapter on it, or the fully tuned model; on the CPU, weights as they are stored.
+    """Load the base with the adapter on it, or the fully tuned model; on the CPU, in the type of its config.json.
 
     Raises:
         ModelError: the base cannot be loaded, or the adapter does not fit it.
     """
-    model: Any = build_base_model(run.config.model)
+    model: Any = build_base_model(run.config.model, dtype="auto")
     return model if run.is_full else put_adapter_on(model, run.weights, str(run.config.model.path))
 
 

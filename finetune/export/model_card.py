@@ -14,10 +14,10 @@ import yaml
 
 from finetune.config.compose import load_config
 from finetune.config.schema import Config
+from finetune.config.shipped_files import SHIPPED_PREFIX
 from finetune.export.comparison import Difference
 from finetune.inference.finished_run import FinishedRun
 from finetune.runs.recorded_run import RecordedRun
-from finetune.shipped_files import SHIPPED_PREFIX
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SETTINGS = ("training", "preference", "optim", "lora", "data")

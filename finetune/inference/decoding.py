@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from finetune.data.batches import derived_seed
+from finetune.engine.reference import in_float64
 from finetune.errors import DataError
 from finetune.model.base import evaluation_mode, longrope_boundary, max_context
 
@@ -201,12 +202,14 @@ class _Draw:
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return scores of shape (rows, vocabulary): 0 for the sampled token, minus infinity for all others."""
         kept = scores.float()
+        if torch.are_deterministic_algorithms_enabled():  # CUDA has no running sum with a fixed order
+            kept = kept.cpu()
         for only in self._filters:
             kept = only(input_ids, kept)
-        # On the CPU in float64, so that the sample is the same on every device.
-        below = kept.cpu().double().softmax(-1).cumsum(-1)
+        # In float64, so that the sample is the same on every device.
+        below = in_float64(kept).softmax(-1).cumsum(-1)
         level = torch.stack([torch.rand((1,), generator=g, dtype=torch.float64) for g in self._generators])
-        drawn = torch.searchsorted(below, level * below[:, -1:], right=True)
+        drawn = torch.searchsorted(below, level.to(below.device) * below[:, -1:], right=True)
         return torch.full_like(scores, -torch.inf).scatter(1, drawn.to(scores.device), 0.0)
 
 

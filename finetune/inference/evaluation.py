@@ -25,6 +25,7 @@ from finetune.inference.decoding import Decoding, generate_answers
 from finetune.inference.finished_run import has_base
 from finetune.inference.losses import measure_losses
 from finetune.inference.scores import ComparedAnswer, Comparison, ModelScores
+from finetune.logs import waiting
 from finetune.model.base import evaluation_mode
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def run_test_phase(
     )
 
 
+@waiting("measuring the model on its rows")
 def evaluate_model(
     runtime: Runtime,
     model: Any,

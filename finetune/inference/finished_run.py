@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.compose import load_config
 from finetune.config.schema import Config, ModelSection, ParallelSection
-from finetune.errors import CheckpointError, ConfigError, ModelError
+from finetune.errors import CheckpointError, ConfigError, ModelError, first_line
 from finetune.fallbacks import Fallback
 from finetune.runs.folder import RunFolder
 from finetune.runs.verification import newest_valid, verify, verify_published
@@ -111,6 +111,7 @@ def load_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
     model = _load_base(runtime, run.config)
     if run.config.training.method == "lora":
         model = put_adapter_on(model, run.weights, str(run.config.model.path))
+    runtime.fit_threads(model)
     runtime.place(model)
     runtime.agree_set_up()
     return LoadedRun(model, tokenizer)
@@ -134,9 +135,8 @@ def put_adapter_on(base: Any, weights: Path, name: str) -> Any:
         model = load_adapter(base, weights)
         load_model(model, weights)  # strict, while peft only warns of missing tensors
     except Exception as error:  # from several libraries, for other shapes or names
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"the adapter in {weights} does not fit the base {name}: {reason} "
+            f"the adapter in {weights} does not fit the base {name}: {first_line(error)} "
             "Use --base to name the base that it was trained on."
         ) from error
     return model

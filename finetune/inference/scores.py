@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from finetune.inference.answer_metrics import SHARES
 from finetune.signals import give_up_dead_screens
-from finetune.terminal import print_table, visible
+from finetune.terminal import print_table, print_texts
 
 _LABELS = {
     "exact_match": "exact match",
@@ -88,10 +88,6 @@ def show_scores(
         scores: figures of each model, by name; one that is None for every model is left out.
         answers: for each row its prompt, its expected answer and the models' answers, by name.
     """
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     rows = [
         [_LABELS.get(name, name), *(_shown(name, figures[name]) for figures in scores.values())]
         for name in scores["tuned"]
@@ -99,10 +95,7 @@ def show_scores(
     ]
     print_table(["", *scores], rows, right=scores, title=f"{split.capitalize()} split, {num_rows:,} rows")
     for texts in answers:
-        table = Table(box=None, show_header=False, padding=(0, 1))
-        for label, text in texts:
-            table.add_row(Text(label, style="bold"), Text(visible(text)))
-        Console().print(table)
+        print_texts(texts)
 
 
 def _shown(name: str, value: float | None) -> str:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from finetune.errors import ModelError
+from finetune.config.hub import fault_of
+from finetune.config.shipped_files import resolve_shipped
+from finetune.errors import ModelError, first_line
+from finetune.logs import hear_libraries, waiting
+from finetune.model.from_hub import Part, hub_error, reading, repository_of, stored_types
 from finetune.model.tokens import choose_pad_token
 from finetune.model.training_mode import route_by_score
 from finetune.model.variants import describe_split_copy, explain_missing, refuse_unsupported
-from finetune.shipped_files import resolve_shipped
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -41,10 +43,7 @@ def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel
         ModelError: no such model, not a causal language model, or weights that do not belong to it.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
 
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it would fill a log file
     auto: Any = AutoModelForCausalLM
     config = read_model_config(section)
     if section.attention != "auto":
@@ -53,6 +52,7 @@ def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel
         model = _or_model_error(section, lambda: auto.from_config(config, **arguments))
     else:
         where = locate_model(section)
+        arguments = {"dtype": _type_to_load(where, section.revision, config), **arguments}
         model, info = _or_model_error(
             section,
             lambda: auto.from_pretrained(
@@ -65,6 +65,8 @@ def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel
                 output_loading_info=True,
                 **arguments,
             ),
+            where=where,
+            part="weights",
         )
         _refuse_missing_weights(where, info)
     model.config.use_cache = False
@@ -92,7 +94,8 @@ def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
         lambda: AutoTokenizer.from_pretrained(
             where, revision=section.revision, trust_remote_code=section.trust_remote_code
         ),
-        what="tokenizer",
+        where=where,
+        part="tokenizer",
     )
     if not tokenizer.vocab_size:  # transformers makes an empty one if there are no files
         raise ModelError(f"{where} holds no tokenizer. Name a folder or a hub id that has one in model.tokenizer.")
@@ -129,6 +132,7 @@ def read_model_config(section: ModelSection) -> PretrainedConfig:
             lambda: AutoConfig.from_pretrained(
                 where, revision=section.revision, trust_remote_code=section.trust_remote_code
             ),
+            where=where,
         )
     if type(config) not in AutoModelForCausalLM._model_mapping and not section.trust_remote_code:
         raise ModelError(
@@ -224,6 +228,19 @@ def longrope_boundary(model: Any) -> int | None:
     return int(original) if original else None
 
 
+def _type_to_load(where: str, revision: str | None, config: PretrainedConfig) -> torch.dtype | Literal["auto"]:
+    """Return the type of the weights on disk if it is a narrower one than config.json names, else `auto`.
+
+    With `auto`, transformers converts every weight to the type in config.json before `Runtime.place` can convert them
+    one by one. Widened or not, they have the same values in the type of the run. Files of several types, and files that
+    the hub has yet to send, get `auto`.
+    """
+    if config.dtype is not torch.float32:
+        return "auto"
+    names = {frozenset({"BF16"}): torch.bfloat16, frozenset({"F16"}): torch.float16}
+    return names.get(frozenset(stored_types(where, revision)), "auto")
+
+
 def _refuse_missing_weights(where: str, info: dict[str, Any]) -> None:
     """Refuse weights that transformers would replace with random numbers and only a warning."""
     wrong = {name: sorted(info.get(f"{name}_keys", ())) for name in ("missing", "mismatched")}
@@ -241,7 +258,9 @@ def _read_keys(section: ModelSection, where: str) -> dict[str, Any]:
     """Return the content of config.json as a dict: transformers may have no class for it."""
     from transformers import PreTrainedConfig
 
-    keys, _ = _or_model_error(section, lambda: PreTrainedConfig.get_config_dict(where, revision=section.revision))
+    keys, _ = _or_model_error(
+        section, lambda: PreTrainedConfig.get_config_dict(where, revision=section.revision), where=where
+    )
     return keys
 
 
@@ -262,11 +281,31 @@ def _read_template(template: str) -> str:
         raise ModelError(f"model.chat_template is {template}, which cannot be read: {error.strerror}.") from error
 
 
-def _or_model_error(section: ModelSection, load: Callable[[], Loaded], *, what: str = "model") -> Loaded:
-    """Call ``load`` and turn its exceptions into a ModelError of one line."""
-    try:
-        return load()
-    except Exception as error:  # a damaged file alone raises a dozen types, from many libraries
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        name = section.path or (section.config or {}).get("model_type")
-        raise ModelError(f"the {what} {name} cannot be loaded: {reason}") from error
+def _or_model_error(
+    section: ModelSection, load: Callable[[], Loaded], *, where: str | None = None, part: Part = "config"
+) -> Loaded:
+    """Call ``load`` without progress bars, and turn its exceptions into a ModelError of one line.
+
+    Args:
+        section: names the model.
+        load: reads a part of it.
+        where: the folder or the hub id that is read, if any.
+        part: what is read.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # also the hub's
+    hear_libraries()
+    repository = None if where is None else repository_of(where, section.revision)
+    key = "model.tokenizer" if part == "tokenizer" and section.tokenizer is not None else "model.path"
+    what = "tokenizer" if part == "tokenizer" else "model"
+    name = section.path or (section.config or {}).get("model_type")
+    with nullcontext() if repository is None else reading(repository, part, key):
+        try:
+            with waiting(f"loading the {what} {name}"):
+                return load()
+        except Exception as error:  # a damaged file alone raises a dozen types, from many libraries
+            fault = None if repository is None else fault_of(error)
+            if repository is not None and fault is not None:
+                raise hub_error(fault, repository, key) from error
+            raise ModelError(f"the {what} {name} cannot be loaded: {first_line(error)}") from error

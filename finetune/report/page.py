@@ -217,9 +217,10 @@ def _facts(run: RecordedRun) -> dict[str, str]:
     facts = {name.replace("_", " "): str(run.record[name]) for name in names if run.record.get(name) is not None}
     starts = [str(start) for start in run.entries("starts")]
     batch = {name.replace("_", " "): str(value) for name, value in run.part("global_batch").items()}
+    profile = {"profile": str(run.part("profile")["summary"])} if run.part("profile").get("summary") else {}
     prints = run.part("fingerprints")
     digests = {f"digest of {name}": str(value)[:_DIGITS] for name, value in prints.items()}
-    return {**({"started": ", ".join(starts)} if starts else {}), **facts, **batch, **digests}
+    return {**({"started": ", ".join(starts)} if starts else {}), **facts, **batch, **profile, **digests}
 
 
 def _score_rows(run: RecordedRun) -> list[tuple[str, str, str]]:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from finetune.config.checks import without_passwords
 from finetune.config.keys import values
 from finetune.runs.recorded_run import RecordedRun, mapping
+from finetune.terminal import without_passwords
 
 MISSING = "–"
 _PLACES = {"output_dir", "resume", "resume_allow"}

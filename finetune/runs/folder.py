@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 from typing import Literal, Self
 
@@ -14,7 +15,13 @@ LOCK_TIMEOUT_SECONDS = 30.0
 """The longest that a restart waits for the processes of the previous run to end."""
 
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
+_PROFILE_FILE = re.compile(r"(trace|memory)-steps-\d+-\d+-rank\d+\.json(\.gz)?")
 _LEFT_BY_OTHERS = {".DS_Store", ".gitignore", ".gitkeep", "lost+found"}
+
+
+def existing_folder(path: Path) -> Path:
+    """Return the path, or its nearest parent that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 class RunFolder:
@@ -33,6 +40,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.adapter = self.path / "adapter"
         self.base = self.path / "base"
+        self.profile = self.path / "profile"
         self.lock_file = self.path / ".lock"
         self._lock: FileLock | None = None
 
@@ -81,6 +89,22 @@ class RunFolder:
         self._refuse_links(present)
         self._refuse_strangers(present)
 
+    def check_writable(self) -> None:
+        """Refuse now a place where `open` could not write. For the main process, which alone writes there.
+
+        Raises:
+            CheckpointError: nothing can be written where the folder is or would be.
+        """
+        place = existing_folder(self.path)
+        try:
+            with tempfile.TemporaryFile(dir=place):
+                pass
+        except OSError as error:
+            raise CheckpointError(
+                f"output_dir={self.path} cannot be written: {describe_os_error(error)} in {place}. "
+                f"Name a folder that you may write with output_dir=."
+            ) from error
+
     def open(self, resume: Literal["never", "auto"] = "never") -> Self:
         """Create the folder, take its lock and remove what a killed save left behind. `close` releases the lock.
 
@@ -101,6 +125,7 @@ class RunFolder:
             self.check(resume)
             clear_leftovers(self.path, self._our_names().__contains__)
             clear_leftovers(self.checkpoints, lambda name: _STEP_FOLDER.fullmatch(name) is not None)
+            clear_leftovers(self.profile, lambda name: _PROFILE_FILE.fullmatch(name) is not None)
         except TimeoutError as error:
             raise CheckpointError(
                 f"output_dir={self.path} is being written: {error}. Wait for it to end or stop it, "
@@ -156,6 +181,7 @@ class RunFolder:
             self.checkpoints,
             self.adapter,
             self.base,
+            self.profile,
         )
         return {path.name: path for path in paths}
 

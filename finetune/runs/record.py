@@ -40,6 +40,7 @@ class RunRecord:
         processes_started: int,
         launcher: str,
         backend: str | None,
+        threads: Mapping[str, Any],
         global_batch: Mapping[str, Any],
         fallbacks: list[dict[str, str]],
         fingerprints: Mapping[str, str],
@@ -53,6 +54,7 @@ class RunRecord:
             processes_started: processes of the launch; more than world_size if one of them trains alone.
             launcher: the launcher that started them.
             backend: the backend of the process group; None for a single process.
+            threads: `Runtime.threads` of the main process.
             global_batch: the parts of the global batch, by name.
             fallbacks: the result of `Fallbacks.as_records`.
             fingerprints: digests by name, for example of the data and the configuration.
@@ -74,6 +76,7 @@ class RunRecord:
             "processes_started": processes_started,
             "launcher": launcher,
             "backend": backend,
+            "threads": dict(threads),
             "global_batch": dict(global_batch),
             "fallbacks": fallbacks,
             "versions": read_versions(),
@@ -81,6 +84,8 @@ class RunRecord:
             "fingerprints": dict(fingerprints),
             "starts": [*starts, now],
             "num_steps": None,
+            "memory": earlier.get("memory"),
+            "profile": earlier.get("profile"),
             "started_with": dict(started_with) if started_with is not None else None,
             "resume_changes": [*changes, *({"at": now, **change} for change in resume_changes)],
             "finished": None,

@@ -1,7 +1,7 @@
 """The live view of a run, made from the events of its metrics.jsonl, and the line for a log.
 
-Training passes each event as it happens, `finetune watch` as it reads them. The view is a table with a bar of rich in
-it: rich.progress shows tasks, but a run is one task with many figures.
+Training passes each event as it happens, `finetune watch` as it reads them. The view is a table:
+rich.progress shows tasks, but a run is one task with many figures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from finetune.runs.durable import in_units
 from finetune.runs.metrics import Event, number_in
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 _KEPT_LOSSES = 400
 _SPEED_STEPS = 50
@@ -24,8 +24,9 @@ _MOST_TREND_STEPS = 50
 _FEWEST_TREND_STEPS = 5
 _MAX_WARNINGS = 3
 _BARS = "▁▂▃▄▅▆▇█"
-_CURVE_WIDTH = 32
-_BAR_WIDTH = 32
+_CURVE_WIDTH = 24
+_BAR_WIDTH = 24
+"""With these every row fits a terminal of 80 columns."""
 _SEPARATOR = " · "
 
 
@@ -108,16 +109,16 @@ class RunView:
         from rich.text import Text
 
         table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True)
+        table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         for name, what in self._rows():
-            table.add_row(name, Text(what) if isinstance(what, str) else what)
+            table.add_row(name, Text(what))
         for text in self._warnings[-_MAX_WARNINGS:]:
-            table.add_row(Text("warning", style="bold yellow"), Text(text, style="yellow"))
+            table.add_row(Text("warning", style="bold magenta"), Text(text))
         yield table
 
-    def _rows(self) -> list[tuple[str, RenderableType]]:
-        rows: list[tuple[str, RenderableType]] = []
+    def _rows(self) -> list[tuple[str, str]]:
+        rows: list[tuple[str, str]] = []
         if self.headline:
             rows.append(("run", self.headline))
         rows.append(("step", self._progress()))
@@ -133,17 +134,12 @@ class RunView:
             rows.append(("memory", memory))
         return rows
 
-    def _progress(self) -> RenderableType:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        text = Text(_SEPARATOR.join([self._of_all(), *self._epoch(), *self._left()]))
+    def _progress(self) -> str:
+        text = _SEPARATOR.join([self._of_all(), *self._epoch(), *self._left()])
         if not self.num_steps:
             return text
-        row = Table.grid(padding=(0, 2))
-        row.add_row(text, ProgressBar(total=self.num_steps, completed=min(self.step, self.num_steps), width=_BAR_WIDTH))
-        return row
+        done = _BAR_WIDTH * min(self.step, self.num_steps) // self.num_steps
+        return f"{text}  {'━' * done}{'─' * (_BAR_WIDTH - done)}"
 
     def _loss(self) -> str:
         trend = self.trend()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from finetune.data.batches import Collate, packer, pad
+from finetune.engine.attention import prepared_by_the_host
+from finetune.engine.attention_cuda import attention_downgrade
+from finetune.engine.decoder import bare_model, sliding_window
+from finetune.engine.fused import switch_fused, why_not_fused
 from finetune.engine.supported import own_layers, unsupported_reason
 from finetune.fallbacks import Fallback
 
@@ -29,19 +33,26 @@ class Forward:
     """Names of the linear layers that the engine calls as PEFT made them, by reason."""
 
 
-def choose_forward(section: TrainingSection, model: torch.nn.Module) -> Forward:
+def choose_forward(
+    section: TrainingSection, model: torch.nn.Module, prepare_attention: Callable[..., Any] | None = None
+) -> Forward:
     """Choose the forward of a model for this process alone, without communication and without recording a fallback.
 
     Args:
         section: `kernels`, `packing` and `share_prefixes`.
         model: a transformers causal language model or a PEFT model around one, on any device.
+        prepare_attention: see `packer`.
     """
     if section.kernels == "reference":
         return Forward(collate=pad, why_not_engine="training.kernels=reference")
     reason = unsupported_reason(model)
     if reason is not None:
         return Forward(collate=pad, why_not_engine=reason)
-    collate = packer(share_prefixes=section.packing and section.share_prefixes)
+    collate = packer(
+        share_prefixes=section.packing and section.share_prefixes,
+        prepare_attention=prepare_attention,
+        window=sliding_window(model),
+    )
     return Forward(collate=collate, called_layers=own_layers(model))
 
 
@@ -52,13 +63,13 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
 
     Args:
         runtime: records the fallback.
-        section: see `choose_forward`.
+        section: see `choose_forward`; `fused` is applied until `launch` ends.
         model: placed.
 
     Raises:
         ConfigError: the engine does not know the model, and the run is strict.
     """
-    forward = choose_forward(section, model)
+    forward = choose_forward(section, model, prepared_by_the_host(runtime.device, _computed_in(runtime)))
     if section.kernels == "reference":
         return forward
     reason = forward.why_not_engine
@@ -69,8 +80,37 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
         wanted, used = "the engine's own forward", "transformers' own on padded rows"
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=reason))
         return Forward(collate=pad, why_not_engine=reason)
+    _record_attention(runtime, model)
+    _fuse(runtime, section.fused)
     if forward.called_layers:
         wanted, used = "the engine's own layers", "layers as PEFT made them for some"
         why = "; ".join(f"{len(names)} linear layers are {kind}" for kind, names in forward.called_layers.items())
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=why))
     return forward
+
+
+def _record_attention(runtime: Runtime, model: torch.nn.Module) -> None:
+    """Record that this GPU or this torch lacks the engine's attention for the run's type."""
+    config = bare_model(model).config
+    downgrade = attention_downgrade(
+        runtime.device,
+        _computed_in(runtime),
+        shares_keys=config.num_key_value_heads != config.num_attention_heads,
+    )
+    if downgrade is not None:
+        wanted, used, why = downgrade
+        runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=why))
+
+
+def _fuse(runtime: Runtime, wish: bool | Literal["auto"]) -> None:
+    """Turn fused functions on if they are wished for, and record where torch.compile does not work."""
+    is_wanted = runtime.device.type == "cuda" if wish == "auto" else wish
+    why = why_not_fused(runtime.device) if is_wanted else None
+    if why is not None:
+        wanted, used = "fused functions", "one kernel for each operation"
+        runtime.fallbacks.take(Fallback(what="training.fused", wanted=wanted, used=used, why=why))
+    switch_fused(is_wanted and why is None)
+
+
+def _computed_in(runtime: Runtime) -> torch.dtype:
+    return torch.bfloat16 if runtime.precision == "bf16" else torch.float32

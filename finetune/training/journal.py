@@ -24,7 +24,8 @@ from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import TrainerState
 from finetune.training.curve_warnings import CurveWarnings
 from finetune.training.interval import Interval
-from finetune.training.progress import TrainingProgress, show_what_next, shown_folder
+from finetune.training.profiling import Profile
+from finetune.training.progress import TRACE_VIEWER, TrainingProgress, show_what_next, shown_folder
 from finetune.training.resume import accepted_changes, record_of_start, refuse_other_global_batch
 from finetune.training.saver import Saved, Saver
 from finetune.training.step import StepResult
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.fallbacks import Fallbacks
     from finetune.runs.checkpoints import Snapshot
+    from finetune.training.memory_choice import MemoryChoice
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class Journal:
     Args:
         config: the whole run.
         fallbacks: recorded in run.json.
-        world: world_size, processes_started, launcher and backend.
+        world: world_size, processes_started, launcher, backend and threads.
         global_batch: the parts of the global batch size.
         fingerprints: digests of data, template and configuration.
 
@@ -71,6 +73,7 @@ class Journal:
         self.result: dict[str, Any] = {}
         self.is_closed = False
         self._example_prompt: str | None = None
+        self._profile_summary: str | None = None
         self._fallbacks = fallbacks
         self._log_every = config.training.log_every
         self._max_skipped_steps = config.training.max_skipped_steps
@@ -113,6 +116,14 @@ class Journal:
                 stop_logging_to(self._log_file)
             self.folder.close()  # the caller has no journal to close yet
             raise
+
+    def recorded_memory(self) -> Mapping[str, Any] | None:
+        """Return the choice by memory of the run that resumes, empty if there is none; None for a run that starts."""
+        return RecordedRun(self.folder.path).part("memory") if self.folder.checkpoint_steps() else None
+
+    def record_memory(self, choice: MemoryChoice) -> None:
+        """Record how this run fits its memory, for the next start too."""
+        self._record.update(memory=choice.as_record())
 
     def start_training(self, state: TrainerState, num_steps: int) -> None:
         """Start or continue training at `state`, and remove the later events from metrics.jsonl."""
@@ -184,7 +195,7 @@ class Journal:
             if listener is not None:
                 listener.take(event)
         for cause, text in self._warnings.take(event):
-            _log.warning("step %d: %s", event["step"], text)
+            _log.warning("step %d: %s", event["step"], text, extra={"is_on_view": True})
             self._tell("warning", step=event["step"], kind=cause, text=text)
 
     def validation(self, state: TrainerState, sums: LossSums, *, figures: Mapping[str, float] | None = None) -> None:
@@ -214,6 +225,14 @@ class Journal:
     def finish_saves(self) -> None:
         """Wait until the last checkpoint is on the disk, see `Saver.finish`."""
         self._note_saved(self._saver.finish(is_last=True))
+
+    def profile(self, profile: Profile) -> None:
+        """Record and log what a profile of some steps found."""
+        self._profile_summary = profile.in_words()
+        trace = shown_folder(self.folder.path / profile.files[0])
+        _log.info("%s. Open %s in %s", self._profile_summary, trace, TRACE_VIEWER)
+        self._record.update(profile=profile.as_record())
+        self._last_step_at = time.monotonic()  # writing it does not count towards the next step
 
     def end_training(self) -> None:
         """Close the live view and log the cost of saving."""
@@ -254,11 +273,12 @@ class Journal:
             self._record.finish(status, result)
             if error is None:
                 self._say_what_was_written()
-                show_what_next(self.folder.path, self._example_prompt)
-            elif isinstance(error, KeyboardInterrupt):
-                _log.error("stopped from the keyboard; resume=auto goes on from the last checkpoint")
+                show_what_next(self.folder.path, self._example_prompt, self._profile_summary)
             else:  # the command prints it on the screen
-                log_only_to(self._log_file, __name__, f"the run {status}: {type(error).__name__}: {error}")
+                why = (
+                    "from the keyboard" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+                )
+                log_only_to(self._log_file, __name__, f"the run {status}: {why}")
         except RunFailedError:
             if error is None:
                 raise  # else report the first error: a full disk refuses run.json too

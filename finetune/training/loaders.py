@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.data.batches import BatchRule, Collate, EvaluationLoader, TrainLoader, pad
+from finetune.data.batches import BatchRule, Collate, EvaluationLoader, TrainLoader, loader_keys_on, pad
 from finetune.errors import DataError
 from finetune.signals import leave_signals_to_parent
 
@@ -78,6 +78,7 @@ def build_loaders(runtime: Runtime, config: Config, splits: Any, *, collate: Col
     Raises:
         DataError: there is no full global batch, and `training.drop_last` leaves out the rest.
     """
+    kind = runtime.device.type
     size = global_batch_size(config, runtime.environment.world_size)
     rule = plan_batches(config, splits.train, collate=collate, boundary=boundary, global_batch_size=size)
     if rule.steps_per_epoch == 0:
@@ -90,11 +91,13 @@ def build_loaders(runtime: Runtime, config: Config, splits: Any, *, collate: Col
     def evaluation(split: Any, keys: LoaderKeys, rank: int, world_size: int) -> EvaluationLoader | None:
         if split is None:
             return None
+        keys = loader_keys_on(kind, keys)
         return EvaluationLoader(split, keys, boundary=boundary, rank=rank, world_size=world_size, collate=collate)
 
     rank, world_size = runtime.rank, runtime.world_size
+    train_keys = loader_keys_on(kind, config.training)
     loaders = Loaders(
-        TrainLoader(splits.train, rule, config.training, rank=rank, world_size=world_size, collate=collate),
+        TrainLoader(splits.train, rule, train_keys, rank=rank, world_size=world_size, collate=collate),
         evaluation(splits.validation, config.validation, rank, world_size),
         evaluation(splits.test, config.testing, 0, 1),
     )

@@ -7,19 +7,21 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, Self
 
-from finetune.logs import PACKAGE
+from finetune.logs import log_above
 from finetune.runs.metrics import Event
 from finetune.runs.view import RunView
-from finetune.signals import give_up_dead_screens
+from finetune.signals import ctrl_c_is_shown, ctrl_c_to_show, give_up_dead_screens
+from finetune.terminal import say, screen_width
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.live import Live
+    from rich.console import Console, RenderableType
 
+TRACE_VIEWER = "https://ui.perfetto.dev"
 _log = logging.getLogger(__name__)
 
 
@@ -42,8 +44,7 @@ class TrainingProgress:
         self._console = console
         self._view = RunView(total_steps)
         self._view.step = first_step
-        self._live: Live | None = None
-        self._moved: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
+        self._shown = ExitStack()
         self._started = time.monotonic()
 
     def recall(self, events: Iterable[Event]) -> None:
@@ -59,7 +60,7 @@ class TrainingProgress:
             step = self._view.step
             self._view.seconds_left = self._seconds_left(step)
             if step % self._log_every == 0 or step == self._total:
-                _log.info("%s", self._view.line(), extra={"is_progress": True})
+                _log.info("%s", self._view.line(), extra={"is_on_view": True})
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()
@@ -77,52 +78,53 @@ class TrainingProgress:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-        while self._moved:
-            handler, stream = self._moved.pop()
-            handler.removeFilter(_is_no_progress)
-            handler.setStream(stream)
+        self._shown.close()
 
     def _show_view(self, console: Console) -> None:
-        from rich.file_proxy import FileProxy
         from rich.live import Live
 
-        self._live = Live(self._view, console=console, refresh_per_second=4)
-        # Log lines to the same screen must appear above the view, without the progress lines that repeat it.
-        for handler in logging.getLogger(PACKAGE).handlers:
-            if isinstance(handler, logging.StreamHandler) and handler.stream is sys.stderr:
-                self._moved.append((handler, handler.stream))
-                handler.setStream(FileProxy(console, handler.stream))
-                handler.addFilter(_is_no_progress)
-        self._live.start()
+        self._shown.enter_context(log_above(console))
+        self._shown.enter_context(Live(get_renderable=self._screen, console=console, refresh_per_second=4))
+        self._shown.enter_context(ctrl_c_is_shown())
+
+    def _screen(self) -> RenderableType:
+        """Return the view and, once Ctrl-C was pressed, what that does."""
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(self._view, *(Text(line, style="bold") for line in ctrl_c_to_show()))
 
     def _seconds_left(self, step: int) -> float:
         done = max(step - self._first, 1)
         return (time.monotonic() - self._started) / done * (self._total - step)
 
 
-def _is_no_progress(record: logging.LogRecord) -> bool:
-    return not getattr(record, "is_progress", False)
-
-
-def show_what_next(folder: Path, prompt: str | None) -> None:
+def show_what_next(folder: Path, prompt: str | None, profile: str | None = None) -> None:
     """Print the files of a finished run and the next command to try.
 
     Args:
         folder: the run's folder.
         prompt: a prompt from the data to ask the tuned model; None where there is none.
+        profile: what took the time, in words, if this start profiled some of its steps.
     """
     give_up_dead_screens()
     shown = shown_folder(folder)
     question = shlex.quote(prompt) if prompt else '"…"'
+    command = f"finetune generate {shlex.quote(str(shown))} {question}"
+    width = screen_width(sys.stdout)
+    if width is not None and len(command) + len("Next: ") > width:  # a shell reads it as one line
+        command = command.replace(f" {question}", f" \\\n  {question}")
+    traces = ""
+    if profile:
+        traces = f"  profile/       traces of these steps, for {TRACE_VIEWER}\n"
+        say(f"\n{profile[0].upper()}{profile[1:]}.")
     sys.stdout.write(
         f"\nWritten to {shown}:\n"
         "  adapter/       the best weights, for finetune, peft and transformers\n"
         "  checkpoints/   where resume=auto goes on from\n"
+        f"{traces}"
         "  metrics.jsonl, run.json, config.yaml, log.txt\n"
-        f"\nNext: finetune generate {shlex.quote(str(shown))} {question}\n"
+        f"\nNext: {command}\n"
     )
     sys.stdout.flush()
 

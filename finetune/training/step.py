@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 from finetune.data.batches import derived_seed
+from finetune.distributed.ending import as_out_of_memory
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
+from finetune.engine.products import unchanged_weights
+from finetune.engine.reference import in_float64
 from finetune.errors import DataError, RunFailedError
 from finetune.training.optim import set_learning_rate, trainable_parameters
 
@@ -31,6 +34,18 @@ class LossWithFigures:
     def __call__(self, model: torch.nn.Module, microbatch: Any) -> torch.Tensor:
         """Return the loss and the figures."""
         return self.sums(model, microbatch)
+
+
+class StepTooLargeError(Exception):
+    """Memory ran out in a step, on this rank or another. All ranks raise it; no gradient is left, no weight changed.
+
+    Attributes:
+        error: what to report if the step cannot be made smaller; None where another rank ran out.
+    """
+
+    def __init__(self, error: RunFailedError | None) -> None:
+        super().__init__("memory ran out")
+        self.error = error
 
 
 class StepResult(NamedTuple):
@@ -72,6 +87,7 @@ def train_step(
     max_grad_norm: float | None,
     seed: int,
     compute: LossFunction = summed_cross_entropy,
+    may_be_too_large: bool = False,
 ) -> StepResult:
     """Update the weights with this rank's share of a global batch.
 
@@ -92,11 +108,14 @@ def train_step(
         max_grad_norm: see `Runtime.clip_grad_norm`.
         seed: of the run.
         compute: sums the loss, and perhaps other figures, over the targets of a micro-batch.
+        may_be_too_large: let all ranks raise StepTooLargeError if one runs out of memory. Not with torch's reducer,
+            whose backward passes wait for each other.
 
     Raises:
         DataError: the whole global batch has no target token.
         PeerFailedError: another rank failed outside of the step, and raises its own error.
         RunFailedError: trained weights are not finite, so that no later step can be.
+        StepTooLargeError: see `may_be_too_large`.
     """
     batch = _count(runtime, microbatches)
     if batch.num_failed_beside:
@@ -111,26 +130,28 @@ def train_step(
         share += [(batch.num_microbatches, EMPTY_MICROBATCH)] * (rounds - len(share))
     # Dropout masks belong to the micro-batch, whichever rank computes it and however often the run was resumed.
     seeded = [(derived_seed(seed, step, index), microbatch) for index, microbatch in share]
-    own = _backpropagate(runtime, model, seeded, compute, batch.num_targets)
+    with unchanged_weights():
+        backpropagate = _backpropagate_if_all_can if may_be_too_large else _backpropagate
+        sums, seconds = backpropagate(runtime, model, seeded, compute, batch.num_targets)
 
     parameters = trainable_parameters(model)
     runtime.sync_gradients(parameters)
     # Clipping by an infinite norm turns gradients into zeros or NaN; it is detected before they reach a weight.
-    grad_norm = runtime.clip_grad_norm(parameters, max_grad_norm)
-    whole = _sum_over_ranks(runtime, own, is_bad_norm=not math.isfinite(grad_norm))
+    norm = runtime.clip_grad_norm(parameters, max_grad_norm)
+    whole = _read_over_ranks(runtime, sums, norm, seconds)
     loss = whole.loss / batch.num_targets
     not_finite = ""
     if math.isfinite(loss) and not whole.is_bad_norm:
         set_learning_rate(optimizer, learning_rate)
         optimizer.step()
     else:
-        whose = _whose(runtime, not math.isfinite(own.loss))
-        not_finite = f"the loss is {loss}{whose} and the gradient norm {grad_norm}"
+        whose = _whose(runtime, not math.isfinite(whole.own_loss))
+        not_finite = f"the loss is {loss}{whose} and the gradient norm {whole.grad_norm}"
         _refuse_broken_weights(runtime, model, f"step {step}: {not_finite}")
     optimizer.zero_grad()
     return StepResult(
         loss=loss,
-        grad_norm=grad_norm,
+        grad_norm=whole.grad_norm,
         learning_rate=learning_rate,
         num_targets=batch.num_targets,
         num_tokens=batch.num_tokens,
@@ -138,7 +159,7 @@ def train_step(
         num_told_to_stop=batch.num_told_to_stop,
         not_finite=not_finite,
         rank_seconds=() if runtime.needs_even_shares else whole.rank_seconds,
-        figures={name: figure / batch.num_targets for name, figure in whole.figures.items()},
+        figures={name: figure / batch.num_targets for name, figure in zip(_names(compute), whole.figures, strict=True)},
     )
 
 
@@ -166,45 +187,93 @@ def _count(runtime: Runtime, microbatches: Sequence[tuple[int, Microbatch]]) -> 
     return _Counted(*map(int, runtime.sum([*counts, len(microbatches), *flags])))
 
 
-class _Sums(NamedTuple):
-    """Sums over the targets of one rank, or of all."""
-
-    loss: float
-    figures: dict[str, float]
-    rank_seconds: tuple[float, ...]
-    is_bad_norm: bool = False
-
-
 def _backpropagate(
     runtime: Runtime,
     model: torch.nn.Module,
     seeded: Sequence[tuple[int, Microbatch]],
     compute: LossFunction,
     num_targets: int,
-) -> _Sums:
-    """Run forward and backward over this rank's micro-batches, each with its seed; the gradients add up."""
-    names = compute.names if isinstance(compute, LossWithFigures) else ()
-    sums = [0.0] * (1 + len(names))
+) -> tuple[torch.Tensor, float]:
+    """Run forward and backward over this rank's micro-batches, each with its seed; the gradients add up.
+
+    Nothing in here may read from the device: the host would wait until a GPU has finished, and the GPU would then wait
+    for the host.
+
+    Returns:
+        The sums over the targets, of the loss and then of other figures: float64, on the device if it has float64; and
+        in a world of several, the seconds that this rank computed.
+    """
+    sums = in_float64(torch.zeros(1 + len(_names(compute)), device=runtime.device))
     started = time.perf_counter()
     for position, (seed, microbatch) in enumerate(seeded):
         torch.manual_seed(seed)
         made = runtime.loss(compute, model, microbatch, is_last=position == len(seeded) - 1).reshape(-1)
         runtime.backward(made[0] / num_targets)
-        sums = [total + more for total, more in zip(sums, made.detach().tolist(), strict=True)]
-    seconds = time.perf_counter() - started
-    return _Sums(sums[0], dict(zip(names, sums[1:], strict=True)), (seconds,))
+        sums.add_(in_float64(made.detach()))
+    if runtime.world_size > 1:
+        runtime.let_device_finish()
+    return sums, time.perf_counter() - started
 
 
-def _sum_over_ranks(runtime: Runtime, own: _Sums, *, is_bad_norm: bool) -> _Sums:
-    """Add the sums of all ranks and collect the seconds of each. Collective.
+def _backpropagate_if_all_can(
+    runtime: Runtime,
+    model: torch.nn.Module,
+    seeded: Sequence[tuple[int, Microbatch]],
+    compute: LossFunction,
+    num_targets: int,
+) -> tuple[torch.Tensor, float]:
+    """Do as `_backpropagate`, but leave no gradient on any rank if memory runs out on one. Collective.
+
+    Raises:
+        StepTooLargeError: on all ranks.
+    """
+    error: RunFailedError | None = None
+    try:
+        made = _backpropagate(runtime, model, seeded, compute, num_targets)
+    except Exception as caught:
+        error = as_out_of_memory(caught)
+        if error is None:
+            raise
+    # From here on nothing refers to the exception, whose frames hold the tensors of the pass.
+    if sum(runtime.sum([float(error is not None)])):
+        for parameter in trainable_parameters(model):
+            parameter.grad = None
+        if runtime.device.type == "cuda":
+            torch.cuda.empty_cache()
+        raise StepTooLargeError(error)
+    return made
+
+
+def _names(compute: LossFunction) -> tuple[str, ...]:
+    return compute.names if isinstance(compute, LossWithFigures) else ()
+
+
+class _Whole(NamedTuple):
+    """What a step computed, over all ranks where it says nothing else."""
+
+    loss: float
+    figures: list[float]
+    is_bad_norm: bool
+    rank_seconds: tuple[float, ...]
+    grad_norm: float
+    own_loss: float
+    """Of this rank."""
+
+
+def _read_over_ranks(runtime: Runtime, sums: torch.Tensor, norm: torch.Tensor, seconds: float) -> _Whole:
+    """Add the sums of all ranks, collect the seconds of each, and read all that the host needs at once. Collective.
 
     The norm may overflow on one kind of device and not on another, so the ranks decide together.
     """
-    seconds = [own.rank_seconds[0] * (rank == runtime.rank) for rank in range(runtime.world_size)]
-    loss, num_bad, *others = runtime.sum([own.loss, float(is_bad_norm), *own.figures.values(), *seconds])
-    figures = dict(zip(own.figures, others, strict=False))
-    rank_seconds = tuple(others[len(figures) :]) if runtime.world_size > 1 else ()
-    return _Sums(loss, figures, rank_seconds, bool(num_bad))
+    norm = in_float64(norm).reshape(1)
+    is_bad = norm.isfinite().logical_not().to(norm.dtype)
+    of_ranks = sums.new_zeros(runtime.world_size if runtime.world_size > 1 else 0)
+    of_ranks[runtime.rank : runtime.rank + 1].fill_(seconds)
+    own = torch.cat([norm, sums[:1]])
+    values = torch.cat([sums[:1], is_bad, sums[1:], of_ranks])
+    (loss, num_bad, *others), (grad_norm, own_loss) = runtime.sum_and_read(values, own)
+    figures, rank_seconds = others[: len(sums) - 1], others[len(sums) - 1 :]
+    return _Whole(loss, figures, bool(num_bad), tuple(rank_seconds), grad_norm, own_loss)
 
 
 def _whose(runtime: Runtime, is_mine: bool) -> str:
@@ -220,8 +289,9 @@ def _refuse_broken_weights(runtime: Runtime, model: torch.nn.Module, what: str) 
     Raises:
         RunFailedError: on all ranks, if the weights of any rank are not finite.
     """
-    names = [name for name, weight in model.named_parameters() if weight.requires_grad and not weight.isfinite().all()]
-    num_broken, num_ranks = runtime.sum([float(len(names)), float(bool(names))])
+    is_broken = torch.stack([weight.isfinite().all().logical_not() for weight in trainable_parameters(model)])
+    own_broken = int(is_broken.sum())
+    num_broken, num_ranks = runtime.sum([float(own_broken), float(own_broken > 0)])
     if num_ranks:
         ranks = f" on {num_ranks:.0f} of {runtime.world_size} ranks" if num_ranks < runtime.world_size else ""
         raise RunFailedError(

@@ -11,6 +11,8 @@ from finetune.model.base import build_base_model
 from finetune.model.lora import add_lora
 from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
+from finetune.runs.folder import RunFolder
+from finetune.training.inputs import check_inputs
 from finetune.training.preference_trainer import PreferenceTrainer, check_reference
 from finetune.training.trainer import Trainer
 
@@ -67,7 +69,10 @@ class Parts(NamedTuple):
 def build_parts(runtime: Runtime, config: Config) -> Parts:
     """Load the tokenizer, encode the rows and build the model.
 
+    Collective: every rank.
+
     Raises:
+        CheckpointError: the run's folder cannot be written.
         ConfigError: the configuration asks for something that this machine or model cannot do.
         DataError: a row cannot be used.
         ModelError: the model or the tokenizer cannot be loaded.
@@ -76,6 +81,10 @@ def build_parts(runtime: Runtime, config: Config) -> Parts:
     is_quantized = has_adapter and config.lora.quantize != "none"
     if is_quantized:  # before any file is read
         refuse_where_quantizing_is_impossible(config.lora, config.model, runtime.device)
+    with runtime.failing_together("looking for the model and the rows"):
+        if runtime.is_main_process:
+            RunFolder(config.output_dir).check_writable()
+        check_inputs(config, needs_weights=True)
     tokenizer = build_run_tokenizer(config)
     splits = encode_for_objective(config, tokenizer, fallbacks=runtime.fallbacks)
     if is_quantized:

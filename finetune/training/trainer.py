@@ -20,7 +20,8 @@ from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
 from finetune.engine.microbatch import Microbatch
-from finetune.errors import FinetuneError
+from finetune.errors import FinetuneError, RunFailedError
+from finetune.fallbacks import Fallback
 from finetune.inference.evaluation import run_test_phase
 from finetune.inference.losses import LossSums, sum_losses
 from finetune.inference.scores import Comparison, show_comparison
@@ -40,10 +41,13 @@ from finetune.training.journal import Journal
 from finetune.training.keeping import log_disk_need, publish_best
 from finetune.training.loaders import build_loaders, global_batch_size, log_batches, log_share
 from finetune.training.loop import Actions, Cadence, run_loop
+from finetune.training.memory_choice import MemoryChoice, agree_on_memory, choose, masks_follow_the_cut
 from finetune.training.optim import build_optimizer, learning_rate_at, warn_of_long_warmup
 from finetune.training.preemption import preempted_in_test, preempted_in_training
+from finetune.training.profiling import StepProfiler
 from finetune.training.resume import at_its_place
-from finetune.training.step import StepResult, train_step
+from finetune.training.step import StepResult, StepTooLargeError, train_step
+from finetune.training.summary import show_summary
 
 if TYPE_CHECKING:
     import torch
@@ -102,6 +106,7 @@ class Trainer:
         self.epoch = 0
         self.journal: Journal | None = None
         self.validation_figures: dict[str, float] = {}
+        self._is_memory_tried = False
         self._data_wait_seconds = 0.0
         self._last_loss = math.nan
         self._last_validation: LossSums | None = None
@@ -109,6 +114,7 @@ class Trainer:
         agree_on_tokens(model, tokenizer)
         runtime.agree_set_up()
         runtime.refuse_differences("the data", "/".join(split.fingerprint for split in named_splits(splits).values()))
+        runtime.fit_threads(model)
         self._on_main(self._open_journal, "opening the run's folder")
         if self._has_base_of_its_own and config.resume == "auto":
             # A resumed run keeps the random weights it began with, whatever its seed is now.
@@ -118,8 +124,11 @@ class Trainer:
         if config.training.neftune_alpha:
             add_embedding_noise(model, config.training.neftune_alpha)
         self._collate = self.collation_of(agree_on_forward(runtime, config.training, model).collate)
-        if config.training.gradient_checkpointing:
+        recorded = None if self.journal is None else self.journal.recorded_memory()
+        self._memory = agree_on_memory(runtime, config, recorded, self._choose_by_memory)
+        if self._memory.gradient_checkpointing:
             checkpoint_gradients(model)
+        self._on_main(lambda journal: journal.record_memory(self._memory), "recording the choice by memory")
 
     @property
     def global_batch_size(self) -> int:
@@ -155,7 +164,8 @@ class Trainer:
         """
         _log.info("Preparing data loaders...")
         boundary = longrope_boundary(self.model)
-        return build_loaders(self.runtime, self.config, self.splits, collate=self._collate, boundary=boundary)
+        settled = self._memory.settle(self.config)
+        return build_loaders(self.runtime, settled, self.splits, collate=self._collate, boundary=boundary)
 
     def run_training(
         self, train_loader: TrainLoader, val_loader: EvaluationLoader | None = None
@@ -177,25 +187,30 @@ class Trainer:
         warn_of_long_warmup(config.optim, cadence.num_steps)
         optimizer = runtime.prepare_optimizer(build_optimizer(self.model, config.optim))
         state = at_its_place(self._resume(optimizer), cadence.steps_per_epoch)
+        if runtime.is_main_process:
+            counts = {"first_step": state.step, "num_steps": cadence.num_steps}
+            show_summary(runtime, config, self.model, self.splits, train_loader.rule, **counts)
         self._on_main(lambda journal: self._start_journal(journal, state, cadence, optimizer), "starting the journal")
 
         _log.info("Starting distributed training..." if runtime.context.distributed else "Starting training...")
         self.model.train()
-        end = run_loop(
-            state,
-            cadence,
-            Actions(
-                batches=lambda epoch, first_step: self._begin_epoch(train_loader, epoch, first_step),
-                train=lambda step, share: self._train_step(optimizer, cadence, step, share),
-                validate=None if val_loader is None else lambda state: self._validate(val_loader, state),
-                save=lambda state: self._save(state, optimizer),
-                report=self._report,
-                agree_to_stop=runtime.broadcast_from_main,
-            ),
-            patience=config.early_stopping.patience,
-            min_delta=config.early_stopping.min_delta,
-            max_skipped_steps=config.training.max_skipped_steps if config.training.on_nonfinite == "skip" else 0,
-        )
+        wanted, folder = config.training.profile, RunFolder(config.output_dir)
+        with StepProfiler(runtime, folder, wanted=wanted, done=state.step, num_steps=cadence.num_steps) as profiler:
+            end = run_loop(
+                state,
+                cadence,
+                Actions(
+                    batches=lambda epoch, first_step: self._begin_epoch(train_loader, profiler, epoch, first_step),
+                    train=lambda step, share: self._train_step(optimizer, cadence, train_loader, step, share),
+                    validate=None if val_loader is None else lambda state: self._validate(val_loader, state),
+                    save=lambda state: self._save(state, optimizer),
+                    report=lambda state, result: self._report(profiler, state, result),
+                    agree_to_stop=runtime.broadcast_from_main,
+                ),
+                patience=config.early_stopping.patience,
+                min_delta=config.early_stopping.min_delta,
+                max_skipped_steps=config.training.max_skipped_steps if config.training.on_nonfinite == "skip" else 0,
+            )
         runtime.at("saving", end.state.step)
         self._on_main(lambda journal: journal.finish_saves(), f"saving step {end.state.step}")
         if end.is_told_to_stop:
@@ -235,6 +250,20 @@ class Trainer:
         """True if the base is random, so that the run's folder must hold it for the adapter."""
         return self.config.model.init == "random" and self.config.training.method == "lora"
 
+    def _choose_by_memory(self, room: int, is_cut_settled: bool) -> MemoryChoice:
+        return choose(
+            self.config,
+            self.model,
+            longest=int(self.splits.train.lengths.max()),
+            collate=self._collate,
+            loss_of=partial(self.loss_of, self.config),
+            kind=self.runtime.device.type,
+            is_bf16=self.runtime.precision == "bf16",
+            world_size=self.runtime.world_size,
+            room=room,
+            is_cut_settled=is_cut_settled,
+        )
+
     def _on_main(self, action: Callable[[Any], None], during: str) -> None:
         """Let the main process act while the others wait, and share its failure. Collective."""
         with self.runtime.failing_together(during):
@@ -251,6 +280,7 @@ class Trainer:
                 "processes_started": environment.world_size,
                 "launcher": environment.launcher,
                 "backend": self.runtime.backend,
+                "threads": self.runtime.threads,
             },
             global_batch={
                 "global_batch_size": self.global_batch_size,
@@ -294,50 +324,98 @@ class Trainer:
         log_disk_need(journal.folder, snapshot, optimizer, cadence, keep=keep, has_best=has_best)
         journal.start_training(state, cadence.num_steps)
 
-    def _begin_epoch(self, loader: TrainLoader, epoch: int, first_step: int) -> Iterator[list[tuple[int, Microbatch]]]:
+    def _begin_epoch(
+        self, loader: TrainLoader, profiler: StepProfiler, epoch: int, first_step: int
+    ) -> Iterator[list[tuple[int, Microbatch]]]:
         self.epoch = epoch
-        steps = loader.steps(epoch, first_step)
-        for step in itertools.count(epoch * loader.rule.steps_per_epoch + first_step + 1):
-            self.runtime.at("data", step)
-            asked = time.monotonic()
-            share = next(steps, None)
-            self._data_wait_seconds = time.monotonic() - asked
-            if share is None:
-                return
-            yield share
+        self._shares = loader.steps(epoch, first_step)
+        try:
+            for step in itertools.count(epoch * loader.rule.steps_per_epoch + first_step + 1):
+                profiler.before(step)
+                self.runtime.at("data", step)
+                asked = time.monotonic()
+                share = next(self._shares, None)
+                self._data_wait_seconds = time.monotonic() - asked
+                if share is None:
+                    return
+                yield share
+        finally:
+            self._shares = iter(())  # the workers of a loader end with its iterator
 
     def _train_step(
         self,
         optimizer: torch.optim.Optimizer,
         cadence: Cadence,
+        loader: TrainLoader,
         step: int,
         share: list[tuple[int, Microbatch]],
     ) -> StepResult:
         self.runtime.at("training", step)
         if self.config.training.debug and step <= 2:
             log_share(step, share, self.tokenizer, self.runtime.device)
-        return train_step(
+        take = partial(
+            train_step,
             self.runtime,
             self.model,
             optimizer,
-            share,
             step=step,
             learning_rate=learning_rate_at(step, cadence.num_steps, self.config.optim),
             max_grad_norm=self.config.optim.max_grad_norm,
             seed=self.config.seed,
             compute=self.loss_function,
         )
+        while not (self._is_memory_tried or self.runtime.needs_even_shares):
+            try:
+                result = take(share, may_be_too_large=True)
+            except StepTooLargeError as too_large:
+                error = too_large.error
+            else:
+                self._is_memory_tried = True
+                return result
+            share = self._cut_smaller(loader, step, error)
+        return take(share)
 
-    def _report(self, state: TrainerState, result: StepResult) -> None:
+    def _cut_smaller(
+        self, loader: TrainLoader, step: int, error: RunFailedError | None
+    ) -> list[tuple[int, Microbatch]]:
+        """Halve the micro-batches of the run, beginning with this step, and return this rank's share of it. Collective.
+
+        Raises:
+            ConfigError: the size of micro-batches is part of the recipe, and the run is strict.
+            RunFailedError: the rank's own error, where micro-batches cannot be smaller.
+        """
+        epoch, place = divmod(step - 1, loader.rule.steps_per_epoch)
+        smaller = loader.rule.halved(epoch, place)
+        if smaller is None or smaller.max_tokens is None:
+            self.runtime.agree(error, f"training, step {step}")
+            raise AssertionError("a rank ran out of memory")
+        self._memory = self._memory.after_out_of_memory(smaller.max_tokens, step)
+        if masks_follow_the_cut(self.config):
+            used = f"at most {smaller.max_tokens} tokens, so that other tokens are dropped"
+            why = f"memory ran out in step {step}"
+            fallback = Fallback(what="training.max_tokens_per_microbatch", wanted="larger", used=used, why=why)
+            self.runtime.fallbacks.take(fallback)
+        else:
+            _log.warning("out of memory in step %d, which is tried again: %s", step, self._memory)
+        self._on_main(lambda journal: journal.record_memory(self._memory), "recording the choice by memory")
+        loader.rule = smaller
+        self._shares = loader.steps(epoch, place)
+        return next(self._shares)
+
+    def _report(self, profiler: StepProfiler, state: TrainerState, result: StepResult) -> None:
         if not result.is_skipped:
             self._last_loss = result.loss
-        if self.journal is None:
-            return
-        self.journal.step(state, result, data_wait_seconds=self._data_wait_seconds, rank_seconds=result.rank_seconds)
-        try:
-            self.journal.settle_saves()
-        except FinetuneError as error:
-            self.runtime.fail_in_next_step(error, "saving in the background")
+        if self.journal is not None:
+            waits, ranks = self._data_wait_seconds, result.rank_seconds
+            self.journal.step(state, result, data_wait_seconds=waits, rank_seconds=ranks)
+            try:
+                self.journal.settle_saves()
+            except FinetuneError as error:
+                self.runtime.fail_in_next_step(error, "saving in the background")
+        # A run that is told to stop has no time to write a profile; the resumed run makes one of its own.
+        profile = None if result.num_told_to_stop else profiler.after(state.step)
+        if profile is not None and self.journal is not None:
+            self.journal.profile(profile)
 
     def _validate(self, loader: EvaluationLoader, state: TrainerState) -> float | None:
         """Validate and return the loss; None, and nothing is recorded, if a rank was told to stop. Collective."""

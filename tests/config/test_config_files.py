@@ -7,7 +7,7 @@ import pytest
 
 from finetune.config.compose import compose, list_configs
 from finetune.config.keys import fields
-from finetune.shipped_files import shipped_folder
+from finetune.config.shipped_files import shipped_folder
 
 SHIPPED = {
     "run": ["quickstart", "train_ddp"],
@@ -46,8 +46,8 @@ KEYS = {
     "lora": "r alpha dropout target_modules rslora dora init start_from start_from_any_base quantize new_tokens",
     "optim": "optimizer learning_rate weight_decay args schedule warmup_steps lora_plus_ratio max_grad_norm",
     "training": f"{LOADER_KEYS} method objective max_steps num_epochs global_batch_size max_tokens_per_microbatch "
-    "packing share_prefixes kernels neftune_alpha precision gradient_checkpointing device deterministic debug "
-    "log_every report_to on_nonfinite max_skipped_steps",
+    "packing share_prefixes kernels fused neftune_alpha precision gradient_checkpointing device deterministic debug "
+    "log_every profile report_to on_nonfinite max_skipped_steps",
     "preference": "beta",
     "validation": f"{LOADER_KEYS} validate_every",
     "testing": f"{LOADER_KEYS} metrics compare_base max_new_tokens num_samples",

@@ -13,12 +13,12 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from finetune.config.schema import DataSection
+from finetune.config.shipped_files import resolve_shipped
 from finetune.data.encode import encode_rows
 from finetune.data.examples import load_examples
 from finetune.data.rows import Examples
 from finetune.data.templates import AnswerTokens, mark_targets, render_examples, tokenize
 from finetune.fallbacks import Fallbacks
-from finetune.shipped_files import resolve_shipped
 from tests.data.conftest import write_lines
 
 TURNS = (("user", 40), ("assistant", 80), ("user", 20), ("assistant", 60))

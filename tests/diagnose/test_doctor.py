@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,6 @@ from finetune.config.compose import compose
 from finetune.diagnose.doctor import diagnose
 from finetune.diagnose.folder_checks import (
     check_folders,
-    existing_folder,
     file_system,
     judge_space,
     sees_token,
@@ -37,7 +37,6 @@ from finetune.diagnose.machine_checks import (
     judge_gpus,
     judge_packages,
     judge_shared_memory,
-    num_cores,
 )
 from finetune.diagnose.world_checks import (
     Bandwidth,
@@ -53,7 +52,9 @@ from finetune.diagnose.world_checks import (
 from finetune.distributed.environment import LaunchEnvironment, read_environment
 from finetune.findings import Finding, exit_code, findings_of_others, ok, problem, warning
 from finetune.runs.file_lock import try_file_lock
+from finetune.runs.folder import existing_folder
 from tests.launches import run_launched
+from tests.readable_hub import point_to, running_hub
 from tests.two_nodes import INTERFACE, reason_against, torchrun, two_nodes
 
 DOCTOR = [sys.executable, "-m", "finetune", "doctor"]
@@ -283,7 +284,7 @@ def test_an_agent_of_torchrun_that_is_gone_is_a_problem():
 def test_versions_are_compared_with_the_packages_own_metadata():
     assert levels(check_versions()) == ["ok", "ok"]
     old, absent, right = judge_packages(["torch>=99", "no-such-package>=1.2", "rich>=1", "pytest>=99; extra == 'test'"])
-    assert old.what == f"torch {torch.__version__}, but finetune needs torch>=99"
+    assert old.what == f"torch {version('torch')}, but finetune needs torch>=99"
     assert absent.what == "no-such-package is not installed, but finetune needs no-such-package>=1.2"
     assert absent.fix == "pip install 'no-such-package>=1.2'"
     assert (right.level, right.what.split()[0]) == ("ok", "rich")
@@ -306,6 +307,26 @@ def test_gpus_that_torch_does_not_use_are_found():
 
 
 @pytest.mark.parametrize(
+    ("wish", "accelerator", "processes", "level", "words"),
+    [
+        ("auto", "mps", 1, "ok", "Apple GPU (mps): one process trains on it, in fp32"),
+        ("mps", "mps", 1, "ok", "Apple GPU (mps)"),
+        ("auto", "mps", 2, "warning", "and this run has 2"),
+        ("mps", "mps", 2, "problem", "and this run has 2"),
+        ("mps", None, 1, "problem", "training.device=mps, but torch sees no Apple GPU"),
+        ("auto", "xpu", 1, "warning", "of the kind xpu, which finetune does not use: training uses the CPU"),
+        ("cpu", "mps", 2, "ok", "training uses the CPU"),
+        ("cpu", "xpu", 1, "ok", "training uses the CPU"),
+    ],
+)
+def test_accelerators_that_are_not_cudas(wish, accelerator, processes, level, words):
+    options = {"has_driver": False, "cuda": None, "accelerator": accelerator, "processes": processes}
+    [found] = judge_gpus(0, wish=wish, **options)
+    assert (found.level, words in found.what) == (level, True)
+    assert level == "ok" or "training.device=" in found.fix
+
+
+@pytest.mark.parametrize(
     ("cores", "threads", "processes", "on_gpu", "level"),
     [
         (2.0, 1, 2, False, "ok"),
@@ -320,22 +341,6 @@ def test_processors_are_judged_by_the_threads_on_them(cores, threads, processes,
     (found,) = judge_cores(cores, threads, processes, on_gpu=on_gpu)
     assert found.level == level
     assert f"processor cores: {cores:g}" in found.what
-
-
-def test_cores_are_those_of_the_affinity_and_of_the_containers_limit(tmp_path):
-    here = len(os.sched_getaffinity(0))
-    assert num_cores(tmp_path) == here
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert num_cores(tmp_path) == here
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    assert num_cores(tmp_path) == 0.5
-    (tmp_path / "cpu.max").unlink()
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("-1\n")
-    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
-    assert num_cores(tmp_path) == here
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("25000\n")
-    assert num_cores(tmp_path) == 0.25
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, so nccl is right here")
@@ -399,7 +404,16 @@ def test_a_model_that_is_not_here_is_found(tmp_path, monkeypatch):
     offline = only_bad(folder_findings(tmp_path, "model.path=microsoft/phi-4"))
     assert (offline.level, "HF_HUB_OFFLINE is set" in offline.what) == ("problem", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    to_load = only_bad(folder_findings(tmp_path, "model.path=microsoft/phi-4"))
+    point_to(monkeypatch, f"http://127.0.0.1:{free_port()}")
+    cut_off = only_bad(folder_findings(tmp_path, "model.path=microsoft/phi-4"))
+    assert (cut_off.level, "cannot be reached" in cut_off.what) == ("problem", True)
+    assert cut_off.fix.startswith(
+        "run `hf download microsoft/phi-4 --local-dir phi-4` on a machine that reaches the hub"
+    )
+    with running_hub() as hub:
+        hub.folders["microsoft/phi-4"] = tmp_path
+        point_to(monkeypatch, hub.address)
+        to_load = only_bad(folder_findings(tmp_path, "model.path=microsoft/phi-4"))
     assert (to_load.level, to_load.fix) == ("warning", "run `hf download microsoft/phi-4` beforehand")
 
 

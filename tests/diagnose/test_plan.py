@@ -18,11 +18,13 @@ from finetune.diagnose.plan import find_largest, make_plan
 from finetune.diagnose.plan_devices import find_device, read_device
 from finetune.diagnose.plan_time import operations_of_step
 from finetune.distributed.launch import launch
+from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import PaddedMicrobatch
 from finetune.errors import ConfigError
 from finetune.model.base import build_base_model, build_tokenizer, checkpoint_gradients
 from finetune.model.lora import add_lora
+from finetune.training.memory_trace import Allocations, _choices_on
 from finetune.training.preference import PreferenceMicrobatch, summed_preferences
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
@@ -131,7 +133,7 @@ def test_the_plan_of_pairs_is_what_the_trainer_does(words_of_pairs, more):
 
 
 def test_a_plan_of_pairs_says_so(words_of_pairs, capsys):
-    assert plan_from_words(words_of_pairs, run=None, is_probed=True) == 0
+    assert plan_from_words(words_of_pairs, is_probed=True) == 0
     out = capsys.readouterr().out
     assert "an epoch: 18 pairs, " in out
     assert "global batch: 4 pairs = training.batch_size=4 x 1 process\n" in out
@@ -182,6 +184,7 @@ def test_the_largest_batch_is_found_in_few_trials(fixed, each, end, first):
 
 
 def test_what_does_not_fit_is_told_with_what_does(words):
+    words = [*words, "training.gradient_checkpointing=false"]
     config = load_config([*words, "training.batch_size=12"])
     roomy = replace(find_device("cpu"), reserve=0)
     needed = make_plan(config, roomy).needed
@@ -203,7 +206,7 @@ def test_what_does_not_fit_is_told_with_what_does(words):
 
 def test_without_data_every_row_is_taken_to_be_as_long_as_it_may_be(words, capsys):
     gone = [word for word in words if not word.startswith("data.path=")]
-    code = plan_from_words([*gone, "data.path=gone.jsonl", "data.max_length=50", "training.max_steps=7"], run=None)
+    code = plan_from_words([*gone, "data.path=gone.jsonl", "data.max_length=50", "training.max_steps=7"])
     out = capsys.readouterr().out
     assert code == 0
     assert "the plan assumes rows of 50 tokens" in out.replace("\n", " ")
@@ -212,7 +215,7 @@ def test_without_data_every_row_is_taken_to_be_as_long_as_it_may_be(words, capsy
 
 
 def test_json_and_a_probe(words, capsys):
-    assert plan_from_words(words, run=None, is_probed=True, as_json=True) == 0
+    assert plan_from_words(words, is_probed=True, as_json=True) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["version"] == 1
     assert record["fits"] is True
@@ -222,7 +225,7 @@ def test_json_and_a_probe(words, capsys):
 
 
 def test_a_probe_does_not_speak_for_another_device(words, capsys):
-    assert plan_from_words(words, run=None, device="h100-80gb", is_probed=True) == 0
+    assert plan_from_words(words, device="h100-80gb", is_probed=True) == 0
     out = capsys.readouterr().out
     assert "H100 80GB" in out
     assert "bf16" in out
@@ -302,3 +305,20 @@ def test_a_device_that_is_not_known_is_refused_with_what_is(name, part):
 def test_four_bit_weights_are_refused_in_words(words):
     with pytest.raises(ConfigError, match=r"lora\.quantize is nf4.*lora\.quantize=none"):
         make_plan(load_config([*words, "lora.quantize=nf4"]), find_device("cpu"))
+
+
+def test_attention_in_fp32_on_a_gpu_has_no_copy_of_shared_keys():
+    """FlexAttention takes them where they lie; flash attention, which has no fp32, gathers them."""
+    beginning = torch.arange(40)
+    packed = pack([(torch.cat([beginning, torch.full((9,), row)]), torch.ones(49).bool()) for row in range(6)])
+    q, k, v = (torch.empty(packed.num_computed, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+
+    def kept(*, is_bf16: bool) -> int:
+        with Allocations() as allocations:
+            out = _choices_on("cuda", is_bf16=is_bf16).attention(q, k, v, packed.layout, queries=None, window=None)
+            assert out.shape == q.shape
+            return allocations.in_use
+
+    output = q.nbytes + 4 * q.shape[0] * q.shape[1]  # with a number for each query and head
+    assert kept(is_bf16=False) == output
+    assert kept(is_bf16=True) > output + k.nbytes + v.nbytes

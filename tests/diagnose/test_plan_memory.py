@@ -14,11 +14,11 @@ from finetune.config.schema import LoraSection, OptimSection
 from finetune.data.batches import packer, pad
 from finetune.data.encoded import EncodedExample
 from finetune.data.preferences import EncodedPair
-from finetune.diagnose.plan_memory import optimizer_need, predict_peak
 from finetune.engine.layout import pack
 from finetune.engine.loss import BY_DEVICE, summed_cross_entropy
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
+from finetune.training.memory_need import optimizer_need, predict_peak
 from finetune.training.optim import build_optimizer
 from finetune.training.preference import put_pairs_together, summed_preferences
 from tests.diagnose.error_table import WRITE, cases_of_page, record_error
@@ -208,7 +208,7 @@ def test_few_layers_tell_what_many_take(kind, loss_of, monkeypatch):
     extrapolated = predict_peak(model, microbatch, need, loss_of, **options)
     assert len(model.get_base_model().get_decoder().layers) == 6  # as it was
     assert all(weight.is_meta for weight in model.parameters())
-    monkeypatch.setattr("finetune.diagnose.plan_memory._MORE", 6)
+    monkeypatch.setattr("finetune.training.memory_need._MORE", 6)
     whole = predict_peak(model, microbatch, need, loss_of, **options)
     assert abs(extrapolated.total / whole.total - 1) < 0.005
     for part, size in whole.parts.items():

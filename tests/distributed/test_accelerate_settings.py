@@ -125,11 +125,11 @@ def test_no_number_is_known_where_accelerate_did_not_start_this_process_alone(en
 
 
 REPORT = """
-import json, os
+import json, os, sys
 from finetune.distributed import environment as settings
 from finetune.distributed.accelerate_settings import read_accelerate_command
 command = read_accelerate_command(os.environ)
-print("REPORT", json.dumps({
+report = json.dumps({
     "world_size": settings.read_environment(os.environ).world_size,
     "refused": [setting for setting, why in settings.refused_settings(os.environ)],
     "precision": settings.requested_precision(os.environ),
@@ -137,7 +137,8 @@ print("REPORT", json.dumps({
     "cpu": settings.is_cpu_requested(os.environ),
     "asked": command and command.num_processes,
     "engine": command and command.engine,
-}), flush=True)
+})
+sys.stdout.write(f"REPORT {report}\\n")  # in one piece, whoever else writes, PYTHONUNBUFFERED or not
 """
 NOTHING = {
     "world_size": 1,

@@ -1,5 +1,6 @@
 import json
 import os
+import threading
 from datetime import timedelta
 
 import pytest
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 from finetune import cleanup_ddp, initialize_ddp
 from finetune.config.schema import Config
-from finetune.distributed.ddp_init import _is_env_distributed, _should_use_distributed
+from finetune.distributed.ddp_init import _finish, _is_env_distributed, _should_use_distributed
 from finetune.distributed.environment import LAUNCH_VARIABLES
 from finetune.errors import ConfigError, LaunchError
 from finetune.fallbacks import Fallbacks
@@ -173,3 +174,22 @@ def test_the_flag_for_distributed_training_is_settled_by_what_was_launched(monke
         monkeypatch.setenv(name, value)
     assert _is_env_distributed()
     assert [_should_use_distributed(flag) for flag in (True, None, False)] == [True, True, False]
+
+
+def test_a_collective_that_does_not_end_is_given_up_by_this_process_and_not_by_its_backend():
+    """nccl would abort the process, and gloo could not take over. Two ranks in one process, as gloo allows."""
+    store = dist.HashStore()
+    made = [None, None]
+
+    def join(rank):
+        made[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+
+    other = threading.Thread(target=join, args=(1,))
+    other.start()
+    join(0)
+    other.join()
+    late = made[0].barrier()
+    with pytest.raises(RuntimeError, match="has not ended within 0 seconds"):
+        _finish(late, 0.1)
+    made[1].barrier().wait()
+    assert _finish(late, 60) is None

@@ -3,7 +3,13 @@ import types
 import pytest
 import torch
 
-from finetune.distributed.device import _pick_device, _resolve_device, device_identity, refuse_shared_devices
+from finetune.distributed.device import (
+    _pick_device,
+    _resolve_device,
+    device_identity,
+    device_of_rank,
+    refuse_shared_devices,
+)
 from finetune.errors import LaunchError
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -46,6 +52,14 @@ def test_mps_is_taken_where_it_is(is_there, gpus, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: is_there)
     for wish in ("mps", torch.device("mps"), None):
         assert _resolve_device(wish).type == ("mps" if is_there else "cpu")
+
+
+def test_an_apple_gpu_is_for_one_process_alone(gpus, monkeypatch):
+    gpus(0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    with pytest.raises(LaunchError, match=r"training\.device=mps computes in one process alone.*training\.device=cpu"):
+        device_of_rank(0, "mps")
+    assert device_of_rank(0, None) == device_of_rank(1, "cpu") == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -108,12 +122,3 @@ def test_two_ranks_on_one_gpu_are_refused_by_name():
 )
 def test_ranks_on_gpus_of_their_own_or_on_the_cpu_are_accepted(identities):
     refuse_shared_devices(identities)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: the UUID of a real one is not read")
-def test_a_real_gpu_has_an_identity():
-    index = torch.cuda.device_count() - 1
-    identity = device_identity(torch.device("cuda", index))
-    assert str(torch.cuda.get_device_properties(index).uuid) in identity
-    with pytest.raises(LaunchError, match="ranks 0, 1"):
-        refuse_shared_devices([identity, identity])

@@ -1,3 +1,5 @@
+import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -6,7 +8,7 @@ import torch
 from finetune.config.schema import Config
 from finetune.distributed.launch import launch
 from finetune.errors import ConfigError, DataError, LaunchError
-from tests.launches import reports_of
+from tests.launches import free_port, place_variables, reports_of
 
 CPU = {"training": {"device": "cpu", "precision": "fp32"}}
 
@@ -27,6 +29,7 @@ def test_two_processes_are_one_world(two_ranks):
     assert [seen["rank"] for seen in ranks] == [0, 1]
     assert [seen["is_main_process"] for seen in ranks] == [True, False]
     assert {(seen["world_size"], seen["launcher"], seen["backend"]) for seen in ranks} == {(2, launcher, "gloo")}
+    assert [seen["visible_gpus"] for seen in ranks] == ["", ""], "tests hide this machine's GPUs"
 
 
 @pytest.mark.launch
@@ -223,3 +226,130 @@ def test_ddp_true_alone_is_a_fallback_that_strict_refuses():
         assert runtime.world_size == 1
     with pytest.raises(ConfigError, match="strict"), launch(config(ddp=True, strict=True)):
         pass
+
+
+@pytest.fixture
+def two_old_gpus(monkeypatch):
+    """What torch says on a machine with two GPUs of a kind before Ampere; there is none here, and nothing computes."""
+    current = [torch.device("cuda", 0)]
+    says = {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "current_device": lambda: current[0].index,
+        "set_device": lambda device: current.__setitem__(0, torch.device(device)),
+        "get_device_capability": lambda device=None: (7, 5),
+        "is_bf16_supported": lambda including_emulation=True: including_emulation,
+    }
+    for name, answer in says.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+
+
+def test_the_second_gpu_is_that_of_accelerate_too(two_old_gpus):
+    with launch(config(training={"device": "cuda:1", "precision": "fp32"})) as runtime:
+        assert runtime.device == torch.device("cuda", 1)
+        assert torch.cuda.current_device() == 1
+
+
+def test_auto_precision_is_fp32_where_a_gpu_only_emulates_bf16(two_old_gpus):
+    with launch(config(training={"device": "cuda"})) as runtime:
+        assert runtime.precision == "fp32"
+
+
+@pytest.fixture
+def apple_gpu(monkeypatch):
+    """What torch says on a Mac; there is no Apple GPU here, and nothing computes."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: major < 14)
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available=False: torch.device("mps") if check_available else None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("deterministic", True, r"training\.deterministic is true .*Apple GPU \(mps\).*training\.device=cpu"),
+        ("precision", "bf16", r"training\.precision is bf16 .*needs macOS 14.*training\.precision=fp32"),
+    ],
+)
+def test_what_an_apple_gpu_cannot_do_is_refused_by_name(apple_gpu, key, value, words):
+    with pytest.raises(ConfigError, match=words), launch(config(training={"device": "mps", key: value})):
+        pass
+    with launch(config(training={"device": "cpu", key: value})):
+        pass
+
+
+def test_several_processes_do_without_an_apple_gpu_and_say_so(apple_gpu, monkeypatch):
+    """In a group that is up already."""
+    for name, value in place_variables(0, 1, free_port()).items():
+        monkeypatch.setenv(name, value)
+    torch.distributed.init_process_group("gloo")
+    try:
+        with launch(config(training={"device": "auto"})) as runtime:
+            [taken] = runtime.fallbacks.as_records()
+        with pytest.raises(LaunchError, match="one process alone"), launch(config(training={"device": "mps"})):
+            pass
+    finally:
+        torch.distributed.destroy_process_group()
+    assert (taken["what"], taken["wanted"], taken["used"]) == ("training.device", "mps", "cpu")
+
+
+def test_an_accelerator_that_finetune_does_not_know_is_missed_aloud(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("xpu", 0))
+    with launch(config(training={"device": "auto"})) as runtime:
+        [taken] = runtime.fallbacks.as_records()
+    assert (taken["what"], taken["wanted"], taken["used"]) == ("training.device", "xpu", "cpu")
+    assert "finetune does not compute on xpu" in taken["why"]
+    with pytest.raises(ConfigError, match="strict"), launch(config(training={"device": "auto"}, strict=True)):
+        pass
+    with launch(config()) as runtime:  # training.device=cpu
+        assert not runtime.fallbacks
+
+
+class Recorder:
+    """A watchdog and a GPU's stream that write down when they are called."""
+
+    def __init__(self):
+        self.heard = []
+
+    @contextmanager
+    def waiting(self, collective):
+        self.heard.append(f"enter {collective}")
+        yield
+        self.heard.append("leave")
+
+    def synchronize(self):
+        self.heard.append("the device is done")
+
+
+def test_a_gpu_finishes_its_work_before_a_rank_waits_and_before_it_waits_no_more(monkeypatch):
+    """nccl only queues a collective: without this a rank would block where a fault takes it for the culprit."""
+    recorder, parameter = Recorder(), torch.nn.Parameter(torch.ones(2))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: recorder)
+    monkeypatch.setattr("finetune.distributed.runtime.sum_flat", lambda parameters: recorder.heard.append("sum"))
+    with launch(config()) as runtime:
+        there, runtime._watchdog = runtime.context, recorder
+        runtime.context = there._replace(distributed=True)
+        runtime.sync_gradients([parameter])
+        assert recorder.heard == ["enter sync_gradients", "sum", "leave"]  # on the CPU, no call returns early
+        recorder.heard.clear()
+        runtime.context = there._replace(distributed=True, device=torch.device("cuda", 0))
+        runtime.sync_gradients([parameter])
+        runtime.context, runtime._watchdog = there, None
+    done = "the device is done"
+    assert recorder.heard == [done, "enter sync_gradients", "sum", done, "leave"]
+
+
+def test_deterministic_products_on_cuda_have_a_fixed_workspace(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with launch(config(training={"device": "cpu", "deterministic": True})):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with launch(config(training={"device": "cpu", "deterministic": True})):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

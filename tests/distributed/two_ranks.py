@@ -40,6 +40,7 @@ def see_collectives(runtime):
         "is_main_process": runtime.is_main_process,
         "launcher": runtime.environment.launcher,
         "backend": runtime.backend,
+        "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "sum": runtime.sum([rank + 1, 2.0**-40 + rank]),
         "broadcast": runtime.broadcast_from_main({"from": rank}),
         "one_fails": what_is_raised(lambda: runtime.agree(DataError("row 7") if rank == 1 else None, "reading")),
@@ -53,7 +54,7 @@ def see_collectives(runtime):
         second.grad = torch.ones(2, 2)
     runtime.sync_gradients([first, second, third])
     seen["gradients"] = [p.grad.tolist() for p in (first, second, third)]
-    seen["grad_norm"] = runtime.clip_grad_norm([first, second, third], None)
+    seen["grad_norm"] = float(runtime.clip_grad_norm([first, second, third], None))
 
     torch.manual_seed(rank)
     model = torch.nn.Linear(2, 2)

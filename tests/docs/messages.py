@@ -20,9 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from huggingface_hub import constants
 
-from finetune import cleanup_ddp, initialize_ddp, launch, load_config
-from finetune.config.schema import Config
+from finetune import build_tokenizer, cleanup_ddp, initialize_ddp, launch, load_config
+from finetune.config import hub
+from finetune.config.schema import Config, ModelSection
 from finetune.distributed import accelerate_settings, ddp_init, device, rendezvous
 from finetune.distributed.accelerate_settings import AccelerateCommand, launch_options
 from finetune.distributed.ddp_init import ProcessContext
@@ -38,6 +40,7 @@ from finetune.runs import folder as run_folder
 from finetune.runs.folder import RunFolder
 from recipes.finetune_lora import main as finetune_lora
 from tests.launches import free_port
+from tests.readable_hub import black_hole, point_to, running_hub
 from tests.test_nonfinite import words as words_with_a_bad_row
 from tests.test_nonfinite import write_model, write_row
 from tests.tiny_runs import write_rows
@@ -343,3 +346,52 @@ def loss_is_nan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     write_row(write_rows(folder / "rows", train=17, validation=4, test=0) / "train.jsonl", "send ~ to Porto")
     printed = printed_by(lambda: finetune_lora(words_with_a_bad_row(folder, folder / "run")))
     return [re.sub(r"^step \d+: ", "step 57: ", line) for line in printed]
+
+
+# --- the hub ------------------------------------------------------------------------------------------------------
+
+
+def _read_from(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+    point_to(monkeypatch, address)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
+    monkeypatch.setattr(hub, "_answers", {})
+    printed = printed_by(lambda: build_tokenizer(ModelSection(path="microsoft/Phi-4-mini-instruct")))
+    return put(printed, **{str(folder): "/data/hf/hub", address: "https://huggingface.co"})
+
+
+@maker
+def no_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    printed = _read_from(f"http://127.0.0.1:{free_port()}", folder, monkeypatch)
+    return put(printed, **{"[Errno 111] Connection refused": "[Errno -2] Name or service not known"})
+
+
+@maker
+def no_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "LIMIT_SECONDS", 0.2)
+    with black_hole() as address:
+        return put(_read_from(address, folder, monkeypatch), **{"0.2 s": "15 s"})
+
+
+@maker
+def offline_mode(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return _read_from("http://127.0.0.1:1", folder, monkeypatch)
+
+
+@maker
+def gated_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with running_hub() as state:
+        state.folders["microsoft/Phi-4-mini-instruct"] = folder
+        state.gated.add("microsoft/Phi-4-mini-instruct")
+        return _read_from(state.address, folder, monkeypatch)
+
+
+@maker
+def no_such_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with running_hub() as state:
+        return _read_from(state.address, folder, monkeypatch)

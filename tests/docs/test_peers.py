@@ -101,6 +101,7 @@ def test_a_task_of_srun_is_a_world_of_its_own_for_the_trainer(tmp_path):
     assert done.stdout.split() == ["1", "0"], done.stderr
 
 
+@pytest.mark.slow
 def test_trl_trains_on_the_whole_conversation_by_default_and_has_more_methods():
     trl = pytest.importorskip("trl", reason='TRL is installed with: pip install -e ".[bench]"')
     assert {field.name: field.default for field in fields(trl.SFTConfig)}["assistant_only_loss"] is False

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Iterable
 from fnmatch import fnmatch
+from importlib.metadata import PackageNotFoundError, requires
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import finetune
-from tests.docs.pages import REPOSITORY
+from tests.docs.pages import DOCS, REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CHECK = (REPOSITORY / ".ci/run").read_text(encoding="utf-8")
@@ -98,8 +103,66 @@ def test_an_issue_asks_for_what_a_report_needs():
     assert {"command", "happened", "expected", "doctor", "run"} <= asked
 
 
+def pins() -> dict[str, str]:
+    lines = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    found = dict(line.split("==") for line in lines if not line.startswith("#"))
+    return {canonicalize_name(name): version for name, version in found.items()}
+
+
 def test_what_the_documentation_needs_is_pinned():
-    pinned = {re.split("==", line)[0].lower() for line in (REPOSITORY / "constraints.txt").read_text().splitlines()}
     wanted = [re.split(r"[\[><=]", it)[0] for it in PROJECT["optional-dependencies"]["docs"]]
     assert wanted
-    assert all(any(fnmatch(name, it) for name in pinned) for it in wanted)
+    assert all(any(fnmatch(name, it) for name in pins()) for it in wanted)
+
+
+def requirements() -> list[Requirement]:
+    """All of pyproject.toml, without the extras' references to each other."""
+    asked = [*PROJECT["dependencies"], *(it for extra in PROJECT["optional-dependencies"].values() for it in extra)]
+    return [it for it in map(Requirement, asked) if it.name != "finetune"]
+
+
+def test_the_ranges_are_of_the_versions_that_were_run():
+    page = (DOCS / "installing.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w-]+) \| (\d[\w.]*) \| (\d[\w.]*) \|$", page, re.MULTILINE)
+    run = {canonicalize_name(name): (Version(oldest), Version(newest)) for name, oldest, newest in rows}
+    assert {canonicalize_name(Requirement(it).name) for it in PROJECT["dependencies"]} < run.keys()
+    for each in requirements():
+        name, pin = canonicalize_name(each.name), pins().get(canonicalize_name(each.name))
+        first = [Version(it.version) for it in each.specifier if it.operator == ">="]
+        end = [Version(it.version) for it in each.specifier if it.operator == "<"]
+        assert len(first) == len(end) == 1, f"{each}: a range has two ends"
+        if name in run:
+            assert (first[0], end[0]) == (run[name][0], Version(str(run[name][1].major + 1))), each
+            assert pin is None or run[name][0] <= Version(pin) <= run[name][1], each
+        else:
+            assert pin is not None, f"{each}: neither a row of docs/installing.md nor a pin"
+            assert first[0].release == Version(pin).release[: len(first[0].release)], each
+
+
+def ask_for(name: str, extra: str) -> Iterable[str]:
+    """The requirements of a package with one extra; `finetune`'s as they stand in pyproject.toml now."""
+    if name != "finetune":
+        return requires(name) or []
+    return PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
+
+
+def installed_for(requirement: str) -> set[str]:
+    """The names of all packages that are installed with this one."""
+    waiting, seen = [Requirement(requirement)], set()
+    while waiting:
+        each = waiting.pop()
+        name = canonicalize_name(each.name)
+        for extra in {"", *each.extras} - {extra for of, extra in seen if of == name}:
+            seen.add((name, extra))
+            asked = map(Requirement, ask_for(name, extra))
+            waiting += [it for it in asked if it.marker is None or it.marker.evaluate({"extra": extra})]
+    return {name for name, _ in seen}
+
+
+@pytest.mark.slow
+def test_nothing_is_pinned_that_the_tests_do_not_install():
+    try:
+        needed = installed_for("finetune[test-everything]")
+    except PackageNotFoundError as missing:
+        pytest.skip(f'{missing.name} is not installed: pip install -c constraints.txt -e ".[test-everything]"')
+    assert set(pins()) - needed == set()

@@ -63,10 +63,16 @@ def test_the_pictures_are_small_and_ask_nobody():
     assert set(re.findall(r"docs/assets/[\w.-]+\.(?:svg|png)", text)) == shown, (
         "one picture, for a light and a dark screen"
     )
-    terminal = DOCS / "assets/quickstart.svg"
-    assert "(assets/quickstart.svg)" in (DOCS / "quickstart.md").read_text(encoding="utf-8")
-    for picture in (*(REPOSITORY / path for path in shown), terminal):
-        assert picture.stat().st_size < 300_000, picture
-    drawn = terminal.read_text(encoding="utf-8")
-    assert "finetune report runs/quickstart" in drawn.replace("&#160;", " ")
-    assert not re.search(r"url\([\"']?http|href=", drawn)
+    for page, name, command in (
+        ("quickstart", "quickstart", "report runs/quickstart"),
+        ("terminal", "commands", "runs"),
+    ):
+        text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+        for background in ("light", "dark"):
+            shown.add(f"docs/assets/{name}-{background}.svg")
+            drawn = (DOCS / f"assets/{name}-{background}.svg").read_text(encoding="utf-8")
+            assert f'"assets/{name}-{background}.svg"' in text
+            assert f"finetune {command}" in drawn.replace("&#160;", " ")
+            assert not re.search(r"url\([\"']?http|href=", drawn)
+    for path in shown:
+        assert (REPOSITORY / path).stat().st_size < 300_000, path

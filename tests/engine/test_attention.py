@@ -7,8 +7,9 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_mask
 
+from finetune.engine import attention_cuda
 from finetune.engine.attention import attention, choose_kernel, dense_attention, prepare_blocks
-from finetune.engine.attention_cuda import mask_of, prepare_varlen
+from finetune.engine.attention_cuda import attention_downgrade, mask_of, prepare_varlen, take_keys, why_not_varlen
 from finetune.engine.layout import PackedMicrobatch, dense_mask, pack
 from tests.engine.prefix_rows import Row, random_rows, rows_of
 
@@ -193,7 +194,7 @@ def test_what_cuda_kernels_are_told_is_the_mask(seed: int, window: int | None) -
 def varlen_mask(layout, queries: torch.Tensor, window: int | None) -> torch.Tensor:
     """What flash attention computes for a plan: each run causal and windowed, aligned to the lower right."""
     runs = prepare_varlen(layout, queries, window)
-    mask = torch.zeros(len(queries), len(layout.tokens), dtype=torch.bool)
+    mask = torch.zeros(runs.num_slots, len(layout.tokens), dtype=torch.bool)
     index = layout.tokens if runs.key_index is None else runs.key_index
     for run in range(len(runs.query_edges) - 1):
         (first, last), (start, end) = runs.query_edges[run : run + 2].tolist(), runs.key_edges[run : run + 2].tolist()
@@ -203,7 +204,16 @@ def varlen_mask(layout, queries: torch.Tensor, window: int | None) -> torch.Tens
         if window is not None:
             band = band.triu(end - start - last + first - window + 1)
         mask[first:last, index[start:end]] = band
-    return mask
+    return mask if runs.slots is None else mask[runs.slots]
+
+
+def test_a_row_with_many_turns_gathers_its_keys_about_once() -> None:
+    turn = [False] * 12 + [True] * 28
+    packed = pack([(torch.arange(400), torch.tensor(turn * 10))])
+    runs = prepare_varlen(packed.layout, packed.positions, None)
+    assert runs.key_edges.tolist() == [0, 399]  # the last token predicts nothing
+    far = pack([(torch.arange(400), torch.tensor(([False] * 60 + [True] * 40) * 4))])
+    assert len(prepare_varlen(far.layout, far.positions, None).key_edges) == 5  # fillers would cost more
 
 
 def test_varlen_gathers_nothing_where_nothing_is_shared() -> None:
@@ -219,3 +229,49 @@ def test_the_dense_form_says_the_same(window: int | None) -> None:
     inputs = tensors(packed.num_computed, 4, 2, torch.float64)
     dense = dense_attention(*inputs, dense_mask(packed.layout, packed.layout.tokens, window), HEAD_DIM**-0.5)
     assert_same(attention(*inputs, packed.layout, window=window), dense, inputs, 1e-12)
+
+
+GPU = torch.device("cuda", 0)
+WHOLE = frozenset({"window_size", "scale", "enable_gqa"})
+
+
+@pytest.fixture
+def says(monkeypatch):
+    """Answers of a torch and a GPU that are not there."""
+
+    def say(options: frozenset[str] = WHOLE, capability: tuple[int, int] = (9, 0)) -> None:
+        why_not_varlen.cache_clear()
+        monkeypatch.setattr(attention_cuda, "_varlen_options", lambda: options)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Old GPU")
+
+    yield say
+    why_not_varlen.cache_clear()
+
+
+def test_which_attention_is_a_downgrade(says) -> None:
+    says()
+    assert attention_downgrade(GPU, torch.bfloat16, shares_keys=True) is None
+    says(frozenset({"scale", "enable_gqa"}))
+    assert why_not_varlen(GPU) == f"torch {torch.__version__} has no varlen_attn with window_size"
+    used, why = attention_downgrade(GPU, torch.bfloat16, shares_keys=False)[1:]
+    assert (used, why) == ("FlexAttention", why_not_varlen(GPU))
+    assert attention_downgrade(GPU, torch.float32, shares_keys=False) is None  # flash attention has no fp32
+    assert attention_downgrade(torch.device("cpu"), torch.bfloat16, shares_keys=True) is None
+    says(capability=(7, 5))
+    assert "Old GPU is older than" in attention_downgrade(GPU, torch.bfloat16, shares_keys=False)[2]
+    says(WHOLE - {"enable_gqa"})
+    assert attention_downgrade(GPU, torch.bfloat16, shares_keys=False) is None
+    assert "enable_gqa" in attention_downgrade(GPU, torch.bfloat16, shares_keys=True)[2]
+
+
+def test_the_gradients_of_a_key_that_many_rows_take_are_added_up_before_they_are_rounded() -> None:
+    keys = torch.randn(3, 2, 4).bfloat16().requires_grad_()
+    index = torch.tensor([0, 2, *[1] * 1000])
+    taken = take_keys(keys, index)
+    assert torch.equal(taken, keys[index])
+    (grad,) = torch.autograd.grad(taken, keys, torch.ones_like(taken))
+    assert grad.dtype == torch.bfloat16
+    assert grad[:, 0, 0].tolist() == [1.0, 1000.0, 1.0]  # sums in bf16 stop at 256
+    wide = keys.detach().double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: take_keys(x, index[:5]), [wide])

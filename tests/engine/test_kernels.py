@@ -132,7 +132,7 @@ def test_no_rows_give_zero_gradients():
     layers = [some_layer(0, *sizes, **LAYERS["everything"]) for sizes in ((4, 3), (4, 6), (4, 6), (3, 4))]
     results = [
         linear(x, layers[0]),
-        normed_linear(x, layers[1], weight=weight, eps=1e-5),
+        normed_linear(x, layers[1], weight=weight, eps=1e-5)[0],
         gated_mlp(x, weight, 1e-5, [layers[2]], layers[3]),
     ]
     assert [tuple(result.shape) for result in results] == [(0, 3), (0, 6), (0, 4)]
@@ -166,10 +166,24 @@ def test_a_normed_linear_is_a_linear_of_the_norm(kind):
     h, weight = tensor(5, 4), tensor(4, trained=kind == "everything")
     layers = [some_layer(5, 4, width, **LAYERS[kind]) for width in (3, 2)]
     assert_equals_plain(
-        lambda: normed_linear(h, *layers, weight=weight, eps=1e-5),
+        lambda: normed_linear(h, *layers, weight=weight, eps=1e-5)[0],
         lambda: linear(rms_norm(h, weight, 1e-5), *layers),
         [h, weight, *tensors_of(layers)],
     )
+
+
+@pytest.mark.parametrize("uses", [slice(0, 1), slice(1, 2), slice(0, 2)], ids=["result", "input", "both"])
+def test_a_normed_linear_hands_its_input_on(uses):
+    h, weight, layer = tensor(5, 4), tensor(4), some_layer(5, 4, 4)
+
+    def ours():
+        return sum(normed_linear(h, layer, weight=weight, eps=1e-5)[uses])
+
+    def plain():
+        return sum((linear(rms_norm(h, weight, 1e-5), layer), h * 1)[uses])
+
+    trained = [h] if uses == slice(1, 2) else [h, weight, *tensors_of([layer])]
+    assert_equals_plain(ours, plain, trained)
 
 
 def test_rms_norm_rounds_where_the_model_does():

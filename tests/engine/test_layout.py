@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
+from finetune.engine.attention_cuda import prepare_varlen
 from finetune.engine.layout import dense_mask, pack
 from tests.engine.prefix_rows import random_rows, rows_of
 
@@ -125,3 +126,13 @@ def test_it_travels_to_workers_and_devices() -> None:
     tensors += [there.layout.position_ids, there.layout.visible_until]
     assert len(tensors) == 8
     assert all(tensor.device.type == "meta" for tensor in tensors)
+
+
+def test_attention_that_is_prepared_travels_along() -> None:
+    packed = pack(random_rows(7))
+    packed.prepare_attention(prepare_varlen, window=5)
+    there = pickle.loads(pickle.dumps(packed)).to(torch.device("meta"))
+    for queries in (None, there.positions):  # without what was prepared, this would fail: these tensors have no values
+        runs = there.layout.prepared(prepare_varlen, queries, 5)
+        assert runs.query_edges.is_meta
+        assert runs.key_edges.is_meta

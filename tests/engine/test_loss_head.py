@@ -122,3 +122,12 @@ def test_it_gives_what_the_models_own_head_gives(config):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     for name, parameter in model.named_parameters():
         assert (parameter.grad - theirs[name]).norm() <= 1e-5 * theirs[name].norm() + 1e-7, name
+
+
+def test_the_factor_of_a_bf16_gradient_is_not_rounded():
+    hidden, weight, _, labels = some_head(targets=50, features=16, vocabulary=40, bias=False, dtype=torch.float32)
+    hidden = hidden.detach().bfloat16().requires_grad_()
+    loss = summed_head_loss(hidden, weight.detach().bfloat16(), labels)
+    (whole,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    (part,) = torch.autograd.grad(loss / 771, hidden)  # 1 / 771 lies between two numbers of bf16
+    assert part.equal((whole.double() / 771).bfloat16())

@@ -123,6 +123,15 @@ def test_rows_that_share_nothing_are_cut_into_even_parts() -> None:
     assert max(cut.num_tokens for cut in cuts) < 1.1 * min(cut.num_tokens for cut in cuts)
 
 
+def test_where_tokens_decide_two_ranks_have_equal_work() -> None:
+    batches = [seeded(rows=16, mean=180, seed=seed) for seed in range(20)]
+    weights = [[cut.num_tokens for cut in cut_global_batch(rows, max_rows=16, max_tokens=640)] for rows in batches]
+    assert all(len(each) % 2 == 0 for each in weights)
+    slower = sum(max(sum(each[index] for index in hand) for hand in deal(each, 2)) for each in weights)
+    assert sum(map(sum, weights)) / slower > 1.95
+    assert len(cut_global_batch(batches[0], max_rows=6, max_tokens=4000)) == 3  # the limit of rows decides
+
+
 def test_the_order_in_which_rows_come_changes_no_cut() -> None:
     rows = seeded(rows=12, mean=60, shared=40)
     forwards = cut_global_batch(rows, max_rows=3)

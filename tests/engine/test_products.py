@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from finetune.engine import products
+from tests.engine.fake_device import KIND, DeviceTensor, FakeDevice
 
 MANY_SHAPES = """
 import resource, torch
@@ -41,3 +43,38 @@ def test_a_product_is_what_torch_makes_of_it(rows, has_bias, has_residual):
     expected = x @ weight.t() + (0 if bias is None else bias) + (0 if residual is None else residual)
     torch.testing.assert_close(products.product(x, weight, bias, residual), expected)
     torch.testing.assert_close(products.product(x, weight.t().contiguous().t(), bias, residual), expected)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("kind", ["cpu", KIND])
+def test_a_low_rank_product_is_added_in_either_order(has_bias, has_residual, kind):
+    torch.manual_seed(0)
+    x, weight, left, right = (torch.randn(sizes) for sizes in ((9, 24), (40, 24), (9, 3), (40, 3)))
+    bias = torch.randn(40) if has_bias else None
+    residual = torch.randn(9, 40) if has_residual else None
+    expected = x @ weight.t() + 0.7 * left @ right.t()
+    expected += (0 if bias is None else bias) + (0 if residual is None else residual)
+    parts = x, weight, bias, residual, left, right
+    with FakeDevice() if kind == KIND else nullcontext():
+        there = [part if part is None or kind == "cpu" else DeviceTensor(part.clone()) for part in parts]
+        made = products.product(*there[:4], products.LowRank(*there[4:], 0.7))
+        scaled = products.scaled_product(there[0], there[1], 0.7)
+    torch.testing.assert_close(getattr(made, "data_on_cpu", made), expected)
+    torch.testing.assert_close(getattr(scaled, "data_on_cpu", scaled), 0.7 * x @ weight.t())
+    if residual is not None:
+        assert torch.equal(getattr(there[3], "data_on_cpu", residual), residual)  # it is read, not written
+
+
+def test_a_weight_is_cast_once_while_it_does_not_change():
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    with products.unchanged_weights():
+        narrow = products.cast(weight, torch.bfloat16)
+        assert products.cast(weight.detach(), torch.bfloat16) is narrow  # as checkpointing hands it out
+        assert products.cast(weight[:2], torch.bfloat16).shape == (2, 3)
+        assert products.cast(weight, torch.float32) is weight
+    with torch.no_grad():
+        weight.add_(1)
+    for within in (products.unchanged_weights(), nullcontext()):
+        with within:
+            assert torch.equal(products.cast(weight, torch.bfloat16), weight.bfloat16())

@@ -9,9 +9,9 @@ import subprocess
 
 import pytest
 
+from finetune.config.shipped_files import resolve_shipped
 from finetune.errors import ModelError
 from finetune.export.ollama import modelfile, read_pieces
-from finetune.shipped_files import resolve_shipped
 from tests.export.go_templates import render_go
 from tests.model.variants import VARIANTS
 from tests.tiny import tiny_tokenizer

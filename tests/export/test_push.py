@@ -16,10 +16,10 @@ from tests.export.hub_stand_in import Repository, running_hub
 from tests.in_process import Ended, run_finetune
 from tests.launches import run_command
 from tests.model.variants import VARIANTS
+from tests.readable_hub import point_to
 
 TOKEN = "hf_tokenThatNobodySees"
 BASE = "owner/base"
-FILE_ADDRESS = "/{repo_id}/resolve/{revision}/{filename}"
 
 
 @pytest.fixture
@@ -47,8 +47,7 @@ def push(hub, monkeypatch):
     from huggingface_hub import constants
 
     def run_push(*words: str | Path, token: str | None = TOKEN) -> Ended:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.address + FILE_ADDRESS)
+        point_to(monkeypatch, hub.address)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.delenv("HF_TOKEN", raising=False)

@@ -117,6 +117,13 @@ class Screen(Terminal):
             assert time.monotonic() < end, f"no {text!r} on the screen:\n{self.screen.decode(errors='replace')}"
             time.sleep(0.02)
 
+    def wait_for_more(self, num_bytes: int) -> None:
+        end, before = time.monotonic() + LIMIT_SECONDS, len(self.screen)
+        while len(self.screen) < before + num_bytes:
+            time.sleep(0.02)
+            assert self.process.poll() is None, self.screen.decode(errors="replace")
+            assert time.monotonic() < end, self.screen.decode(errors="replace")
+
     def press(self, key: str) -> None:
         os.write(self._master, key.encode())
 
@@ -138,10 +145,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(screen):
     screen.wait_for("> ")
     screen.type(ORDER)
     screen.wait_for(ORDER)
-    before = len(screen.screen)
-    while len(screen.screen) < before + 300:  # the answer has begun, and comes piece by piece
-        time.sleep(0.02)
-        assert screen.process.poll() is None, screen.screen.decode(errors="replace")
+    screen.wait_for_more(300)  # the answer has begun, and comes piece by piece
     assert b"stopped." not in screen.screen
     screen.press(CTRL_C)
     screen.wait_for("stopped.")
@@ -155,12 +159,13 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(screen):
     screen.type("Two pens.")
     for number, name in enumerate(("base: ", "tuned: "), start=2):
         screen.wait_for(name)
-        time.sleep(0.3)
+        screen.wait_for_more(20)  # a time would do less well: the faster the machine, the more of an answer is over
         screen.press(CTRL_C)
         screen.wait_for("stopped.", times=number)
     screen.press(CTRL_D)
     assert screen.process.wait(LIMIT_SECONDS) == 0
     assert b"Traceback" not in screen.screen
     # Random tokens hold all kinds of characters; those that steer a terminal are spelled out.
-    shown = re.sub(rb"\x1b\[\?2004[hl]", b"", screen.screen)  # what the line editor itself sends
+    talk = screen.screen[screen.screen.index(b"/help lists commands") :]  # what waiting for the model drew is before it
+    shown = re.sub(rb"\x1b\[\?2004[hl]", b"", talk)  # what the line editor itself sends
     assert b"\x1b" not in shown

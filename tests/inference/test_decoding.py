@@ -7,6 +7,7 @@ from finetune.errors import DataError
 from finetune.inference.decoding import (
     Decoding,
     Sampling,
+    _Draw,
     generate_answers,
     group_prompts,
     room_for_answer,
@@ -144,3 +145,10 @@ def test_a_longrope_model_never_shares_a_batch_across_its_boundary(longrope_mode
     # What the guard is for: put together by hand, the short rows of a batch take the factors of its longest.
     expected = [most_likely(longrope_model, prompt, 4) for prompt in prompts]
     assert together == [answer[: (answer + NO_STOP).index(63)] for answer in expected]
+
+
+def test_a_token_is_drawn_where_the_scores_are():
+    """The scores of a vocabulary of 200,000 tokens are not copied to the CPU for each token; a copy of these fails."""
+    draw = _Draw(Sampling(temperature=0.9, top_k=5, top_p=0.9), rows=[0, 1])
+    scores = torch.empty(2, 64, device="meta")
+    assert draw(torch.empty(2, 3, dtype=torch.int64, device="meta"), scores).device.type == "meta"

@@ -5,11 +5,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from finetune.config.shipped_files import resolve_shipped
 from finetune.distributed.launch import launch
 from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.inference.finished_run import find_run, load_finished_run
 from finetune.runs.verification import verify
-from finetune.shipped_files import resolve_shipped
 from tests.tiny_models import build_tiny, tiny_phi3_config
 
 pytestmark = pytest.mark.trains

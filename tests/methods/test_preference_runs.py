@@ -66,9 +66,9 @@ def inputs(tmp_path_factory):
 class Watched(PreferenceTrainer):
     """Keeps what each step found beside the loss."""
 
-    def _report(self, state, result):
+    def _report(self, profiler, state, result):
         vars(self).setdefault("figures", []).append((result.loss, dict(result.figures)))
-        super()._report(state, result)
+        super()._report(profiler, state, result)
 
 
 def train(words):

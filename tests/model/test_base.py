@@ -1,12 +1,16 @@
+import gc
 import json
 import shutil
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertModel
 
 from finetune.config.schema import LoraSection, ModelSection
+from finetune.distributed.precision import convert_weights
 from finetune.errors import ModelError
 from finetune.model.base import (
     build_base_model,
@@ -230,3 +234,46 @@ def test_context_and_longrope_boundary_come_from_the_configuration():
         rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors},
     )
     assert longrope_boundary(build_tiny(long)) == 32
+
+
+def test_weights_are_mapped_from_their_file_and_not_read_into_memory(tmp_path):
+    """So ranks of one machine share them, and a rank on a GPU has no second copy in main memory."""
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3, "vocab_size": 3000}
+    build_tiny(tiny_phi3_config(**wide), dtype=torch.bfloat16).save_pretrained(tmp_path / "wide")
+    build_tiny(tiny_phi3_config(), dtype=torch.bfloat16).save_pretrained(tmp_path / "small")
+    build_base_model(section(path=str(tmp_path / "small")))  # imports what loading needs
+
+    def own_bytes():
+        gc.collect()
+        return psutil.Process().memory_full_info().uss
+
+    before = own_bytes()
+    model = build_base_model(section(path=str(tmp_path / "wide")))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    assert size > 2**24
+    model.requires_grad_(False)
+    convert_weights(model, "bf16")
+    assert own_bytes() - before < size / 4
+
+
+def test_a_weight_is_moved_and_converted_in_one_step(folder):
+    model = add_lora(build_base_model(section(path=str(folder))), LoraSection(r=4))
+    with Moves() as moves:
+        convert_weights(model, "bf16", torch.device("meta"))
+    types = [torch.float32 if parameter.requires_grad else torch.bfloat16 for parameter in model.parameters()]
+    assert moves.seen == [(torch.device("meta"), dtype) for dtype in types]
+    assert [parameter.dtype for parameter in model.parameters()] == types
+
+
+class Moves(TorchDispatchMode):
+    """Writes down where tensors would be moved, and leaves them where they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function is torch.ops.aten._to_copy.default:
+            self.seen.append((kwargs.pop("device"), kwargs["dtype"]))
+        return function(*args, **kwargs)

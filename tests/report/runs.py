@@ -36,7 +36,8 @@ def write_run(
     (folder / "config.yaml").write_text(resolved_yaml(config))
     record = RunRecord(folder / "run.json")
     record.start(
-        world_size=2, processes_started=2, launcher="torchrun", backend="gloo", fallbacks=list(fallbacks),
+        world_size=2, processes_started=2, launcher="torchrun", backend="gloo", threads={"count": 1},
+        fallbacks=list(fallbacks),
         global_batch={"global_batch_size": 8}, fingerprints={"data.train": digest, "data.validation": digest},
     )  # fmt: skip
     with MetricsWriter(folder / "metrics.jsonl") as metrics:

@@ -107,6 +107,13 @@ def test_settings_under_older_names_are_shown_under_todays(tmp_path):
 
 
 @pytest.mark.trains
+def test_what_a_profile_found_is_told(tmp_path):
+    run = write_run(tmp_path / "a")
+    record = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**record, "profile": {"summary": "profile of step 3: 100 % attention"}}))
+    assert "profile of step 3: 100 % attention" in page_of(run).text
+
+
 def test_the_points_are_those_of_metrics_jsonl(tmp_path):
     folder = write_run(tmp_path / "a")
     charts = charts_of(page_of(folder), folder)
@@ -202,6 +209,7 @@ def test_nothing_in_a_run_becomes_a_part_of_the_page(tmp_path):
     record = json.loads((folder / "run.json").read_text())
     record |= {"versions": {HOSTILE: HOSTILE}, "status": HOSTILE, "resume_changes": [{HOSTILE: HOSTILE}]}
     record |= {"launcher": HOSTILE, "global_batch": {HOSTILE: HOSTILE}, "fingerprints": {HOSTILE: HOSTILE}}
+    record |= {"profile": {"summary": HOSTILE}}
     (folder / "run.json").write_text(json.dumps(record))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"event": "warning", "step": 3, "text": HOSTILE + "\u202e\x1b[31m\ud800"}) + "\n")

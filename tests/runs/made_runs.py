@@ -26,6 +26,7 @@ def write_run(
         processes_started=1,
         launcher="none",
         backend=None,
+        threads={"count": 1},
         global_batch={"global_batch_size": 8},
         fallbacks=[],
         fingerprints={"data.train": "a" * 64, "config": path.name},

@@ -31,7 +31,7 @@ class Screen:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         self.raw = b""
         # Its size is that of the terminal; pytest-xdist has one of its own in the environment.
-        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+        inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "CI")}
         environment = {**inherited, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore", "TERM": "xterm"}
         self.process = subprocess.Popen(
             [str(word) for word in command],

@@ -18,7 +18,7 @@ STEP = {
     "num_targets": 812, "num_tokens": 2071, "num_computed": 1804, "tokens_per_second": 900.1,
 }  # fmt: skip
 START = {
-    "world_size": 2, "processes_started": 2, "launcher": "torchrun", "backend": "gloo",
+    "world_size": 2, "processes_started": 2, "launcher": "torchrun", "backend": "gloo", "threads": {"count": 1},
     "global_batch": {"batch_size": 8}, "fallbacks": [], "fingerprints": {"data": "abc"},
 }  # fmt: skip
 

@@ -113,7 +113,7 @@ def test_a_real_training_is_seen_on_its_own_terminal_and_from_two_others(tmp_pat
         *("validation.validate_every=50", "checkpoint.save_every=100", "training.precision=fp32"),
     ]
     with Screen([*FINETUNE, "train", *words], tmp_path) as training:
-        training.wait_for("Starting training...")
+        training.wait_for("tokens/s")
         with Screen([*FINETUNE, "watch", "run"], tmp_path) as watching:
             lines = start_command([*FINETUNE, "watch", "run"], cwd=tmp_path)
             watching.wait_for("run, running")
@@ -124,7 +124,7 @@ def test_a_real_training_is_seen_on_its_own_terminal_and_from_two_others(tmp_pat
     for screen in (training, watching):
         for part in ("200/200 · epoch", "gradient norm", "tokens/s", "at step 200", "of the main process, at most"):
             assert part in screen.text, screen.text[-4000:]
-    assert "checkpoint committed step=200" in training.text
+    assert "checkpoint committed step=200" in (tmp_path / "run/log.txt").read_text()
     assert "run, completed" in watching.text
     assert "step 200/200 · epoch" in said
     assert "step 200 · validation " in said

@@ -151,7 +151,9 @@ class Cluster:
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         # Two devices that every host has stand for GPUs, so that --gpus-per-node can be asked for. Nobody opens them.
-        (self.folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
+        # Slurm would put their numbers into CUDA_VISIBLE_DEVICES, and they would be those of the host's real GPUs.
+        gpus = (f"Name=gpu File={file} Flags=no_gpu_env\n" for file in ("/dev/null", "/dev/zero"))
+        (self.folder / "gres.conf").write_text("".join(gpus))
         hosts = Path("/etc/hosts").read_text()
         (self.folder / "hosts").write_text(hosts + "".join(f"127.0.0.1 {name}\n" for name in NODES))
         key = self.folder / "munge.key"

@@ -30,6 +30,7 @@ def main(folder, other_folder=None):
             "ranks_met": runtime.sum([2**runtime.rank])[0],
             "slurm_rank": os.environ.get("SLURM_PROCID"),
             "slurm_node": os.environ.get("SLURMD_NODENAME"),
+            "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         }
         write_report(folder, runtime.rank, report)
         if other_folder is not None:

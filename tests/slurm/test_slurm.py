@@ -80,12 +80,15 @@ def assert_one_world(reports, size):
     assert column(reports, "world_size") == [size] * size
     assert column(reports, "ranks_met") == [2**size - 1] * size
     assert len({(report["address"], report["port"]) for report in reports}) == 1
+    assert column(reports, "visible_gpus") == [""] * size, (
+        "tests hide this host's GPUs, from a job that asks for some too"
+    )
 
 
 @pytest.mark.parametrize(
     ("options", "nodes", "local_ranks", "local_sizes"),
     [
-        (["-n", "2", "-w", "n2"], ["n2", "n2"], [0, 1], [2, 2]),
+        (["-n", "2", "-w", "n2", "--gpus-per-node=2"], ["n2", "n2"], [0, 1], [2, 2]),
         (["-N", "2", "--ntasks-per-node=1", "-w", "n2,n3"], ["n2", "n3"], [0, 0], [1, 1]),
         (["-N", "2", "-n", "3", "-w", "n1,n3"], ["n1", "n1", "n3"], [0, 1, 0], [2, 2, 1]),
         (["-N", "2", "-n", "3", "-m", "cyclic", "-w", "n1,n3"], ["n1", "n3", "n1"], [0, 0, 1], [2, 1, 2]),

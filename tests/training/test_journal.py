@@ -27,7 +27,7 @@ def result(**changes: object) -> StepResult:
 def write_all(folder: Path) -> list[dict[str, object]]:
     """The events of a run that does everything once."""
     words = ["model.path=x", "data.path=y", f"output_dir={folder}", "training.log_every=1"]
-    world = {"world_size": 1, "processes_started": 1, "launcher": "none", "backend": None}
+    world = {"world_size": 1, "processes_started": 1, "launcher": "none", "backend": None, "threads": {"count": 1}}
     journal = Journal(
         load_config([*words, "checkpoint.background=false"]), Fallbacks(strict=False), world=world,
         global_batch={"global_batch_size": 8}, fingerprints={},

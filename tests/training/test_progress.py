@@ -1,11 +1,15 @@
 import io
 import logging
+import os
+import signal
 import sys
+import time
 
 import pytest
 from rich.console import Console
 
 from finetune.logs import configure_logs
+from finetune.signals import stops_after_step
 from finetune.training.progress import TrainingProgress
 
 
@@ -57,6 +61,7 @@ def test_a_terminal_sees_one_view_with_the_log_above_it(monkeypatch, capsys):
         for step in range(1, 21):
             progress.take(event(step, 1, 0.5, 1000))
         logger.warning("a row was cut")
+        logger.warning("step 20: the loss is flat", extra={"is_on_view": True})
     logger.warning("afterwards")
     shown = screen.getvalue()
     assert "20/20 · epoch 2 · " in shown
@@ -65,6 +70,24 @@ def test_a_terminal_sees_one_view_with_the_log_above_it(monkeypatch, capsys):
     assert shown.count("a row was cut") == 1
     assert "WARNING finetune: a row was cut\n" in shown
     assert "step 5/20" not in shown
+    assert "the loss is flat" not in shown, "the view has a row for it"
+    assert "the loss is flat" in kept.getvalue()
     assert "step 5/20" in kept.getvalue()
     assert logger.handlers[0].stream is stream is sys.stderr
     assert capsys.readouterr().err.count("afterwards") == 1
+
+
+def test_the_view_itself_confirms_a_ctrl_c(monkeypatch, capfd):
+    monkeypatch.setattr(logging.getLogger("finetune"), "handlers", [])
+    screen = io.StringIO()
+    progress = TrainingProgress(20, console=Console(file=screen, force_terminal=True, width=80))
+    with stops_after_step():
+        with progress:
+            progress.take(event(1, 0, 0.5, 1000))
+            os.kill(os.getpid(), signal.SIGINT)
+            patience = time.monotonic() + 20
+            while "press Ctrl-C again to stop at once" not in screen.getvalue():
+                assert time.monotonic() < patience, screen.getvalue()
+                time.sleep(0.05)
+        assert "Ctrl-C" not in screen.getvalue().split("step")[-1], "what no longer holds does not stay"
+        assert capfd.readouterr().err == "", "text beside the view would tear it"

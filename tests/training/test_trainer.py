@@ -19,6 +19,7 @@ from finetune import (
 )
 from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedError
 from finetune.inference.losses import LossSums
+from finetune.threads import settle_waiting
 from finetune.training import trainer as trainer_module
 from tests.tiny_runs import random_model_words, write_base, write_rows
 
@@ -153,9 +154,23 @@ def test_a_run_leaves_the_promised_folder_and_events(words, tmp_path):
     written = record(run)
     assert (written["status"], written["world_size"], written["launcher"]) == ("completed", 1, "none")
     assert written["backend"] == "none"
+    assert written["threads"] == {"count": 1, **settle_waiting()._asdict()}
     assert written["fallbacks"] == []
     assert {"data.train", "data.validation", "data.test", "config", "chat_template"} <= written["fingerprints"].keys()
     assert load_config([f"run={run / 'config.yaml'}"]) == ended.trainer.config
+
+
+@pytest.mark.parametrize(("asked", "count"), [("", 1), ("2", 2)])
+def test_one_thread_computes_a_narrow_model_unless_the_user_asks_for_more(asked, count, words, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    torch.set_num_threads(2)
+    try:
+        train([*words, "training.max_steps=1"])
+        assert torch.get_num_threads() == 2, "the next run begins as this one did"
+    finally:
+        torch.set_num_threads(1)
+    assert record(tmp_path / "run")["threads"]["count"] == count
+    assert ("one thread computes" in (tmp_path / "run" / "log.txt").read_text()) == (count == 1)
 
 
 def test_a_validation_at_the_end_of_an_epoch_belongs_to_it(words, tmp_path):
@@ -168,7 +183,7 @@ def test_the_log_tells_the_run_from_its_first_line_to_its_last(words, tmp_path):
     log = (tmp_path / "run" / "log.txt").read_text()
     lines = log.splitlines()
     assert "Process 0/1 started" in lines[1]
-    assert "launcher none, device cpu, fp32, world of 1" in lines[0]
+    assert f"launcher none, device cpu, fp32, world of 1; threads: 1, {settle_waiting()}" in lines[0]
     assert "global batch of 8 examples (training.global_batch_size): micro-batches of at most 3 over 1 process" in log
     assert log.index("checkpoint committed step=3") < log.index("checkpoint committed step=5")
     assert "no fallbacks taken" in log

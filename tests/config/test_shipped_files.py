@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from finetune import shipped_files
+from finetune.config import shipped_files
+from finetune.config.shipped_files import resolve_shipped, shipped_folder
 from finetune.errors import ConfigError
-from finetune.shipped_files import resolve_shipped, shipped_folder
 
 
 def test_in_a_checkout_the_folders_lie_beside_the_package() -> None:
-    root = Path(shipped_files.__file__).resolve().parents[1]
+    root = Path(shipped_files.__file__).resolve().parents[2]
     assert shipped_folder("configs") == root / "configs"
     assert shipped_folder("recipes") == root / "recipes"
 

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.attention import prepare_blocks
-from finetune.engine.attention_cuda import prepare_varlen
-from finetune.engine.decoder import bare_model
+from finetune.engine.attention_cuda import attend_in_runs, prepare_varlen
+from finetune.engine.decoder import bare_model, sliding_window
 from finetune.engine.layout import Layout, PackedMicrobatch
 from finetune.engine.loss import BY_DEVICE, Choices
 from finetune.engine.loss_head import CHUNK_BYTES
@@ -67,9 +67,10 @@ def trace(
         accumulates: there are gradients already, and the pass adds to them.
     """
     rows = microbatch.rows if isinstance(microbatch, PreferenceMicrobatch) else microbatch
-    _prepare_attention(model, rows, kind)
+    choices = _choices_on(kind, is_bf16=is_bf16)
+    _prepare_attention(model, rows, choices)
     masked = _choices_of_masks(rows)
-    loss = loss_of(_choices_on(kind))
+    loss = loss_of(choices)
     compute = torch.autocast("cpu", dtype=torch.bfloat16) if is_bf16 else nullcontext()
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -286,27 +287,20 @@ def _watched(model: torch.nn.Module, allocations: Allocations, *, accumulates: b
             handle.remove()
 
 
-def _choices_on(kind: DeviceKind) -> Choices:
+def _choices_on(kind: DeviceKind, *, is_bf16: bool) -> Choices:
     """Make the engine compute as on this kind of device: chunks of its size, attention with its memory."""
     if kind == "cpu":
         return BY_DEVICE
-    return Choices(attention=_flash_attention, mlp_chunk_rows=CHUNK_ROWS[kind], logits_chunk_bytes=CHUNK_BYTES[kind])
+    attention = _flash_attention if is_bf16 else _flex_attention
+    return Choices(attention=attention, mlp_chunk_rows=CHUNK_ROWS[kind], logits_chunk_bytes=CHUNK_BYTES[kind])
 
 
-def _prepare_attention(model: torch.nn.Module, microbatch: Microbatch, kind: DeviceKind) -> None:
+def _prepare_attention(model: torch.nn.Module, microbatch: Microbatch, choices: Choices) -> None:
     """Prepare attention on real data; the layout keeps the result for the layers."""
-    if not isinstance(microbatch, PackedMicrobatch):
+    if not isinstance(microbatch, PackedMicrobatch) or choices.attention is _flex_attention:
         return
-    window = _window(getattr(bare_model(model).config, "sliding_window", None), microbatch.layout)
-    for queries in (None, microbatch.positions):
-        if kind == "cpu":
-            microbatch.layout.prepared(prepare_blocks, queries, window)
-        else:
-            microbatch.layout.prepared(prepare_varlen, queries, window)
-
-
-def _window(window: int | None, layout: Layout) -> int | None:
-    return None if window is None or window >= layout.longest_row else window
+    prepare = prepare_blocks if choices is BY_DEVICE else prepare_varlen
+    microbatch.prepare_attention(prepare, sliding_window(model))
 
 
 def _flash_attention(
@@ -320,39 +314,49 @@ def _flash_attention(
     scale: float | None = None,
 ) -> torch.Tensor:
     """Allocate the tensors of variable-length flash attention, and compute nothing."""
-    runs = layout.prepared(prepare_varlen, queries, _window(window, layout))
-    if runs.key_index is not None:
-        k, v = (x.index_select(0, runs.key_index) for x in (k, v))
-    out: torch.Tensor = _FlashAttention.apply(q, k, v)  # type: ignore[no-untyped-call]
+    runs = layout.prepared(prepare_varlen, queries, window)
+    return attend_in_runs(q, k, v, runs, partial(_fused_attention, is_flash=True))
+
+
+def _flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, **_: Any) -> torch.Tensor:
+    """Allocate the tensors of FlexAttention, which takes any key where it lies, and compute nothing."""
+    return _fused_attention(q, k, v, is_flash=False)
+
+
+def _fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_flash: bool) -> torch.Tensor:
+    out: torch.Tensor = _FusedAttention.apply(q, k, v, is_flash)  # type: ignore[no-untyped-call]
     return out
 
 
-class _FlashAttention(torch.autograd.Function):
+class _FusedAttention(torch.autograd.Function):
     """Keep the inputs, the output and a number for each query and head, as FlashAttention does (arXiv:2307.08691)."""
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_flash: bool) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)
+        ctx.is_flash = is_flash
         ctx.save_for_backward(q, k, v, out, torch.empty(q.shape[1], len(q), dtype=torch.float32))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         q, k, v, _, sums = ctx.saved_tensors
-        # Sums of dq are held in fp32; where heads share keys, dk and dv are made for each head first.
-        inside = [torch.empty(q.shape, dtype=torch.float32), torch.empty_like(sums)]
-        if k.shape[1] != q.shape[1]:
-            inside += [torch.empty(len(k), q.shape[1], q.shape[2], dtype=k.dtype) for _ in "kv"]
+        inside = [torch.empty_like(sums)]
+        if ctx.is_flash:
+            # Sums of dq are held in fp32; where heads share keys, dk and dv are made for each head first.
+            inside.append(torch.empty(q.shape, dtype=torch.float32))
+            if k.shape[1] != q.shape[1]:
+                inside += [torch.empty(len(k), q.shape[1], q.shape[2], dtype=k.dtype) for _ in "kv"]
         made = torch.empty(q.shape, dtype=q.dtype), torch.empty_like(k), torch.empty_like(v)
         del inside
-        return made
+        return *made, None
 
 
 def _tensors_of(microbatch: Microbatch) -> list[torch.Tensor]:
     """Collect all tensors of a micro-batch and of its prepared attention."""
     if not isinstance(microbatch, PackedMicrobatch):
         return [microbatch.input_ids, microbatch.is_target]
-    prepared = [made for _, made in microbatch.layout._prepared.values()]
+    prepared = [known.made for known in microbatch.layout._prepared]
     held = [*vars(microbatch).values(), *vars(microbatch.layout).values()]
     held += [value for made in prepared for part in made for value in (part if isinstance(part, tuple) else (part,))]
     tensors = [value for value in held if isinstance(value, torch.Tensor)]

@@ -9,7 +9,7 @@ from finetune.errors import ConfigError
 
 SHIPPED_PREFIX = "shipped:"
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def shipped_folder(name: Literal["configs", "recipes"]) -> Path:

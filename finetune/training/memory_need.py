@@ -1,4 +1,4 @@
-"""Predict how much memory a training step takes, by running the real step on tensors without data (`plan_trace`).
+"""Predict how much memory a training step takes, by running the real step on tensors without data (`memory_trace`).
 
 The tensors that autograd keeps are counted, not listed here, so the prediction follows every change of the engine.
 
@@ -8,13 +8,18 @@ of two and of three layers are enough to predict one of forty.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from finetune.diagnose.plan_trace import (
+from finetune.data.encoded import EncodedExamples
+from finetune.data.preferences import EncodedPairs
+from finetune.engine.decoder import bare_model
+from finetune.engine.microbatch import Microbatch
+from finetune.training.memory_trace import (
     ABOVE,
     BELOW,
     FORWARD,
@@ -25,14 +30,13 @@ from finetune.diagnose.plan_trace import (
     Part,
     trace,
 )
-from finetune.engine.decoder import bare_model
-from finetune.engine.microbatch import Microbatch
 from finetune.training.preference import PreferenceMicrobatch
 
 PARTS: tuple[Part, ...] = ("weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace")
 
 _FEW, _MORE = 2, 3
 """Layers of the two models that are run."""
+_FILLER_TOKEN = 1
 _EXTRAPOLATED = (FORWARD, ABOVE, BELOW)
 """The parts of a step in which the peak can lie, at any depth of the model."""
 
@@ -126,6 +130,25 @@ def optimizer_need(optimizer: torch.optim.Optimizer, *, kind: DeviceKind) -> Opt
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None
     return OptimizerNeed(state, sum(allocations.peak("step").values()) - state)
+
+
+def copy_without_data(model: Any) -> Any:
+    """Copy a model to the meta device, in training mode: its weights have their types and sizes, and no data."""
+    made: dict[int, Any] = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in model.buffers()}
+    for weight in model.parameters():
+        made[id(weight)] = torch.nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+    return copy.deepcopy(model, made).train()
+
+
+def longest_rows(objective: str, number: int, length: int) -> EncodedExamples | EncodedPairs:
+    """Make rows, or pairs, of this length that carry loss throughout and have nothing in common."""
+
+    def side(first: int) -> EncodedExamples:
+        ids = [_FILLER_TOKEN] * (length - 1)
+        rows = [([first + row, *ids], [False] + [True] * (length - 1)) for row in range(max(1, number))]
+        return EncodedExamples.from_rows(rows, end_id=_FILLER_TOKEN)
+
+    return side(0) if objective == "sft" else EncodedPairs(side(0), side(number), "train")
 
 
 def _bytes_of_weights(model: torch.nn.Module) -> tuple[int, int, int]:

@@ -1,0 +1,1 @@
+"""What `benchmarks.gpu_session` measures on a GPU, part by part."""

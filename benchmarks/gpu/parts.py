@@ -1,0 +1,145 @@
+"""What a session runs, in the order that tells most, and what each task needs. No torch is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from benchmarks.engines import ENGINES
+from benchmarks.gpu.session import Kind, Session
+
+TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+"""Of the micro-batches that part `profile` looks at."""
+HEAD_SIZES = (64, 96, 128)
+"""The widths of one head: of the tests, of Phi-3-mini, of phi-4 and Phi-4-mini."""
+PEERS: dict[Kind, tuple[str, ...]] = {
+    "mini": ("ours", "trl-1x16", "trl-1x16-liger", "trl-1x16-flash"),
+    "chat": ("ours", "trl-grouped-16", "trl-grouped-16-liger", "trl-packed-flash-liger"),
+}
+"""Engines on Phi-4-mini's shape."""
+
+
+PHI4_RUNS: Mapping[str, tuple[str, ...]] = {
+    "defaults": (),
+    "plain": ("training.batch_size=1", "training.gradient_checkpointing=false"),
+    "checkpointed": ("training.batch_size=1", "training.gradient_checkpointing=true"),
+}
+"""The words of the runs of part `phi4`. By default, memory decides."""
+
+
+class Switch(NamedTuple):
+    """A gain that can be turned off. `python -m benchmarks.gpu_session` measures it on and off."""
+
+    off: tuple[str, ...]
+    """The words that turn it off."""
+    kind: Kind
+    """The job on which it should show."""
+
+
+SWITCHES = {
+    "engine": Switch(("training.kernels=reference",), "chat"),
+    "fused": Switch(("training.fused=false",), "mini"),
+    "packing": Switch(("training.packing=false",), "chat"),
+    "tokens-by-memory": Switch(("training.batch_size=8",), "chat"),
+    "workers": Switch(("training.num_workers=0", "training.pin_memory=false"), "chat"),
+    "share_prefixes": Switch(("training.share_prefixes=false",), "prompt"),
+}
+"""The gains of part `gains`. One that is added here is measured."""
+
+
+class Task(NamedTuple):
+    """One measurement: a function that returns figures by name."""
+
+    name: str
+    """`PART/WHAT`."""
+    function: str
+    """Its module and its name, with a colon between them."""
+    seconds: int
+    """It is ended when it takes longer. A start with less time left leaves it to the next."""
+    arguments: Mapping[str, Any] = MappingProxyType({})
+    needs: tuple[str, ...] = ()
+    """Modules that must be installed."""
+    is_for_cuda: bool = False
+    """There is nothing to measure elsewhere."""
+    is_isolated: bool = False
+    """It leaves settings of its libraries behind, and so has a process of its own."""
+
+    @property
+    def part(self) -> str:
+        """The part that it belongs to."""
+        return self.name.partition("/")[0]
+
+
+_OF_A_RUN = ("pydantic", "accelerate", "peft", "psutil", "typer", "rich", "jinja2")
+"""What finetune's configuration and trainer import beside torch and transformers."""
+
+_IMPORTS = {
+    "pydantic": ("pydantic_core", "annotated_types", "typing_inspection", "typing_extensions"),
+    "datasets": ("dill", "multiprocess", "pyarrow", "xxhash", "pandas"),
+}
+"""What these modules import in turn, beside torch's own needs and those of transformers."""
+_PACKAGES = {"xdist": "pytest-xdist"}
+"""Packages that are not called like their module."""
+
+
+def tasks() -> Iterator[Task]:
+    """Yield all tasks in their order."""
+    yield Task("kernels/signatures", "benchmarks.gpu.kernels:signatures", 120)
+    for precision, size in (*(("bf16", size) for size in HEAD_SIZES), ("fp32", HEAD_SIZES[-1])):
+        how = {"precision": precision, "head_size": size}
+        yield Task(f"kernels/attention-{precision}-{size}", "benchmarks.gpu.kernels:attention_against_dense", 180, how)
+    yield Task("kernels/engine", "benchmarks.gpu.kernels:engine_against_model", 180, needs=("peft",))
+    yield Task("kernels/syncs", "benchmarks.gpu.kernels:synchronisations", 120, needs=_OF_A_RUN)
+
+    yield Task("profile/limit", "benchmarks.gpu.step_profile:limits", 60)
+    for number in TOKENS:
+        yield Task(
+            f"profile/{number}",
+            "benchmarks.gpu.step_profile:profile_microbatch",
+            120,
+            {"tokens": number},
+            needs=("peft",),
+        )
+
+    for kind, engines in PEERS.items():
+        yield from (_run(f"peers/{kind}/{engine}", 180, engine=engine, kind=kind) for engine in engines)
+    yield Task("peers/attention", "benchmarks.gpu.kernels:attention_speed", 60)
+
+    for name, words in PHI4_RUNS.items():
+        yield _run(f"phi4/{name}", 240, kind="phi4", words=words, compares_with_plan=True)
+
+    for kind in dict.fromkeys(switch.kind for switch in SWITCHES.values()):
+        yield _run(f"gains/{kind}/all", 150, kind=kind)
+        for name, switch in SWITCHES.items():
+            if switch.kind == kind:
+                yield _run(f"gains/{kind}/without-{name}", 150, kind=kind, words=switch.off)
+
+    yield Task(
+        "recovery/deterministic", "benchmarks.gpu.recovery:kill_and_resume", 180, {"is_deterministic": True}, _OF_A_RUN
+    )
+    yield Task("recovery/default", "benchmarks.gpu.recovery:kill_and_resume", 180, needs=_OF_A_RUN, is_for_cuda=True)
+    yield Task("recovery/tests", "benchmarks.gpu.recovery:run_gpu_tests", 330, needs=(*_OF_A_RUN, "pytest", "xdist"))
+
+
+def _run(name: str, seconds: int, *, engine: str = "ours", **arguments: Any) -> Task:
+    used = ENGINES[engine]
+    return Task(
+        name,
+        "benchmarks.gpu.runs:train",
+        seconds,
+        {"engine": engine, **arguments},
+        needs=(*_OF_A_RUN, *used.needs) if engine == "ours" else ("peft", "accelerate", *used.needs),
+        is_for_cuda=used.is_for_cuda,
+        is_isolated=engine != "ours",
+    )
+
+
+def why_skipped(task: Task, session: Session) -> str | None:
+    """Say why a task cannot run here; None if it can."""
+    if task.is_for_cuda and session.device != "cuda":
+        return "it needs CUDA"
+    needed = dict.fromkeys(name for needs in task.needs for name in (needs, *_IMPORTS.get(needs, ())))
+    missing = [_PACKAGES.get(name, name) for name in needed if find_spec(name) is None]
+    return f"not installed, bring the wheels: {' '.join(missing)}" if missing else None

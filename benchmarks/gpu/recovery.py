@@ -1,0 +1,103 @@
+"""Part `recovery`: a run that was killed and resumed against one that was not, and the tests of a GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from benchmarks.bench import ROOT
+from benchmarks.gpu.session import Session
+
+_STEPS, _KILLED_AFTER = 12, 6
+_FILES = ("adapter/adapter_model.safetensors", f"checkpoints/step-{_STEPS:06d}/optimizer.safetensors")
+_WORDS = (
+    *("task=finetune_lora", "model=phi_tiny", "data=orders", "data.max_length=256", "lora.dropout=0.1"),
+    *(f"training.max_steps={_STEPS}", "training.batch_size=8", "training.log_every=1", "testing.num_samples=0"),
+    *("checkpoint.save_every=2", f"validation.validate_every={_STEPS}"),
+)
+_LINES_SHOWN = 3
+_COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
+
+
+def kill_and_resume(session: Session, *, is_deterministic: bool = False) -> dict[str, Any]:
+    """Train the embedded model whole, then kill a run and resume it, and compare what the two wrote.
+
+    Without `training.deterministic`, a GPU need not give the same bytes: only the losses must be close there.
+    """
+    with TemporaryDirectory() as folder:
+        words = [*_WORDS, f"training.device={session.device}", f"data.cache_dir={folder}/cache"]
+        words += ["training.deterministic=true"] if is_deterministic else []
+        whole, killed = Path(folder) / "whole", Path(folder) / "killed"
+        started = time.monotonic()
+        _finish(_start(words, whole))
+        seconds = time.monotonic() - started
+        with _start(words, killed) as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if f"checkpoint committed step={_KILLED_AFTER}" in line:
+                    process.send_signal(signal.SIGKILL)
+                    break
+        if process.returncode != -signal.SIGKILL:
+            raise RuntimeError(f"the run ended by itself, with exit code {process.returncode}, before it was killed")
+        resumed = re.search(r"resumed from step=(\d+)", _finish(_start([*words, "resume=auto"], killed)))
+        equal = [name for name in _FILES if (whole / name).read_bytes() == (killed / name).read_bytes()]
+        losses = [_losses(run) for run in (whole, killed)]
+    difference = max(abs(a - b) / max(1.0, abs(a)) for a, b in zip(*losses, strict=True))
+    must_be_equal = is_deterministic or session.device == "cpu"
+    return {
+        "whole_run_seconds": seconds,
+        "resumed_from_step": int(resumed[1]) if resumed else None,
+        "files_compared": len(_FILES),
+        "files_with_equal_bytes": len(equal),
+        "largest_loss_difference": difference,
+        "is_right": resumed is not None and (len(equal) == len(_FILES) if must_be_equal else difference < 0.01),
+    }
+
+
+def run_gpu_tests(session: Session) -> dict[str, Any]:
+    """Run `pytest tests/gpu`."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "tests/gpu", "-p", "no:cacheprovider"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    sys.stdout.write(ended.stdout + ended.stderr)  # for the log
+    counts = {what: int(number) for number, what in _COUNT.findall(ended.stdout.strip().rpartition("\n")[2])}
+    if not counts:
+        raise RuntimeError(f"pytest ended with exit code {ended.returncode}: {_end_of(ended.stdout + ended.stderr)}")
+    counts = {what: counts.get(what, 0) for what in ("passed", "failed", "error", "skipped")}
+    return {**counts, "is_right": ended.returncode == 0 and (counts["passed"] > 0 or session.device == "cpu")}
+
+
+def _start(words: list[str], folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "finetune", "train", *words, f"output_dir={folder}"],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _finish(process: subprocess.Popen[str]) -> str:
+    _, log = process.communicate()
+    if process.returncode != 0:
+        raise RuntimeError(f"the run ended with exit code {process.returncode}: {_end_of(log)}")
+    return log
+
+
+def _end_of(log: str) -> str:
+    return " / ".join(log.strip().splitlines()[-_LINES_SHOWN:])
+
+
+def _losses(run: Path) -> list[float]:
+    events = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [event["loss"] for event in events if event["event"] == "step"]

@@ -1,0 +1,138 @@
+"""`finetune init`: ask for model, data and place, and write a commented run file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import typer
+
+from finetune.cli.words import DEFAULT_TASK, config_from_words, run_and_words
+from finetune.config.compose import compose, list_configs
+from finetune.config.config_files import GROUPS, is_path
+from finetune.config.render import commented_run_file
+from finetune.config.shipped_files import resolve_shipped
+from finetune.data.readers import SUFFIXES
+from finetune.errors import ConfigError
+from finetune.terminal import say
+
+_DEFAULTS = {"model": "phi_tiny", "data": "orders"}
+"""They train at once, on any machine and without a network."""
+
+
+def init_from_words(words: Sequence[str], file: Path | None) -> None:
+    """Write a run file for the words and the answers. Where nobody can be asked, take the defaults and print it.
+
+    Args:
+        words: as for `finetune train`, without a run file. What they say is not asked.
+        file: the file to write; by default it is named after the run's folder.
+
+    Raises:
+        ConfigError: a word is wrong, or the file exists. Nothing is written then.
+    """
+    if run := run_and_words(words)[0]:
+        raise ConfigError(f"init takes no run file, got {run}. It writes a new one: give model=, data= or single keys.")
+    _refuse_existing(file)
+    is_asking = sys.stdin.isatty() and sys.stdout.isatty()
+    words = [*words, *_answers(words, file, is_asking=is_asking)]
+    config = config_from_words(words, command="init")
+    if is_asking and file is None:
+        file = _file_of(config.output_dir)
+        _refuse_existing(file)
+    text = commented_run_file(config, _group_files(words), file or "FILE.yaml")
+    if file is None:
+        sys.stdout.write(text)
+        return
+    try:
+        with file.open("x", encoding="utf-8") as written:
+            written.write(text)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}. Name another file with --file.") from error
+    say(f"wrote {file}\nnext: finetune plan {file}, then finetune train {file}")
+
+
+def _answers(words: Sequence[str], file: Path | None, *, is_asking: bool) -> list[str]:
+    """Return the words for what is left open: the answers, or the defaults."""
+    config = config_from_words(words, command="init", complete=False)
+    is_set = {
+        "model": config.model.path or config.model.config,
+        "data": config.data.path or config.data.mixture or config.data.train,
+    }
+    chosen = {word.partition("=")[0] for word in words}
+    still_open = [group for group in _DEFAULTS if not is_set[group] and group not in chosen]
+    answers = [f"{group}={_QUESTIONS[group]() if is_asking else _DEFAULTS[group]}" for group in still_open]
+    config = config_from_words([*words, *answers], command="init", complete=False)
+    if config.origin("output_dir") == "default":
+        place = _default_place(config.data.path)
+        if is_asking:
+            place = _prompt("The folder of the run", place, partial(_free_folder, file))
+        answers.append(f"output_dir={place}")
+    return answers
+
+
+def _ask_model() -> str:
+    for name, description in list_configs()["model"]:
+        say(f"  {name:<16} {description}", indent=" " * 19)
+    return _prompt("Model: one of these, a folder or a hub id", _DEFAULTS["model"], partial(_existing, "model"))
+
+
+def _ask_data() -> str:
+    here = sorted(path.name for path in Path().glob("*.jsonl"))
+    default = here[0] if len(here) == 1 else _DEFAULTS["data"]
+    question = "Data: a file, a folder, a hub id, or orders, which is shipped"
+    return _prompt(question, default, partial(_existing, "data"))
+
+
+_QUESTIONS: dict[str, Callable[[], str]] = {"model": _ask_model, "data": _ask_data}
+
+
+def _prompt(question: str, default: str, check: Callable[[str], str]) -> str:
+    try:
+        answer: str = typer.prompt(question, default=default, value_proc=check)
+    except typer.Abort:  # Ctrl-C or Ctrl-D
+        raise KeyboardInterrupt from None
+    return answer
+
+
+def _existing(group: str, answer: str) -> str:
+    """Refuse a name that is neither a config with a path of its own, nor a path that exists, nor a hub id."""
+    try:
+        path = getattr(compose([f"{group}={answer}"], complete=False), group).path
+        where = Path(resolve_shipped(path or "")).expanduser()
+    except ConfigError as error:
+        raise typer.BadParameter(str(error).removeprefix("command line: ")) from None
+    if path is None:
+        raise typer.BadParameter(f"{answer} leaves {group}.path open. Give a path or a hub id.")
+    if not where.exists():
+        if path.startswith((".", "/", "~")) or path.count("/") != 1 or where.suffix in SUFFIXES:
+            raise typer.BadParameter(f"there is no file or folder {path} (looked in {Path.cwd()}).")
+        say(f"{path} is not a folder here: it is read from the Hugging Face Hub.")
+    return answer
+
+
+def _default_place(data_path: str | None) -> str:
+    name = Path((data_path or DEFAULT_TASK).removeprefix("shipped:")).name
+    return f"runs/{name.partition('.')[0] or DEFAULT_TASK}"
+
+
+def _free_folder(file: Path | None, answer: str) -> str:
+    if file is None and _file_of(answer).exists():
+        raise typer.BadParameter(f"its run file would be {_file_of(answer)}, which exists. Name another folder.")
+    return answer
+
+
+def _file_of(folder: str) -> Path:
+    return Path(f"{Path(folder).expanduser().resolve().name}.yaml")
+
+
+def _refuse_existing(file: Path | None) -> None:
+    if file is not None and file.exists():
+        raise ConfigError(f"{file} exists already. Nothing was written; name another file with --file.")
+
+
+def _group_files(words: Sequence[str]) -> dict[str, str]:
+    """Return the names of the group files that the words choose, in the order of `GROUPS`."""
+    pairs = dict(word.partition("=")[::2] for word in (f"task={DEFAULT_TASK}", *words))
+    return {group: pairs[group] for group in GROUPS if group in pairs and not is_path(group, pairs[group])}

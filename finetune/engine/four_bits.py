@@ -1,0 +1,39 @@
+"""Weights in 4 bits, as bitsandbytes keeps them (NF4: Dettmers et al., 2023, arXiv:2305.14314).
+
+They are widened for the products of one layer, and kept in 4 bits for the backward pass.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import torch
+
+
+def holds_nf4(module: Any) -> bool:
+    """Return whether a linear layer's weight is in 4 bits that `widened` reads."""
+    if type(module).__name__ != "Linear4bit" or not type(module).__module__.startswith("bitsandbytes.nn"):
+        return False
+    state = getattr(module.weight, "quant_state", None)
+    # On some CPUs an evaluation packs the weights anew, for products of its own.
+    return getattr(state, "quant_type", None) == "nf4" and not getattr(state, "packing_format_for_cpu", False)
+
+
+def is_in_4_bits(weight: torch.Tensor) -> bool:
+    """Return whether a weight of `Linear` is in 4 bits."""
+    return getattr(weight, "quant_state", None) is not None
+
+
+def full_shape(weight: torch.Tensor) -> torch.Size:
+    """Return (out_features, in_features) of a weight in any form."""
+    shape: torch.Size = weight.quant_state.shape if is_in_4_bits(weight) else weight.shape  # type: ignore[attr-defined]
+    return shape
+
+
+def widened(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a weight as a plain tensor: in this type, or in that in which it was before it was quantized."""
+    if is_in_4_bits(weight):
+        bitsandbytes: Any = import_module("bitsandbytes.functional")
+        weight = bitsandbytes.dequantize_4bit(weight.data, weight.quant_state)  # type: ignore[attr-defined]
+    return weight if dtype is None else weight.to(dtype)

@@ -1,0 +1,98 @@
+"""Functions of rows that a GPU computes in few kernels, which torch.compile makes of the engine's own formulas.
+
+Each is an operator of torch: a dispatch mode sees one call, and the formula itself is its implementation for tensors
+without data. Where fused functions are off, which they are by default, the formula runs as it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial, wraps
+from typing import Any, TypeVar, cast
+
+import torch
+
+from finetune.errors import first_line
+
+Formula = TypeVar("Formula", bound=Callable[..., Any])
+
+LAUNCHES: dict[str, int] = {}
+"""The most kernels that each operator launches, by its name: `finetune::gated`."""
+FORMULAS: dict[str, Callable[..., Any]] = {}
+"""What torch.compile compiles for each operator."""
+
+_is_on = False
+
+
+def switch_fused(on: bool) -> None:
+    """Turn fused functions on or off for this process. Ask `why_not_fused` before."""
+    global _is_on
+    _is_on = on
+
+
+def fused(*, launches: int, compiled: Callable[..., Any] | None = None) -> Callable[[Formula], Formula]:
+    """Make a formula a fused function, which reads its inputs and writes its outputs once.
+
+    The first dimension of an argument with two dimensions or more is that of the rows; the first argument has one.
+    Results are new tensors.
+
+    Args:
+        launches: the most kernels that it takes.
+        compiled: the same formula in a form that compiles to fewer kernels, if it is not fast as it stands.
+    """
+
+    def decorate(formula: Formula) -> Formula:
+        name = f"finetune::{formula.__name__.strip('_')}"
+        LAUNCHES[name], FORMULAS[name] = launches, compiled or formula
+        schema = torch.library.infer_schema(FORMULAS[name], mutates_args=())
+        operator: Any = torch.library.custom_op(name, partial(_run, FORMULAS[name]), mutates_args=(), schema=schema)
+        operator.register_fake(FORMULAS[name])
+
+        @wraps(formula)
+        def call(*args: Any) -> Any:
+            return operator(*args) if _is_on else formula(*args)
+
+        return cast(Formula, call)
+
+    return decorate
+
+
+def _run(formula: Callable[..., Any], *args: Any) -> Any:
+    """Run the kernels that torch.compile makes once for any number of rows."""
+    flat = [arg for group in args for arg in (group if isinstance(group, list) else [group])]
+    rows = {arg.shape[0] for arg in flat if isinstance(arg, torch.Tensor) and arg.ndim > 1}
+    if min(rows) < 2:  # torch.compile would make kernels for no row and for one row alone
+        return formula(*args)
+    return _compiled(formula)(*(_any_number_of_rows(arg) for arg in args))
+
+
+@cache
+def _compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
+    # Without `deterministic`, kernels are chosen by their speed in this process, and sums by the kernel.
+    return torch.compile(formula, dynamic=False, options={"deterministic": True})
+
+
+def _any_number_of_rows(arg: Any) -> Any:
+    if isinstance(arg, list):
+        return [_any_number_of_rows(part) for part in arg]
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    arg = arg.detach()  # what needs a gradient would be compiled once more
+    if arg.ndim > 1:
+        torch._dynamo.mark_dynamic(arg, 0)
+    return arg
+
+
+@fused(launches=1)
+def _probe(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+@cache
+def why_not_fused(device: torch.device) -> str | None:
+    """Return why torch.compile cannot make kernels for a device; None if it can. The first call compiles one."""
+    try:
+        _run(FORMULAS["finetune::probe"], torch.ones(2, 2, device=device))
+    except Exception as error:  # of any layer: no C++ compiler, no Triton, a GPU that Triton does not know
+        return f"torch.compile fails there ({type(error).__name__}: {first_line(error)})"
+    return None

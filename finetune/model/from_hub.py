@@ -1,0 +1,122 @@
+"""A base model at the hub: which of its files are in the hub's cache, and whether the hub is asked for the others."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from finetune.config.hub import HubFault, Repository, cache_only, cached_file, explain, find_fault
+from finetune.errors import ModelError
+
+Part = Literal["config", "tokenizer", "weights"]
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_log = logging.getLogger(__name__)
+
+
+def repository_of(where: str, revision: str | None) -> Repository | None:
+    """Return the repository that `finetune.model.base.locate` found; None for a folder."""
+    return None if Path(where).is_absolute() else Repository(where, revision, "model")
+
+
+@contextmanager
+def reading(repository: Repository, part: Part, key: str) -> Iterator[None]:
+    """Read a part of a model inside: from the hub, or from its cache alone if the hub does not give the model.
+
+    Args:
+        repository: the model.
+        part: what is read.
+        key: the key that names the model, for messages.
+
+    Raises:
+        ModelError: the hub does not give it, and the cache does not have all of it.
+    """
+    if not has_to_use_cache(repository, part, key):
+        yield
+        return
+    with cache_only():
+        yield
+
+
+def has_to_use_cache(repository: Repository, part: Part, key: str) -> bool:
+    """Ask the hub for a model, and return whether only the copy in its cache can be used.
+
+    Raises:
+        ModelError: see `reading`.
+    """
+    lacking = missing_from_cache(repository, part)
+    fault = find_fault(repository, is_cached=lacking is None)
+    if fault is None:
+        return False
+    if lacking is not None or fault.reason in ("missing", "revision"):
+        raise hub_error(fault, repository, key)
+    if fault.reason != "offline":
+        _warn_once(f"{repository.name}: {fault.text}; the copy in the hub's cache is used, which may not be the newest")
+    return True
+
+
+def hub_error(fault: HubFault, repository: Repository, key: str) -> ModelError:
+    """Make the error for a model that the hub does not give."""
+    from huggingface_hub import constants
+
+    here, lacking = f"the hub's cache ({constants.HF_HUB_CACHE})", missing_from_cache(repository, "weights")
+    state = f"is not complete in {here} ({lacking} is missing)" if lacking else f"is in {here}"
+    if cached_file(repository, "config.json") is None:
+        state = f"is neither a folder here nor in {here}"
+    return ModelError(explain(fault, repository, key, state))
+
+
+def missing_from_cache(repository: Repository, part: Part) -> str | None:
+    """Name a file of this part that is not in the hub's cache; None if all are."""
+    if part == "tokenizer":
+        return None if any(cached_file(repository, name) for name in _TOKENIZERS) else _TOKENIZERS[0]
+    if cached_file(repository, "config.json") is None:
+        return "config.json"
+    if part == "config" or cached_file(repository, _WEIGHTS) is not None:
+        return None
+    index = cached_file(repository, _INDEX)
+    if index is None:
+        return _WEIGHTS
+    try:
+        files = _files_in(index)
+    except (ValueError, KeyError, AttributeError):
+        return _INDEX
+    return next((name for name in files if cached_file(repository, name) is None), None)
+
+
+def stored_types(where: str, revision: str | None) -> set[str]:
+    """Return the safetensors names of the types of a model's weights, such as `BF16`, from the headers of its files.
+
+    Empty if the files are not here yet or cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    repository, types = repository_of(where, revision), set()
+
+    def find(name: str) -> Path | None:
+        return Path(where, name) if repository is None else cached_file(repository, name)
+
+    try:
+        single, index = find(_WEIGHTS), find(_INDEX)
+        is_single = single is not None and single.is_file()
+        for name in [_WEIGHTS] if is_single or index is None else _files_in(index):
+            with safe_open(find(name), framework="pt") as file:
+                types |= {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, ValueError, KeyError, AttributeError, TypeError):
+        return set()
+    return types
+
+
+def _files_in(index: Path) -> list[str]:
+    return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+
+
+@cache
+def _warn_once(text: str) -> None:
+    _log.warning("%s", text)

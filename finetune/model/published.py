@@ -1,0 +1,58 @@
+"""The sizes of published models that are shipped with finetune, for `finetune plan` where the hub cannot be asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import yaml
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from finetune.config.schema import ModelSection
+
+_FILE = Path(__file__).with_name("published.yaml")
+
+
+class Published(NamedTuple):
+    """What is shipped about a model."""
+
+    source: str
+    """The address of its config.json."""
+    sizes: dict[str, Any]
+    """Keys of config.json, and `rope_type`."""
+
+    def as_config(self) -> dict[str, Any]:
+        """Return the sizes as `model.config`."""
+        sizes = dict(self.sizes)
+        if (rope_type := sizes.pop("rope_type", None)) is not None:
+            head = sizes["hidden_size"] // sizes["num_attention_heads"]
+            factors = [1.0] * (int(head * sizes.get("partial_rotary_factor", 1.0)) // 2)  # they change no size
+            original = sizes["original_max_position_embeddings"]
+            rope = {"type": rope_type, "short_factor": factors, "long_factor": factors}
+            if sizes["model_type"] == "phimoe":
+                rope |= {"short_mscale": 1.0, "long_mscale": 1.0}
+            sizes["rope_scaling"] = {**rope, "original_max_position_embeddings": original}
+        return sizes
+
+    def differences(self, config: PretrainedConfig) -> Iterator[str]:
+        """Name the sizes that the hub's config.json has otherwise."""
+        rope = getattr(config, "rope_parameters", None) or {}
+        for key, ours in self.sizes.items():
+            theirs = getattr(config, key, rope.get(key, ours))
+            if theirs != ours:
+                yield f"{key} is {theirs} in its config.json and {ours} in the sizes shipped with finetune"
+
+
+def published_sizes(section: ModelSection) -> Published | None:
+    """Return what is shipped about the model of this section; None for another model, or another revision of it."""
+    found = None if section.config or section.revision is not None else _all().get(section.path or "")
+    return None if found is None else Published(found["source"], found["config"])
+
+
+@cache
+def _all() -> dict[str, dict[str, Any]]:
+    return dict(yaml.safe_load(_FILE.read_text(encoding="utf-8")))

@@ -1,0 +1,356 @@
+"""Choose gradient checkpointing and the size of micro-batches by the memory that is there.
+
+`finetune plan` calls the same functions with the memory of the device that it is asked about.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+import torch
+
+from finetune.engine.decoder import bare_model
+from finetune.errors import first_line
+from finetune.model.base import checkpoint_gradients
+from finetune.runs.durable import in_units
+from finetune.training.loaders import global_batch_size
+from finetune.training.memory_need import OptimizerNeed, copy_without_data, longest_rows, optimizer_need, predict_peak
+from finetune.training.optim import build_optimizer
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+    from finetune.distributed.runtime import Runtime
+    from finetune.training.memory_trace import DeviceKind, LossOf
+
+_log = logging.getLogger(__name__)
+
+MOST_TOKENS = 16_384
+"""Of a micro-batch on CUDA. An estimate: beyond it, a GPU's products with weights gain nothing more."""
+ENOUGH_TOKENS = 4096
+"""With this many tokens in a micro-batch, a GPU gains less by more of them than checkpointing costs. An estimate."""
+_AS_CONFIGURED = "as configured"
+_USED_SHARE = 0.9
+"""Of the memory that is there. The rest is for fragments, and for the error of the prediction (docs/plan.md)."""
+
+
+class Size(NamedTuple):
+    """A micro-batch and the memory that its step needs in addition to the weights."""
+
+    tokens: int
+    num_bytes: int
+
+
+class Need(NamedTuple):
+    """The memory of the smallest and of the largest micro-batch that a run may have.
+
+    Between the two, memory grows about as a straight line does; only the chunks of the head and of the MLP bend it.
+    """
+
+    smallest: Size
+    largest: Size
+
+    def tokens_that_fit(self, room: int) -> int:
+        """Return the most tokens for which a step needs at most `room` bytes; 0 if the smallest does not fit."""
+        (few, least), (many, most) = self
+        if most <= room:
+            return many
+        return few + (many - few) * (room - least) // (most - least) if least <= room else 0
+
+    def num_bytes(self, tokens: int) -> int:
+        """Return the bytes that a step needs with this many tokens in a micro-batch."""
+        (few, least), (many, most) = self
+        return most if tokens >= many else least + (most - least) * (tokens - few) // (many - few)
+
+
+class Decision(NamedTuple):
+    """A decision by figures alone."""
+
+    is_checkpointing: bool
+    tokens: int
+    """The most tokens of a micro-batch, at least those of the smallest."""
+    num_bytes: int
+    """What a step needs in addition to the weights."""
+
+
+def decide(need: Callable[[bool], Need], room: int, *, wish: bool | None) -> Decision:
+    """Turn checkpointing on only where a step would not fit without it, or only in small micro-batches.
+
+    Args:
+        need: the memory with or without gradient checkpointing.
+        room: bytes that a step may use in addition to the weights.
+        wish: whether to checkpoint gradients; None: decide.
+    """
+    found = need(bool(wish))
+    tokens = found.tokens_that_fit(room)
+    enough = min(max(found.smallest.tokens, ENOUGH_TOKENS), found.largest.tokens)
+    is_on = bool(wish)
+    if wish is None and tokens < enough:
+        is_on, found = True, need(True)
+        tokens = found.tokens_that_fit(room)
+    tokens = max(tokens, found.smallest.tokens)
+    return Decision(is_on, tokens, found.num_bytes(tokens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryChoice:
+    """What a run does about memory, for run.json too.
+
+    Attributes:
+        gradient_checkpointing: whether activations are computed again in the backward pass.
+        max_rows: the most rows of a micro-batch.
+        max_tokens: the most tokens that a micro-batch computes; None: no limit.
+        why: the figures, in a sentence.
+        asked: the configured values, by key.
+    """
+
+    gradient_checkpointing: bool
+    max_rows: int
+    max_tokens: int | None
+    why: str
+    asked: Mapping[str, Any]
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the configuration left something open."""
+        return self.why != _AS_CONFIGURED
+
+    def as_record(self) -> dict[str, Any]:
+        """Convert to plain values for run.json."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], config: Config) -> MemoryChoice | None:
+        """Read what `as_record` made; None if there is nothing, or the configuration now asks for something else."""
+        is_whole = set(record) == {field.name for field in fields(cls)}
+        return cls(**record) if is_whole and record["asked"] == _asked(config) else None
+
+    def settle(self, config: Config) -> Config:
+        """Return the configuration with the choice in place of what it leaves open."""
+        settled = {
+            "gradient_checkpointing": self.gradient_checkpointing,
+            "batch_size": self.max_rows,
+            "max_tokens_per_microbatch": self.max_tokens,
+        }
+        return config.model_copy(update={"training": config.training.model_copy(update=settled)})
+
+    def after_out_of_memory(self, max_tokens: int, step: int) -> MemoryChoice:
+        """Return the choice with smaller micro-batches, after memory ran out in a step."""
+        return replace(self, max_tokens=max_tokens, why=f"memory ran out in step {step} with larger ones")
+
+    def __str__(self) -> str:
+        limit = "" if self.max_tokens is None else f", micro-batches compute up to {self.max_tokens:,} tokens"
+        return f"gradient checkpointing is {'on' if self.gradient_checkpointing else 'off'}{limit}: {self.why}"
+
+
+def choose(
+    config: Config,
+    model: Any,
+    *,
+    longest: int,
+    collate: Callable[[Any], Any],
+    loss_of: LossOf,
+    kind: str,
+    is_bf16: bool,
+    world_size: int,
+    room: int,
+    is_cut_settled: bool = False,
+) -> MemoryChoice:
+    """Choose for this process alone, without communication.
+
+    Args:
+        config: the whole run.
+        model: in training mode, its weights in the types of the run, gradient checkpointing off; on any device. It is
+            not changed, and its weights are not read.
+        longest: tokens of the longest row.
+        collate: makes a micro-batch of rows, or of pairs.
+        loss_of: the loss of the run.
+        kind: the kind of device.
+        is_bf16: the run computes in bf16.
+        world_size: the number of processes.
+        room: bytes that are free on the device beside the weights.
+        is_cut_settled: leave the size of micro-batches as it is configured.
+    """
+    training = config.training
+    wish = None if training.gradient_checkpointing == "auto" else training.gradient_checkpointing
+    is_budgeted = kind == "cuda" and training.max_tokens_per_microbatch is None and not is_cut_settled
+    as_configured = MemoryChoice(
+        gradient_checkpointing=bool(wish),
+        max_rows=_row_limit(config, world_size) if is_budgeted else training.batch_size,
+        max_tokens=training.max_tokens_per_microbatch,
+        why=_AS_CONFIGURED,
+        asked=_asked(config),
+    )
+    if wish is not None and not is_budgeted:
+        return as_configured
+    in_a_row = longest * (2 if training.objective == "dpo" else 1)
+    limit = training.max_tokens_per_microbatch or (MOST_TOKENS if is_budgeted else None)
+    most = min(as_configured.max_rows, global_batch_size(config, world_size))
+    most = most if limit is None else max(1, min(most, limit // in_a_row))
+    usable = round(_USED_SHARE * max(0, room))
+    bound = _bound(model, rows=most * in_a_row // longest, length=longest)
+    if kind == "cpu" and bound <= usable:  # to trace a step would take seconds, in runs that take seconds
+        return replace(as_configured, why=f"a step needs less than {in_units(bound)}, of {_free(room)}")
+    if kind not in ("cpu", "cuda"):
+        return replace(as_configured, why=f"the memory of {kind} is not known")
+    step = _Step(config, model, longest, collate, loss_of, "cuda" if kind == "cuda" else "cpu", is_bf16, world_size)
+    try:
+        fewest = 1 if is_budgeted else most
+        decision = decide(partial(step.need, fewest, most), usable, wish=wish)
+        if in_a_row < decision.tokens < most * in_a_row:  # see whether the line was straight
+            rows = decision.tokens // in_a_row
+            decision = decide(partial(step.need, fewest, rows), usable, wish=decision.is_checkpointing)
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        cut = replace(as_configured, max_rows=training.batch_size)
+        return replace(cut, why=f"the memory of a step cannot be predicted without data ({cause})")
+    why = f"a step needs at most {in_units(decision.num_bytes)} beside the weights, of {_free(room)}"
+    if decision.num_bytes > usable:
+        why += ", so memory may run out: see `finetune plan`"
+    is_whole = decision.tokens >= most * in_a_row
+    budget = max(MOST_TOKENS if is_whole else decision.tokens, in_a_row)
+    return replace(
+        as_configured,
+        gradient_checkpointing=decision.is_checkpointing,
+        max_tokens=budget if is_budgeted else as_configured.max_tokens,
+        why=why,
+    )
+
+
+def agree_on_memory(
+    runtime: Runtime,
+    config: Config,
+    recorded: Mapping[str, Any] | None,
+    choose_for: Callable[[int, bool], MemoryChoice],
+) -> MemoryChoice:
+    """Make one choice for all ranks, by the least memory that any has; a resumed run keeps the recorded one.
+
+    Collective: every rank.
+
+    Args:
+        runtime: this process's place in the world; the model is on its device.
+        config: the whole run.
+        recorded: on the main process, the choice in run.json if the run resumes; empty if it recorded none.
+        choose_for: makes a choice, given the bytes that are free, and whether the size of micro-batches stays.
+    """
+    room = int(runtime.least(free_memory(runtime.device, num_sharing=runtime.environment.local_world_size)))
+    choice: MemoryChoice | None = None
+    with runtime.failing_together("choosing by memory"):
+        if runtime.is_main_process:
+            choice = None if recorded is None else MemoryChoice.from_record(recorded, config)
+            if choice is not None:
+                _log.info("%s, when the run began; run.json has kept it", choice)
+            else:
+                is_cut_settled = recorded is not None and masks_follow_the_cut(config)
+                choice = choose_for(room, is_cut_settled)
+                _log.info("%s", choice)
+    agreed = runtime.broadcast_from_main(choice)
+    assert agreed is not None
+    return agreed
+
+
+def free_memory(device: torch.device, *, num_sharing: int) -> int:
+    """Return the bytes that this process can still take on its device.
+
+    Args:
+        device: of this process.
+        num_sharing: processes of this machine, which share its memory if they compute on the CPU.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return psutil.virtual_memory().available // max(1, num_sharing)
+
+
+def masks_follow_the_cut(config: Config) -> bool:
+    """Return whether random masks or noise belong to the micro-batches, so that their size is part of the recipe."""
+    has_dropout = config.training.method == "lora" and config.lora.dropout > 0
+    return has_dropout or config.training.neftune_alpha > 0
+
+
+def _asked(config: Config) -> dict[str, Any]:
+    keys = ("gradient_checkpointing", "batch_size", "max_tokens_per_microbatch")
+    return {key: getattr(config.training, key) for key in keys}
+
+
+def _row_limit(config: Config, world_size: int) -> int:
+    """Return `training.batch_size`, or every rank's even share of a global batch if only tokens are to limit it."""
+    if config.origin("training.batch_size") != "default":
+        return config.training.batch_size
+    asked = config.parallel.world_size or world_size
+    return -(-global_batch_size(config, world_size) // asked)
+
+
+def _free(room: int) -> str:
+    return f"{in_units(max(0, room))} that are free"
+
+
+def _bound(model: Any, *, rows: int, length: int) -> int:
+    """Bound the memory of a step from above, without running it: several times the inputs and outputs of all products.
+
+    Args:
+        model: on any device.
+        rows: of the micro-batch.
+        length: of each row.
+    """
+    config = bare_model(model).config
+    weights = list(model.parameters())
+    features = sum(sum(weight.shape[-2:]) for weight in weights if weight.ndim > 1)
+    scores = config.num_attention_heads * config.num_hidden_layers * length
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    return 4 * int(8 * rows * length * (features + scores) + 6 * trained)
+
+
+class _Step:
+    """Predicts steps with micro-batches of various sizes."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Any,
+        longest: int,
+        collate: Callable[[Any], Any],
+        loss_of: LossOf,
+        kind: DeviceKind,
+        is_bf16: bool,
+        world_size: int,
+    ) -> None:
+        self._config = config
+        self._longest = longest
+        self._collate = collate
+        self._model = copy_without_data(model)
+        self._predict = partial(
+            predict_peak,
+            optimizer=optimizer_need(build_optimizer(self._model, config.optim), kind=kind) or OptimizerNeed(0, 0),
+            loss_of=loss_of,
+            kind=kind,
+            is_bf16=is_bf16,
+            accumulates=True,
+            world_size=world_size,
+        )
+        self._is_checkpointing = False
+        self._known: dict[tuple[int, bool], Size] = {}
+
+    def need(self, fewest: int, most: int, is_checkpointing: bool) -> Need:
+        """Predict the need of micro-batches of the longest rows. With checkpointing first, never without it after."""
+        if is_checkpointing and not self._is_checkpointing:
+            checkpoint_gradients(self._model)
+            self._is_checkpointing = True
+        largest = self._size(most)
+        return Need(largest if fewest == most else self._size(fewest), largest)
+
+    def _size(self, num_rows: int) -> Size:
+        known = (num_rows, self._is_checkpointing)
+        if known not in self._known:
+            self._known[known] = self._predict_size(num_rows)
+        return self._known[known]
+
+    def _predict_size(self, num_rows: int) -> Size:
+        rows = longest_rows(self._config.training.objective, num_rows, self._longest)
+        microbatch = self._collate([rows[index] for index in range(num_rows)])
+        peak = self._predict(self._model, microbatch)
+        return Size(microbatch.num_computed, peak.total - peak.parts["weights"] - peak.parts["adapter"])

@@ -1,0 +1,81 @@
+"""What a run trains on what, in the few lines that a person at a terminal reads before the live view."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.logs import speaks_to_a_person
+from finetune.model.base import count_parameters
+from finetune.terminal import fold, visible
+from finetune.training.fit import named_splits
+from finetune.training.progress import shown_folder
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+    from finetune.data.batches import BatchRule
+    from finetune.distributed.runtime import Runtime
+
+_LABEL_WIDTH = 8
+
+
+def show_summary(
+    runtime: Runtime, config: Config, model: Any, splits: Any, rule: BatchRule, *, first_step: int, num_steps: int
+) -> None:
+    """Write five lines to stderr if a person reads it; elsewhere the log says the same.
+
+    Args:
+        runtime: device and precision.
+        config: the whole run.
+        model: to train.
+        splits: encoded rows, or pairs.
+        rule: how the rows become batches.
+        first_step: steps done before this start.
+        num_steps: optimizer steps of the whole run.
+    """
+    if not speaks_to_a_person():
+        return
+    rows = "pairs" if config.training.objective == "dpo" else "rows"
+    folder = shown_folder(Path(config.output_dir).absolute())
+    facts = {
+        "model": _model(config, model),
+        "data": _data(config, splits, rows),
+        "steps": f"{num_steps:,} of {rule.global_batch_size} {rows}, {rule.steps_per_epoch:,} an epoch",
+        "device": f"{_device(runtime.device)}, {runtime.precision}",
+        "run": f"{folder}, resumed from step {first_step}" if first_step else str(folder),
+    }
+    for name, what in facts.items():
+        line = fold(visible(f"{name:<{_LABEL_WIDTH}}{what}"), sys.stderr, indent=" " * _LABEL_WIDTH)
+        sys.stderr.write(f"{line}\n")
+
+
+def _model(config: Config, model: Any) -> str:
+    trainable, total = count_parameters(model)
+    how = f"LoRA r={config.lora.r}" if config.training.method == "lora" else "full"
+    name = config.model.path or (config.model.config or {}).get("model_type")
+    return f"{name}, {_short(total)} parameters, {_short(trainable)} train ({how})"
+
+
+def _data(config: Config, splits: Any, rows: str) -> str:
+    purposes = {"validation": "validate", "test": "test"}
+    others = [f", {len(it):,} to {purposes[name]}" for name, it in named_splits(splits).items() if name in purposes]
+    size = f"{len(splits.train):,} {rows} ({_short(int(splits.train.lengths.sum()))} tokens)"
+    return f"{config.data.path or 'mixture'}, {size}{''.join(others)}"
+
+
+def _short(number: int) -> str:
+    """Write a number with three digits, so that a line holds it: ``3.84B``."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    threads = torch.get_num_threads()
+    return f"{device} with {threads} thread{'' if threads == 1 else 's'}"

@@ -1,0 +1,172 @@
+"""`model=` and `data=` take names of configs, paths and hub ids; a file of rows needs no key at all."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finetune.config import load_config
+from finetune.config.compose import compose, config_from_dict, resolved_yaml
+from finetune.config.schema import Config
+from finetune.errors import ConfigError
+
+Write = Callable[..., Path]
+ROW = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+
+
+@pytest.fixture(autouse=True)
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Each test stands in an empty folder and can write files there."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name: str, text: str = ROW) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def problem_of(*words: str, run: str | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        compose(words, run=run, complete=False)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["chats.jsonl", "rows", "rows/", "./gone.jsonl", "../up", "/abs/gone.jsonl", "~/rows", "org/set", "shipped:orders"],
+)
+def test_data_takes_a_path_or_a_hub_id(write: Write, name: str) -> None:
+    write("chats.jsonl")
+    write("rows/train.jsonl")
+    config = compose([f"data={name}", "model=phi_tiny"])
+    assert config == compose([f"data.path={name}", "model=phi_tiny"])
+    assert config.data.path == name
+    assert config.origin("data.path") == f"command line: data={name}"
+
+
+@pytest.mark.parametrize("name", ["./my-phi", "my-phi", "microsoft/phi-4", "shipped:phi_tiny"])
+def test_model_takes_a_folder_or_a_hub_id(write: Write, name: str) -> None:
+    write("my-phi/config.json", "{}")
+    config = compose([f"model={name}", "data=orders"])
+    assert config.model.path == name
+    assert config.origin("model.path") == f"command line: model={name}"
+
+
+def test_a_name_in_configs_wins_over_a_file_and_a_dot_makes_a_path(write: Write) -> None:
+    write("orders")
+    write("phi4/config.json", "{}")
+    by_name = compose(["data=orders", "model=phi4"])
+    assert (by_name.data.path, by_name.model.path) == ("shipped:orders", "microsoft/phi-4")
+    by_path = compose(["data=./orders", "model=./phi4"])
+    assert (by_path.data.path, by_path.model.path) == ("./orders", "./phi4")
+
+
+def test_a_yaml_file_stays_a_config(write: Write) -> None:
+    write("mine.yaml", "data.path: rows.jsonl\ndata.max_length: 9\n")
+    config = compose(["data=./mine.yaml"], complete=False)
+    assert (config.data.path, config.data.max_length) == ("rows.jsonl", 9)
+
+
+def test_task_and_parallel_take_no_path(write: Write) -> None:
+    write("mine")
+    assert "there is no configs/task/mine.yaml" in problem_of("task=mine")
+    assert "there is no configs/parallel/./mine.yaml" in problem_of("parallel=./mine")
+
+
+def test_neither_a_config_nor_a_path_is_told_how_to_write_both(write: Write) -> None:
+    write("chats.jsonl")
+    problem = problem_of("data=chat.jsonl")
+    assert problem.startswith("command line: data=chat.jsonl: there is no configs/data/chat.jsonl.yaml")
+    assert f"no file or folder of this name (looked in {Path.cwd()})" in problem
+    assert "There is: orders, phi4. Did you mean chats.jsonl?" in problem
+    assert "data=FILE, data=./FOLDER, data=ORG/NAME or data.path=HUB_ID" in problem
+    assert "Did you mean phi4_mini? For a model of your own write model=./FOLDER" in problem_of("model=phi4_minni")
+
+
+def test_a_path_wins_over_group_files_and_gives_way_to_the_key(write: Write) -> None:
+    write("chats.jsonl")
+    write("configs/task/mine.yaml", "data: {path: of-the-task, max_length: 9}\n")
+    write("r.yaml", "data: orders\ndata.path: of-the-run-file\n")
+    config = compose(["data=chats.jsonl", "task=mine"], run="r.yaml", complete=False)
+    assert (config.data.path, config.data.max_length) == ("chats.jsonl", 9)
+    assert compose(["data=chats.jsonl", "data.path=b"], complete=False).data.path == "b"
+    assert compose(["data=chats.jsonl", "data=orders"], complete=False).data.path == "shipped:orders"
+
+
+def test_a_path_replaces_the_group_of_a_run_file() -> None:
+    """The format of the group does not stay behind, the keys of the run file do."""
+    config = compose(["data=org/chats", "model=./my-phi"], run="quickstart")
+    assert (config.data.path, config.data.format, config.data.max_length) == ("org/chats", "auto", 256)
+    assert config.model.path == "./my-phi"
+
+
+def test_run_files_dicts_and_callers_choose_paths_too(write: Write) -> None:
+    write("chats.jsonl")
+    write("r.yaml", "seed: 0\nmodel: microsoft/phi-4\ndata: chats.jsonl\ntask: finetune_lora\n")
+    from_file = load_config(run="r.yaml")
+    assert from_file.origin("data.path") == "r.yaml:3: data=chats.jsonl"
+    values = {"model": "microsoft/phi-4", "data": "chats.jsonl", "output_dir": "runs/r"}
+    by_dict = config_from_dict(values, "mine")
+    by_caller = load_config(["output_dir=runs/r"], model="microsoft/phi-4", data="chats.jsonl", task="finetune_lora")
+    assert from_file == by_dict == by_caller
+    replaced = load_config(["data=orders", "model=./x"], run="r.yaml")
+    assert (replaced.data.path, replaced.model.path) == ("shipped:orders", "./x")
+
+
+def test_a_file_of_rows_needs_no_key(write: Write) -> None:
+    write("chats.jsonl")
+    for words in (["chats.jsonl", "model=phi_tiny"], ["model=phi_tiny", "chats.jsonl"]):
+        assert compose(words) == compose(["data=chats.jsonl", "model=phi_tiny"])
+    assert compose(["chats.jsonl"], run="quickstart").data.path == "chats.jsonl"
+
+
+def test_the_data_is_chosen_once(write: Write) -> None:
+    write("a.jsonl")
+    write("b.jsonl")
+    assert "command line: a.jsonl and b.jsonl: choose the data once" in problem_of("a.jsonl", "b.jsonl")
+    assert "command line: a.jsonl and data=orders: choose the data once" in problem_of("data=orders", "a.jsonl")
+
+
+def test_a_word_that_is_no_file_of_rows(write: Write) -> None:
+    write("folder/train.jsonl")
+    write("configs/mine.yaml", "seed: 1\n")
+    write("mine")
+    assert "expected key=value" in problem_of("gone.jsonl")
+    assert "expected key=value" in problem_of("folder")
+    assert "For the run file write run=mine." in problem_of("mine")
+    assert "For rows write data=folder, for a model model=folder." in problem_of("run=folder")
+
+
+def test_a_password_in_a_path_is_refused_and_not_repeated() -> None:
+    problem = problem_of("data=https://someone:hunter2@host/rows.jsonl")
+    assert "data.path: https://…@host/rows.jsonl contains a user name, a password or a token" in problem
+    assert "hunter2" not in problem
+
+
+def test_the_folder_of_a_run_resolves_to_the_same(write: Write) -> None:
+    """What a run keeps has no short words, so a file that comes later under a name changes nothing."""
+    write("chats.jsonl")
+    config = load_config(["chats.jsonl", "model=org/phi", "task=finetune_lora"])
+    kept = write("runs/x/config.yaml", resolved_yaml(config))
+    write("configs/data/chats.jsonl.yaml", "data.path: other\n")
+    assert load_config(run=str(kept)) == config
+
+
+def test_a_model_that_is_missing_is_listed_and_the_command_completed() -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(["data=org/set"], typed="finetune train data=org/set")
+    first, *models = str(caught.value).splitlines()
+    assert first == "model.path: not set. Choose a model, for example: finetune train data=org/set model=phi4_mini"
+    assert "  model=phi_tiny        A phi3-class model" in "\n".join(models)
+    assert models[-1].startswith("  model=PATH")
+    with pytest.raises(ConfigError, match=r"for example: finetune plan model=phi4 data=chats\.jsonl"):
+        compose(["model=phi4"], typed="finetune plan model=phi4")
+    with pytest.raises(ConfigError, match=r"for example: finetune plan model=phi4 data=phi4 data\.path=chats\.jsonl"):
+        compose(["model=phi4", "data=phi4"], typed="finetune plan model=phi4 data=phi4")
+
+
+def test_without_words_the_configuration_is_the_schemas() -> None:
+    assert compose([], complete=False) == Config()

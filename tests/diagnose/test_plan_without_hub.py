@@ -1,0 +1,108 @@
+"""`finetune plan` for presets whose files are not here, and without rows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.config import hub
+from finetune.config.compose import compose, list_configs
+from finetune.config.schema import ModelSection
+from finetune.diagnose.plan import make_plan
+from finetune.diagnose.plan_devices import read_device
+from finetune.model import from_hub
+from finetune.model.base import longrope_boundary
+from finetune.model.published import published_sizes
+from tests.in_process import run_finetune
+from tests.model.phi_table import PAGE
+from tests.readable_hub import point_to, running_hub
+
+PARAMETERS = {
+    "phi1_5": 1_418_270_720,
+    "phi2": 2_779_683_840,
+    "phi3_mini": 3_821_079_552,
+    "phi3_mini_128k": 3_821_079_552,
+    "phi3_5_mini": 3_821_079_552,
+    "phi3_5_moe": 41_873_153_344,
+    "phi4": 14_659_507_200,
+    "phi4_mini": 3_836_021_760,
+    "phi4_reasoning": 14_659_507_200,
+}
+"""Of the weights that are published: the hub's pages show these numbers, rounded."""
+
+
+def presets() -> dict[str, ModelSection]:
+    names = [name for name, _ in list_configs()["model"] if name != "phi_tiny"]
+    return {name: compose([f"model={name}"], complete=False).model for name in names}
+
+
+def test_every_preset_has_shipped_sizes():
+    assert presets().keys() == PARAMETERS.keys()
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_shipped_sizes_make_the_published_number_of_parameters(name):
+    published = published_sizes(presets()[name])
+    keys = published.as_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys))
+    assert sum(weight.numel() for weight in model.parameters()) == PARAMETERS[name]
+    (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |")]
+    _, billions, context, boundary, window, *_ = [cell.strip() for cell in row.strip("|").split("|")]
+    assert float(billions.split()[0]) == pytest.approx(PARAMETERS[name] / 1e9, rel=0.1)
+    assert boundary.replace(",", "") == str(longrope_boundary(model) or "")
+    assert window.replace(",", "") == str(published.sizes.get("sliding_window", ""))
+    if "here" not in context:
+        assert context.replace(",", "") == str(model.config.max_position_embeddings)
+
+
+def test_a_preset_is_planned_without_hub_and_data():
+    ended = run_finetune("plan", "model=phi4", "--device", "H100 80GB")
+    assert ended.returncode == 0
+    assert "phi3, 40 layers, 14,715,212,800 parameters\n" in ended.stdout
+    assert "% fits (peak: " in ended.stdout.replace("%: fits", "% fits")
+    assert (
+        "HF_HUB_OFFLINE is set, so the sizes of microsoft/phi-4 are those shipped with finetune "
+        "(https://huggingface.co/microsoft/phi-4/blob/main/config.json)\n"
+    ) in ended.stdout
+    assert "no data is given, so the plan assumes rows of 2,048 tokens (data.max_length), all with loss" in ended.stdout
+
+
+@pytest.mark.slow
+def test_rows_cannot_be_counted_without_a_tokenizer(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    config = compose(["model=phi4", f"data.path={tmp_path / 'rows.jsonl'}"])
+    data = [finding.what for finding in make_plan(config, read_device("H100 80GB")).findings if finding.area == "Data"]
+    assert [what.rpartition(": ")[2] for what in data] == ["the tokenizer is not here either"]
+    config = compose(["model=phi4", f"data.path={tmp_path / 'gone.jsonl'}"])
+    data = [finding.what for finding in make_plan(config, read_device("H100 80GB")).findings if finding.area == "Data"]
+    assert "there is no such file or folder" in data[0]
+
+
+def test_another_model_needs_the_hub():
+    ended = run_finetune("plan", "model.path=someone/else")
+    assert (ended.returncode, "HF_HUB_OFFLINE is set" in ended.stdout) == (2, True)
+
+
+def test_the_hubs_own_config_counts_and_a_difference_is_told(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    keys = published_sizes(presets()["phi3_mini"]).as_config() | {"num_hidden_layers": 31, "sliding_window": 2047}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(keys))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub, "_answers", {})
+    from_hub._warn_once.cache_clear()
+    with running_hub() as state:
+        state.folders["microsoft/Phi-3-mini-4k-instruct"] = tmp_path / "model"
+        point_to(monkeypatch, state.address)
+        plan = make_plan(compose(["model=phi3_mini"], needs_data=False), read_device("H100 80GB"))
+    assert plan.layers == 31
+    assert [finding.what for finding in plan.findings if finding.area == "Model"] == [
+        "microsoft/Phi-3-mini-4k-instruct: num_hidden_layers is 31 in its config.json and 32 in the sizes shipped with "
+        "finetune; this plan takes the former"
+    ]

@@ -1,0 +1,287 @@
+"""What training costs a GPU: the kernels and bytes of a decoder layer, and the waits of an optimizer step.
+
+They are counted from operations on a device that is not there, so no GPU is needed, and no time is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.scheduler import NopKernelSchedulerNode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import AutoModelForCausalLM, Phi3Config
+
+from finetune.config.schema import Config, LoraSection, ModelSection
+from finetune.distributed.gradients import LossFunction
+from finetune.distributed.launch import launch
+from finetune.engine.attention_cuda import VarlenRuns, varlen_attention
+from finetune.engine.decoder import Decoder
+from finetune.engine.fused import FORMULAS, LAUNCHES, _run, switch_fused
+from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.products import unchanged_weights
+from finetune.model.base import checkpoint_gradients
+from finetune.model.lora import add_lora
+from finetune.model.published import published_sizes
+from finetune.training.forward import agree_on_forward
+from finetune.training.optim import trainable_parameters
+from finetune.training.preference_trainer import PreferenceTrainer
+from finetune.training.step import train_step
+from finetune.training.trainer import Trainer
+from tests.engine.fake_device import KIND, FakeDevice, move, register_device
+from tests.engine.test_fake_device import ROWS as SHARING_ROWS
+from tests.engine.test_fake_device import adapted
+
+TOKENS, RANK = 4096, 16
+_FREE = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
+_OVERWRITTEN = {"aten::copy_", "aten::zero_", "aten::fill_"}
+"""Operations that do not read their first argument."""
+
+
+class Costs(TorchDispatchMode):
+    """Counts what the operations inside cost on a GPU.
+
+    Each operation reads its inputs and writes its outputs once. Views and memory without values cost nothing.
+
+    Attributes:
+        launches: kernels.
+        traffic: bytes read and written, except by large products.
+        large_products: products of which no side is as narrow as an adapter.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = self.traffic = self.large_products = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        name = function.name().partition(".")[0]
+        written = _tensors(made)
+        if function.is_view or name in _FREE or name.startswith("prim::") or not any(x.numel() for x in written):
+            return made
+        read = _tensors((args[1:] if name in _OVERWRITTEN else args, {**(kwargs or {}), "out": None}))
+        self.launches += LAUNCHES.get(name, 1)
+        if name == "aten::addmm" and args[0].ndim == 2:  # the summand is copied, then the product is added
+            self.launches += 1
+            self.traffic += 2 * args[0].nbytes
+            read[0] = written[0]
+        if name in ("aten::mm", "aten::addmm", "aten::addmm_") and min(min(x.shape) for x in read) > RANK:
+            self.large_products += 1
+        else:
+            self.traffic += sum(map(_num_bytes, (*read, *written)))
+        return made
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _num_bytes(x: torch.Tensor) -> int:
+    """The bytes of a tensor, in which a broadcast dimension counts once."""
+    return x.element_size() * prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
+
+
+class LayerCost(NamedTuple):
+    """What a layer costs; see `Costs`."""
+
+    launches: int
+    gigabytes: float
+    large_products: int
+
+
+def cost_of_a_layer(path: str) -> LayerCost:
+    """Count forward and backward of a layer with an adapter on each linear layer, in bf16: two layers less one."""
+    one, two = (_cost(path, num_layers) for num_layers in (1, 2))
+    return LayerCost(
+        two.launches - one.launches, (two.traffic - one.traffic) / 1e9, two.large_products - one.large_products
+    )
+
+
+def _cost(path: str, num_layers: int) -> Costs:
+    published = published_sizes(ModelSection(path=path))
+    assert published is not None
+    sizes = {**published.sizes, "num_hidden_layers": num_layers, "pad_token_id": 0}
+    part = sizes.pop("partial_rotary_factor", 1.0)
+    sizes.pop("rope_type", None)  # LongRoPE chooses its factors by values
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": part}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Phi3Config(**{**sizes, "rope_parameters": rope}))
+        model = add_lora(model, LoraSection(r=RANK))
+    with _without_data(model):
+        decoder = Decoder(model, _causal_attention)
+        ids = torch.zeros(TOKENS, dtype=torch.int64, device=KIND)
+        with unchanged_weights(), Costs() as costs:
+            hidden = decoder.hidden_states(ids, ids, None)
+            hidden.backward(torch.empty_like(hidden))
+    return costs
+
+
+@contextmanager
+def _without_data(model: torch.nn.Module) -> Iterator[None]:
+    """Put a model of the meta device on the fake device inside, where tensors have no data."""
+    register_device()
+    with torch.autograd.set_multithreading_enabled(False), FakeTensorMode(allow_non_fake_inputs=True):
+        for module in model.modules():
+            for name, weight in module._parameters.items():
+                dtype = torch.float32 if weight is not None and weight.requires_grad else torch.bfloat16
+                if weight is not None:
+                    there = torch.empty(weight.shape, dtype=dtype, device=KIND)
+                    module._parameters[name] = torch.nn.Parameter(there, weight.requires_grad)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=KIND)
+        yield
+
+
+def _causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    edges = torch.empty(2, dtype=torch.int32, device=KIND)
+    runs = VarlenRuns(edges, edges, None, TOKENS, TOKENS, None, None, TOKENS)
+    return varlen_attention(q, k, v, runs, q.shape[-1] ** -0.5)
+
+
+@pytest.fixture
+def _fused() -> Iterator[None]:
+    switch_fused(True)
+    yield
+    switch_fused(False)
+
+
+@pytest.mark.usefixtures("_fused")
+@pytest.mark.parametrize(
+    ("path", "gigabytes"), [("microsoft/phi-4", 5.2), ("microsoft/Phi-4-mini-instruct", 2.8)], ids=["phi4", "mini"]
+)
+def test_a_layer_forward_and_backward(path: str, gigabytes: float) -> None:
+    cost = cost_of_a_layer(path)
+    assert cost.large_products == 8
+    assert cost.launches <= 80
+    assert cost.gigabytes <= gigabytes
+
+
+def test_what_fusing_saves() -> None:
+    cost = cost_of_a_layer("microsoft/phi-4")
+    assert cost.launches > 120
+    assert cost.gigabytes > 10
+
+
+ROWS = torch.randn(24, 96)
+FIRST = torch.randn(24, 4, 16)
+ANGLES = torch.randn(24, 12), torch.randn(24, 12)
+INPUTS: dict[str, tuple[Any, ...]] = {
+    "probe": (ROWS,),
+    "normalized_with_statistics": (ROWS, torch.randn(96), 1e-5),
+    "normalized": (ROWS, torch.randn(96), torch.rand(24, 1)),
+    "input_gradient": (ROWS, ROWS + 1, torch.randn(96), torch.rand(24, 1), ROWS - 1),
+    "gated": (ROWS,),
+    "gated_gradient": (ROWS, torch.randn(24, 48)),
+    "split_and_rotated": (ROWS, *ANGLES, [3, 1, 2], 2),
+    "rotated_back_and_joined": ([FIRST, FIRST[:, :1].clone(), FIRST[:, :1] + 1], *ANGLES, 2),
+}
+
+
+class _Counted(Exception):
+    """Inductor has fused the loops, and need not write them in C++."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_fused_function_takes_the_kernels_that_it_declares(name: str, dtype: torch.dtype) -> None:
+    """The loops that Inductor makes for a CPU of the same formula are counted; a kernel of a GPU is such a loop."""
+    args = tree_map_only(torch.Tensor, lambda x: x.to(dtype), INPUTS[name.removeprefix("finetune::")])
+    loops: list[list[str]] = []
+
+    def count(nodes: Any) -> Any:
+        loops.append([type(node).__name__ for node in nodes if not isinstance(node, NopKernelSchedulerNode)])
+        raise _Counted
+
+    torch._dynamo.reset()
+    switches = {"_post_fusion_custom_pass": count, "fx_graph_cache": False}
+    with inductor_config.patch(switches), pytest.raises(Exception, match="_Counted"):
+        _run(FORMULAS[name], *args)
+    torch._dynamo.reset()
+    assert 1 <= len(loops[0]) <= LAUNCHES[name], loops
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "rows apart": {"share_prefixes": False},
+    "shared prefixes": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "pairs": {"objective": "dpo"},
+}
+"""By what is trained: the section `training`."""
+READ_ONCE = {"aten::_to_copy": 1}
+"""The host waits once in a step, to read loss, norm and figures together."""
+
+
+def waits_of_a_step(
+    device: FakeDevice, model: Any, *, number: int = 1, loss: LossFunction | None = None, **training: Any
+) -> dict[str, int]:
+    """Count by operation how often the host waits in a step of so many micro-batches, after a first step."""
+    config = Config.model_validate({"training": {"device": "cpu", "precision": "fp32", **training}})
+    is_of_pairs = config.training.objective == "dpo"
+    trainer = PreferenceTrainer if is_of_pairs else Trainer
+    rows: list[Any] = (
+        [(SHARING_ROWS[0], SHARING_ROWS[1]), (SHARING_ROWS[2], SHARING_ROWS[3])] if is_of_pairs else SHARING_ROWS
+    )
+    with launch(config) as runtime:
+        here, runtime.context = runtime.context, runtime.context._replace(device=torch.device(KIND, 0))
+        if config.training.gradient_checkpointing:
+            checkpoint_gradients(model)
+        optimizer = runtime.prepare_optimizer(torch.optim.AdamW(trainable_parameters(move(model))))
+        collate = trainer.collation_of(agree_on_forward(runtime, config.training, model).collate)
+        for step in (1, 2):
+            device.waits.clear()
+            train_step(
+                runtime,
+                model,
+                optimizer,
+                [(index, collate(rows).pin_memory()) for index in range(number)],
+                step=step,
+                learning_rate=1e-3,
+                max_grad_norm=0.1,
+                seed=0,
+                compute=loss or trainer.loss_of(config),
+            )
+        runtime.context = here
+    return dict(device.waits)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("kind", STEPS)
+def test_the_host_waits_once_in_a_step_and_not_in_a_micro_batch(device: FakeDevice, kind: str, number: int) -> None:
+    waits = waits_of_a_step(device, adapted(), number=number, **STEPS[kind])
+    assert waits == READ_ONCE
+
+
+@pytest.mark.parametrize("settings", [{"dropout": 0.3}, {"dora": True}], ids=["dropout", "DoRA"])
+def test_an_adapter_does_not_make_the_host_wait(device: FakeDevice, settings: dict[str, Any]) -> None:
+    waits = waits_of_a_step(device, adapted(**settings), number=2)
+    assert waits == READ_ONCE
+
+
+def test_a_step_that_is_skipped_waits_twice(device: FakeDevice) -> None:
+    """Once more to see whether the weights are finite."""
+
+    def infinite(model: Any, microbatch: Any) -> torch.Tensor:
+        return summed_cross_entropy(model, microbatch) * torch.inf
+
+    waits = waits_of_a_step(device, adapted(), number=2, loss=infinite)
+    assert sum(waits.values()) == 2
+
+
+def test_a_number_that_is_read_in_the_loop_counts(device: FakeDevice) -> None:
+    def reading(model: Any, microbatch: Any) -> torch.Tensor:
+        made = summed_cross_entropy(model, microbatch)
+        assert made.item() > 0
+        return made
+
+    waits = waits_of_a_step(device, adapted(), number=4, loss=reading)
+    assert waits == {**READ_ONCE, "aten::_local_scalar_dense": 4}

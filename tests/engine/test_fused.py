@@ -1,0 +1,120 @@
+"""Fused functions as torch.compile makes them for the CPU: against the formulas, against float64, for any rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor import config as inductor_config
+
+from finetune.config.schema import Config
+from finetune.distributed.launch import launch
+from finetune.engine import fused
+from finetune.engine.layout import pack
+from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.mlp import _gated
+from finetune.errors import ConfigError
+from finetune.training.forward import agree_on_forward
+from tests.engine.test_fake_device import CONFIGS, ROWS, adapted, loss_and_gradients
+from tests.engine.test_rounding import CASES, test_results_and_gradients_differ_by_rounding_alone
+from tests.tiny_models import build_tiny, tiny_phi3_config
+
+
+@pytest.fixture(autouse=True)
+def _no_threads() -> Iterator[None]:
+    """Compile in this thread: Inductor keeps its threads until the process ends."""
+    with inductor_config.patch(compile_threads=1):
+        yield
+
+
+@pytest.fixture
+def _fused() -> Iterator[None]:
+    torch._dynamo.reset()
+    fused.switch_fused(True)
+    yield
+    fused.switch_fused(False)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fused")
+def test_a_function_is_compiled_once_for_any_number_of_rows() -> None:
+    def differs(rows: int) -> float:
+        x = torch.randn(rows, 64, requires_grad=rows % 2 == 0)
+        with torch.no_grad():
+            return float((_gated(x) - fused.FORMULAS["finetune::gated"](x)).abs().sum())
+
+    assert differs(5) < 1e-4
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert [differs(rows) < 1e-3 for rows in (64, 7, 200, 2)] == [True] * 4
+        assert [differs(rows) for rows in (0, 1)] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fused")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["rms_norm", "normed_linear", "gated_mlp", "split_heads"])
+def test_fused_functions_differ_from_float64_by_rounding_alone(name: str, dtype: Any, tolerance: float) -> None:
+    assert name in CASES
+    test_results_and_gradients_differ_by_rounding_alone(name, dtype, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fused")
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_whole_model_computes_the_same_every_time(family: str) -> None:
+    settings = {} if family == "phi3" else {"target_modules": ["q_proj", "v_proj"]}
+    run = partial(loss_and_gradients, loss=summed_cross_entropy, microbatch=pack(ROWS))
+    (loss, gradients), (again, gradients_again) = (run(adapted(family, **settings)) for _ in range(2))
+    fused.switch_fused(False)
+    exact_loss, exact = run(adapted(family, **settings))
+    assert loss == again
+    assert loss == pytest.approx(exact_loss, rel=1e-5)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, gradients_again[name]), name
+        assert (gradient - exact[name]).norm() <= 1e-5 * exact[name].norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_machine_without_a_compiler_falls_back(is_strict: bool) -> None:
+    config = Config.model_validate({"strict": is_strict, "training": {"device": "cpu", "fused": True}})
+    fused.why_not_fused.cache_clear()
+    torch._dynamo.reset()
+    missing = {"cpp.cxx": ("/no/such/g++",), "fx_graph_cache": False}
+    try:
+        with inductor_config.patch(missing), launch(config) as runtime:
+            model = build_tiny(tiny_phi3_config())
+            if is_strict:
+                with pytest.raises(ConfigError, match=r"training\.fused: wanted fused functions.*strict"):
+                    agree_on_forward(runtime, config.training, model)
+                return
+            agree_on_forward(runtime, config.training, model)
+            [taken] = runtime.fallbacks.as_records()
+            assert taken["what"] == "training.fused"
+            assert "torch.compile fails" in taken["why"]
+            assert not fused._is_on
+    finally:
+        fused.why_not_fused.cache_clear()
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("wish", ["auto", False])
+def test_a_cpu_fuses_nothing_unasked(wish: Any) -> None:
+    config = Config.model_validate({"training": {"device": "cpu", "fused": wish}})
+    with launch(config) as runtime:
+        agree_on_forward(runtime, config.training, build_tiny(tiny_phi3_config()))
+        assert not fused._is_on
+        assert not runtime.fallbacks
+
+
+@pytest.mark.trains
+def test_fused_functions_are_on_for_one_run() -> None:
+    config = Config.model_validate({"training": {"device": "cpu", "fused": True}})
+    with launch(config) as runtime:
+        agree_on_forward(runtime, config.training, build_tiny(tiny_phi3_config()))
+        assert fused._is_on
+        assert not runtime.fallbacks
+    assert not fused._is_on

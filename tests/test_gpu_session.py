@@ -1,0 +1,223 @@
+"""A session on a GPU writes each figure as it comes, goes on where it stopped, and no task stops another."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks import gpu_session
+from benchmarks.engines import ENGINES
+from benchmarks.gpu import parts
+from benchmarks.gpu.figures import FACTS, OUTCOMES, Figures
+from benchmarks.gpu.goals import GOALS, standings
+from benchmarks.gpu.parts import SWITCHES, Task, tasks, why_skipped
+from benchmarks.gpu.session import Session
+from benchmarks.job import SIZES
+from finetune import load_config
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TINY = Session(device="cpu", is_tiny=True)
+CUDA = Session(device="cuda", is_tiny=False)
+README = (REPOSITORY / "benchmarks" / "README.md").read_text()
+
+
+def own(name: str, function: str, seconds: int = 60, **arguments: str) -> Task:
+    return Task(name, f"tests.gpu_session_tasks:{function}", seconds, arguments)
+
+
+def start(path: Path, wanted: list[Task], budget: float | None = None) -> gpu_session.Start:
+    started = gpu_session.Start(TINY, Figures(path), "command", budget)
+    started.run(wanted)
+    return started
+
+
+def test_the_parts_come_in_the_order_that_tells_most():
+    names = [task.name for task in tasks()]
+    assert len(names) == len(set(names))
+    order = ["kernels", "profile", "peers", "phi4", "gains", "recovery"]
+    assert list(dict.fromkeys(task.part for task in tasks())) == order
+    for part in order:
+        assert f"| `{part}` |" in README
+    for task in tasks():
+        module, _, function = task.function.partition(":")
+        assert callable(getattr(importlib.import_module(module), function)), task.name
+
+
+def test_every_task_fits_into_a_call_of_ten_minutes_and_all_into_a_few_of_them():
+    assert max(task.seconds for task in tasks()) <= 560
+    assert {job.size for job in map(CUDA.job, ("phi4", "mini", "chat", "prompt"))} == {
+        *("phi4", "phi4-mini", "phi4-mini-chat")
+    }
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_every_switch_turns_something_off(name):
+    words = ["model.path=x", "data.path=x"]
+    off, on = load_config([*words, *SWITCHES[name].off]), load_config(words)
+    # A batch size that is set limits the rows, be it the default's or another.
+    assert (off, off.training.model_fields_set) != (on, on.training.model_fields_set)
+    assert any(task.name.endswith(f"/without-{name}") for task in tasks())
+
+
+def test_the_real_shapes_are_those_of_the_published_models():
+    phi4, mini = SIZES["phi4"], SIZES["phi4-mini"]
+    assert (phi4.hidden, phi4.layers, phi4.heads, phi4.kv_heads, phi4.tied) == (5120, 40, 40, 10, False)
+    assert (mini.hidden, mini.layers, mini.vocabulary, mini.partial_rotary, mini.tied) == (3072, 32, 200064, 0.75, True)
+    assert {engine for engines in parts.PEERS.values() for engine in engines} <= set(ENGINES)
+
+
+def test_what_is_missing_is_named_with_its_wheels(monkeypatch):
+    has = {"trl", "pydantic", "flash_attn"}
+    monkeypatch.setattr(parts, "find_spec", lambda name: name if name in has else None)
+    task = Task("peers/x", "", 1, needs=("trl", "pydantic", "xdist"))
+    wheels = "pydantic_core annotated_types typing_inspection typing_extensions pytest-xdist"
+    assert why_skipped(task, TINY) == f"not installed, bring the wheels: {wheels}"
+    assert why_skipped(Task("peers/x", "", 1, needs=("trl",), is_for_cuda=True), TINY) == "it needs CUDA"
+    assert why_skipped(Task("peers/x", "", 1, needs=("trl",), is_for_cuda=True), CUDA) is None
+
+
+def test_only_what_computes_with_the_configuration_needs_its_packages():
+    without = [task.name for task in tasks() if "pydantic" not in task.needs]
+    assert {name.partition("/")[0] for name in without} == {"kernels", "profile", "peers"}
+    assert "kernels/engine" in without
+
+
+def test_figures_survive_a_line_that_was_cut_off(tmp_path):
+    path = tmp_path / "figures.jsonl"
+    Figures(path).add("a/b", figures={"x": 1})
+    with path.open("a") as file:
+        file.write('{"task": "a/c", "figu')
+    figures = Figures(path)
+    assert figures.is_done("a/b")
+    assert not figures.is_done("a/c")
+    figures.add("a/c", error="broken")
+    assert [record["task"] for record in Figures(path).records] == ["a/b", "a/c"]
+    assert Figures(path).is_done("a/c")
+    figures.add("a/c", again=True)
+    figures.add("a/d", skipped="it needs CUDA")
+    assert not any(map(Figures(path).is_done, ("a/c", "a/d")))
+
+
+def test_goals_are_compared_with_figures_and_named_in_the_readme(tmp_path):
+    figures = Figures(tmp_path / "figures.jsonl")
+    assert all(": not measured yet (goal: " in line for line in standings(figures))
+    assert len({task.name for task in tasks()} & {goal.task for goal in GOALS}) == len({goal.task for goal in GOALS})
+    for engine, rate in {"ours": 30, "trl-grouped-16-liger": 10, "trl-packed-flash-liger": 20}.items():
+        figures.add(f"peers/chat/{engine}", figures={"median_tokens_per_second": rate})
+    assert [line for line in standings(figures) if "divided by the faster TRL with Liger: 1.5 (" in line]
+    for goal in GOALS:
+        assert goal.what in README
+
+
+def test_words_that_name_nothing_are_refused(tmp_path, capsys):
+    for words, said in (
+        (["--again", "kernel"], "there is no part or task kernel. Parts: kernels, profile"),
+        (["--device", "cuda"], "nvidia-smi shows no GPU"),
+    ):
+        with pytest.raises(SystemExit) as left:
+            gpu_session.main([str(tmp_path / "f.jsonl"), *words])
+        assert left.value.code == 2
+        assert said in capsys.readouterr().err
+
+
+def test_figures_of_another_device_are_not_mixed_in(tmp_path, capsys):
+    path = tmp_path / "figures.jsonl"
+    Figures(path).add("kernels/syncs", figures={}, device="Another GPU")
+    with pytest.raises(SystemExit) as left:
+        gpu_session.main([str(path), "--device", "cpu", "--tiny"])
+    assert left.value.code == 2
+    assert "holds figures of Another GPU. Name another file" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_no_task_stops_another_and_a_second_start_repeats_none(tmp_path):
+    path = tmp_path / "figures.jsonl"
+    wanted = [
+        *(own("a/1", "count", folder=str(tmp_path)), own("a/2", "count", folder=str(tmp_path))),
+        *(own("a/3", "fail"), own("a/4", "crash"), own("b/5", "hang", 1, folder=str(tmp_path)), own("b/6", "be_wrong")),
+        own("b/7", "count", folder=str(tmp_path)),
+    ]
+    start(path, wanted)
+    records = {record["task"]: record for record in Figures(path).records}
+    assert [records[f"{part}/{n}"]["figures"]["times"] for part, n in (("a", 1), ("a", 2), ("b", 7))] == [1, 2, 3]
+    assert records["a/1"]["figures"]["process"] == records["a/2"]["figures"]["process"]
+    assert records["a/2"]["figures"]["process"] != records["b/7"]["figures"]["process"]
+    assert records["a/3"]["error"] == "ValueError: no such kernel"
+    assert records["a/4"]["error"].startswith(f"its process ended with exit code {-signal.SIGSEGV}")
+    assert records["b/5"]["error"] == "it took longer than 1 seconds"
+    assert not psutil.pid_exists(int((tmp_path / "hangs").read_text()))
+    assert gpu_session.is_failed(records["b/6"])
+    assert records["a/3"]["command"] == "command --again a/3"
+
+    before = path.read_text()
+    start(path, wanted)
+    assert path.read_text() == before
+    Figures(path).add("a/3", again=True)
+    start(path, wanted)
+    assert [record["task"] for record in Figures(path).records[len(wanted) :]] == ["a/3", "a/3"]
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_left_for_the_next_start(tmp_path):
+    path = tmp_path / "figures.jsonl"
+    wanted = [own("a/1", "count", 1000, folder=str(tmp_path)), own("a/2", "count", 50, folder=str(tmp_path))]
+    assert start(path, wanted, budget=100).left == ["a/1"]
+    assert [record["task"] for record in Figures(path).records] == ["a/2"]
+    assert start(path, wanted).left == []
+    assert [record["task"] for record in Figures(path).records] == ["a/2", "a/1"]
+
+
+@pytest.mark.slow
+def test_a_killed_session_goes_on_and_ends_with_all_figures(tmp_path):
+    """The whole of it, as far as a CPU goes."""
+    path = tmp_path / "figures.jsonl"
+    command = [sys.executable, "-m", "benchmarks.gpu_session", str(path), "--device", "cpu", "--tiny"]
+    first = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    next(line for line in first.stdout if line.startswith("profile/512:"))
+    workers = psutil.Process(first.pid).children()
+    first.kill()
+    first.communicate()
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert workers
+    assert not alive
+    done = Figures(path).records
+    assert 7 <= len(done) < len(list(tasks()))
+
+    second = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert second.returncode == 0, second.stdout + path.with_suffix(".log").read_text()[-5000:]
+    records = Figures(path).records
+    assert records[: len(done)] == done
+    assert [record["task"] for record in records] == [task.name for task in tasks()]
+    for record in records:
+        assert_of_the_schema(record)
+    assert "0 failed" in second.stdout
+
+    written = path.read_text()
+    third = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert third.returncode == 0
+    assert path.read_text() == written
+
+
+def assert_of_the_schema(record: dict[str, object]) -> None:
+    (outcome,) = set(record) & set(OUTCOMES)
+    facts = set(FACTS) if outcome == "figures" else set()
+    assert set(record) == {"part", "task", outcome, *facts}, record
+    if outcome == "skipped":
+        assert record["skipped"] == "it needs CUDA" or str(record["skipped"]).startswith("not installed")
+        return
+    figures = record["figures"]
+    assert isinstance(figures, dict)
+    assert figures
+    assert all(isinstance(value, int | float | str | None) for value in figures.values()), record
+    assert figures.get("is_right") is not False
+    for name in ("median_tokens_per_second", "peak_allocated_bytes", "tokens_per_second"):
+        assert figures.get(name, 1) > 0
+    assert json.loads(json.dumps(record)) == record

@@ -1,0 +1,336 @@
+"""Reading from a hub that answers, refuses, is silent or is not there: in real requests of the real clients."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import datasets
+import pytest
+from huggingface_hub import constants
+
+from finetune.config import hub
+from finetune.config.hub import Repository, find_fault
+from finetune.config.schema import DataSection, ModelSection
+from finetune.config.shipped_files import resolve_shipped
+from finetune.data.examples import load_examples
+from finetune.errors import DataError, ModelError
+from finetune.model import from_hub
+from finetune.model.base import build_base_model, build_tokenizer, read_model_config
+from tests import readable_hub
+from tests.in_process import run_finetune
+from tests.launches import LAUNCHERS, free_port, run_command
+from tests.readable_hub import TOKEN, ReadableHub, black_hole, running_hub
+
+TINY = Path(resolve_shipped("shipped:phi_tiny"))
+MODEL = ModelSection(path="someone/tiny")
+ROWS = '{"prompt": "a", "completion": "b"}\n'
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """The messages that finetune has logged."""
+    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
+    caplog.set_level("INFO", logger="finetune")
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("finetune.")]
+
+
+@pytest.fixture
+def point_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Use the hub at an address, with an empty cache, as if nothing had been asked before."""
+    for name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_ETAG_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "_answers", {})
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+
+    def point(address: str) -> None:
+        hub._answers.clear()
+        from_hub._warn_once.cache_clear()
+        readable_hub.point_to(monkeypatch, address)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
+
+    return point
+
+
+@pytest.fixture
+def served(point_to: Callable[[str], None]) -> Iterator[ReadableHub]:
+    with running_hub() as state:
+        state.folders["someone/tiny"] = TINY
+        point_to(state.address)
+        yield state
+
+
+def no_hub() -> str:
+    return f"http://127.0.0.1:{free_port()}"
+
+
+def asked_for_config(state: ReadableHub) -> int:
+    return sum(request.endswith("/resolve/main/config.json") for request in state.requests)
+
+
+def test_a_model_is_read_from_the_hub_and_asked_for_once(served: ReadableHub) -> None:
+    _, tokenizer = build_base_model(MODEL), build_tokenizer(MODEL)
+    assert len(tokenizer) > 0
+    assert asked_for_config(served) == 1
+
+
+def test_a_hub_that_refuses_connections_ends_with_what_to_do(point_to: Callable[[str], None], tmp_path: Path) -> None:
+    address = no_hub()
+    point_to(address)
+    started = time.monotonic()
+    with pytest.raises(ModelError) as caught:
+        build_tokenizer(MODEL)
+    assert time.monotonic() - started < 5
+    assert str(caught.value) == (
+        f"model.path is someone/tiny, which is neither a folder here nor in the hub's cache ({tmp_path / 'cache'}), "
+        f"and {address} cannot be reached ([Errno 111] Connection refused). Run `hf download someone/tiny --local-dir "
+        "tiny` on a machine that reaches the hub, copy the folder here and give model.path=tiny; or set HF_HOME to a "
+        "cache that has the model; or name a mirror in HF_ENDPOINT."
+    )
+
+
+def test_a_hub_that_is_named_by_hand_is_to_be_checked_first(
+    point_to: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point_to("http://me:secret@127.0.0.1:1")
+    monkeypatch.setenv("HF_ENDPOINT", "http://me:secret@127.0.0.1:1")
+    with pytest.raises(ModelError, match=r"\)\. Check HF_ENDPOINT; or run `hf download") as caught:
+        read_model_config(MODEL)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_hub_that_never_answers_is_left_after_the_limit(
+    point_to: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "LIMIT_SECONDS", 0.5)
+    with black_hole() as address:
+        point_to(address)
+        started = time.monotonic()
+        for _ in range(3):  # the second and third time from memory
+            with pytest.raises(ModelError, match=r"does not answer within 0\.5 s"):
+                build_tokenizer(MODEL)
+        assert find_fault(Repository("someone/else", None, "dataset")) is not None
+        assert time.monotonic() - started < 1.5
+
+
+def test_a_wait_that_the_user_wants_is_kept(point_to: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
+    with black_hole() as address:
+        point_to(address)
+        fault = find_fault(Repository("someone/tiny", None, "model"))
+    assert fault is not None
+    assert fault.text.endswith(("does not answer within 1 s", "cannot be reached (timed out)"))
+
+
+def test_offline_mode_is_told_and_asks_nothing(served: ReadableHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"and HF_HUB_OFFLINE is set\. Unset HF_HUB_OFFLINE; or run `hf download"):
+        build_base_model(MODEL)
+    assert served.requests == []
+
+
+@pytest.mark.parametrize(
+    ("token", "why"), [(None, "it is gated: no token is set"), ("hf_other", "it is gated: your token may not read it")]
+)
+def test_a_gated_model_needs_a_token(
+    served: ReadableHub, monkeypatch: pytest.MonkeyPatch, token: str | None, why: str
+) -> None:
+    served.gated.add("someone/tiny")
+    if token is not None:
+        monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(ModelError) as caught:
+        build_base_model(MODEL)
+    assert str(caught.value).endswith(
+        f"and {why}. Ask for access at {served.address}/someone/tiny, then run `hf auth login` or set HF_TOKEN, with a "
+        "token of the account that has access."
+    )
+    assert "hf_other" not in str(caught.value)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub._answers.clear()
+    assert read_model_config(MODEL).model_type == "phi3"
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (
+            ModelSection(path="someone/gone"),
+            r"has none of that name that you may read\. Correct model\.path; if it is a private model, run `hf auth",
+        ),
+        (
+            ModelSection(path="someone/tiny", revision="v9"),
+            r"does not have this revision\. Correct model\.revision, or drop it\.$",
+        ),
+    ],
+)
+def test_what_is_not_at_the_hub_is_told(served: ReadableHub, section: ModelSection, message: str) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        build_base_model(section)
+    assert "hf download" not in str(caught.value)
+
+
+def test_a_hub_that_is_down_or_no_hub_is_told(served: ReadableHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.status = 503
+    with pytest.raises(ModelError, match=r"answers 503 Service Unavailable\. Try again later; or run `hf download"):
+        build_base_model(MODEL)
+    hub._answers.clear()
+    served.status, served.commit = 200, ""
+    with pytest.raises(ModelError, match="is no hub: a proxy, or the page of a login"):
+        build_base_model(MODEL)
+
+
+def test_what_is_in_the_cache_needs_no_network(
+    served: ReadableHub, point_to: Callable[[str], None], logged: Callable[[], list[str]]
+) -> None:
+    build_base_model(MODEL), build_tokenizer(MODEL)
+    with black_hole() as address:
+        point_to(address)
+        hub._answers[address, "another", None, "model"] = time.monotonic(), hub.HubFault("unreachable", "it is silent")
+        started = time.monotonic()
+        _, tokenizer = build_base_model(MODEL), build_tokenizer(MODEL)
+        assert time.monotonic() - started < 5
+    assert tokenizer.chat_template is not None
+    warning = "someone/tiny: it is silent; the copy in the hub's cache is used, which may not be the newest"
+    assert [line for line in logged() if "cache" in line] == [warning]
+
+
+def test_a_copy_that_lacks_a_file_is_no_copy(served: ReadableHub, point_to: Callable[[str], None]) -> None:
+    read_model_config(MODEL)
+    point_to(no_hub())
+    with pytest.raises(ModelError, match=r"which is not complete in the hub's cache \(.*\) \(model\.safetensors is"):
+        build_base_model(MODEL)
+
+
+def test_a_slow_download_is_not_cut_off(served: ReadableHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "LIMIT_SECONDS", 0.5)
+    served.delay_seconds = 0.1  # of each eighth of a file
+    assert build_base_model(MODEL).config.model_type == "phi3"
+
+
+@pytest.mark.parametrize("revision", [None, "v9"])
+def test_a_data_set_is_asked_for_once_too(
+    served: ReadableHub, point_to: Callable[[str], None], revision: str | None
+) -> None:
+    section = DataSection(path="someone/chats", revision=revision)
+    with pytest.raises(
+        DataError, match=r"has none of that name that you may read\. Correct data\.path; if it is a priv"
+    ):
+        load_examples(section)
+    assert [request for request in served.requests if "chats" in request][1:] == []
+    point_to(no_hub())
+    option = "" if revision is None else " --revision v9"
+    with pytest.raises(DataError) as caught:
+        load_examples(section)
+    assert re.fullmatch(
+        r"data\.path is someone/chats, which is not a file or folder here and was not prepared here before, and "
+        r"http\S+ cannot be reached \(.*\)\. Run `hf download someone/chats --repo-type dataset"
+        + option
+        + r" --local-dir chats` on a .* give data\.path=chats; or set HF_HOME to a cache that has the data set; or .*",
+        str(caught.value),
+    )
+
+
+def test_a_data_set_that_was_prepared_here_needs_no_network(
+    served: ReadableHub, point_to: Callable[[str], None], tmp_path: Path
+) -> None:
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "train.jsonl").write_text(3 * ROWS)
+    served.folders["datasets/someone/chats"] = tmp_path / "chats"
+    assert len(load_examples(DataSection(path="someone/chats")).train) == 3
+    point_to(no_hub())
+    assert len(load_examples(DataSection(path="someone/chats")).train) == 3
+
+
+def test_a_gated_data_set_needs_a_token(served: ReadableHub) -> None:
+    served.folders["datasets/someone/chats"] = TINY
+    served.gated.add("datasets/someone/chats")
+    with pytest.raises(
+        DataError, match=r"it is gated: no token is set\. Ask for access at \S+/datasets/someone/chats,"
+    ):
+        load_examples(DataSection(path="someone/chats"))
+
+
+@pytest.mark.parametrize(
+    ("words", "rows", "message"),
+    [
+        (["data.path=gone.jsonl"], None, "data.path is gone.jsonl, but there is no such file or folder"),
+        (["data.train=gone.jsonl"], None, "data.train is gone.jsonl, but there is no such file"),
+        (["data.mixture=[{path: gone.jsonl}]"], None, "data.path is gone.jsonl, but there is no such file or folder"),
+        (["data.path=rows.jsonl"], '{"question": "a", "answer": "b"}\n', "has the columns question, answer"),
+        (["data.path=rows.jsonl", "output_dir=/proc/run"], ROWS, "output_dir=/proc/run cannot be written"),
+        (["data.path=rows.jsonl", "model.tokenizer=./gone"], ROWS, "model.tokenizer is ./gone, but there is no such"),
+    ],
+)
+def test_what_is_wrong_here_is_told_before_the_hub_is_asked(
+    served: ReadableHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    rows: str | None,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if rows is not None:
+        Path("rows.jsonl").write_text(rows)
+    ended = run_finetune("train", "task=finetune_lora", "model.path=someone/tiny", "output_dir=run", *words)
+    assert (ended.returncode, message in ended.stdout) == (2, True), ended.stdout
+    assert served.requests == []
+
+
+def test_preview_tells_of_wrong_rows_before_the_hub_is_asked(served: ReadableHub) -> None:
+    ended = run_finetune("preview", "task=finetune_lora", "model.path=someone/tiny", "data.path=gone.jsonl")
+    assert (ended.returncode, "there is no such file or folder" in ended.stdout) == (2, True)
+    assert served.requests == []
+
+
+def variables(address: str, home: Path) -> dict[str, str]:
+    return {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home)}
+
+
+@pytest.mark.process
+def test_a_run_without_a_network_ends_soon_with_one_message(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(ROWS)
+    words = ["train", "task=finetune_lora", "model=phi4_mini", "data.path=rows.jsonl", "output_dir=run"]
+    command = [sys.executable, "-m", "finetune", *words]
+    done = run_command(command, cwd=tmp_path, variables=variables(no_hub(), tmp_path / "home"))
+    assert done.returncode == 2, done.stdout
+    assert "etry" not in done.stdout
+    assert done.stdout.count("cannot be reached") == 1
+    assert "give model.path=Phi-4-mini-instruct" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_leaves_a_silent_hub_after_fifteen_seconds(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(ROWS)
+    words = ["train", "task=finetune_lora", "model=phi4_mini", "data.path=rows.jsonl", "output_dir=run"]
+    command = [sys.executable, "-m", "finetune", *words]
+    with black_hole() as address:
+        done = run_command(command, cwd=tmp_path, variables=variables(address, tmp_path / "home"))
+    assert done.returncode == 2, done.stdout
+    assert done.stdout.count("does not answer within 15 s") == 1
+    started, ended = (line.split()[3] for line in done.stdout.splitlines() if "started" in line or "cleanup" in line)
+    assert 14 <= seconds(ended) - seconds(started) <= 20
+
+
+def seconds(clock: str) -> int:
+    hours, minutes, rest = map(int, clock.split(":"))
+    return 3600 * hours + 60 * minutes + rest
+
+
+@pytest.mark.launch
+def test_all_ranks_end_with_the_same_message(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(ROWS)
+    words = ["-m", "finetune", "train", "task=finetune_lora", "model=phi4_mini", "data.path=rows.jsonl"]
+    command = [*LAUNCHERS["torchrun"], *words, "output_dir=run"]
+    done = run_command(command, cwd=tmp_path, variables=variables(no_hub(), tmp_path / "home"))
+    assert done.stdout.count("finetune: ModelError: model.path is microsoft/Phi-4-mini-instruct") == 1, done.stdout
+    assert set(re.findall(r"exitcode\s*: (-?\d+)", done.stdout)) == {"2"}

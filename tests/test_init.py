@@ -1,0 +1,154 @@
+"""`finetune init`: the run file that it writes, what it asks, and what it never overwrites."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from finetune.config import load_config
+from finetune.config.compose import compose
+from finetune.config.keys import fields
+from finetune.config.schema import Config
+from tests.in_process import run_finetune
+from tests.runs.screens import FINETUNE, Screen
+from tests.tiny_runs import write_rows
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = write_rows(tmp_path / "rows", validation=0, test=0)
+    (rows / "train.jsonl").rename("chats.jsonl")
+    rows.rmdir()
+
+
+def printed(*words: str) -> str:
+    done = run_finetune("init", *words)
+    assert done.returncode == 0, done.stdout
+    return done.answer
+
+
+def loaded(text: str) -> Config:
+    Path("mine.yaml").write_text(text, encoding="utf-8")
+    return load_config(run="mine.yaml")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["model=phi2", "data=chats.jsonl"],
+        ["chats.jsonl", "model=org/phi", "task=finetune_full", "parallel=single", "output_dir=runs/a b"],
+        ["data.mixture=[{path: chats.jsonl, weight: 2}]", "optim.args.betas=[0.5, 0.9]", "data.columns.prompt=q"],
+        [
+            "model.config={model_type: phi3}",
+            "model.init=random",
+            "model.tokenizer=shipped:phi_tiny",
+            "data=./chats.jsonl",
+        ],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_without_a_terminal_it_prints_a_file_that_says_the_same_as_the_words(words: list[str]) -> None:
+    text = printed(*words)
+    config = loaded(text)
+    given = [f"data={word}" if "=" not in word else word for word in words]
+    defaults = {"model": "phi_tiny", "data": "orders"} if not words else {"model": "phi_tiny"}
+    own_model = any(word.startswith("model.config") for word in words)
+    expected = compose(
+        [*given, f"output_dir={config.output_dir}"], defaults={} if own_model else defaults | {"task": "finetune_lora"}
+    )
+    assert config == expected
+    with_every_key = re.sub(r"^#(?=[a-z_]+[.a-z_]*: )", "", text, flags=re.MULTILINE)
+    assert loaded(with_every_key) == config
+
+
+def test_every_key_has_its_meaning() -> None:
+    lines = printed("lora.r=4").splitlines()
+    for key, field in fields().items():
+        (number,) = (n for n, line in enumerate(lines) if re.match(f"#?{re.escape(key)}: ", line))
+        assert lines[number - 1] == f"# {field.description}"
+    assert "lora.r: 4" in lines
+    assert max(map(len, lines)) <= 130
+
+
+def test_the_printed_default_trains_as_it_is() -> None:
+    config = loaded(printed())
+    assert (config.model.path, config.data.path) == ("shipped:phi_tiny", "shipped:orders")
+    assert config.output_dir == "runs/orders"
+
+
+def test_a_file_is_written_where_it_is_named_and_never_over_another() -> None:
+    assert run_finetune("init", "chats.jsonl", "--file", "mine.yaml").returncode == 0
+    first = Path("mine.yaml").read_bytes()
+    assert load_config(run="mine.yaml").data.path == "chats.jsonl"
+    again = run_finetune("init", "--file", "mine.yaml")
+    assert again.returncode == 2
+    assert "mine.yaml exists already. Nothing was written; name another file with --file." in again.errors
+    assert Path("mine.yaml").read_bytes() == first
+    nowhere = run_finetune("init", "--file", "no/folder/mine.yaml")
+    assert nowhere.returncode == 2
+    assert "no/folder/mine.yaml cannot be written: No such file or directory." in nowhere.errors
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["quickstart"], "init takes no run file, got quickstart."),
+        (["model=phi4", "run=quickstart"], "init takes no run file, got quickstart."),
+        (["data=gone.jsonl"], "no file or folder of this name"),
+        (["lora.r=x"], "lora.r: expected a whole number above 0, got 'x'"),
+    ],
+)
+def test_a_wrong_word_writes_nothing(words: list[str], message: str) -> None:
+    done = run_finetune("init", *words, "--file", "mine.yaml")
+    assert done.returncode == 2
+    assert message in done.errors
+    assert not Path("mine.yaml").exists()
+
+
+@pytest.mark.process
+def test_on_a_terminal_it_asks_checks_and_writes(tmp_path: Path) -> None:
+    (tmp_path / "taken.yaml").write_text("mine\n")
+    with Screen([*FINETUNE, "init"], tmp_path) as screen:
+        screen.wait_for("a folder or a hub id [phi_tiny]: ")
+        assert "phi4_mini        Phi-4-mini, 3.8B parameters" in screen.text
+        screen.press(b"phi5\n")
+        screen.wait_for("Error: model=phi5: there is no configs/model/phi5.yaml")
+        screen.press(b"\n")
+        screen.wait_for("which is shipped [chats.jsonl]: ")
+        screen.press(b"./gone.jsonl\n")
+        screen.wait_for("Error: there is no file or folder ./gone.jsonl")
+        screen.press(b"chats.jsonl\n")
+        screen.wait_for("The folder of the run [runs/chats]: ")
+        screen.press(b"runs/taken\n")
+        screen.wait_for("Error: its run file would be taken.yaml, which exists.")
+        screen.press(b"\n")
+        assert screen.wait() == 0
+    assert "wrote chats.yaml\nnext: finetune plan chats.yaml, then finetune train chats.yaml\n" in screen.text
+    assert (tmp_path / "taken.yaml").read_text() == "mine\n"
+    config = load_config(run="chats.yaml")
+    assert (config.model.path, config.data.path, config.output_dir) == ("shipped:phi_tiny", "chats.jsonl", "runs/chats")
+
+
+@pytest.mark.process
+def test_on_a_terminal_it_asks_only_what_is_open_and_may_be_stopped(tmp_path: Path) -> None:
+    with Screen([*FINETUNE, "init", "model=microsoft/phi-4"], tmp_path) as screen:
+        screen.wait_for("which is shipped [chats.jsonl]: ")
+        assert "Model:" not in screen.text
+        screen.press(b"someone/chats\n")
+        screen.wait_for("someone/chats is not a folder here: it is read from the Hugging Face Hub.")
+        screen.press(b"\x03")
+        assert screen.wait() == 130
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl"]
+
+
+@pytest.mark.trains
+def test_the_file_trains() -> None:
+    assert run_finetune("init", "model=phi_tiny", "chats.jsonl", "--file", "mine.yaml").returncode == 0
+    words = ["training.max_steps=1", "testing.num_samples=0", "data.cache_dir=cache"]
+    done = run_finetune("train", "mine.yaml", *words)
+    assert done.returncode == 0, done.stdout
+    assert Path("runs/chats/adapter/adapter_model.safetensors").is_file()

@@ -1,0 +1,345 @@
+"""What a run does about memory: decided by figures alone, the same on all ranks, and kept by a run that goes on."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from finetune.config.compose import load_config
+from finetune.config.schema import Config, LoraSection
+from finetune.data.batches import loader_keys_on, packer, pad
+from finetune.engine.loss import summed_cross_entropy
+from finetune.model.lora import add_lora
+from finetune.runs.folder import RunFolder
+from finetune.training import memory_choice
+from finetune.training.memory_choice import (
+    ENOUGH_TOKENS,
+    MOST_TOKENS,
+    Decision,
+    MemoryChoice,
+    Need,
+    Size,
+    choose,
+    decide,
+)
+from finetune.training.memory_need import OptimizerNeed, longest_rows, predict_peak
+from finetune.training.trainer import Trainer
+from tests.in_process import Ended, run_script
+from tests.launches import REPOSITORY, run_launched
+from tests.tiny_models import build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
+from tests.tiny_runs import write_base, write_rows
+
+WITHOUT = Need(Size(1000, 1_000), Size(16_000, 16_000))
+WITH_IT = Need(Size(1000, 200), Size(16_000, 3_200))
+
+
+@pytest.mark.parametrize(
+    ("room", "wish", "decided"),
+    [
+        (16_000, None, Decision(False, 16_000, 16_000)),
+        (15_999, None, Decision(False, 15_999, 15_999)),
+        (ENOUGH_TOKENS, None, Decision(False, ENOUGH_TOKENS, ENOUGH_TOKENS)),
+        (ENOUGH_TOKENS - 1, None, Decision(True, 16_000, 3_200)),
+        (1_000, None, Decision(True, 5_000, 1_000)),
+        (200, None, Decision(True, 1_000, 200)),
+        (199, None, Decision(True, 1_000, 200)),
+        (-5, None, Decision(True, 1_000, 200)),
+        (1_000, False, Decision(False, 1_000, 1_000)),
+        (999, False, Decision(False, 1_000, 1_000)),
+        (16_000, True, Decision(True, 16_000, 3_200)),
+    ],
+)
+def test_checkpointing_is_for_steps_that_do_not_fit_without_it(room: int, wish: bool | None, decided: Decision) -> None:
+    asked = []
+
+    def need(is_checkpointing: bool) -> Need:
+        asked.append(is_checkpointing)
+        return WITH_IT if is_checkpointing else WITHOUT
+
+    assert decide(need, room, wish=wish) == decided
+    both = [False, True][: 1 + decided.is_checkpointing]
+    assert asked == (both if wish is None else [wish]), "each takes seconds"
+
+
+def test_one_size_of_micro_batches_fits_or_does_not() -> None:
+    def need(is_checkpointing: bool) -> Need:
+        size = Size(300, 50 if is_checkpointing else 100)
+        return Need(size, size)
+
+    assert decide(need, 100, wish=None) == Decision(False, 300, 100)
+    assert decide(need, 99, wish=None) == Decision(True, 300, 50)
+    assert decide(need, 49, wish=None) == Decision(True, 300, 50)
+
+
+CONFIGS = {"phi3": tiny_phi3_config, "phi": tiny_phi_config, "gemma2": tiny_gemma2_config}
+
+
+def tiny(family: str = "phi3") -> Any:
+    return add_lora(build_tiny(CONFIGS[family](max_position_embeddings=1024)), LoraSection(r=2)).train()
+
+
+def config_of(*words: str) -> Config:
+    return load_config(["model=phi_tiny", "data=orders", "output_dir=run", *words], task="finetune_lora")
+
+
+def choice_of(config: Config, *, kind: str, room: int, model: Any = None, **more: Any) -> MemoryChoice:
+    return choose(
+        config,
+        model or tiny(),
+        longest=60,
+        collate=packer(share_prefixes=True),
+        loss_of=lambda choices: partial(summed_cross_entropy, choices=choices),
+        kind=kind,
+        is_bf16=kind == "cuda",
+        world_size=more.pop("world_size", 1),
+        room=room,
+        **more,
+    )
+
+
+def bytes_of_step(model: Any, num_rows: int, length: int, *, collate: Any = None, kind: str = "cpu") -> int:
+    rows = longest_rows("sft", num_rows, length)
+    microbatch = (collate or packer(share_prefixes=True))([rows[index] for index in range(num_rows)])
+    how = {"kind": kind, "is_bf16": kind == "cuda", "accumulates": True}
+    loss_of = lambda choices: partial(summed_cross_entropy, choices=choices)  # noqa: E731
+    peak = predict_peak(memory_choice.copy_without_data(model), microbatch, OptimizerNeed(0, 0), loss_of, **how)  # type: ignore[arg-type]
+    return peak.total - peak.parts["weights"] - peak.parts["adapter"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_rows", [3, 20])
+def test_the_tokens_that_memory_allows_fit_and_not_many_more_would(num_rows: int) -> None:
+    model = tiny()
+    room = bytes_of_step(model, num_rows, 60, kind="cuda")
+    words = ("training.global_batch_size=512", "training.gradient_checkpointing=false")
+    tokens = choice_of(config_of(*words), kind="cuda", room=room, model=model).max_tokens
+    assert tokens is not None
+    assert 0.6 * room < bytes_of_step(model, tokens // 60, 60, kind="cuda") <= 0.92 * room
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("length", [40, 700])
+def test_what_surely_fits_is_known_without_a_trace(family: str, length: int) -> None:
+    model = tiny(family)
+    collate = pad if family == "gemma2" else None
+    assert bytes_of_step(model, 2, length, collate=collate) < memory_choice._bound(model, rows=2, length=length)
+
+
+def test_a_small_model_on_a_cpu_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_choice, "predict_peak", None)
+    choice = choice_of(config_of(), kind="cpu", room=10**10)
+    assert (choice.gradient_checkpointing, choice.max_rows, choice.max_tokens) == (False, 8, None)
+    assert "10 GB that are free" in str(choice)
+    for word in ("true", "false"):
+        as_it_says = choice_of(config_of(f"training.gradient_checkpointing={word}"), kind="cpu", room=0)
+        assert (as_it_says.gradient_checkpointing, as_it_says.is_chosen) == (word == "true", False)
+
+
+@pytest.mark.trains
+def test_a_step_that_does_not_fit_a_cpu_is_checkpointed_and_nothing_else() -> None:
+    model = tiny()
+    needed = bytes_of_step(model, 8, 60)
+    roomy, tight = (choice_of(config_of(), kind="cpu", room=room, model=model) for room in (2 * needed, needed))
+    assert (roomy.gradient_checkpointing, tight.gradient_checkpointing) == (False, True)
+    assert (tight.max_rows, tight.max_tokens) == (8, None)
+    assert not model.is_gradient_checkpointing, "the model itself is as it was"
+    assert "memory may run out" in choice_of(config_of(), kind="cpu", room=1000, model=model).why
+
+
+@pytest.mark.trains
+def test_on_cuda_memory_limits_the_tokens_of_a_micro_batch() -> None:
+    rows = "training.global_batch_size=512"
+    roomy = choice_of(config_of(rows), kind="cuda", room=10**12)
+    assert (roomy.gradient_checkpointing, roomy.max_rows, roomy.max_tokens) == (False, 512, MOST_TOKENS)
+    assert choice_of(config_of(rows), kind="cuda", room=10**12, world_size=3).max_rows == 171, "each rank has some"
+    assert choice_of(config_of(rows, "training.batch_size=4"), kind="cuda", room=10**12).max_rows == 4
+    asked = choice_of(config_of(rows, "training.max_tokens_per_microbatch=900"), kind="cuda", room=10**12)
+    assert (asked.max_rows, asked.max_tokens) == (8, 900)
+    settled = choice_of(config_of(rows), kind="cuda", room=10**12, is_cut_settled=True)
+    assert (settled.max_rows, settled.max_tokens) == (8, None)
+    needed = bytes_of_step(tiny(), 4, 60)
+    tight = choice_of(config_of(rows, "training.gradient_checkpointing=false"), kind="cuda", room=needed)
+    assert 60 <= tight.max_tokens < 500
+    one_row = choice_of(config_of(rows), kind="cuda", room=0)
+    assert (one_row.gradient_checkpointing, one_row.max_tokens) == (True, 60)
+
+
+def test_what_cannot_be_predicted_stays_as_it_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def needs_data(*_: object, **__: object) -> None:
+        raise RuntimeError("the experts of a token depend on it")
+
+    monkeypatch.setattr(memory_choice, "predict_peak", needs_data)
+    choice = choice_of(config_of("training.global_batch_size=64"), kind="cuda", room=10**12)
+    assert (choice.gradient_checkpointing, choice.max_rows, choice.max_tokens) == (False, 8, None)
+    assert "cannot be predicted without data (RuntimeError: the experts of a token depend on it)" in choice.why
+
+
+def test_a_record_holds_as_long_as_the_same_is_asked() -> None:
+    choice = choice_of(config_of(), kind="cpu", room=10**10)
+    record = json.loads(json.dumps(choice.as_record()))
+    assert MemoryChoice.from_record(record, config_of()) == choice
+    assert MemoryChoice.from_record(record, config_of("training.batch_size=4")) is None
+    assert MemoryChoice.from_record({**record, "more": 1}, config_of()) is None
+    assert MemoryChoice.from_record({}, config_of()) is None
+
+
+def test_loaders_have_workers_and_pinned_memory_on_cuda_unless_the_configuration_says_otherwise() -> None:
+    training = config_of().training
+    on_cuda, on_cpu = loader_keys_on("cuda", training), loader_keys_on("cpu", training)
+    assert (on_cuda.num_workers, on_cuda.pin_memory) == (2, True)
+    assert (on_cpu.num_workers, on_cpu.pin_memory) == (0, False)
+    asked = config_of("training.num_workers=0", "training.pin_memory=false").training
+    assert loader_keys_on("cuda", asked) == asked
+
+
+SCRIPT = REPOSITORY / "tests" / "training" / "short_of_memory.py"
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_base(folder / "base")
+    write_rows(folder / "rows", validation=0, test=0)
+    return [
+        *(f"model.path={folder / 'base'}", f"data.path={folder / 'rows'}", f"data.cache_dir={folder / 'cache'}"),
+        *("lora.r=2", "optim.learning_rate=1e-2", "training.device=cpu", "training.precision=fp32"),
+        *("training.global_batch_size=16", "training.batch_size=4", "training.max_steps=3", "checkpoint.save_every=1"),
+        "testing.num_samples=0",
+    ]
+
+
+def record_of(run: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((run / "run.json").read_text())
+    return record
+
+
+@pytest.mark.launch
+def test_two_ranks_choose_by_the_one_with_less_memory_and_a_resumed_run_keeps_the_choice(
+    words: list[str], tmp_path: Path
+) -> None:
+    words = [*words, f"output_dir={tmp_path / 'run'}"]
+    done = run_launched("torchrun", [SCRIPT, *words, "training.max_steps=2"], ROOM_OF_RANK_1="20000")
+    assert done.returncode == 0, done.stdout
+    chosen = record_of(tmp_path / "run")["memory"]
+    assert chosen["gradient_checkpointing"] is True
+    assert "20 kB that are free" in chosen["why"]
+    assert done.stdout.count("gradient checkpointing is on: ") == 1
+    assert done.stdout.count("checkpointed: True") == 2
+    done = run_launched("python", [SCRIPT, *words, "resume=auto", "resume.allow=training.max_steps"])
+    assert done.returncode == 0, done.stdout
+    assert "when the run began; run.json has kept it" in done.stdout
+    assert "checkpointed: True" in done.stdout
+    assert record_of(tmp_path / "run")["memory"] == chosen
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_checkpointing_changes_no_byte_with_or_without_dropout(
+    words: list[str], tmp_path: Path, dropout: float
+) -> None:
+    from finetune.cli.train import train_from_words
+
+    adapters = []
+    for word in ("true", "false"):
+        run = tmp_path / word
+        more = [f"output_dir={run}", f"lora.dropout={dropout}", f"training.gradient_checkpointing={word}"]
+        train_from_words([*words, "task=finetune_lora", *more])
+        adapters.append((run / "adapter" / "adapter_model.safetensors").read_bytes())
+    assert adapters[0] == adapters[1]
+
+
+def losses_of(run: Path) -> list[float]:
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [event["loss"] for event in events if event["event"] == "step"]
+
+
+def train_short(words: list[str], run: Path, short: str, *more: str) -> Ended:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHORT", short)
+        patch.setattr(Trainer, "loss_of", staticmethod(Trainer.loss_of))  # the script's own is undone with it
+        return run_script(SCRIPT, [*words, f"output_dir={run}", *more])
+
+
+@pytest.fixture(scope="module")
+def whole(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with memory for its micro-batches, which have about 70 tokens."""
+    run = tmp_path_factory.mktemp("whole") / "run"
+    assert train_short(words, run, "").returncode == 0
+    return run
+
+
+def assert_one_curve(run: Path, whole: Path) -> None:
+    assert len(losses_of(whole)) == 3
+    for ours, theirs in zip(losses_of(run), losses_of(whole), strict=True):
+        assert abs(ours - theirs) <= 1e-6 * max(1, abs(theirs))
+    one, other = (load_file(path / "adapter" / "adapter_model.safetensors") for path in (run, whole))
+    difference = sum(float((one[name] - other[name]).square().sum()) for name in other) ** 0.5
+    assert difference <= 1e-5 * sum(float(tensor.square().sum()) for tensor in other.values()) ** 0.5
+
+
+@pytest.mark.trains
+def test_memory_that_runs_out_in_the_first_step_makes_micro_batches_smaller(
+    words: list[str], whole: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    done = train_short(words, run, "0:40")
+    assert done.returncode == 0, done.stdout
+    assert_one_curve(run, whole)
+    record = record_of(run)
+    limit = record["memory"]["max_tokens"]
+    assert record["fallbacks"] == []
+    assert f"micro-batches compute up to {limit} tokens: memory ran out in step 1 with larger ones" in done.stdout
+    assert done.stdout.count("out of memory in step 1, which is tried again") >= 1
+    more = ["training.max_steps=4", "resume=auto", "resume.allow=training.max_steps"]
+    again = train_short(words, run, "0:40", *more)
+    assert again.returncode == 0, again.stdout
+    assert "out of memory" not in again.stdout, "the limit that worked is there from the start"
+    assert record_of(run)["memory"]["max_tokens"] == limit
+
+
+@pytest.mark.slow
+def test_with_dropout_smaller_micro_batches_are_a_fallback_that_strict_refuses(
+    words: list[str], tmp_path: Path
+) -> None:
+    done = train_short(words, tmp_path / "run", "0:40", "lora.dropout=0.1")
+    assert done.returncode == 0, done.stdout
+    taken = record_of(tmp_path / "run")["fallbacks"]
+    assert {(one["what"], one["why"]) for one in taken} == {
+        ("training.max_tokens_per_microbatch", "memory ran out in step 1")
+    }
+    refused = train_short(words, tmp_path / "strict", "0:40", "lora.dropout=0.1", "strict=true")
+    assert refused.returncode == 2
+    assert "The run is strict" in refused.stdout
+
+
+@pytest.mark.slow
+def test_one_row_that_finds_no_memory_ends_the_run(words: list[str], tmp_path: Path) -> None:
+    done = train_short(words, tmp_path / "run", "0:5")
+    assert done.returncode == 3
+    assert "out of memory: DefaultCPUAllocator" in done.stdout
+    assert "Lower training.batch_size" in done.stdout
+    assert done.stdout.count("which is tried again") > 1
+    assert not RunFolder(tmp_path / "run").checkpoint_steps()
+
+
+@pytest.mark.launch
+def test_a_rank_that_runs_out_of_memory_takes_the_others_back_with_it(
+    words: list[str], whole: Path, tmp_path: Path
+) -> None:
+    # Two micro-batches for each rank: the first leaves gradients.
+    done = run_launched("torchrun", [SCRIPT, *words, f"output_dir={tmp_path / 'run'}"], SHORT="1:40")
+    assert done.returncode == 0, done.stdout
+    assert_one_curve(tmp_path / "run", whole)
+    assert "memory ran out in step 1 with larger ones" in done.stdout
+    assert record_of(tmp_path / "run")["memory"]["max_tokens"] <= 40
+    done = run_launched("torchrun", [SCRIPT, *words, f"output_dir={tmp_path / 'none'}"], SHORT="1:5")
+    assert done.returncode != 0
+    assert "rank 1" in done.stdout.splitlines()[-1] or "out of memory: DefaultCPUAllocator" in done.stdout
+    assert record_of(tmp_path / "none")["status"] == "failed"
+    assert "out of memory" in record_of(tmp_path / "none")["result"]["error"]

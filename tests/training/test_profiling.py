@@ -1,0 +1,221 @@
+"""A profile says what took the time, changes no value, and never ends a run."""
+
+import gzip
+import json
+import os
+import re
+import signal
+
+import pytest
+import torch
+
+from finetune.runs.folder import RunFolder
+from finetune.training import trainer as trainer_module
+from tests.in_process import run_finetune
+from tests.launches import run_launched
+from tests.tiny_runs import write_base, write_rows
+
+TRACE = "trace-steps-{}-rank{}.json.gz"
+MEMORY = "memory-steps-{}-rank{}.json"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    write_base(folder / "base")
+    write_rows(folder / "rows")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def words(inputs):
+    """18 rows in global batches of 8 make 3 steps an epoch, each followed by a validation and a checkpoint."""
+    return [
+        "train",
+        "task=finetune_lora",
+        f"model.path={inputs / 'base'}",
+        f"data.path={inputs / 'rows'}",
+        f"data.cache_dir={inputs / 'cache'}",
+        "lora.r=2",
+        "lora.dropout=0.1",
+        "optim.schedule=constant",
+        "training.device=cpu",
+        "training.global_batch_size=8",
+        "training.batch_size=3",
+        "training.max_steps=5",
+        "testing.num_samples=0",
+    ]
+
+
+@pytest.fixture(scope="module")
+def unprofiled(words, tmp_path_factory):
+    run = tmp_path_factory.mktemp("unprofiled") / "run"
+    assert run_finetune(*words, f"output_dir={run}").returncode == 0
+    return run
+
+
+def record(run):
+    return json.loads((run / "run.json").read_text())
+
+
+def losses(run):
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    names = ("loss", "grad_norm", "learning_rate", "num_tokens")
+    return [[event[name] for name in names] for event in events if event["event"] == "step"]
+
+
+def weights(run):
+    return (run / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+def trace_of(run, steps, rank=0):
+    return json.loads(gzip.decompress((run / "profile" / TRACE.format(steps, rank)).read_bytes()))
+
+
+def during_step(monkeypatch, step, act):
+    """Do something right before a step is trained."""
+    whole = trainer_module.train_step
+
+    def acting(*args, **keys):
+        if keys["step"] == step:
+            act()
+        return whole(*args, **keys)
+
+    monkeypatch.setattr(trainer_module, "train_step", acting)
+
+
+@pytest.mark.trains
+def test_a_profile_is_written_and_changes_no_value(words, unprofiled, tmp_path):
+    run = tmp_path / "run"
+    ended = run_finetune(*words, f"output_dir={run}", "training.profile=2")
+    assert ended.returncode == 0, ended.stdout
+    assert losses(run) == losses(unprofiled)
+    assert weights(run) == weights(unprofiled)
+
+    assert {path.name for path in (run / "profile").iterdir()} == {TRACE.format("3-4", 0), MEMORY.format("3-4", 0)}
+    ranges = {event["name"] for event in trace_of(run, "3-4")["traceEvents"] if event.get("cat") == "user_annotation"}
+    parts = {f"step {step}: {part}" for step in (3, 4) for part in ("data", "training")}
+    assert parts | {"forward", "backward", "step 3: evaluation", "step 3: saving"} <= ranges
+    assert not [name for name in ranges if name.startswith(("step 2", "step 5", "collective"))]
+
+    profile = record(run)["profile"]
+    assert (profile["first_step"], profile["last_step"]) == (3, 4)
+    assert sum(profile["shares"].values()) == pytest.approx(1)
+    assert profile["shares"]["matrix products"] > 0.01
+    assert {"attention", "optimizer", "waiting for data", "Python and launches"} <= profile["shares"].keys()
+    memory = json.loads((run / profile["files"][1]).read_text())
+    assert profile["peak_memory"] == memory["num_bytes"] == memory["highest_of_steps"][str(memory["step"])] > 10_000
+    assert {"forward", "backward"} & {held["phase"] for held in memory["held"]}
+
+    sentence = profile["summary"]
+    assert re.fullmatch(
+        r"profile of steps 3 to 4: (\d+ % [\w ]+(, )?)+; [\d.,e+]+ ms a step; at most [\d.]+ .?B of memory beyond what "
+        r"was there before, in step [34]",
+        sentence,
+    )
+    assert sum(map(int, re.findall(r"(\d+) %", sentence))) == 100
+    trace = run / "profile" / TRACE.format("3-4", 0)
+    assert f"{sentence}. Open {trace} in https://ui.perfetto.dev" in (run / "log.txt").read_text()
+    assert f"P{sentence[1:]}." in ended.answer
+    assert "profile/ " in ended.answer
+
+    for command in (["watch", "--once"], ["runs"], ["checkpoints"]):
+        shown = run_finetune(command[0], run, *command[1:])
+        assert shown.returncode == 0, shown.stdout
+
+
+@pytest.mark.slow
+def test_a_run_that_is_told_to_stop_leaves_no_profile_and_the_resumed_run_makes_its_own(
+    words, unprofiled, tmp_path, monkeypatch
+):
+    run = tmp_path / "run"
+    profiled = [*words, f"output_dir={run}", "training.profile=2"]
+    with monkeypatch.context() as patch:
+        during_step(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        ended = run_finetune(*profiled)
+    assert ended.returncode == 75, ended.stdout
+    assert "the profile of steps 3 to 4 is not written: training ended before" in ended.errors
+    assert not (run / "profile").exists()
+    assert not torch._C._autograd._profiler_enabled()
+
+    ended = run_finetune(*profiled, "resume=auto")
+    assert ended.returncode == 0, ended.stdout
+    assert (
+        "training.profile=2: only step 5 will be profiled, after 1 to warm up: the run ends with step 5" in ended.errors
+    )
+    assert record(run)["profile"]["first_step"] == record(run)["profile"]["last_step"] == 5
+    assert losses(run) == losses(unprofiled)
+    assert weights(run) == weights(unprofiled)
+
+    kept = record(run)["profile"]
+    assert run_finetune(*profiled, "resume=auto").returncode == 0  # no step is left
+    assert record(run)["profile"] == kept
+
+
+@pytest.mark.slow
+def test_a_profile_that_cannot_be_written_ends_no_run(words, unprofiled, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    during_step(monkeypatch, 1, lambda: (tmp_path / "run" / "profile").write_text("in the way"))
+    ended = run_finetune(*words, f"output_dir={run}", "training.profile=1")
+    assert ended.returncode == 0, ended.stdout
+    assert weights(run) == weights(unprofiled)
+    assert record(run)["profile"] is None
+    (fallback,) = record(run)["fallbacks"]
+    assert fallback == {
+        "what": "training.profile",
+        "wanted": "a profile of step 3",
+        "used": "none of rank 0; training goes on",
+        "why": "File exists (EEXIST)",
+    }
+
+    monkeypatch.undo()
+    during_step(monkeypatch, 1, lambda: (tmp_path / "strict" / "profile").write_text("in the way"))
+    ended = run_finetune(*words, f"output_dir={tmp_path / 'strict'}", "training.profile=1", "strict=true")
+    assert (ended.returncode, "training.profile: wanted a profile of step 3" in ended.errors) == (2, True)
+
+
+@pytest.mark.slow
+def test_a_script_that_profiles_by_itself_keeps_its_trace(words, tmp_path):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as theirs:
+        ended = run_finetune(*words, f"output_dir={tmp_path / 'run'}", "training.profile=1", "training.max_steps=3")
+    assert ended.returncode == 0, ended.stdout
+    (fallback,) = record(tmp_path / "run")["fallbacks"]
+    assert fallback["why"] == "the script profiles by itself, and torch has one profiler"
+    assert any(event.key == "Optimizer.step#AdamW.step" for event in theirs.key_averages())
+
+
+@pytest.mark.launch
+def test_each_rank_writes_its_own_trace(words, tmp_path):
+    run = tmp_path / "run"
+    ended = run_launched("torchrun", ["-m", "finetune", *words, f"output_dir={run}", "training.profile=2"])
+    assert ended.returncode == 0, ended.stdout
+    names = {form.format("3-4", rank) for form in (TRACE, MEMORY) for rank in (0, 1)}
+    assert {path.name for path in (run / "profile").iterdir()} == names
+    for rank in (0, 1):
+        ranges = {event["name"] for event in trace_of(run, "3-4", rank)["traceEvents"]}
+        assert {"collective: sync_gradients", "collective: sum", "step 3: training"} <= ranges
+    assert record(run)["profile"]["shares"]["exchange with other ranks"] > 0
+    assert record(run)["fallbacks"] == []
+
+
+def test_what_a_killed_rank_left_is_removed(tmp_path):
+    (tmp_path / "run.json").write_text("{}")
+    profile = tmp_path / "profile"
+    profile.mkdir()
+    whole = profile / TRACE.format("3-4", 0)
+    for path in (
+        whole,
+        profile / f".tmp-{whole.name}",
+        profile / f".tmp-{MEMORY.format('3-4', 1)}",
+        profile / ".tmp-x",
+    ):
+        path.write_bytes(b"torn")
+    with RunFolder(tmp_path).open("auto"):
+        assert {path.name for path in profile.iterdir()} == {whole.name, ".tmp-x"}
+
+
+@pytest.mark.parametrize("value", ["-1", "101", "yes"])
+def test_only_a_sensible_number_of_steps_is_accepted(value):
+    ended = run_finetune("config", "show", f"training.profile={value}")
+    assert ended.returncode == 2
+    assert f"training.profile: expected a whole number from 0 to 100, got {value}" in ended.errors.replace("'", "")
