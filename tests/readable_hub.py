@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants, hf_api
+from transformers.utils import hub as transformers_hub
 
 COMMIT = "c0ffee" + "0" * 34
 TOKEN = "hf_of_someone_with_access"
@@ -52,6 +53,7 @@ def point_to(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     """Let huggingface_hub and what is built on it find the hub at an address, as HF_ENDPOINT would at their import."""
     monkeypatch.setattr(constants, "ENDPOINT", address)
     monkeypatch.setattr(hf_api.api, "endpoint", address)  # what the first import of the module found there, otherwise
+    monkeypatch.setattr(transformers_hub, "_hf_api", None, raising=False)  # the client of the first hub it asked (5.23)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
 
 
