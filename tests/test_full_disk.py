@@ -77,7 +77,6 @@ def start(command, screen, *words):
         return subprocess.Popen([*command, *words], stdout=file, stderr=subprocess.STDOUT)
 
 
-@pytest.mark.promise
 def test_two_ranks_stop_together_and_go_on_once_there_is_room(command, disk, tmp_path):
     folder, screen = RunFolder(disk / "run"), tmp_path / "screen"
     process = start(command, screen, "parallel.num_processes=2", "resume=auto")

@@ -210,6 +210,7 @@ def test_a_copy_that_lacks_a_file_is_no_copy(served: ReadableHub, point_to: Call
         build_base_model(MODEL)
 
 
+@pytest.mark.slow
 def test_a_slow_download_is_not_cut_off(served: ReadableHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "LIMIT_SECONDS", 0.5)
     served.delay_seconds = 0.1  # of each eighth of a file

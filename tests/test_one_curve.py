@@ -139,7 +139,6 @@ def test_dropout_is_there_and_belongs_to_the_micro_batches():
         assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 1e-4
 
 
-@pytest.mark.promise
 def test_the_command_line_starts_processes_itself(tmp_path):
     recipe = ["finetune.cli:main", "train", "task=finetune_lora", "parallel.num_processes=2"]
     run_and_report(LAUNCHERS["python"], tmp_path, PLAIN_CASES, recipe=recipe)

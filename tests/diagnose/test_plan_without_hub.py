@@ -87,6 +87,7 @@ def test_another_model_needs_the_hub():
     assert (ended.returncode, "HF_HUB_OFFLINE is set" in ended.stdout) == (2, True)
 
 
+@pytest.mark.slow
 def test_the_hubs_own_config_counts_and_a_difference_is_told(tmp_path, monkeypatch):
     from huggingface_hub import constants
 

@@ -65,6 +65,7 @@ def assert_is_harmless(text: str) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_colours_say_what_carries_loss_and_the_rows_steer_nothing(words):
     written = on_a_terminal([*words, "--rows", "1"])
     plain = COLOUR.sub("", written)

@@ -148,6 +148,7 @@ def test_a_strict_world_that_is_not_formed_is_a_launch_error_and_leaves_nothing(
     assert launch_variables() == {}
 
 
+@pytest.mark.slow
 def test_a_port_and_an_address_in_the_environment_are_used_and_stay(monkeypatch):
     port = free_port()
     monkeypatch.setenv("MASTER_PORT", str(port))

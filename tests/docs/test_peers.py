@@ -93,6 +93,7 @@ def test_the_trainer_takes_the_checkpoint_of_the_highest_number_whole_or_not(tmp
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_task_of_srun_is_a_world_of_its_own_for_the_trainer(tmp_path):
     environment = {**os.environ, **_FIRST_OF_TWO_TASKS}
     done = subprocess.run(

@@ -110,7 +110,7 @@ def test_a_cpu_fuses_nothing_unasked(wish: Any) -> None:
         assert not runtime.fallbacks
 
 
-@pytest.mark.trains
+@pytest.mark.slow
 def test_fused_functions_are_on_for_one_run() -> None:
     config = Config.model_validate({"training": {"device": "cpu", "fused": True}})
     with launch(config) as runtime:

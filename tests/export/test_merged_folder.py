@@ -160,6 +160,7 @@ def test_nothing_is_overwritten(run, tmp_path, taken):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_weights_that_change_on_the_way_to_the_disk_are_found_and_nothing_stays(run, tmp_path, monkeypatch):
     """The other process answers from the files: a tensor written wrongly shows in its logits."""
     (tmp_path / "out").mkdir()

@@ -140,6 +140,7 @@ def screen(adapter_run):
     terminal.hang_up()
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_not_the_program(screen):
     screen.wait_for("/help lists commands")
     screen.wait_for("> ")

@@ -337,6 +337,7 @@ def test_an_edited_config_file_does_not_pass_for_the_start(started: Started) -> 
         accepted_changes(started.folder, config, ROWS)
 
 
+@pytest.mark.slow
 def test_a_flip_of_any_byte_of_what_is_compared_never_blocks(started: Started) -> None:
     config = load_config([*started.words, "resume=auto"])
     tried = 0

@@ -190,7 +190,10 @@ def test_the_log_tells_the_run_from_its_first_line_to_its_last(words, tmp_path):
     assert all(line.startswith("[RANK 0] ") for line in lines if "INFO finetune" in line)
 
 
-@pytest.mark.parametrize(("broken_at", "goes_on_from"), [(1, None), (4, 2), (6, 4)])
+@pytest.mark.parametrize(
+    ("broken_at", "goes_on_from"),
+    [pytest.param(1, None, marks=pytest.mark.slow), (4, 2), pytest.param(6, 4, marks=pytest.mark.slow)],
+)
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, tmp_path, monkeypatch, broken_at, goes_on_from):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     words = [*words, "training.max_steps=6", "lora.dropout=0.3", "resume=auto"]
