@@ -13,6 +13,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,12 +28,12 @@ from finetune import __version__
 from finetune.distributed.accelerate_settings import refuse_settings_of_accelerate
 from finetune.distributed.ddp_init import ProcessContext, rendezvous_store
 from finetune.distributed.ending import explain, in_a_line
-from finetune.distributed.environment import LaunchEnvironment, launcher_pid
+from finetune.distributed.environment import GLOO_INTERFACE_VARIABLE, LaunchEnvironment, launcher_pid
 from finetune.distributed.gradients import LossFunction, Reducer, sum_flat
 from finetune.distributed.guardian.faults import ranks_in_words
 from finetune.distributed.precision import choose_precision, convert_weights, has_bf16
 from finetune.distributed.watchdog import Watchdog, WatchedRank
-from finetune.errors import FinetuneError, LaunchError, PeerFailedError, PreemptedError, RunFailedError
+from finetune.errors import FinetuneError, LaunchError, PeerFailedError, PreemptedError, RunFailedError, first_line
 from finetune.fallbacks import Fallbacks
 from finetune.signals import told_to_stop
 from finetune.threads import is_for_one_thread, settle_waiting
@@ -86,6 +87,7 @@ class Runtime:
         )
         self._compare_worlds()
         self._log_first_line()
+        self._hosts = self._connect_hosts()
         if context.distributed:
             self._watchdog = self._start_watchdog()
 
@@ -183,9 +185,18 @@ class Runtime:
                     )
             return self._reducer.loss(there, is_last=is_last)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add a loss's gradients to this rank's own; `sync_gradients` sums them over ranks."""
-        waiting = self._collective("backward", has_own_work=True) if self._reducer is not None else nullcontext()
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Add a loss's gradients to this rank's own; `sync_gradients` sums them over ranks.
+
+        Collective with `parallel.gradient_sync=ddp`, where the step's last backward pass sums them.
+
+        Args:
+            loss: of a micro-batch.
+            is_last: whether it is the step's last.
+        """
+        is_shared = is_last and self._reducer is not None
+        # Without a range of its own and a wait before: this rank computes in the block too.
+        waiting = self._collective("backward", is_named=False, waits_before=False) if is_shared else nullcontext()
         with self._named("backward"), waiting:
             self._accelerator.backward(loss)
 
@@ -193,15 +204,15 @@ class Runtime:
         """Sum the gradients over ranks, where the backward pass has not done so.
 
         A parameter without a gradient counts as zero, in a world of one too, so that the optimizer does the same
-        everywhere.
+        everywhere. A GPU sums them while the host goes on to `sum_and_read`, which waits.
 
-        Collective: every rank, once per step, with the same parameters.
+        Collective: every rank, once per step, with the same parameters, after `let_device_finish`.
         """
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         if self.context.distributed and self._reducer is None:
-            with self._collective("sync_gradients"):
+            with self._collective("sync_gradients", waits_before=False, waits_after=False):
                 sum_flat(parameters)
 
     def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
@@ -215,25 +226,29 @@ class Runtime:
         return norm
 
     def sum(self, values: Iterable[float]) -> list[float]:
-        """Add numbers over ranks, in float64. Collective: every rank, with equally many values."""
-        mine = torch.tensor(list(values), dtype=torch.float64)
+        """Add numbers over ranks, in float64, without the device. Collective: every rank, with equally many values."""
+        numbers = torch.tensor(list(values), dtype=torch.float64)
         if self.context.distributed:
-            mine = mine.to(self.device)  # the sums go through the backend's own device: nccl takes no CPU tensors
-        return self.sum_and_read(mine, mine[:0])[0]
+            with self._collective("sum", waits_before=False, waits_after=False):
+                dist.all_reduce(numbers, group=self._hosts)
+        summed: list[float] = numbers.tolist()
+        return summed
 
     def sum_and_read(self, values: torch.Tensor, own: torch.Tensor) -> tuple[list[float], list[float]]:
         """Add a vector over ranks, and read it and this rank's own values, for which the host waits only once.
 
-        Collective: every rank, with equally many values.
+        Collective: every rank, with equally many values, after `let_device_finish` or `sync_gradients`.
 
         Args:
             values: float64, on this rank's device; a new tensor.
             own: like them, but not added over ranks.
         """
-        with self._collective("sum") if self.context.distributed else nullcontext():
-            if self.context.distributed:
-                dist.all_reduce(values)
+        if not self.context.distributed:
             read: list[float] = torch.cat([values, own]).tolist()
+        else:
+            with self._collective("sum", waits_before=False, waits_after=False):
+                dist.all_reduce(values)
+                read = torch.cat([values, own]).tolist()  # waits, inside the block, for this and for the gradients
         return read[: len(values)], read[len(values) :]
 
     def let_device_finish(self) -> None:
@@ -422,22 +437,41 @@ class Runtime:
             last_words=lambda fault: self._end_what_was_opened(RunFailedError(str(fault), fault=fault)),
         )
 
+    def _connect_hosts(self) -> dist.ProcessGroup | None:
+        """Make a group for numbers of the CPU where the backend takes none; None: it does. Collective."""
+        if self.backend != "nccl":
+            return None
+        try:
+            timeout = timedelta(minutes=self._parallel.timeout_minutes)
+            group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+            return group
+        except (dist.DistError, RuntimeError) as error:
+            raise LaunchError(
+                f"nccl connects the GPUs of {self.world_size} ranks, but gloo does not connect their CPUs "
+                f"({first_line(error)}). Set {GLOO_INTERFACE_VARIABLE} to the network interface that leads to rank 0."
+            ) from error
+
     @contextmanager
-    def _collective(self, what: str, *, has_own_work: bool = False) -> Iterator[None]:
+    def _collective(
+        self, what: str, *, waits_before: bool = True, waits_after: bool = True, is_named: bool = True
+    ) -> Iterator[None]:
         """A block that waits for the other ranks. If one of them is gone, a RunFailedError says which and where.
 
         Args:
             what: as a fault names it.
-            has_own_work: this rank computes in the block too, so that what it computed before may go on meanwhile.
+            waits_before: let the device finish first: a rank that still computes is not one that waits.
+            waits_after: let it finish in the block too: nccl's calls return before the other ranks have come.
+            is_named: it is a range of its own for a profiler.
         """
         watchdog = self._watchdog
-        if not has_own_work:
-            self.let_device_finish()  # a rank that still computes is not one that waits
+        if waits_before:
+            self.let_device_finish()
         try:
-            named = nullcontext() if has_own_work else self._named(f"collective: {what}")
+            named = self._named(f"collective: {what}") if is_named else nullcontext()
             with named, watchdog.waiting(what) if watchdog is not None else nullcontext():
                 yield
-                self.let_device_finish()  # nccl's calls return before the other ranks have come
+                if waits_after:
+                    self.let_device_finish()
         except (dist.DistError, RuntimeError) as error:
             fault = watchdog.first_fault(_FAULT_SECONDS) if watchdog is not None else None
             if fault is None and not _is_lost_contact(error):

@@ -207,10 +207,11 @@ def _backpropagate(
     started = time.perf_counter()
     for position, (seed, microbatch) in enumerate(seeded):
         torch.manual_seed(seed)
-        made = runtime.loss(compute, model, microbatch, is_last=position == len(seeded) - 1).reshape(-1)
-        runtime.backward(made[0] / num_targets)
+        is_last = position == len(seeded) - 1
+        made = runtime.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
+        runtime.backward(made[0] / num_targets, is_last=is_last)
         sums.add_(in_float64(made.detach()))
-    if runtime.world_size > 1:
+    if runtime.world_size > 1 and not runtime.needs_even_shares:  # there, the ranks have met in the last backward pass
         runtime.let_device_finish()
     return sums, time.perf_counter() - started
 

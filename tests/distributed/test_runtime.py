@@ -326,20 +326,30 @@ class Recorder:
 
 def test_a_gpu_finishes_its_work_before_a_rank_waits_and_before_it_waits_no_more(monkeypatch):
     """nccl only queues a collective: without this a rank would block where a fault takes it for the culprit."""
-    recorder, parameter = Recorder(), torch.nn.Parameter(torch.ones(2))
+    recorder = Recorder()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: recorder)
-    monkeypatch.setattr("finetune.distributed.runtime.sum_flat", lambda parameters: recorder.heard.append("sum"))
     with launch(config()) as runtime:
         there, runtime._watchdog = runtime.context, recorder
-        runtime.context = there._replace(distributed=True)
-        runtime.sync_gradients([parameter])
-        assert recorder.heard == ["enter sync_gradients", "sum", "leave"]  # on the CPU, no call returns early
+        runtime.barrier()
+        assert recorder.heard == ["enter barrier", "leave"]  # on the CPU, no call returns early
         recorder.heard.clear()
-        runtime.context = there._replace(distributed=True, device=torch.device("cuda", 0))
-        runtime.sync_gradients([parameter])
+        runtime.context = there._replace(device=torch.device("cuda", 0))
+        runtime.barrier()
         runtime.context, runtime._watchdog = there, None
     done = "the device is done"
-    assert recorder.heard == [done, "enter sync_gradients", "sum", done, "leave"]
+    assert recorder.heard == [done, "enter barrier", done, "leave"]
+
+
+def test_only_the_last_backward_pass_of_a_step_waits_for_other_ranks():
+    recorder, weight = Recorder(), torch.nn.Parameter(torch.ones(2))
+    with launch(config()) as runtime:
+        runtime._watchdog, runtime._reducer = recorder, object()
+        runtime.backward(weight.sum(), is_last=False)
+        assert recorder.heard == []
+        runtime.backward(weight.sum(), is_last=True)
+        assert recorder.heard == ["enter backward", "leave"]
+        runtime._watchdog = runtime._reducer = None
+    assert weight.grad.tolist() == [2.0, 2.0]
 
 
 def test_deterministic_products_on_cuda_have_a_fixed_workspace(monkeypatch):

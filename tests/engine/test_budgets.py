@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._inductor import config as inductor_config
 from torch._inductor.scheduler import NopKernelSchedulerNode
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,9 +23,11 @@ from transformers import AutoModelForCausalLM, Phi3Config
 from finetune.config.schema import Config, LoraSection, ModelSection
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.launch import launch
+from finetune.distributed.runtime import Runtime
 from finetune.engine.attention_cuda import VarlenRuns, varlen_attention
 from finetune.engine.decoder import Decoder
 from finetune.engine.fused import FORMULAS, LAUNCHES, _run, switch_fused
+from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.products import unchanged_weights
 from finetune.model.base import checkpoint_gradients
@@ -222,9 +225,18 @@ READ_ONCE = {"aten::_to_copy": 1}
 
 
 def waits_of_a_step(
-    device: FakeDevice, model: Any, *, number: int = 1, loss: LossFunction | None = None, **training: Any
+    device: FakeDevice,
+    model: Any,
+    *,
+    number: int = 1,
+    loss: LossFunction | None = None,
+    world_size: int = 1,
+    **training: Any,
 ) -> dict[str, int]:
-    """Count by operation how often the host waits in a step of so many micro-batches, after a first step."""
+    """Count by operation how often the host waits in a step of so many micro-batches, after a first step.
+
+    With a `world_size` above 1, the exchanges must be replaced: there is no other rank.
+    """
     config = Config.model_validate({"training": {"device": "cpu", "precision": "fp32", **training}})
     is_of_pairs = config.training.objective == "dpo"
     trainer = PreferenceTrainer if is_of_pairs else Trainer
@@ -232,7 +244,8 @@ def waits_of_a_step(
         [(SHARING_ROWS[0], SHARING_ROWS[1]), (SHARING_ROWS[2], SHARING_ROWS[3])] if is_of_pairs else SHARING_ROWS
     )
     with launch(config) as runtime:
-        here, runtime.context = runtime.context, runtime.context._replace(device=torch.device(KIND, 0))
+        here, there = runtime.context, torch.device(KIND, 0)
+        runtime.context = here._replace(device=there, world_size=world_size, distributed=world_size > 1)
         if config.training.gradient_checkpointing:
             checkpoint_gradients(model)
         optimizer = runtime.prepare_optimizer(torch.optim.AdamW(trainable_parameters(move(model))))
@@ -265,6 +278,22 @@ def test_the_host_waits_once_in_a_step_and_not_in_a_micro_batch(device: FakeDevi
 def test_an_adapter_does_not_make_the_host_wait(device: FakeDevice, settings: dict[str, Any]) -> None:
     waits = waits_of_a_step(device, adapted(**settings), number=2)
     assert waits == READ_ONCE
+
+
+def test_one_of_several_ranks_waits_twice(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it has computed its own share, so that a fault names the rank that still computes; and to read."""
+    exchanged: list[str] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: exchanged.append(tensor.device.type))
+    monkeypatch.setattr(Runtime, "let_device_finish", lambda _: device.waits.update(["let_device_finish"]))
+    waits = waits_of_a_step(device, adapted(), number=3, world_size=2)
+    assert waits == {**READ_ONCE, "let_device_finish": 1}
+    assert exchanged[-3:] == ["cpu", KIND, KIND], "counts, gradients, sums"
+
+
+def test_longrope_does_not_make_the_host_wait(device: FakeDevice) -> None:
+    model = adapted("longrope")
+    summed_cross_entropy(model, pack(SHARING_ROWS))  # it makes its long factors once, which the device cannot
+    assert waits_of_a_step(device, model, number=2) == READ_ONCE
 
 
 def test_a_step_that_is_skipped_waits_twice(device: FakeDevice) -> None:

@@ -26,6 +26,7 @@ from finetune.model.lora import add_lora
 from finetune.training.optim import trainable_parameters
 from finetune.training.preference import PreferenceMicrobatch, summed_preferences
 from finetune.training.step import train_step
+from tests.engine import test_decoder as decoder_tests
 from tests.engine.fake_device import KIND, DeviceTensor, FakeDevice, move, use_there
 from tests.engine.prefix_rows import rows_of
 from tests.tiny_models import SIZES, build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
@@ -33,6 +34,7 @@ from tests.tiny_models import SIZES, build_tiny, tiny_examples, tiny_phi3_config
 CONFIGS = {
     "phi3": tiny_phi3_config(),
     "phi": tiny_phi_config(),
+    "longrope": decoder_tests.CONFIGS["longrope"],
     "llama": LlamaConfig(**SIZES, num_key_value_heads=2, attention_bias=True),
 }
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -90,7 +92,7 @@ def assert_as_on_the_cpu(
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_family(device: FakeDevice, family: str, fused: bool) -> None:
-    settings = {} if family == "phi3" else {"target_modules": ["q_proj", "v_proj"]}
+    settings = {} if family in ("phi3", "longrope") else {"target_modules": ["q_proj", "v_proj"]}
     assert_as_on_the_cpu(adapted(family, **settings), summed_cross_entropy, pack(ROWS), fused=fused)
 
 
