@@ -63,13 +63,19 @@ def _run(formula: Callable[..., Any], *args: Any) -> Any:
     rows = {arg.shape[0] for arg in flat if isinstance(arg, torch.Tensor) and arg.ndim > 1}
     if min(rows) < 2:  # torch.compile would make kernels for no row and for one row alone
         return formula(*args)
-    return _compiled(formula)(*(_any_number_of_rows(arg) for arg in args))
+    given = [_any_number_of_rows(arg) for arg in args]
+    try:
+        return _compiled(formula)(*given)
+    except torch._dynamo.exc.FailOnRecompileLimitHit:  # by more kinds of arguments than torch keeps kernels for
+        torch._dynamo.reset()  # the others are of models before this one
+        return _compiled(formula)(*given)
 
 
 @cache
 def _compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
-    # Without `deterministic`, kernels are chosen by their speed in this process, and sums by the kernel.
-    return torch.compile(formula, dynamic=False, options={"deterministic": True})
+    # Without `fullgraph`, torch goes on without kernels of its own, in silence, where it can make none; without
+    # `deterministic`, kernels are chosen by their speed in this process, and sums by the kernel.
+    return torch.compile(formula, fullgraph=True, dynamic=False, options={"deterministic": True})
 
 
 def _any_number_of_rows(arg: Any) -> Any:

@@ -37,6 +37,7 @@ CONFIGS = {
     "longrope": decoder_tests.CONFIGS["longrope"],
     "llama": LlamaConfig(**SIZES, num_key_value_heads=2, attention_bias=True),
 }
+TARGETS = {family: {"target_modules": ["q_proj", "v_proj"]} for family in ("phi", "llama")}
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {},
     "dropout": {"dropout": 0.3},
@@ -92,7 +93,7 @@ def assert_as_on_the_cpu(
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_family(device: FakeDevice, family: str, fused: bool) -> None:
-    settings = {} if family in ("phi3", "longrope") else {"target_modules": ["q_proj", "v_proj"]}
+    settings = TARGETS.get(family, {})
     assert_as_on_the_cpu(adapted(family, **settings), summed_cross_entropy, pack(ROWS), fused=fused)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
 from finetune.config.schema import Config
@@ -18,7 +19,7 @@ from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.mlp import _gated
 from finetune.errors import ConfigError
 from finetune.training.forward import agree_on_forward
-from tests.engine.test_fake_device import CONFIGS, ROWS, adapted, loss_and_gradients
+from tests.engine.test_fake_device import CONFIGS, ROWS, TARGETS, adapted, loss_and_gradients
 from tests.engine.test_rounding import CASES, test_results_and_gradients_differ_by_rounding_alone
 from tests.tiny_models import build_tiny, tiny_phi3_config
 
@@ -55,6 +56,17 @@ def test_a_function_is_compiled_once_for_any_number_of_rows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_fused")
+def test_every_kind_of_rows_is_compiled_however_many_there_are() -> None:
+    """By default, torch.compile computes the ninth without kernels of its own, and no run would know."""
+    before = counters["stats"]["unique_graphs"]
+    for number, width in enumerate((64, 32, 16), start=1):
+        with torch._dynamo.config.patch(recompile_limit=1):
+            _gated(torch.randn(5, width))
+        assert counters["stats"]["unique_graphs"] == before + number
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fused")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["rms_norm", "normed_linear", "gated_mlp", "split_heads"])
 def test_fused_functions_differ_from_float64_by_rounding_alone(name: str, dtype: Any, tolerance: float) -> None:
@@ -66,7 +78,7 @@ def test_fused_functions_differ_from_float64_by_rounding_alone(name: str, dtype:
 @pytest.mark.usefixtures("_fused")
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_whole_model_computes_the_same_every_time(family: str) -> None:
-    settings = {} if family == "phi3" else {"target_modules": ["q_proj", "v_proj"]}
+    settings = TARGETS.get(family, {})
     run = partial(loss_and_gradients, loss=summed_cross_entropy, microbatch=pack(ROWS))
     (loss, gradients), (again, gradients_again) = (run(adapted(family, **settings)) for _ in range(2))
     fused.switch_fused(False)
