@@ -10,7 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from finetune.engine.reference import WITHOUT_FLOAT64
+
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
+
+_PIECE = 65_536
+"""Values that a core's cache holds in float64."""
 
 
 def sum_flat(parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -26,6 +31,23 @@ def sum_flat(parameters: Sequence[torch.nn.Parameter]) -> None:
     dist.all_reduce(flat)
     for gradient, shared in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
         gradient.copy_(shared.view_as(gradient))
+
+
+def gradient_norm(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """Compute the norm of all gradients together, in float64 if their device has it: a scalar there.
+
+    In fp32 the norm of 200 million values changes in the fourth digit with the order in which they are added up, and so
+    from one number of ranks to another; clipping would carry that into the weights.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    kind = gradients[0].device.type
+    if kind == "cpu":  # where torch takes ten times as long to convert each value as it is added
+        pieces = (piece for gradient in gradients for piece in torch.split(gradient.reshape(-1), _PIECE))
+        norms = [torch.linalg.vector_norm(piece.double()) for piece in pieces]
+    else:
+        norms = list(torch._foreach_norm(gradients, 2, torch.float32 if kind in WITHOUT_FLOAT64 else torch.float64))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
 
 
 class Reducer:

@@ -29,7 +29,7 @@ from finetune.distributed.accelerate_settings import refuse_settings_of_accelera
 from finetune.distributed.ddp_init import ProcessContext, rendezvous_store
 from finetune.distributed.ending import explain, in_a_line
 from finetune.distributed.environment import GLOO_INTERFACE_VARIABLE, LaunchEnvironment, launcher_pid
-from finetune.distributed.gradients import LossFunction, Reducer, sum_flat
+from finetune.distributed.gradients import LossFunction, Reducer, gradient_norm, sum_flat
 from finetune.distributed.guardian.faults import ranks_in_words
 from finetune.distributed.precision import choose_precision, convert_weights, has_bf16
 from finetune.distributed.watchdog import Watchdog, WatchedRank
@@ -220,9 +220,14 @@ class Runtime:
 
         After `sync_gradients` the norm is equal on all ranks. It is a scalar on their device, where it may still be
         computed: reading it makes the host wait.
+
+        Args:
+            parameters: each of which has a gradient.
+            max_norm: positive.
         """
-        limit = float("inf") if max_norm is None else max_norm
-        norm: torch.Tensor = self._accelerator.clip_grad_norm_(parameters, limit)
+        norm = gradient_norm(parameters)
+        if max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.float())
         return norm
 
     def sum(self, values: Iterable[float]) -> list[float]:

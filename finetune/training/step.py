@@ -267,7 +267,7 @@ def _read_over_ranks(runtime: Runtime, sums: torch.Tensor, norm: torch.Tensor, s
     The norm may overflow on one kind of device and not on another, so the ranks decide together.
     """
     norm = in_float64(norm).reshape(1)
-    is_bad = norm.isfinite().logical_not().to(norm.dtype)
+    is_bad = norm.float().square().isfinite().logical_not().to(norm.dtype)  # Adam squares gradients in fp32
     of_ranks = sums.new_zeros(runtime.world_size if runtime.world_size > 1 else 0)
     of_ranks[runtime.rank : runtime.rank + 1].fill_(seconds)
     own = torch.cat([norm, sums[:1]])

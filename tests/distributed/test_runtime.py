@@ -128,6 +128,17 @@ def test_the_gradient_norm_is_measured_and_clipped():
         assert parameter.grad.tolist() == pytest.approx([0.6, 0.8], rel=1e-5)
 
 
+def test_the_gradient_norm_of_many_values_is_that_of_float64():
+    """In fp32, torch's own is wrong in the fourth digit here."""
+    many, few = (torch.nn.Parameter(torch.zeros(number)) for number in (8_000_000, 3))
+    torch.manual_seed(0)
+    many.grad, few.grad = 1 + torch.rand(many.shape), torch.full((3,), 1e3)
+    exact = float(sum(weight.grad.double().square().sum() for weight in (many, few))) ** 0.5
+    with launch(config()) as runtime:
+        assert runtime.clip_grad_norm([many, few], 1.0).item() == pytest.approx(exact, rel=1e-12)
+    assert float(many.grad.double().norm() ** 2 + few.grad.double().norm() ** 2) == pytest.approx(1.0, rel=1e-5)
+
+
 def test_trained_weights_are_fp32_and_frozen_ones_take_the_precision():
     model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
     model.bias.requires_grad = False

@@ -189,14 +189,14 @@ def test_a_step_whose_loss_is_not_finite_is_as_if_it_had_not_been(runtime, value
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize("factor", ["inf", "nan", "1e30"])
 def test_a_gradient_whose_norm_is_not_finite_reaches_no_weight_though_the_loss_is(runtime, factor, max_grad_norm):
-    """The norm's sum of squares overflows at 1e30 too, and clipping by it would make zeros of all gradients."""
+    """At 1e30 Adam's squares overflow, though the norm does not; clipping by an infinite one would make zeros."""
     model = tiny_lora()
     trainable_parameters(model)[0].register_hook(lambda gradient: gradient * float(factor))
     before = weights(model)
     result = step(runtime, model, split([8]), max_grad_norm=max_grad_norm)
     assert math.isfinite(result.loss)
     assert result.not_finite.endswith(f"and the gradient norm {result.grad_norm}")
-    assert not math.isfinite(result.grad_norm)
+    assert not result.grad_norm < 1e19
     assert_same(before, weights(model))
 
 
