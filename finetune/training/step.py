@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -21,6 +22,8 @@ from finetune.engine.products import unchanged_weights
 from finetune.engine.reference import in_float64
 from finetune.errors import DataError, RunFailedError
 from finetune.training.optim import set_learning_rate, trainable_parameters
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,8 @@ def train_step(
     # Dropout masks belong to the micro-batch, whichever rank computes it and however often the run was resumed.
     seeded = [(derived_seed(seed, step, index), microbatch) for index, microbatch in share]
     with unchanged_weights():
-        backpropagate = _backpropagate_if_all_can if may_be_too_large else _backpropagate
-        sums, seconds = backpropagate(runtime, model, seeded, compute, batch.num_targets)
+        run = partial(_backpropagate, runtime, model, seeded, compute, batch.num_targets)
+        sums, seconds = _if_memory_suffices(runtime, model, run) if may_be_too_large else run()
 
     parameters = trainable_parameters(model)
     runtime.sync_gradients(parameters)
@@ -216,21 +219,15 @@ def _backpropagate(
     return sums, time.perf_counter() - started
 
 
-def _backpropagate_if_all_can(
-    runtime: Runtime,
-    model: torch.nn.Module,
-    seeded: Sequence[tuple[int, Microbatch]],
-    compute: LossFunction,
-    num_targets: int,
-) -> tuple[torch.Tensor, float]:
-    """Do as `_backpropagate`, but leave no gradient on any rank if memory runs out on one. Collective.
+def _if_memory_suffices(runtime: Runtime, model: torch.nn.Module, backpropagate: Callable[[], Result]) -> Result:
+    """Return what `backpropagate` does, but leave no gradient on any rank if memory runs out on one. Collective.
 
     Raises:
         StepTooLargeError: on all ranks.
     """
     error: RunFailedError | None = None
     try:
-        made = _backpropagate(runtime, model, seeded, compute, num_targets)
+        made = backpropagate()
     except Exception as caught:
         error = as_out_of_memory(caught)
         if error is None:
