@@ -422,6 +422,8 @@ class Runtime:
                 if isinstance(error, FinetuneError) and not is_expected:
                     error.is_reported_elsewhere = watchdog.is_reported_elsewhere
                 watchdog.close()
+            # What refers to a group keeps its threads, and a process that ends with them is aborted now and then.
+            self._reducer = self._hosts = None
             self._accelerator.free_memory()
 
     def _end_what_was_opened(self, error: BaseException | None) -> None:

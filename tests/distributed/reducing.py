@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -130,9 +131,9 @@ def main(folder: str) -> None:
             for method in METHODS
             for name, shares in SHARES.items()
         }
-        write_report(
-            folder, runtime.rank, {"differences": seen, "unused": unused_parameters(), "two": two_models(runtime)}
-        )
+        report = {"differences": seen, "unused": unused_parameters(), "two": two_models(runtime)}
+        reducer = weakref.ref(runtime._reducer)
+    write_report(folder, runtime.rank, {**report, "is_reducer_gone": reducer() is None})
 
 
 if __name__ == "__main__":

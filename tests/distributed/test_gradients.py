@@ -44,6 +44,12 @@ def test_each_model_of_a_launch_has_a_reducer_of_its_own(two_ranks):
         assert abs(expected[0] - expected[1]) > 1e-3
 
 
+@pytest.mark.launch
+def test_no_reducer_outlives_its_launch(two_ranks):
+    """It would keep the threads of the group, with which a process is aborted as it ends, now and then."""
+    assert [seen["is_reducer_gone"] for seen in two_ranks] == [True, True]
+
+
 def test_an_output_device_that_does_nothing_is_said_to():
     sections = {"training": {"device": "cpu", "precision": "fp32"}, "parallel": {"output_device": 0}}
     with launch(Config.model_validate(sections), trains=False) as runtime:
