@@ -42,7 +42,7 @@ from finetune.model.training_mode import add_embedding_noise
 from finetune.runs.disk_space import DiskNeed
 from finetune.runs.durable import in_units
 from finetune.runs.folder import existing_folder
-from finetune.training.forward import choose_forward
+from finetune.training.forward import choose_forward, wants_fused
 from finetune.training.keeping import most_checkpoints
 from finetune.training.memory_choice import MemoryChoice, choose
 from finetune.training.memory_need import OptimizerNeed, Peak, optimizer_need, predict_peak
@@ -182,6 +182,7 @@ class _Planner:
         self._compare_sizes()
         forward = choose_forward(config.training, self.model)
         self.why_padded = forward.why_not_engine
+        self._is_fused = wants_fused(config.training, device.kind)
         self._splits = self._encode()
         collate = self._trainer.collation_of(forward.collate)
         self.choice = self._choose_by_memory(collate)
@@ -267,6 +268,7 @@ class _Planner:
             loss_of=partial(self._trainer.loss_of, self._config),
             kind=self._device.kind,
             is_bf16=self.precision == "bf16",
+            is_fused=self._is_fused,
             world_size=self._world_size,
             room=self._device.memory - self._device.reserve - held,
         )
@@ -282,6 +284,7 @@ class _Planner:
                 kind=self._device.kind,
                 is_bf16=self.precision == "bf16",
                 accumulates=batching.largest.per_step > 1,
+                is_fused=self._is_fused,
                 world_size=self._world_size,
             )
         except (RuntimeError, NotImplementedError) as error:

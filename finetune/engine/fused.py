@@ -6,7 +6,8 @@ without data. Where fused functions are off, which they are by default, the form
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial, wraps
 from typing import Any, TypeVar, cast
 
@@ -28,6 +29,22 @@ def switch_fused(on: bool) -> None:
     """Turn fused functions on or off for this process. Ask `why_not_fused` before."""
     global _is_on
     _is_on = on
+
+
+def is_fused() -> bool:
+    """Return whether fused functions are on."""
+    return _is_on
+
+
+@contextmanager
+def fused_or_not(on: bool) -> Iterator[None]:
+    """Turn fused functions on or off inside."""
+    before = _is_on
+    switch_fused(on)
+    try:
+        yield
+    finally:
+        switch_fused(before)
 
 
 def fused(*, launches: int, compiled: Callable[..., Any] | None = None) -> Callable[[Formula], Formula]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -81,7 +81,7 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=reason))
         return Forward(collate=pad, why_not_engine=reason)
     _record_attention(runtime, model)
-    _fuse(runtime, section.fused)
+    _fuse(runtime, section)
     if forward.called_layers:
         wanted, used = "the engine's own layers", "layers as PEFT made them for some"
         why = "; ".join(f"{len(names)} linear layers are {kind}" for kind, names in forward.called_layers.items())
@@ -102,9 +102,14 @@ def _record_attention(runtime: Runtime, model: torch.nn.Module) -> None:
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=why))
 
 
-def _fuse(runtime: Runtime, wish: bool | Literal["auto"]) -> None:
+def wants_fused(section: TrainingSection, kind: str) -> bool:
+    """Return whether the engine's functions are to be fused on a kind of device, if torch.compile works there."""
+    return kind == "cuda" if section.fused == "auto" else section.fused
+
+
+def _fuse(runtime: Runtime, section: TrainingSection) -> None:
     """Turn fused functions on if they are wished for, and record where torch.compile does not work."""
-    is_wanted = runtime.device.type == "cuda" if wish == "auto" else wish
+    is_wanted = wants_fused(section, runtime.device.type)
     why = why_not_fused(runtime.device) if is_wanted else None
     if why is not None:
         wanted, used = "fused functions", "one kernel for each operation"

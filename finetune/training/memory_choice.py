@@ -156,6 +156,7 @@ def choose(
     loss_of: LossOf,
     kind: str,
     is_bf16: bool,
+    is_fused: bool,
     world_size: int,
     room: int,
     is_cut_settled: bool = False,
@@ -171,6 +172,7 @@ def choose(
         loss_of: the loss of the run.
         kind: the kind of device.
         is_bf16: the run computes in bf16.
+        is_fused: the engine's functions are fused.
         world_size: the number of processes.
         room: bytes that are free on the device beside the weights.
         is_cut_settled: leave the size of micro-batches as it is configured.
@@ -197,8 +199,18 @@ def choose(
         return replace(as_configured, why=f"a step needs less than {in_units(bound)}, of {_free(room)}")
     if kind not in ("cpu", "cuda"):
         return replace(as_configured, why=f"the memory of {kind} is not known")
-    step = _Step(config, model, longest, collate, loss_of, "cuda" if kind == "cuda" else "cpu", is_bf16, world_size)
     try:
+        step = _Step(
+            config,
+            model,
+            longest,
+            collate,
+            loss_of,
+            kind="cuda" if kind == "cuda" else "cpu",
+            is_bf16=is_bf16,
+            is_fused=is_fused,
+            world_size=world_size,
+        )
         fewest = 1 if is_budgeted else most
         decision = decide(partial(step.need, fewest, most), usable, wish=wish)
         if in_a_row < decision.tokens < most * in_a_row:  # see whether the line was straight
@@ -315,8 +327,10 @@ class _Step:
         longest: int,
         collate: Callable[[Any], Any],
         loss_of: LossOf,
+        *,
         kind: DeviceKind,
         is_bf16: bool,
+        is_fused: bool,
         world_size: int,
     ) -> None:
         self._config = config
@@ -330,6 +344,7 @@ class _Step:
             kind=kind,
             is_bf16=is_bf16,
             accumulates=True,
+            is_fused=is_fused,
             world_size=world_size,
         )
         self._is_checkpointing = False

@@ -73,6 +73,7 @@ def predict_peak(
     kind: DeviceKind,
     is_bf16: bool,
     accumulates: bool,
+    is_fused: bool = False,
     world_size: int = 1,
 ) -> Peak:
     """Predict the peak of the second training step or a later one.
@@ -86,6 +87,7 @@ def predict_peak(
         kind: the kind of device to predict for.
         is_bf16: the run computes in bf16.
         accumulates: a step has several micro-batches on a rank.
+        is_fused: the engine's functions are fused (`training.fused`).
         world_size: the number of processes.
 
     Raises:
@@ -93,7 +95,8 @@ def predict_peak(
     """
     weights, adapter, gradients = _bytes_of_weights(model)
     held: dict[Part, int] = {"weights": weights, "adapter": adapter, "optimizer": optimizer.state}
-    moments = _trace_deep(model, microbatch, loss_of, kind=kind, is_bf16=is_bf16, accumulates=accumulates)
+    how = {"kind": kind, "is_bf16": is_bf16, "accumulates": accumulates, "is_fused": is_fused}
+    moments = _trace_deep(model, microbatch, loss_of, **how)
     peaks = [Peak(when=when, parts={**held, **parts}) for when, parts in moments.items()]
     at_its_end: dict[Part, int] = {**held, "gradients": gradients}
     peaks.append(Peak(when="optimizer", parts={**at_its_end, "workspace": optimizer.workspace}))

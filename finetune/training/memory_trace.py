@@ -24,11 +24,13 @@ from finetune.distributed.gradients import LossFunction
 from finetune.engine.attention import prepare_blocks
 from finetune.engine.attention_cuda import attend_in_runs, prepare_varlen
 from finetune.engine.decoder import bare_model, sliding_window
+from finetune.engine.fused import fused_or_not
 from finetune.engine.layout import Layout, PackedMicrobatch
 from finetune.engine.loss import BY_DEVICE, Choices
 from finetune.engine.loss_head import CHUNK_BYTES
 from finetune.engine.microbatch import Microbatch
 from finetune.engine.mlp import CHUNK_ROWS
+from finetune.engine.products import unchanged_weights
 from finetune.training.preference import PreferenceMicrobatch
 
 Part = Literal["weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace"]
@@ -55,8 +57,11 @@ def trace(
     kind: DeviceKind,
     is_bf16: bool,
     accumulates: bool,
+    is_fused: bool = False,
 ) -> dict[str, dict[Part, int]]:
     """Find the peak of memory in each part of a pass, by purpose, without the memory that was in use before.
+
+    As in a step, A and B of an adapter are cast to the type of the run once, and the copies are kept (`cast`).
 
     Args:
         model: on the meta device, in training mode.
@@ -65,6 +70,7 @@ def trace(
         kind: the kind of device to predict for.
         is_bf16: the run computes in bf16.
         accumulates: there are gradients already, and the pass adds to them.
+        is_fused: the engine's functions are fused: what is between their inputs and their results is not counted.
     """
     rows = microbatch.rows if isinstance(microbatch, PreferenceMicrobatch) else microbatch
     choices = _choices_on(kind, is_bf16=is_bf16)
@@ -74,6 +80,8 @@ def trace(
     compute = torch.autocast("cpu", dtype=torch.bfloat16) if is_bf16 else nullcontext()
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
+        fused_or_not(is_fused),
+        unchanged_weights(),
         _one_rotation(model),
         _fake_weights(model) as weights,
     ):

@@ -18,6 +18,7 @@ from finetune.data.batches import Collate, EvaluationLoader, TrainLoader
 from finetune.data.encoded import EncodedSplits
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
+from finetune.engine.fused import is_fused
 from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
 from finetune.engine.microbatch import Microbatch
 from finetune.errors import FinetuneError, RunFailedError
@@ -259,6 +260,7 @@ class Trainer:
             loss_of=partial(self.loss_of, self.config),
             kind=self.runtime.device.type,
             is_bf16=self.runtime.precision == "bf16",
+            is_fused=is_fused(),
             world_size=self.runtime.world_size,
             room=room,
             is_cut_settled=is_cut_settled,

@@ -28,8 +28,8 @@ from finetune.training.memory_trace import Allocations, _choices_on
 from finetune.training.preference import PreferenceMicrobatch, summed_preferences
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
-from tests.tiny_models import build_tiny, tiny_phi3_config
-from tests.tiny_runs import write_base, write_rows
+from tests.tiny_models import PHI3_SIZES, build_tiny, tiny_phi3_config
+from tests.tiny_runs import MODEL_VOCABULARY, write_base, write_rows
 
 pytestmark = pytest.mark.trains
 
@@ -305,6 +305,23 @@ def test_a_device_that_is_not_known_is_refused_with_what_is(name, part):
 def test_four_bit_weights_are_refused_in_words(words):
     with pytest.raises(ConfigError, match=r"lora\.quantize is nf4.*lora\.quantize=none"):
         make_plan(load_config([*words, "lora.quantize=nf4"]), find_device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("device", "as_auto"), [("H100", "true"), pytest.param("cpu", "false", marks=pytest.mark.slow)]
+)
+def test_fused_functions_count_by_their_results_where_a_run_has_them(words, inputs, device, as_auto):
+    wide = json.dumps({"model_type": "phi3", **PHI3_SIZES, "vocab_size": MODEL_VOCABULARY, "intermediate_size": 512})
+    model = ["model.init=random", f"model.config={wide}", f"model.tokenizer={inputs[0]}"]
+    there = replace(find_device("cpu") if device == "cpu" else read_device(device), reserve=0)
+
+    def needed(*more: str) -> int:
+        words_of_step = [*words[1:], *model, "training.gradient_checkpointing=true", *more]
+        return make_plan(load_config(words_of_step), there).needed
+
+    by_word = {word: needed(f"training.fused={word}") for word in ("true", "false")}
+    assert by_word["true"] < by_word["false"]
+    assert needed() == by_word[as_auto]
 
 
 def test_attention_in_fp32_on_a_gpu_has_no_copy_of_shared_keys():

@@ -16,9 +16,10 @@ from finetune.data.encoded import EncodedExample
 from finetune.data.preferences import EncodedPair
 from finetune.engine.layout import pack
 from finetune.engine.loss import BY_DEVICE, summed_cross_entropy
+from finetune.engine.products import unchanged_weights
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
-from finetune.training.memory_need import optimizer_need, predict_peak
+from finetune.training.memory_need import OptimizerNeed, optimizer_need, predict_peak
 from finetune.training.optim import build_optimizer
 from finetune.training.preference import put_pairs_together, summed_preferences
 from tests.diagnose.error_table import WRITE, cases_of_page, record_error
@@ -176,6 +177,28 @@ def test_the_predicted_peak_of_pairs_is_the_measured_one(family, checkpointed, w
     error = predicted.total / measured - 1
     assert abs(error) < 0.10, predicted
     record_error(name_of_pairs(family, checkpointed, way), measured, error)
+
+
+def test_the_copies_of_an_adapter_in_the_type_of_the_run_are_there_all_the_time():
+    config, given = CONFIGS["phi3"](), rows(1)
+    with torch.device("meta"):
+        planned = add_lora(AutoModelForCausalLM.from_config(config), LoraSection(r=300)).train()
+    model = add_lora(build_tiny(config), LoraSection(r=300)).train()
+    how = {"kind": "cpu", "is_bf16": True, "accumulates": False}
+    predicted = predict_peak(planned, pack(given), OptimizerNeed(0, 0), sft, **how)
+
+    def step() -> None:
+        with unchanged_weights():  # as in `train_step`
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = sft(BY_DEVICE)(model, pack(given))
+            loss.backward()
+        model.zero_grad()
+
+    step()
+    measured = sum(weight.nbytes for weight in model.parameters()) + peak_of(step)
+    assert abs(predicted.total / measured - 1) < 0.05, (predicted, measured)
+    copies = predicted.parts["adapter"] // 2
+    assert copies > 0.1 * measured, "so that it would be seen if they were not counted"
 
 
 def test_gradients_that_are_added_up_are_there_all_the_time():

@@ -96,6 +96,7 @@ def choice_of(config: Config, *, kind: str, room: int, model: Any = None, **more
         loss_of=lambda choices: partial(summed_cross_entropy, choices=choices),
         kind=kind,
         is_bf16=kind == "cuda",
+        is_fused=kind == "cuda",
         world_size=more.pop("world_size", 1),
         room=room,
         **more,
