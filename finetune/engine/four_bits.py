@@ -5,6 +5,8 @@ They are widened for the products of one layer, and kept in 4 bits for the backw
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -37,3 +39,19 @@ def widened(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Ten
         bitsandbytes: Any = import_module("bitsandbytes.functional")
         weight = bitsandbytes.dequantize_4bit(weight.data, weight.quant_state)  # type: ignore[attr-defined]
     return weight if dtype is None else weight.to(dtype)
+
+
+def weight_without_data(weight: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Make a parameter without data like another, which is widened as that is if it is in 4 bits.
+
+    Args:
+        weight: on any device.
+        make: makes a tensor without data like another.
+    """
+    twin: Any = torch.nn.Parameter(make(weight.data), weight.requires_grad)
+    if is_in_4_bits(weight):
+        state = weight.quant_state
+        held = [value for part in (state, state.state2) if part is not None for value in vars(part).values()]
+        known = {id(value): make(value) for value in held if isinstance(value, torch.Tensor)}
+        twin.quant_state = copy.deepcopy(state, known)
+    return twin

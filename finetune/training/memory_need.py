@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from finetune.data.encoded import EncodedExamples
 from finetune.data.preferences import EncodedPairs
 from finetune.engine.decoder import bare_model
+from finetune.engine.four_bits import is_in_4_bits, weight_without_data
 from finetune.engine.microbatch import Microbatch
 from finetune.training.memory_trace import (
     ABOVE,
@@ -137,9 +139,12 @@ def optimizer_need(optimizer: torch.optim.Optimizer, *, kind: DeviceKind) -> Opt
 
 def copy_without_data(model: Any) -> Any:
     """Copy a model to the meta device, in training mode: its weights have their types and sizes, and no data."""
-    made: dict[int, Any] = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in model.buffers()}
+    empty = partial(torch.empty_like, device="meta")
+    made: dict[int, Any] = {id(tensor): empty(tensor) for tensor in model.buffers()}
     for weight in model.parameters():
-        made[id(weight)] = torch.nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+        made[id(weight)] = twin = weight_without_data(weight, empty)
+        if is_in_4_bits(weight):
+            made[id(weight.quant_state)] = twin.quant_state  # its layer has it too
     return copy.deepcopy(model, made).train()
 
 

@@ -19,11 +19,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import masking_utils
 
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.attention import prepare_blocks
 from finetune.engine.attention_cuda import attend_in_runs, prepare_varlen
 from finetune.engine.decoder import bare_model, sliding_window
+from finetune.engine.four_bits import weight_without_data
 from finetune.engine.fused import fused_or_not
 from finetune.engine.layout import Layout, PackedMicrobatch
 from finetune.engine.loss import BY_DEVICE, Choices
@@ -83,6 +85,7 @@ def trace(
         fused_or_not(is_fused),
         unchanged_weights(),
         _one_rotation(model),
+        _rows_of_one_document(),
         _fake_weights(model) as weights,
     ):
         vocabulary = bare_model(model).get_output_embeddings().weight.shape[0]
@@ -209,12 +212,20 @@ def _choices_of_masks(microbatch: Microbatch) -> dict[tuple[int, ...], int]:
 
 
 def _stand_in(function: Any, args: Sequence[Any], choices: Mapping[tuple[int, ...], int]) -> torch.Tensor | None:
-    """Make the result of an operation that fake tensors cannot run: oneDNN's products, and the choice of a mask."""
+    """Make the result of an operation that fake tensors do not run as real ones do.
+
+    They cannot run oneDNN's products, the products of experts in fp32, and the choice of a mask. And the gradient of a
+    choice is copied, where real tensors add to new zeros in place.
+    """
     name = str(function)
     made: torch.Tensor | None = None
     if name.startswith("mkldnn._linear_pointwise"):
         x, weight = args[0], args[2] if "binary" in name else args[1]
         made = x.new_empty(*x.shape[:-1], weight.shape[0])
+    elif name == "aten._grouped_mm.default":
+        made = _grouped_products(*args[:3])
+    elif name == "aten.index_put.default" and args[3:] == (True,):
+        made = args[0]
     elif name == "aten.nonzero.default" and tuple(args[0].shape) in choices:
         made = args[0].new_empty(choices[tuple(args[0].shape)], args[0].ndim, dtype=torch.int64)
     elif name == "aten.index.Tensor" and len(args[1]) == 1 and args[1][0] is not None:
@@ -224,11 +235,22 @@ def _stand_in(function: Any, args: Sequence[Any], choices: Mapping[tuple[int, ..
     return made
 
 
+def _grouped_products(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Make the products of experts: of (rows, in) with (experts, in, out), or as gradients (in, rows) with (rows, out).
+
+    A token has a row for each of its experts, and the rows are sorted by expert. So whichever experts the tokens take,
+    evenly or all the same, memory is the same.
+    """
+    shape = (len(x), weights.shape[2]) if weights.ndim == 3 else (len(ends), len(x), weights.shape[1])
+    return x.new_empty(shape)
+
+
 @contextmanager
 def _fake_weights(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     """Replace weights and buffers on the meta device by fake tensors of the CPU inside; tied ones stay tied."""
-    fakes: dict[int, torch.Tensor] = {}
+    fakes: dict[int, Any] = {}
     before: list[tuple[dict[str, Any], str, Any]] = []
+    empty = partial(torch.empty_like, device="cpu")
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
@@ -236,9 +258,8 @@ def _fake_weights(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
                     continue
                 before.append((tensors, name, tensor))
                 if id(tensor) not in fakes:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                     is_weight = isinstance(tensor, torch.nn.Parameter)
-                    fakes[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_weight else fake
+                    fakes[id(tensor)] = weight_without_data(tensor, empty) if is_weight else empty(tensor)
                 cast(dict[str, Any], tensors)[name] = fakes[id(tensor)]
     try:
         yield list(fakes.values())
@@ -250,14 +271,27 @@ def _fake_weights(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 @contextmanager
 def _one_rotation(model: torch.nn.Module) -> Iterator[None]:
     """Keep LongRoPE from choosing its factors by the positions inside; either choice takes the same memory."""
-    modules = [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
+    modules: list[Any] = [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
+    parameters = [module.config.rope_parameters for module in modules]  # Phi-3.5-MoE looks there
     for module in modules:
-        module.rope_type = "default"  # type: ignore[assignment]
+        module.rope_type = "default"
+        module.config.rope_parameters = {**module.config.rope_parameters, "rope_type": "default"}
     try:
         yield
     finally:
-        for module in modules:
-            module.rope_type = "longrope"  # type: ignore[assignment]
+        for module, own in zip(modules, parameters, strict=True):
+            module.rope_type = "longrope"
+            module.config.rope_parameters = own
+
+
+@contextmanager
+def _rows_of_one_document() -> Iterator[None]:
+    """Tell transformers that no padded row is packed, which it sees only in real positions; else it makes a mask."""
+    find, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, lambda *_: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
 
 
 @contextmanager

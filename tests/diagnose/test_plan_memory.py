@@ -24,6 +24,7 @@ from finetune.training.optim import build_optimizer
 from finetune.training.preference import put_pairs_together, summed_preferences
 from tests.diagnose.error_table import WRITE, cases_of_page, record_error
 from tests.diagnose.measured import held_by, peak_of
+from tests.model.variants import VARIANTS
 from tests.tiny_models import build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
 
 pytestmark = [pytest.mark.trains, pytest.mark.slow]
@@ -36,6 +37,9 @@ CONFIGS = {
     "phi": lambda **sizes: tiny_phi_config(**{**SIZES, "num_hidden_layers": 5, **sizes}),
     "gemma2": lambda **sizes: tiny_gemma2_config(
         **{**SIZES, "num_hidden_layers": 5, "head_dim": 24, "sliding_window": 150, **sizes}
+    ),
+    "phimoe": lambda **sizes: VARIANTS["Phi-3.5-MoE"].config(
+        **{**SIZES, "num_hidden_layers": 5, "num_attention_heads": 24, **sizes}
     ),
 }
 
@@ -102,6 +106,8 @@ CASES = [
     ("phi", "lora", False, "packed"),
     ("phi", "full", True, "packed"),
     ("gemma2", "lora", False, "padded"),
+    ("phimoe", "lora", False, "padded"),
+    ("phimoe", "lora", True, "padded"),
     ("wider phi3", "lora", False, "packed"),
     ("wider phi3", "lora", True, "packed"),
     ("wider phi3", "full", False, "padded"),

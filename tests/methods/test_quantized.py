@@ -10,9 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from finetune import Trainer, add_lora, build_tokenizer, encode_examples, launch, load_config, load_examples
 from finetune.config.schema import LoraSection, ModelSection
+from finetune.data.batches import packer
 from finetune.engine.four_bits import holds_nf4, widened
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.products import unchanged_weights
 from finetune.engine.supported import own_layers
 from finetune.errors import ConfigError, ModelError
 from finetune.model.base import build_base_model
@@ -23,6 +25,9 @@ from finetune.model.quantized import (
     quantization,
     refuse_where_quantizing_is_impossible,
 )
+from finetune.training.memory_choice import MOST_TOKENS
+from finetune.training.memory_need import OptimizerNeed, copy_without_data, longest_rows, predict_peak
+from tests.diagnose.measured import peak_of
 from tests.engine.prefix_rows import random_rows
 from tests.in_process import run_script
 from tests.launches import REPOSITORY
@@ -30,6 +35,7 @@ from tests.methods.tiny_training import curve, logits_of, plain_logits, record, 
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY, write_rows
+from tests.training.test_memory_choice import choice_of, config_of, loss_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 QUANTIZED = LoraSection(quantize="nf4", r=4, alpha=6.0)
@@ -165,6 +171,32 @@ def test_the_engine_reads_four_bits_as_the_weights_that_they_stand_for(inputs, d
     assert loss == pytest.approx(expected, rel=tolerance)
     for name, gradient in gradients.items():
         assert (gradient - exact[name]).norm() <= tolerance * exact[name].norm(), name
+
+
+@needs_bitsandbytes
+@pytest.mark.trains
+@pytest.mark.parametrize("is_bf16", [False, True], ids=["fp32", "bf16"])
+def test_the_predicted_memory_of_a_step_is_the_measured_one(tmp_path, is_bf16):
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 500}
+    build_tiny(tiny_phi3_config(**sizes)).save_pretrained(tmp_path)
+    model = add_lora(load_on_cpu(ModelSection(path=str(tmp_path))), LoraSection(r=4)).train()
+    rows = longest_rows("sft", 20, 40)
+    packed = packer(share_prefixes=True)([rows[index] for index in range(20)])
+
+    def step():
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16), unchanged_weights():
+            summed_cross_entropy(model, packed).backward()
+        model.zero_grad()
+
+    step()
+    measured = peak_of(step)
+    how = {"kind": "cpu", "is_bf16": is_bf16, "accumulates": False}
+    peak = predict_peak(copy_without_data(model), packed, OptimizerNeed(0, 0), loss_of, **how)
+    predicted = peak.total - peak.parts["weights"] - peak.parts["adapter"]
+    assert predicted == pytest.approx(measured, rel=0.05)
+    tight = choice_of(config_of("training.global_batch_size=512"), kind="cuda", room=measured, model=model)
+    assert tight.why.startswith("a step needs at most")
+    assert 60 < tight.max_tokens < MOST_TOKENS
 
 
 @needs_bitsandbytes

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from finetune.config.compose import load_config
 from finetune.config.schema import Config, LoraSection
 from finetune.data.batches import loader_keys_on, packer, pad
-from finetune.engine.loss import summed_cross_entropy
+from finetune.distributed.gradients import LossFunction
+from finetune.engine.loss import Choices, summed_cross_entropy
 from finetune.model.lora import add_lora
 from finetune.runs.folder import RunFolder
 from finetune.training import memory_choice
@@ -31,6 +32,7 @@ from finetune.training.memory_need import OptimizerNeed, longest_rows, predict_p
 from finetune.training.trainer import Trainer
 from tests.in_process import Ended, run_script
 from tests.launches import REPOSITORY, run_launched
+from tests.model.variants import VARIANTS
 from tests.tiny_models import build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
 from tests.tiny_runs import write_base, write_rows
 
@@ -76,7 +78,14 @@ def test_one_size_of_micro_batches_fits_or_does_not() -> None:
     assert decide(need, 49, wish=None) == Decision(True, 300, 50)
 
 
-CONFIGS = {"phi3": tiny_phi3_config, "phi": tiny_phi_config, "gemma2": tiny_gemma2_config}
+CONFIGS = {
+    "phi3": tiny_phi3_config,
+    "phi": tiny_phi_config,
+    "gemma2": tiny_gemma2_config,
+    "phimoe": partial(VARIANTS["Phi-3.5-MoE"].config, vocab_size=64),
+}
+PADDED = ("gemma2", "phimoe")
+"""Families that the engine does not know."""
 
 
 def tiny(family: str = "phi3") -> Any:
@@ -87,13 +96,17 @@ def config_of(*words: str) -> Config:
     return load_config(["model=phi_tiny", "data=orders", "output_dir=run", *words], task="finetune_lora")
 
 
+def loss_of(choices: Choices) -> LossFunction:
+    return partial(summed_cross_entropy, choices=choices)
+
+
 def choice_of(config: Config, *, kind: str, room: int, model: Any = None, **more: Any) -> MemoryChoice:
     return choose(
         config,
         model or tiny(),
         longest=60,
-        collate=packer(share_prefixes=True),
-        loss_of=lambda choices: partial(summed_cross_entropy, choices=choices),
+        collate=more.pop("collate", packer(share_prefixes=True)),
+        loss_of=loss_of,
         kind=kind,
         is_bf16=kind == "cuda",
         is_fused=kind == "cuda",
@@ -107,7 +120,6 @@ def bytes_of_step(model: Any, num_rows: int, length: int, *, collate: Any = None
     rows = longest_rows("sft", num_rows, length)
     microbatch = (collate or packer(share_prefixes=True))([rows[index] for index in range(num_rows)])
     how = {"kind": kind, "is_bf16": kind == "cuda", "accumulates": True}
-    loss_of = lambda choices: partial(summed_cross_entropy, choices=choices)  # noqa: E731
     peak = predict_peak(memory_choice.copy_without_data(model), microbatch, OptimizerNeed(0, 0), loss_of, **how)  # type: ignore[arg-type]
     return peak.total - peak.parts["weights"] - peak.parts["adapter"]
 
@@ -128,7 +140,7 @@ def test_the_tokens_that_memory_allows_fit_and_not_many_more_would(num_rows: int
 @pytest.mark.parametrize("length", [40, 700])
 def test_what_surely_fits_is_known_without_a_trace(family: str, length: int) -> None:
     model = tiny(family)
-    collate = pad if family == "gemma2" else None
+    collate = pad if family in PADDED else None
     assert bytes_of_step(model, 2, length, collate=collate) < memory_choice._bound(model, rows=2, length=length)
 
 
@@ -169,6 +181,18 @@ def test_on_cuda_memory_limits_the_tokens_of_a_micro_batch() -> None:
     assert 60 <= tight.max_tokens < 500
     one_row = choice_of(config_of(rows), kind="cuda", room=0)
     assert (one_row.gradient_checkpointing, one_row.max_tokens) == (True, 60)
+
+
+@pytest.mark.trains
+def test_a_mixture_of_experts_is_chosen_for_too() -> None:
+    """Whichever experts the tokens take; `tests/diagnose/test_plan_memory.py` has the forecast beside a real step."""
+    model, rows = tiny("phimoe"), "training.global_batch_size=512"
+    needed = bytes_of_step(model, 4, 60, collate=pad, kind="cuda")
+    tight = choice_of(config_of(rows), kind="cuda", room=needed, model=model, collate=pad)
+    assert tight.gradient_checkpointing
+    assert "a step needs at most" in tight.why
+    assert tight.max_tokens is not None
+    assert 60 <= tight.max_tokens < MOST_TOKENS
 
 
 def test_what_cannot_be_predicted_stays_as_it_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
