@@ -311,10 +311,18 @@ def _bound(model: Any, *, rows: int, length: int) -> int:
     """
     config = bare_model(model).config
     weights = list(model.parameters())
-    features = sum(sum(weight.shape[-2:]) for weight in weights if weight.ndim > 1)
+    # A token passes through some experts of a layer, whose weights are one tensor of three dimensions.
+    times = {2: 1, 3: getattr(config, "num_experts_per_tok", 1)}
+    features = sum(times.get(weight.ndim, 1) * sum(weight.shape[-2:]) for weight in weights if weight.ndim > 1)
     scores = config.num_attention_heads * config.num_hidden_layers * length
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    return 4 * int(8 * rows * length * (features + scores) + 6 * trained)
+    return 4 * int(8 * rows * length * (features + scores) + 6 * trained + 8 * _widest_square(model))
+
+
+def _widest_square(model: Any) -> int:
+    """Return the elements of the largest matrix that DoRA makes for a layer, for however few tokens; 0 without it."""
+    adapted = (module for module in model.modules() if getattr(module, "lora_variant", None))
+    return max((max(module.in_features, module.out_features) ** 2 for module in adapted), default=0)
 
 
 class _Step:

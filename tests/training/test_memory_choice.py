@@ -28,7 +28,8 @@ from finetune.training.memory_choice import (
     choose,
     decide,
 )
-from finetune.training.memory_need import OptimizerNeed, longest_rows, predict_peak
+from finetune.training.memory_need import OptimizerNeed, longest_rows, optimizer_need, predict_peak
+from finetune.training.optim import build_optimizer
 from finetune.training.trainer import Trainer
 from tests.in_process import Ended, run_script
 from tests.launches import REPOSITORY, run_launched
@@ -96,6 +97,9 @@ def config_of(*words: str) -> Config:
     return load_config(["model=phi_tiny", "data=orders", "output_dir=run", *words], task="finetune_lora")
 
 
+NOT_COUNTED = OptimizerNeed(0, 0)
+
+
 def loss_of(choices: Choices) -> LossFunction:
     return partial(summed_cross_entropy, choices=choices)
 
@@ -116,11 +120,19 @@ def choice_of(config: Config, *, kind: str, room: int, model: Any = None, **more
     )
 
 
-def bytes_of_step(model: Any, num_rows: int, length: int, *, collate: Any = None, kind: str = "cpu") -> int:
+def bytes_of_step(
+    model: Any,
+    num_rows: int,
+    length: int,
+    *,
+    collate: Any = None,
+    kind: str = "cpu",
+    optimizer: OptimizerNeed = NOT_COUNTED,
+) -> int:
     rows = longest_rows("sft", num_rows, length)
     microbatch = (collate or packer(share_prefixes=True))([rows[index] for index in range(num_rows)])
     how = {"kind": kind, "is_bf16": kind == "cuda", "accumulates": True}
-    peak = predict_peak(memory_choice.copy_without_data(model), microbatch, OptimizerNeed(0, 0), loss_of, **how)  # type: ignore[arg-type]
+    peak = predict_peak(memory_choice.copy_without_data(model), microbatch, optimizer, loss_of, **how)  # type: ignore[arg-type]
     return peak.total - peak.parts["weights"] - peak.parts["adapter"]
 
 
@@ -142,6 +154,19 @@ def test_what_surely_fits_is_known_without_a_trace(family: str, length: int) -> 
     model = tiny(family)
     collate = pad if family in PADDED else None
     assert bytes_of_step(model, 2, length, collate=collate) < memory_choice._bound(model, rows=2, length=length)
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize(("method", "vocabulary"), [("DoRA", 64), ("full", 2000)])
+def test_what_surely_fits_does_so_for_a_few_tokens_too(method: str, vocabulary: int) -> None:
+    """Weights take the most then: copies that DoRA makes of them; gradients, the two of a tied head among them."""
+    sizes = {"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": vocabulary}
+    base = build_tiny(tiny_phi3_config(**sizes))
+    model: Any = add_lora(base, LoraSection(r=2, dora=True)) if method == "DoRA" else base
+    optimizer = build_optimizer(memory_choice.copy_without_data(model), config_of().optim)
+    need = optimizer_need(optimizer, kind="cpu")
+    assert need is not None
+    assert bytes_of_step(model, 1, 4, optimizer=need) < memory_choice._bound(model, rows=1, length=4)
 
 
 def test_a_small_model_on_a_cpu_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
