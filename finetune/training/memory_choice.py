@@ -25,7 +25,8 @@ from finetune.training.optim import build_optimizer
 if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.distributed.runtime import Runtime
-    from finetune.training.memory_trace import DeviceKind, LossOf
+    from finetune.training.memory_need import Peak
+    from finetune.training.memory_trace import LossOf
 
 _log = logging.getLogger(__name__)
 
@@ -177,60 +178,80 @@ def choose(
         room: bytes that are free on the device beside the weights.
         is_cut_settled: leave the size of micro-batches as it is configured.
     """
+    is_budgeted = kind == "cuda" and config.training.max_tokens_per_microbatch is None and not is_cut_settled
+    as_configured = _as_configured(config, world_size, is_budgeted=is_budgeted)
+    if config.training.gradient_checkpointing != "auto" and not is_budgeted:
+        return as_configured
+    if kind not in ("cpu", "cuda"):
+        return replace(as_configured, why=f"the memory of {kind} is not known")
+    rows = _longest_of(config, as_configured, longest, world_size, is_budgeted=is_budgeted)
+    usable = round(_USED_SHARE * max(0, room))
+    bound = _bound(model, rows=rows.most * rows.tokens // longest, length=longest)
+    if kind == "cpu" and bound <= usable:  # to trace a step would take seconds, in runs that take seconds
+        return replace(as_configured, why=f"a step needs less than {in_units(bound)}, of {_free(room)}")
+    predict = partial(
+        predict_peak,
+        loss_of=loss_of,
+        kind="cuda" if kind == "cuda" else "cpu",
+        is_bf16=is_bf16,
+        accumulates=True,
+        is_fused=is_fused,
+        world_size=world_size,
+    )
+    try:
+        decision = _decide_by_forecast(_Step(config, model, longest, collate, predict), rows, usable, config)
+    except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        cut = replace(as_configured, max_rows=config.training.batch_size)
+        return replace(cut, why=f"the memory of a step cannot be predicted without data ({cause})")
+    why = f"a step needs at most {in_units(decision.num_bytes)} beside the weights, of {_free(room)}"
+    if decision.num_bytes > usable:
+        why += ", so memory may run out: see `finetune plan`"
+    chosen = replace(as_configured, gradient_checkpointing=decision.is_checkpointing, why=why)
+    return replace(chosen, max_tokens=rows.budget(decision.tokens)) if is_budgeted else chosen
+
+
+class _LongestRows(NamedTuple):
+    """The micro-batches between which a run may choose: the longest rows, or pairs of them, and how many."""
+
+    tokens: int
+    """Of one row, or pair."""
+    fewest: int
+    most: int
+
+    def budget(self, tokens: int) -> int:
+        """Return the limit of tokens for all micro-batches if this many of the longest rows' tokens fit."""
+        return max(MOST_TOKENS if tokens >= self.most * self.tokens else tokens, self.tokens)
+
+
+def _as_configured(config: Config, world_size: int, *, is_budgeted: bool) -> MemoryChoice:
     training = config.training
-    wish = None if training.gradient_checkpointing == "auto" else training.gradient_checkpointing
-    is_budgeted = kind == "cuda" and training.max_tokens_per_microbatch is None and not is_cut_settled
-    as_configured = MemoryChoice(
-        gradient_checkpointing=bool(wish),
+    return MemoryChoice(
+        gradient_checkpointing=training.gradient_checkpointing is True,
         max_rows=_row_limit(config, world_size) if is_budgeted else training.batch_size,
         max_tokens=training.max_tokens_per_microbatch,
         why=_AS_CONFIGURED,
         asked=_asked(config),
     )
-    if wish is not None and not is_budgeted:
-        return as_configured
-    in_a_row = longest * (2 if training.objective == "dpo" else 1)
-    limit = training.max_tokens_per_microbatch or (MOST_TOKENS if is_budgeted else None)
+
+
+def _longest_of(
+    config: Config, as_configured: MemoryChoice, longest: int, world_size: int, *, is_budgeted: bool
+) -> _LongestRows:
+    tokens = longest * (2 if config.training.objective == "dpo" else 1)
     most = min(as_configured.max_rows, global_batch_size(config, world_size))
-    most = most if limit is None else max(1, min(most, limit // in_a_row))
-    usable = round(_USED_SHARE * max(0, room))
-    bound = _bound(model, rows=most * in_a_row // longest, length=longest)
-    if kind == "cpu" and bound <= usable:  # to trace a step would take seconds, in runs that take seconds
-        return replace(as_configured, why=f"a step needs less than {in_units(bound)}, of {_free(room)}")
-    if kind not in ("cpu", "cuda"):
-        return replace(as_configured, why=f"the memory of {kind} is not known")
-    try:
-        step = _Step(
-            config,
-            model,
-            longest,
-            collate,
-            loss_of,
-            kind="cuda" if kind == "cuda" else "cpu",
-            is_bf16=is_bf16,
-            is_fused=is_fused,
-            world_size=world_size,
-        )
-        fewest = 1 if is_budgeted else most
-        decision = decide(partial(step.need, fewest, most), usable, wish=wish)
-        if in_a_row < decision.tokens < most * in_a_row:  # see whether the line was straight
-            rows = decision.tokens // in_a_row
-            decision = decide(partial(step.need, fewest, rows), usable, wish=decision.is_checkpointing)
-    except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-        cause = f"{type(error).__name__}: {first_line(error)}"
-        cut = replace(as_configured, max_rows=training.batch_size)
-        return replace(cut, why=f"the memory of a step cannot be predicted without data ({cause})")
-    why = f"a step needs at most {in_units(decision.num_bytes)} beside the weights, of {_free(room)}"
-    if decision.num_bytes > usable:
-        why += ", so memory may run out: see `finetune plan`"
-    is_whole = decision.tokens >= most * in_a_row
-    budget = max(MOST_TOKENS if is_whole else decision.tokens, in_a_row)
-    return replace(
-        as_configured,
-        gradient_checkpointing=decision.is_checkpointing,
-        max_tokens=budget if is_budgeted else as_configured.max_tokens,
-        why=why,
-    )
+    limit = as_configured.max_tokens or (MOST_TOKENS if is_budgeted else None)
+    most = most if limit is None else max(1, min(most, limit // tokens))
+    return _LongestRows(tokens, 1 if is_budgeted else most, most)
+
+
+def _decide_by_forecast(step: _Step, rows: _LongestRows, usable: int, config: Config) -> Decision:
+    wish = config.training.gradient_checkpointing
+    decision = decide(partial(step.need, rows.fewest, rows.most), usable, wish=None if wish == "auto" else wish)
+    if not rows.tokens < decision.tokens < rows.most * rows.tokens:
+        return decision
+    most = decision.tokens // rows.tokens  # see whether the line was straight
+    return decide(partial(step.need, rows.fewest, most), usable, wish=decision.is_checkpointing)
 
 
 def agree_on_memory(
@@ -329,32 +350,14 @@ class _Step:
     """Predicts steps with micro-batches of various sizes."""
 
     def __init__(
-        self,
-        config: Config,
-        model: Any,
-        longest: int,
-        collate: Callable[[Any], Any],
-        loss_of: LossOf,
-        *,
-        kind: DeviceKind,
-        is_bf16: bool,
-        is_fused: bool,
-        world_size: int,
+        self, config: Config, model: Any, longest: int, collate: Callable[[Any], Any], predict: partial[Peak]
     ) -> None:
         self._config = config
         self._longest = longest
         self._collate = collate
         self._model = copy_without_data(model)
-        self._predict = partial(
-            predict_peak,
-            optimizer=optimizer_need(build_optimizer(self._model, config.optim), kind=kind) or OptimizerNeed(0, 0),
-            loss_of=loss_of,
-            kind=kind,
-            is_bf16=is_bf16,
-            accumulates=True,
-            is_fused=is_fused,
-            world_size=world_size,
-        )
+        optimizer = optimizer_need(build_optimizer(self._model, config.optim), kind=predict.keywords["kind"])
+        self._predict = partial(predict, optimizer=optimizer or OptimizerNeed(0, 0))
         self._is_checkpointing = False
         self._known: dict[tuple[int, bool], Size] = {}
 
