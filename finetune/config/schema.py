@@ -72,7 +72,7 @@ class ParallelSection(Section):
     step_timeout_minutes: Free[PositiveFloat] = 30.0
     """End all ranks after this time without progress in a step, a validation or a save."""
     gradient_sync: Free[Literal["auto", "flat", "ddp"]] = "auto"
-    """flat: sum all gradients once per step; ddp: let torch's DDP sum them during the backward pass; auto: flat."""
+    """flat: sum gradients once a step; ddp: torch's DDP, without a retry if memory runs out in step 1; auto: flat."""
     output_device: Free[NonNegativeInt | None] = None
     """With `gradient_sync: ddp`: index of the GPU that holds the outputs. Default: the GPU of this process."""
     find_unused_parameters: Free[bool] = False

@@ -393,3 +393,16 @@ def test_a_rank_that_runs_out_of_memory_takes_the_others_back_with_it(
     assert "rank 1" in done.stdout.splitlines()[-1] or "out of memory: DefaultCPUAllocator" in done.stdout
     assert record_of(tmp_path / "none")["status"] == "failed"
     assert "out of memory" in record_of(tmp_path / "none")["result"]["error"]
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_with_torchs_reducer_memory_that_runs_out_ends_the_run(words: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    more = [f"output_dir={run}", "parallel.gradient_sync=ddp"]
+    done = run_launched("torchrun", [SCRIPT, *words, *more], SHORT="1:40")
+    assert done.returncode != 0
+    assert "out of memory: DefaultCPUAllocator" in done.stdout
+    assert "Lower training.batch_size" in done.stdout
+    assert "which is tried again" not in done.stdout
+    assert record_of(run)["status"] == "failed"
