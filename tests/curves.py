@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -194,7 +195,7 @@ def reference_of(case: Case) -> Run:
 
 def reports_of_run(folder: Path, name: str) -> list[dict[str, Any]]:
     """What each process that trained in a run reported, in order of rank."""
-    reports = [json.loads(file.read_text()) for file in folder.glob(f"{name}.*.json")]
+    reports = [json.loads(file.read_text()) for file in folder.glob(f"{glob.escape(name)}.*.json")]
     return sorted(reports, key=lambda report: report["rank"])
 
 

@@ -308,6 +308,23 @@ def a_hung_rank(play):
 
 
 @scene
+def a_killed_rank_whose_weights_are_waited_for(play):
+    play.start("torchrun", "kill:1:3", "parallel.sharding=fsdp2")
+    assert play.end() == [1]
+    play.says(1, "training, step 3", "was killed")
+    play.has_failed("rank 1 was killed during training, step 3")
+
+
+@scene
+def a_hung_rank_whose_weights_are_waited_for(play):
+    play.start("torchrun", "hang:1:3", "parallel.sharding=fsdp2", "parallel.step_timeout_minutes=0.05")
+    assert play.end(extra_seconds=3.0) == [1]
+    # Between two layers a rank computes and waits for weights in turn, so that no message can tell which of the two.
+    play.says(1, "training, step 3", "has waited in gathering weights (forward)", "the step timeout is 3 s")
+    play.has_failed("rank 1 has waited in gathering weights (forward) during training, step 3")
+
+
+@scene
 def a_killed_launcher(play):
     play.start("torchrun", "wait:1:3").wait_for_fault()
     time.sleep(1.5)  # both ranks have said where they are

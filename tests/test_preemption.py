@@ -217,10 +217,10 @@ def while_it_loads(play):
 
 
 @scene
-def while_it_evaluates(play):
+def while_it_evaluates(play, *words):
     """One rank is told, in an evaluation that would take a minute: the other leaves it too."""
     many = f"data.path={play.inputs / 'many'}"
-    play.start("torchrun", many, "validation.validate_every=10")
+    play.start("torchrun", many, "validation.validate_every=10", *words)
     play.wait_for_step(10)
     time.sleep(1.0)
     began = time.monotonic()
@@ -230,6 +230,12 @@ def while_it_evaluates(play):
     step, ranks = play.has_stopped("SIGTERM")
     assert (step, ranks) == (10, "1"), "in the evaluation"
     assert play.events("validation") == []
+
+
+@scene
+def while_it_evaluates_with_a_sharded_base(play):
+    """The other must leave it before the same batch."""
+    while_it_evaluates(play, "parallel.sharding=fsdp2")
 
 
 @scene

@@ -77,6 +77,19 @@ class ParallelSection(Section):
     """With `gradient_sync: ddp`: index of the GPU that holds the outputs. Default: the GPU of this process."""
     find_unused_parameters: Free[bool] = False
     """With `gradient_sync: ddp`: look for parameters that get no gradient. This takes time in every step."""
+    sharding: Free[Literal["none", "fsdp2"]] = "none"
+    """fsdp2: each process keeps a part of the frozen base and gathers a layer when it is needed; LoRA only."""
+    shard_size: Free[Annotated[int, Field(ge=2)] | None] = None
+    """With `sharding: fsdp2`: processes that share one copy of the base, for example those of a node. Default: all."""
+    reshard_after_forward: Free[bool] = True
+    """With `sharding: fsdp2`: let a layer go after its forward pass and gather it again in the backward pass."""
+
+    @field_validator("shard_size")
+    @classmethod
+    def _shard_size_needs_sharding(cls, size: int | None, info: ValidationInfo) -> int | None:
+        if size is not None and info.data.get("sharding", "fsdp2") == "none":
+            raise ValueError(f"{size} needs parallel.sharding=fsdp2, which is none")
+        return size
 
 
 class ModelSection(Section):

@@ -180,7 +180,12 @@ class _EpochSampler(Sampler[list[int]]):
 
 
 class EvaluationLoader(DataLoader[Microbatch]):
-    """Loads this rank's part of a split, each row once over all ranks. `row_batches` has the rows of each batch."""
+    """Loads this rank's part of a split, each row once over all ranks.
+
+    Attributes:
+        row_batches: the rows of each batch.
+        most_batches: the number of batches of the rank that has most.
+    """
 
     def __init__(
         self,
@@ -198,6 +203,7 @@ class EvaluationLoader(DataLoader[Microbatch]):
         if keys.drop_last:
             cuts = [cut for cut in cuts if len(cut) == keys.batch_size]
         self.row_batches = cuts[rank::world_size]
+        self.most_batches = -(-len(cuts) // world_size)
         super().__init__(
             examples,  # type: ignore[arg-type]
             batch_sampler=self.row_batches,

@@ -92,6 +92,7 @@ _TPU = (
     "PJRT_DEVICE",
 )
 _PLAIN_KINDS = "Use an accelerate config file with distributed_type MULTI_GPU, MULTI_CPU or NO."
+_OWN_SHARDING = "For a model larger than one GPU, set parallel.sharding=fsdp2."
 
 WORLD_VARIABLES: tuple[str, ...] = (
     *_TORCH.names,
@@ -277,7 +278,8 @@ def _why_refused(name: str, value: str, environ: Mapping[str, str]) -> str | Non
         return None if is_plain else f"SageMaker's data parallelism ({kind}) is not supported. {_PLAIN_KINDS}"
     if name.startswith(_USE) and _is_true(value):
         engine = _ENGINES.get(name.removeprefix(_USE), name.removeprefix(_USE))
-        return f"{engine} is not supported: training would silently be plain data parallelism. {_PLAIN_KINDS}"
+        why = f"{engine} is not supported: training would silently be plain data parallelism. {_PLAIN_KINDS}"
+        return f"{why} {_OWN_SHARDING}" if engine in ("FSDP", "DeepSpeed") else why
     if name == "ACCELERATE_DYNAMO_BACKEND" and value.upper() not in ("NO", ""):
         return "finetune does not compile models. Remove --dynamo_backend, or dynamo_config from the config file."
     if name == "ACCELERATE_MIXED_PRECISION" and value.lower() in ("fp16", "fp8"):

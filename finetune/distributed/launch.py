@@ -36,6 +36,7 @@ from finetune.distributed.environment import (
 from finetune.distributed.local_spawn import run_as_processes
 from finetune.distributed.precision import deterministic_algorithms
 from finetune.distributed.runtime import Runtime, forget_accelerate
+from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
 from finetune.engine.fused import switch_fused
 from finetune.errors import ConfigError, LaunchError
 from finetune.fallbacks import Fallback, Fallbacks
@@ -76,6 +77,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     configure_logs(environment.rank, level=level, num_processes=started)
     fallbacks = Fallbacks(strict=config.strict)
     if trains:
+        refuse_what_is_not_sharded(config)
         RunFolder(config.output_dir).check(config.resume)
     _check_wish(config, environment, fallbacks)
     environment = replace(
@@ -150,8 +152,24 @@ def _check_world(config: Config, runtime: Runtime, *, trains: bool) -> None:
     runtime.refuse_differences("the configuration", digest)
     _record_other_device(wished_device(config), runtime)
     _record_output_device(config, runtime)
+    if trains:
+        _check_sharding(config, runtime)
     if trains and runtime.is_main_process:
         refuse_missing_trackers(config)
+
+
+def _check_sharding(config: Config, runtime: Runtime) -> None:
+    """Record that one process keeps all weights, or refuse a shard size that does not divide the world.
+
+    Raises:
+        LaunchError: see `refuse_uneven_shards`.
+    """
+    if config.parallel.sharding != "none" and not runtime.context.distributed:
+        why = "one process has no other to share the weights with; start several, or drop the key"
+        fallback = Fallback(what="parallel.sharding", wanted="fsdp2", used="none", why=why)
+        runtime.fallbacks.take(fallback)
+    elif runtime.shard_size is not None:
+        refuse_uneven_shards(config, runtime.world_size)
 
 
 def _record_other_device(wish: str | None, runtime: Runtime) -> None:
@@ -201,7 +219,7 @@ def _record_output_device(config: Config, runtime: Runtime) -> None:
     index = config.parallel.output_device
     if index is None:
         return
-    if runtime.device.type != "cuda" or not runtime.needs_even_shares:
+    if runtime.device.type != "cuda" or not runtime.uses_reducer:
         why = "only parallel.gradient_sync=ddp with several processes on GPUs uses it; drop the key"
         fallback = Fallback(what="parallel.output_device", wanted=str(index), used=str(runtime.device), why=why)
         runtime.fallbacks.take(fallback)

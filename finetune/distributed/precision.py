@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -47,9 +47,16 @@ def convert_weights(model: torch.nn.Module, precision: Precision, device: torch.
             copied, so that no weight stays mapped from a file that may change under the run. None: weights stay
             where they are.
     """
+    convert_parameters(model.parameters(), precision, device)
+
+
+def convert_parameters(
+    parameters: Iterable[torch.nn.Parameter], precision: Precision, device: torch.device | None = None
+) -> None:
+    """Do as `convert_weights`, for some weights of a model."""
     frozen = torch.bfloat16 if precision == "bf16" else torch.float32
     is_copied = device is not None and device.type == "cpu"
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.is_floating_point():
             dtype = torch.float32 if parameter.requires_grad else frozen
             parameter.data = parameter.data.to(parameter.device if device is None else device, dtype, copy=is_copied)

@@ -32,6 +32,7 @@ from finetune.distributed.environment import GLOO_INTERFACE_VARIABLE, LaunchEnvi
 from finetune.distributed.gradients import LossFunction, Reducer, gradient_norm, sum_flat
 from finetune.distributed.guardian.faults import ranks_in_words
 from finetune.distributed.precision import choose_precision, convert_weights, has_bf16
+from finetune.distributed.sharding import ShardedModel
 from finetune.distributed.watchdog import Watchdog, WatchedRank
 from finetune.errors import FinetuneError, LaunchError, PeerFailedError, PreemptedError, RunFailedError, first_line
 from finetune.fallbacks import Fallbacks
@@ -74,6 +75,7 @@ class Runtime:
         self._failed_beside: tuple[BaseException, str] | None = None
         self._closing: list[Callable[[BaseException | None], None]] = []
         self._reducer: Reducer | None = None
+        self._sharded: ShardedModel | None = None
         self._watchdog: Watchdog | None = None
         self._named: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self._phase = ExitStack()
@@ -137,6 +139,22 @@ class Runtime:
         """
         convert_weights(model, self.precision, self.device)
         self._accelerator.prepare_model(model, evaluation_mode=True)
+        self._copy_trained_from_main(model)
+
+    def shard(self, model: torch.nn.Module) -> None:
+        """Do as `place`, and share the frozen weights out among the ranks (`parallel.sharding`); see `ShardedModel`.
+
+        From here on `forward` and `loss` are the only ways through the model. Collective.
+        """
+        assert self.shard_size is not None
+        with self._collective("sharding the model"):
+            self._sharded = ShardedModel(
+                model, self._parallel, precision=self.precision, device=self.device, world_size=self.world_size
+            )
+        self._copy_trained_from_main(model)
+        _log.info("the frozen weights are shared out among %d processes, layer by layer", self.shard_size)
+
+    def _copy_trained_from_main(self, model: torch.nn.Module) -> None:
         if self.context.distributed:
             with self._collective("copying rank 0's weights"):
                 for parameter in model.parameters():
@@ -154,25 +172,62 @@ class Runtime:
         return context
 
     @property
-    def needs_even_shares(self) -> bool:
-        """Whether every rank needs the same number of micro-batches (`parallel.gradient_sync=ddp`)."""
+    def uses_reducer(self) -> bool:
+        """Whether torch's reducer sums the gradients (`parallel.gradient_sync=ddp`)."""
         return self._parallel.gradient_sync == "ddp" and self.context.distributed
+
+    @property
+    def shard_size(self) -> int | None:
+        """Number of processes that share one copy of the frozen weights; None: each has a copy of its own."""
+        if self._parallel.sharding == "none" or not self.context.distributed:
+            return None
+        return self._parallel.shard_size or self.world_size
+
+    @property
+    def gathered_bytes(self) -> int:
+        """See `ShardedModel`; 0 where nothing is sharded."""
+        return 0 if self._sharded is None else self._sharded.gathered_bytes
+
+    @property
+    def needs_even_shares(self) -> bool:
+        """Whether every rank needs the same number of micro-batches: torch's reducer and sharded weights do."""
+        return self.uses_reducer or self.shard_size is not None
+
+    def forward(
+        self, compute: Callable[[torch.nn.Module, Any], Value], model: torch.nn.Module, microbatch: Any
+    ) -> Value:
+        """Compute something of a micro-batch in the run's precision.
+
+        Collective if the model is sharded: every rank, equally often.
+
+        Args:
+            compute: a function of the model and the micro-batch.
+            model: placed, or sharded.
+            microbatch: on any device.
+        """
+        there = microbatch.to(self.device)
+        with self.autocast():
+            if self._sharded is None:
+                return compute(model, there)
+            with self._gathering("forward"):
+                return self._sharded.forward(compute, there)
 
     def loss(self, compute: LossFunction, model: torch.nn.Module, microbatch: Any, *, is_last: bool) -> torch.Tensor:
         """Compute a micro-batch's loss in the run's precision.
 
-        Collective with `parallel.gradient_sync=ddp`: every rank, equally often in a step.
+        Collective if `needs_even_shares`: every rank, equally often in a step.
 
         Args:
             compute: (model, micro-batch) to the loss.
-            model: placed.
+            model: placed, or sharded.
             microbatch: on the CPU or on this rank's device.
             is_last: whether it is the step's last, whose backward pass may sync the gradients.
         """
+        if not self.uses_reducer:
+            with self._named("forward"):
+                return self.forward(compute, model, microbatch)
         there = microbatch.to(self.device)
         with self._named("forward"), self.autocast():
-            if not self.needs_even_shares:
-                return compute(model, there)
             if self._reducer is None or self._reducer.model is not model:
                 wish = self._parallel
                 with self._collective("making torch's reducer"):
@@ -188,15 +243,19 @@ class Runtime:
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Add a loss's gradients to this rank's own; `sync_gradients` sums them over ranks.
 
-        Collective with `parallel.gradient_sync=ddp`, where the step's last backward pass sums them.
+        Collective if the weights are sharded; and with `parallel.gradient_sync=ddp`, where the step's last backward
+        pass sums them.
 
         Args:
             loss: of a micro-batch.
             is_last: whether it is the step's last.
         """
-        is_shared = is_last and self._reducer is not None
-        # Without a range of its own and a wait before: this rank computes in the block too.
-        waiting = self._collective("backward", is_named=False, waits_before=False) if is_shared else nullcontext()
+        waiting: AbstractContextManager[None] = nullcontext()
+        if self._sharded is not None:
+            waiting = self._gathering("backward")
+        elif is_last and self._reducer is not None:
+            # Without a range of its own and a wait before: this rank computes in the block too.
+            waiting = self._collective("backward", is_named=False, waits_before=False)
         with self._named("backward"), waiting:
             self._accelerator.backward(loss)
 
@@ -376,13 +435,16 @@ class Runtime:
         return told_to_stop() is not None
 
     def is_anyone_told_to_stop(self) -> bool:
-        """Whether any rank was told to stop, in a phase of many batches without a collective. Not a collective itself.
+        """Whether any rank was told to stop, in a phase of many batches without a collective.
 
-        A rank that was told to stop passes it on through the store of the rendezvous, where the others look twice a
-        second. In a group that others made there is no store: False, on the rank that was told too.
+        Not a collective itself, unless the weights are sharded: then all ranks must leave before the same batch.
+        Otherwise a rank that was told to stop passes it on through the store of the rendezvous, where the others look
+        twice a second. In a group that others made there is no store: False, on the rank that was told too.
         """
         if not self.context.distributed:
             return self.is_told_to_stop
+        if self._sharded is not None:
+            return bool(sum(self.sum([float(self.is_told_to_stop)])))
         store, now = rendezvous_store(), time.monotonic()
         if store is None or (now < self._next_look and not self.is_told_to_stop):
             return False
@@ -423,7 +485,7 @@ class Runtime:
                     error.is_reported_elsewhere = watchdog.is_reported_elsewhere
                 watchdog.close()
             # What refers to a group keeps its threads, and a process that ends with them is aborted now and then.
-            self._reducer = self._hosts = None
+            self._reducer = self._sharded = self._hosts = None
             self._accelerator.free_memory()
 
     def _end_what_was_opened(self, error: BaseException | None) -> None:
@@ -486,6 +548,11 @@ class Runtime:
             _log.debug("%s: %s", what, error)
             message = f"another rank left during {what}: {error}" if fault is None else str(fault)
             raise RunFailedError(message, fault=fault) from error
+
+    def _gathering(self, what: str) -> AbstractContextManager[None]:
+        """A block in which this rank computes and gathers weights, so that it has no range and no wait of its own."""
+        what = f"gathering weights ({what})"
+        return self._collective(what, is_named=False, waits_before=False, waits_after=False)
 
     def _compare_worlds(self) -> None:
         theirs = self._accelerator

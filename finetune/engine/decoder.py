@@ -93,6 +93,9 @@ FAMILIES = {
     "llama": Family(),
 }
 """By transformers' `model_type`."""
+ENTER = "enter_layer"
+"""The name of a method that a layer may have, from (compute, h) to compute(h). The engine does not call layers, so that
+what hooks would do around a call, such as gathering a layer's weights, is done by this method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +166,7 @@ class Decoder:
             last = self._modules.layers[-1]
             for modules in self._modules.layers:
                 layer = partial(self._layer, modules, tokens=there if modules is last else everywhere)
+                layer = partial(getattr(modules, ENTER), layer) if hasattr(modules, ENTER) else layer
                 h = checkpoint(layer, h, use_reentrant=False) if self._checkpoint_layers else layer(h)
             return _normalize(self._modules.get_submodule(self._family.final_norm), h)
 

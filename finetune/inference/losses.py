@@ -1,9 +1,9 @@
-"""Measure losses over a loader. No collective inside: the caller adds them over ranks."""
+"""Measure losses over a loader. The caller adds them over ranks; inside, only sharded weights make a collective."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from finetune.data.batches import EvaluationLoader
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import cross_entropy_per_target
-from finetune.engine.microbatch import Microbatch
+from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
 from finetune.engine.reference import in_float64
 from finetune.model.base import evaluation_mode
 
@@ -65,8 +65,7 @@ def measure_losses(runtime: Runtime, model: torch.nn.Module, microbatch: Microba
         microbatch: on any device.
     """
     there = microbatch.to(runtime.device)
-    with runtime.autocast():
-        nats = in_float64(cross_entropy_per_target(model, there))
+    nats = in_float64(runtime.forward(cross_entropy_per_target, model, there))
     owner, rows = there.target_row.to(nats.device), there.num_rows
     per_row = torch.zeros(rows, dtype=torch.float64, device=nats.device).index_add_(0, owner, nats)
     return MicrobatchLosses(nats.sum(), per_row, torch.bincount(owner, minlength=rows))
@@ -89,7 +88,7 @@ def sum_losses(
     """
     totals = [0.0] * (len(LossSums._fields) - 1)
     with evaluation_mode(model):
-        for microbatch in loader:
+        for microbatch in in_even_rounds(runtime, loader):
             if is_to_stop():
                 return LossSums(num_cut_short=1.0)
             total, nats, counts = measure_losses(runtime, model, microbatch)
@@ -97,3 +96,10 @@ def sum_losses(
             batch = (total, counts.sum(), (counts > 0).sum(), means.sum(), (means**2).sum())
             totals = [total + float(value) for total, value in zip(totals, batch, strict=True)]
     return LossSums(*totals)
+
+
+def in_even_rounds(runtime: Runtime, loader: EvaluationLoader) -> Iterator[Microbatch]:
+    """Yield this rank's micro-batches, and then empty ones where all ranks must compute equally often."""
+    yield from loader
+    if runtime.needs_even_shares:
+        yield from [EMPTY_MICROBATCH] * (loader.most_batches - len(loader.row_batches))

@@ -44,6 +44,8 @@ class RunRecord:
         global_batch: Mapping[str, Any],
         fallbacks: list[dict[str, str]],
         fingerprints: Mapping[str, str],
+        sharding: str = "none",
+        shard_size: int | None = None,
         started_with: Mapping[str, Any] | None = None,
         resume_changes: Sequence[Mapping[str, str]] = (),
     ) -> None:
@@ -58,6 +60,8 @@ class RunRecord:
             global_batch: the parts of the global batch, by name.
             fallbacks: the result of `Fallbacks.as_records`.
             fingerprints: digests by name, for example of the data and the configuration.
+            sharding: how frozen weights are shared out among the processes, `none` or `fsdp2`.
+            shard_size: processes that share one copy of them; None: each has its own.
             started_with: the values with which `training.resume` compares the next start.
             resume_changes: changes that `resume.allow` let through; added to those of earlier starts.
 
@@ -77,6 +81,8 @@ class RunRecord:
             "launcher": launcher,
             "backend": backend,
             "threads": dict(threads),
+            "sharding": sharding,
+            "shard_size": shard_size,
             "global_batch": dict(global_batch),
             "fallbacks": fallbacks,
             "versions": read_versions(),

@@ -51,7 +51,7 @@ class Journal:
     Args:
         config: the whole run.
         fallbacks: recorded in run.json.
-        world: world_size, processes_started, launcher, backend and threads.
+        world: world_size, processes_started, launcher, backend, threads, sharding and shard_size.
         global_batch: the parts of the global batch size.
         fingerprints: digests of data, template and configuration.
 

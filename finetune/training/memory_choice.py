@@ -270,7 +270,8 @@ def agree_on_memory(
         recorded: on the main process, the choice in run.json if the run resumes; empty if it recorded none.
         choose_for: makes a choice, given the bytes that are free, and whether the size of micro-batches stays.
     """
-    room = int(runtime.least(free_memory(runtime.device, num_sharing=runtime.environment.local_world_size)))
+    free = free_memory(runtime.device, num_sharing=runtime.environment.local_world_size)
+    room = int(runtime.least(free - runtime.gathered_bytes))
     choice: MemoryChoice | None = None
     with runtime.failing_together("choosing by memory"):
         if runtime.is_main_process:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from finetune.engine.loss import BY_DEVICE, Choices, before_head, cross_entropy_
 from finetune.engine.loss_head import head_loss_per_target, summed_head_loss
 from finetune.engine.microbatch import Microbatch
 from finetune.engine.reference import in_float64
-from finetune.inference.losses import LossSums
+from finetune.inference.losses import LossSums, in_even_rounds
 from finetune.model.base import evaluation_mode
 
 
@@ -141,13 +142,12 @@ def sum_preference_losses(
     Once a rank was told to stop, the evaluation is cut short and the figures are zero.
     """
     totals, figures = [0.0] * 4, [0.0] * len(FIGURES)
-    each: Any = loader  # yields `PreferenceMicrobatch`, which its type does not say
+    each: Any = in_even_rounds(runtime, loader)  # yields `PreferenceMicrobatch`, which its type does not say
     with evaluation_mode(model):
         for microbatch in each:
             if runtime.is_anyone_told_to_stop():
                 return LossSums(num_cut_short=1.0), [0.0] * len(FIGURES)
-            with runtime.autocast():
-                outcomes = measure_preferences(model, microbatch.to(runtime.device), beta=beta)
+            outcomes = runtime.forward(partial(measure_preferences, beta=beta), model, microbatch)
             losses = outcomes.losses
             value, *more = outcomes.sums().tolist()
             added = (value, float(len(losses)), value, float((losses**2).sum()))

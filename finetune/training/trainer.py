@@ -17,6 +17,7 @@ from finetune.config.compose import resolved_yaml
 from finetune.data.batches import Collate, EvaluationLoader, TrainLoader
 from finetune.data.encoded import EncodedSplits
 from finetune.distributed.gradients import LossFunction
+from finetune.distributed.precision import convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
 from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
@@ -43,6 +44,7 @@ from finetune.training.keeping import log_disk_need, publish_best
 from finetune.training.loaders import build_loaders, global_batch_size, log_batches, log_share
 from finetune.training.loop import Actions, Cadence, run_loop
 from finetune.training.memory_choice import MemoryChoice, agree_on_memory, choose, masks_follow_the_cut
+from finetune.training.memory_need import copy_without_data
 from finetune.training.optim import build_optimizer, learning_rate_at, warn_of_long_warmup
 from finetune.training.preemption import preempted_in_test, preempted_in_training
 from finetune.training.profiling import StepProfiler
@@ -57,6 +59,12 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config
 
 _log = logging.getLogger(__name__)
+_NO_TEST_PHASE = Fallback(
+    what="testing",
+    wanted="the test phase",
+    used="none",
+    why="rank 0 cannot measure a sharded model alone; after the run: finetune evaluate RUN",
+)
 
 
 class TrainingResults(NamedTuple):
@@ -116,15 +124,24 @@ class Trainer:
         runtime.agree_set_up()
         runtime.refuse_differences("the data", "/".join(split.fingerprint for split in named_splits(splits).values()))
         runtime.fit_threads(model)
+        if runtime.shard_size is not None and splits.test is not None:
+            runtime.fallbacks.take(_NO_TEST_PHASE)
         self._on_main(self._open_journal, "opening the run's folder")
         if self._has_base_of_its_own and config.resume == "auto":
             # A resumed run keeps the random weights it began with, whatever its seed is now.
             with runtime.failing_together("reading the base model"):
                 load_model(without_adapter(model), RunFolder(config.output_dir).base)
-        runtime.place(model)
+        if runtime.shard_size is None:
+            runtime.place(model)
         if config.training.neftune_alpha:
             add_embedding_noise(model, config.training.neftune_alpha)
         self._collate = self.collation_of(agree_on_forward(runtime, config.training, model).collate)
+        self._measured = model
+        """The model whose memory is measured, on copies of it: a sharded one cannot be copied."""
+        if runtime.shard_size is not None:
+            self._measured = copy_without_data(model)
+            convert_weights(self._measured, runtime.precision)
+            runtime.shard(model)
         recorded = None if self.journal is None else self.journal.recorded_memory()
         self._memory = agree_on_memory(runtime, config, recorded, self._choose_by_memory)
         if self._memory.gradient_checkpointing:
@@ -224,13 +241,14 @@ class Trainer:
     def run_test(self, test_loader: EvaluationLoader | None) -> Comparison | None:
         """Measure the published weights, and the base, on the test split; print the table. Rank 0 alone.
 
-        No collective inside: all ranks may call it, or rank 0 by itself; the others return None.
+        No collective inside: all ranks may call it, or rank 0 by itself; the others return None. So does rank 0 if the
+        weights are sharded, since it cannot compute alone.
 
         Raises:
             PreemptedError: this process was told to stop; a resumed run measures again.
         """
         self.runtime.at("testing", timed=False)  # no rank waits for rank 0 here
-        if self.journal is None or test_loader is None:
+        if self.journal is None or test_loader is None or self.runtime.shard_size is not None:
             return None
         with preempted_in_test(self.runtime):
             _log.info("Starting testing phase...")
@@ -254,7 +272,7 @@ class Trainer:
     def _choose_by_memory(self, room: int, is_cut_settled: bool) -> MemoryChoice:
         return choose(
             self.config,
-            self.model,
+            self._measured,
             longest=int(self.splits.train.lengths.max()),
             collate=self._collate,
             loss_of=partial(self.loss_of, self.config),
@@ -283,6 +301,8 @@ class Trainer:
                 "launcher": environment.launcher,
                 "backend": self.runtime.backend,
                 "threads": self.runtime.threads,
+                "sharding": "none" if self.runtime.shard_size is None else self.config.parallel.sharding,
+                "shard_size": self.runtime.shard_size,
             },
             global_batch={
                 "global_batch_size": self.global_batch_size,

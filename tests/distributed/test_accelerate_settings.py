@@ -37,7 +37,7 @@ def test_wishes_of_accelerate_are_read():
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ("ACCELERATE_USE_FSDP=true", "FSDP is not supported"),
+        ("ACCELERATE_USE_FSDP=true", "set parallel.sharding=fsdp2"),
         ("ACCELERATE_USE_DEEPSPEED=true", "DeepSpeed is not supported"),
         ("ACCELERATE_USE_MEGATRON_LM=true", "Megatron-LM is not supported"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG=true", "parallelism_config is not supported"),

@@ -1,0 +1,181 @@
+"""Share the frozen weights of a model out among the ranks, with torch's FSDP2 (`fully_shard`).
+
+Each rank keeps a part of every frozen weight. A layer's weights are gathered when the ranks come to it, and let go
+behind it. The trained weights stay whole on every rank, and so do their gradients and the optimizer: a sharded run has
+the bytes of an unsharded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from finetune.distributed.precision import Precision, convert_parameters
+from finetune.engine.decoder import ENTER, bare_model
+from finetune.errors import ConfigError, LaunchError, ModelError, RunFailedError
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config, ParallelSection
+
+Value = TypeVar("Value")
+
+_NOT_YET = {
+    "training.method": ("full", "lora"),
+    "lora.quantize": ("nf4", "none"),
+    "parallel.gradient_sync": ("ddp", "flat"),
+}
+"""By key: the value with which nothing is sharded yet, and what to set instead."""
+
+
+def refuse_what_is_not_sharded(config: Config) -> None:
+    """Refuse a configuration that `ShardedModel` does not suit, before anything is loaded.
+
+    Raises:
+        ConfigError: names the keys.
+    """
+    if config.parallel.sharding == "none":
+        return
+    for key, (refused, instead) in _NOT_YET.items():
+        section, _, name = key.partition(".")
+        if getattr(getattr(config, section), name) == refused:
+            raise ConfigError(
+                f"parallel.sharding is fsdp2 ({config.origin('parallel.sharding')}), but {key} is {refused} "
+                f"({config.origin(key)}), which is not sharded yet. Set {key}={instead}, or parallel.sharding=none."
+            )
+
+
+def refuse_uneven_shards(config: Config, world_size: int) -> None:
+    """Refuse a shard size that does not divide the world.
+
+    Raises:
+        LaunchError: names both.
+    """
+    size = config.parallel.shard_size
+    if size is not None and world_size % size:
+        raise LaunchError(
+            f"parallel.shard_size is {size} ({config.origin('parallel.shard_size')}), which does not divide the world "
+            f"of {world_size} processes. Leave the key out to share the weights among all of them, or give a divisor."
+        )
+
+
+class ShardedModel:
+    """A model whose frozen weights lie in parts on the ranks.
+
+    Its layers are cast, moved and sharded one after the other, so that a rank never holds all of them on its device.
+
+    Collective: every rank makes one of the same model.
+
+    Args:
+        model: a PEFT model for which the forward is chosen: FSDP2's hooks would make the engine refuse it.
+        parallel: `shard_size` and `reshard_after_forward`.
+        precision: of the run.
+        device: of this rank.
+        world_size: processes that train together.
+
+    Attributes:
+        gathered_bytes: the most that gathered weights take on a rank beside its own part of them.
+
+    Raises:
+        ModelError: the model has no list of layers.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parallel: ParallelSection,
+        *,
+        precision: Precision,
+        device: torch.device,
+        world_size: int,
+    ) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+        layers = _layers(model)
+        others = _parameters_outside(layers, model)
+        trained = {weight for weight in model.parameters() if weight.requires_grad}
+        size = parallel.shard_size or world_size
+        copies, names = world_size // size, ("copies", "shards")
+        sizes = (size,) if copies == 1 else (copies, size)
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names[-len(sizes) :])
+
+        def shard(module: torch.nn.Module, weights: list[torch.nn.Parameter], *, lets_go: bool) -> int:
+            """Shard the frozen ones of these weights; return their bytes. Whole, they are freed on return."""
+            convert_parameters(weights, precision, device)
+            whole = sum(weight.nbytes for weight in weights if weight not in trained)
+            fully_shard(module, mesh=mesh, ignored_params=trained, reshard_after_forward=lets_go)
+            return whole
+
+        num_bytes = []
+        for layer in layers:
+            num_bytes.append(shard(layer, list(layer.parameters()), lets_go=parallel.reshard_after_forward))
+            setattr(layer, ENTER, _call)
+            register_fsdp_forward_method(layer, ENTER)
+        root = _Root(model)
+        # The backward pass begins with the root's weights, so that they stay until then.
+        of_root = shard(root, others, lets_go=False)
+        num_at_once = 2 if parallel.reshard_after_forward else len(layers)  # one layer is gathered ahead
+        self.gathered_bytes = of_root + sum(sorted(num_bytes)[-num_at_once:])
+        self._root: Any = root
+        self._units: list[Any] = [*layers, root]
+        self._is_entered = False
+        bare_model(model).get_decoder().register_forward_pre_hook(self._refuse_outside)
+
+    def forward(self, compute: Callable[[torch.nn.Module, Any], Value], microbatch: Any) -> Value:
+        """Compute something of the model and a micro-batch. Collective: every rank, equally often.
+
+        Args:
+            compute: a function of the model and the micro-batch, which may run the model more than once.
+            microbatch: on this rank's device.
+        """
+        self._is_entered = True
+        try:
+            result: Value = self._root(compute, microbatch)
+        finally:
+            self._is_entered = False
+        if not torch.is_grad_enabled():
+            # No backward pass lets the weights go. `state_dict` would, but on the rank that saves alone, and then the
+            # ranks no longer gather the same.
+            for unit in self._units:
+                unit.reshard()
+        return result
+
+    def _refuse_outside(self, *_: object) -> None:
+        """Say what to do instead of failing on a part of a weight, or waiting for ranks that never come."""
+        if not self._is_entered:
+            raise RunFailedError(
+                "the weights of this model lie in parts on all ranks (parallel.sharding=fsdp2), so that it cannot be "
+                "called by itself. Load the finished run instead: finetune evaluate, finetune generate."
+            )
+
+
+class _Root(torch.nn.Module):
+    """The module that holds what lies outside of the layers: all that a run computes is a forward of it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[torch.nn.Module, Any], Any], microbatch: Any) -> Any:
+        return compute(self.model, microbatch)
+
+
+def _call(compute: Callable[[torch.Tensor], torch.Tensor], h: torch.Tensor) -> torch.Tensor:
+    return compute(h)
+
+
+def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    decoder = bare_model(model).get_decoder()
+    if not isinstance(getattr(decoder, "layers", None), torch.nn.ModuleList):
+        raise ModelError(
+            f"a {type(decoder).__name__} has no list of layers, by which parallel.sharding=fsdp2 shares out a model. "
+            "Set parallel.sharding=none."
+        )
+    return list(decoder.layers)
+
+
+def _parameters_outside(layers: Iterable[torch.nn.Module], model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    inside = {weight for layer in layers for weight in layer.parameters()}
+    return [weight for weight in model.parameters() if weight not in inside]

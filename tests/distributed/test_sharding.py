@@ -1,0 +1,184 @@
+"""A run with a sharded base writes the bytes of a run in the same world that is not sharded."""
+
+import json
+import shutil
+
+import pytest
+from torch.distributed.tensor import DTensor
+
+from finetune.config.compose import load_config
+from finetune.distributed.launch import launch
+from finetune.distributed.sharding import refuse_uneven_shards
+from finetune.engine.microbatch import EMPTY_MICROBATCH
+from finetune.errors import ConfigError, LaunchError, RunFailedError
+from finetune.runs.folder import RunFolder
+from finetune.training.train import build_trainer
+from tests.curves import Case, assert_one_world, reports_of_run, run_and_report, run_words
+from tests.launches import LAUNCHERS
+
+SHARDED = "parallel.sharding=fsdp2"
+CHECKPOINTED = "training.gradient_checkpointing=true"
+REFERENCE = "training.kernels=reference"
+PLAIN = Case(2)
+"""In the last step of an epoch, one of two ranks has no micro-batch."""
+CASES = {
+    "a rank without micro-batches": Case(8),
+    "dropout, checkpointing, bf16": Case(2, 0.1, words=("training.precision=bf16", CHECKPOINTED)),
+    "the model's own forward": Case(2, words=(REFERENCE,)),
+    "the model's own forward, checkpointing": Case(2, 0.1, words=(REFERENCE, CHECKPOINTED)),
+    "layers that are kept": Case(3, words=("parallel.reshard_after_forward=false",)),
+    "DoRA": Case(2, words=("lora.dora=true",)),
+    "PiSSA": Case(2, words=("lora.init=pissa",)),
+    "new tokens": Case(2, words=("lora.new_tokens=[<one>, <two>]",)),
+    "noise": Case(2, words=("training.neftune_alpha=5",)),
+}
+RECIPE = [f"{__name__}:train_and_look"]
+
+
+def train_and_look(words: list[str]) -> None:
+    """Train as ever; a sharded run then looks at its weights and calls the model by itself."""
+    config = load_config(words, task="finetune_lora")
+    with launch(config) as runtime:
+        trainer = build_trainer(runtime, config)
+        train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
+        trainer.run_training(train_loader, val_loader)
+        trainer.run_test(test_loader)
+        if runtime.shard_size is None:
+            return
+        kept = {name: weight for name, weight in trainer.model.named_parameters() if isinstance(weight, DTensor)}
+        frozen = {name for name, weight in trainer.model.named_parameters() if not weight.requires_grad}
+        assert set(kept) == frozen
+        for name, weight in kept.items():
+            assert weight.to_local().shape[0] == -(-len(weight) // runtime.shard_size), name
+        with pytest.raises(RunFailedError, match=r"cannot be called by itself"):
+            trainer.model(input_ids=EMPTY_MICROBATCH.input_ids)
+
+
+def sharded(case, *words):
+    return case._replace(words=(*case.words, SHARDED, *words))
+
+
+def train_both_ways(folder, cases, *words, launcher="torchrun", rows=()):
+    """Train each case with and without shards in one launch; return the folders in pairs."""
+    pairs = [(case, sharded(case, *words)) for case in cases]
+    every = [case for pair in pairs for case in pair]
+    run_and_report(LAUNCHERS[launcher], folder, every, "checkpoint.save_every=2", *rows, recipe=RECIPE)
+    for _, other in pairs:
+        assert_one_world(reports_of_run(folder, other.name), 4 if launcher == "torchrun_4" else 2)
+    return [(folder / case.name, folder / other.name) for case, other in pairs]
+
+
+def assert_same_bytes(one, other):
+    files = sorted(path.relative_to(one) for path in one.rglob("*.safetensors") if "base" not in path.parts)
+    assert sum("checkpoints" in path.parts for path in files) >= 2 * 2, "adapters and optimizers"
+    assert [path for path in files if (one / path).read_bytes() != (other / path).read_bytes()] == []
+    for name in ("loss", "grad_norm"):
+        assert figures(one, name) == figures(other, name) != []
+
+
+def figures(folder, name):
+    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [event[name] for event in events if name in event and event["event"] in ("step", "validation")]
+
+
+def record(folder):
+    return json.loads((folder / "run.json").read_text())
+
+
+@pytest.mark.launch
+@pytest.mark.promise
+def test_a_sharded_run_has_the_bytes_of_one_that_is_not(tmp_path):
+    ((whole, shards),) = train_both_ways(tmp_path, [PLAIN])
+    assert_same_bytes(whole, shards)
+    assert (record(whole)["sharding"], record(whole)["shard_size"]) == ("none", None)
+    assert (record(shards)["sharding"], record(shards)["shard_size"]) == ("fsdp2", 2)
+    assert record(shards)["status"] == "completed"
+    (fallback,) = record(shards)["fallbacks"]
+    assert fallback["what"] == "testing"
+    assert "finetune evaluate RUN" in fallback["why"]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sharded")
+    return dict(zip(CASES, train_both_ways(folder, CASES.values()), strict=True))
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_so_has_every_kind_of_adapter_and_forward(pairs, name):
+    assert_same_bytes(*pairs[name])
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_two_nodes_of_two_keep_a_copy_each(tmp_path):
+    cases = [PLAIN, Case(8)]
+    for whole, shards in train_both_ways(tmp_path, cases, "parallel.shard_size=2", launcher="torchrun_4"):
+        assert_same_bytes(whole, shards)
+        assert record(shards)["shard_size"] == 2
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_pairs_of_answers_are_compared_with_the_sharded_base(tmp_path):
+    (tmp_path / "pairs").mkdir()
+    for split, count in (("train", 18), ("validation", 5)):
+        rows = [{"prompt": f"{split} {n}?", "chosen": "yes " * (n % 3 + 1), "rejected": "no"} for n in range(count)]
+        (tmp_path / "pairs" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["training.objective=dpo", f"data.path={tmp_path / 'pairs'}"]
+    cases = [PLAIN, Case(8), Case(2, words=(REFERENCE, CHECKPOINTED))]
+    for whole, shards in train_both_ways(tmp_path, cases, rows=words):
+        assert_same_bytes(whole, shards)
+        assert figures(whole, "reward_margin") == figures(shards, "reward_margin") != []
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_a_run_goes_on_with_shards_and_without(tmp_path):
+    ((whole, shards),) = train_both_ways(tmp_path, [PLAIN])
+    gone_on = tmp_path / "on"
+    goings = {Case(2, words=("resume=auto",)): shards, sharded(Case(2, words=("resume=auto",))): whole}
+    for case, begun in goings.items():
+        shutil.copytree(begun, gone_on / case.name)
+        folder = RunFolder(gone_on / case.name)
+        for step in folder.checkpoint_steps():
+            if step > 4:
+                shutil.rmtree(folder.checkpoint(step))
+        shutil.rmtree(folder.adapter)
+    run_and_report(LAUNCHERS["torchrun"], gone_on, list(goings), "checkpoint.save_every=2", recipe=RECIPE)
+    for case in goings:
+        assert_same_bytes(whole, gone_on / case.name)
+        assert len(record(gone_on / case.name)["starts"]) == 2
+
+
+@pytest.mark.parametrize("word", ["training.method=full", "lora.quantize=nf4", "parallel.gradient_sync=ddp"])
+def test_what_is_not_sharded_yet_is_refused_before_anything_is_loaded(tmp_path, word):
+    config = load_config([*run_words(tmp_path / "run"), SHARDED, word])
+    key, _, value = word.partition("=")
+    with pytest.raises(ConfigError, match=f"{key} is {value} .*not sharded yet"), launch(config):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_shard_size_must_divide_the_world_and_needs_shards(tmp_path):
+    config = load_config([*run_words(tmp_path / "run"), SHARDED, "parallel.shard_size=3"])
+    refuse_uneven_shards(config, 6)
+    with pytest.raises(LaunchError, match=r"parallel\.shard_size is 3 .* does not divide the world of 4 processes"):
+        refuse_uneven_shards(config, 4)
+    with pytest.raises(ConfigError, match=r"parallel\.shard_size: 3 needs parallel\.sharding=fsdp2, which is none"):
+        load_config([*run_words(tmp_path / "run"), "parallel.shard_size=3"])
+
+
+def test_one_process_keeps_all_weights_and_says_so(tmp_path):
+    words = [*run_words(tmp_path / "run"), SHARDED, "parallel.shard_size=2"]
+    with launch(load_config(words)) as runtime:
+        (fallback,) = runtime.fallbacks.as_records()
+        assert (fallback["what"], fallback["wanted"], fallback["used"]) == ("parallel.sharding", "fsdp2", "none")
+        assert not runtime.needs_even_shares
+    with (
+        pytest.raises(ConfigError, match=r"parallel\.sharding: wanted fsdp2"),
+        launch(load_config([*words, "strict=true"])),
+    ):
+        pass
