@@ -156,6 +156,8 @@ SIZES: dict[str, Size] = {
     "phi4-mini": _PHI4_MINI,
     "phi4-mini-chat": replace(_PHI4_MINI, num_rows=1280, row_tokens=None),
     "phi4": _published("microsoft/phi-4"),
+    # For `benchmarks.sharding`: 197 million parameters.
+    "sharded": Size(hidden=1024, intermediate=2816, layers=16, heads=16, kv_heads=8, vocabulary=8192, tied=True),
     # For the tests of this folder.
     "tiny": Size(hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, vocabulary=320),
     "tiny-long": Size(

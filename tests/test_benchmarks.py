@@ -240,3 +240,20 @@ def test_a_wrong_word_is_refused(capsys):
             main(words)
         assert left.value.code == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.launch
+@pytest.mark.slow
+def test_the_memory_of_sharded_runs_is_measured(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.sharding", "--size", "tiny", "--folder", str(tmp_path)]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ended.stdout.splitlines()[2:]]
+    assert [(sharding, ranks) for sharding, ranks, *_ in rows] == [
+        ("none", "1"),
+        ("none", "2"),
+        ("fsdp2", "2"),
+        ("fsdp2", "4"),
+    ]
+    for *_, loaded, peak, _ in rows:
+        assert 0 <= int(loaded.removesuffix(" MB")) <= int(peak.removesuffix(" MB"))

@@ -1,0 +1,140 @@
+"""How much memory a rank of a LoRA run holds, and how long a step takes, with a sharded base and without.
+
+    python -m benchmarks.sharding
+
+Each run is started by torchrun, with one thread a process. A model of 197 million parameters in fp32 (788 MB) trains on
+rows of 20 to 60 tokens, two in a micro-batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.bench import ONE_THREAD, QUIET, ROOT, Bench
+from benchmarks.job import FIRST_TEXT_ID, LORA_TARGETS, SIZES, Job
+
+_RUNS = (("none", 1), ("none", 2), ("fsdp2", 2), ("fsdp2", 4))
+"""`parallel.sharding` and the number of ranks."""
+_STEPS, _WARMUP, _ROWS_OF_A_STEP = 8, 2, 8
+_LOOK_SECONDS = 0.005
+_SMALLEST_MAPPING = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+"""Without it, glibc keeps what a process has freed, and no figure shows it."""
+
+
+class Held(NamedTuple):
+    """Anonymous memory of a rank beyond that before the model was read, in bytes."""
+
+    loaded: int
+    """When the first step begins."""
+    peak: int
+
+
+class Peak:
+    """The most anonymous memory that this process holds inside."""
+
+    def __enter__(self) -> Peak:
+        self.before = self.most = anonymous_bytes()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(_LOOK_SECONDS):
+            self.most = max(self.most, anonymous_bytes())
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+
+def train(folder: Path, size: str, words: Sequence[str]) -> None:
+    """Train as one rank, and write what it held to a file of this folder."""
+    from finetune import Trainer, add_lora, build_base_model, build_tokenizer, launch, load_config
+    from finetune.data.encoded import EncodedExamples, EncodedSplits
+
+    config = load_config(list(words), task="finetune_lora")
+    with launch(config) as runtime:
+        tokenizer = build_tokenizer(config.model)
+        splits = EncodedSplits(EncodedExamples.from_rows(_rows(SIZES[size].vocabulary), end_id=2))
+        with Peak() as held:
+            model = add_lora(build_base_model(config.model), config.lora)
+            trainer = Trainer(runtime, config, model, tokenizer, splits)
+            loader, _, _ = trainer.prepare_dataloaders()
+            loaded = anonymous_bytes() - held.before
+            trainer.run_training(loader)
+        made = Held(loaded, held.most - held.before)
+        (folder / f"rank-{runtime.rank}.json").write_text(json.dumps(made._asdict()))
+
+
+def _rows(vocabulary: int) -> list[tuple[list[int], list[bool]]]:
+    rng = random.Random(0)
+    lengths = [rng.randint(20, 60) for _ in range(_ROWS_OF_A_STEP * _STEPS)]
+    return [(rng.choices(range(FIRST_TEXT_ID, vocabulary), k=n), [False] + [True] * (n - 1)) for n in lengths]
+
+
+def measure(base: Path, folder: Path, size: str, sharding: str, num_ranks: int) -> tuple[Held, float]:
+    """Run a world of its own; return the most that any rank held, and the median seconds of a step after the first."""
+    words = [
+        *(f"model.path={base}", f"data.path={base}", f"output_dir={folder / 'run'}", "training.device=cpu"),
+        *("lora.r=8", f"lora.target_modules={json.dumps(LORA_TARGETS)}", "training.precision=fp32"),
+        *(f"training.global_batch_size={_ROWS_OF_A_STEP}", "training.batch_size=2", f"training.max_steps={_STEPS}"),
+        f"parallel.sharding={sharding}",
+    ]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
+    command += ["-m", "benchmarks.sharding", "--size", size, "--rank-of", str(folder), *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | ONE_THREAD | QUIET | _SMALLEST_MAPPING
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    held = [Held(**json.loads(path.read_text())) for path in folder.glob("rank-*.json")]
+    assert len(held) == num_ranks
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [event for event in map(json.loads, lines) if event["event"] == "step"][_WARMUP:]
+    seconds = [event["num_tokens"] / event["tokens_per_second"] for event in steps]
+    return Held(*map(max, zip(*held, strict=True))), statistics.median(seconds)
+
+
+def main(words: Sequence[str]) -> int:
+    """Print a table, a row for each kind of run."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sharding", description="Memory of sharded LoRA")
+    parser.add_argument("--size", choices=list(SIZES), default="sharded")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "benchmarks", help="for the base model")
+    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # by torchrun
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    wish = parser.parse_args(words)
+    if wish.rank_of is not None:
+        train(wish.rank_of, wish.size, wish.words)
+        return 0
+    base = Bench(wish.folder).base(Job(size=wish.size))
+    sys.stdout.write(
+        "| `parallel.sharding` | ranks | after loading | at the peak | a step |\n|---|---:|---:|---:|---:|\n"
+    )
+    for sharding, num_ranks in _RUNS:
+        with tempfile.TemporaryDirectory() as name:
+            held, seconds = measure(base, Path(name), wish.size, sharding, num_ranks)
+        cells = " | ".join(f"{num_bytes / 1e6:,.0f} MB" for num_bytes in held)
+        sys.stdout.write(f"| {sharding} | {num_ranks} | {cells} | {seconds:.2f} s |\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
