@@ -214,7 +214,7 @@ def _backpropagate(
         made = runtime.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
         runtime.backward(made[0] / num_targets, is_last=is_last)
         sums.add_(in_float64(made.detach()))
-    if runtime.world_size > 1 and not runtime.needs_even_shares:  # there, the ranks have met in the last backward pass
+    if runtime.world_size > 1 and not runtime.uses_reducer:  # there, the ranks have met in the last backward pass
         runtime.let_device_finish()
     return sums, time.perf_counter() - started
 

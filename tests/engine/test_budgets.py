@@ -231,13 +231,15 @@ def waits_of_a_step(
     number: int = 1,
     loss: LossFunction | None = None,
     world_size: int = 1,
+    sharding: str = "none",
     **training: Any,
 ) -> dict[str, int]:
     """Count by operation how often the host waits in a step of so many micro-batches, after a first step.
 
     With a `world_size` above 1, the exchanges must be replaced: there is no other rank.
     """
-    config = Config.model_validate({"training": {"device": "cpu", "precision": "fp32", **training}})
+    parallel = {"parallel": {"sharding": sharding}}
+    config = Config.model_validate({"training": {"device": "cpu", "precision": "fp32", **training}, **parallel})
     is_of_pairs = config.training.objective == "dpo"
     trainer = PreferenceTrainer if is_of_pairs else Trainer
     rows: list[Any] = (
@@ -280,12 +282,13 @@ def test_an_adapter_does_not_make_the_host_wait(device: FakeDevice, settings: di
     assert waits == READ_ONCE
 
 
-def test_one_of_several_ranks_waits_twice(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_one_of_several_ranks_waits_twice(device: FakeDevice, monkeypatch: pytest.MonkeyPatch, sharding: str) -> None:
     """Until it has computed its own share, so that a fault names the rank that still computes; and to read."""
     exchanged: list[str] = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: exchanged.append(tensor.device.type))
     monkeypatch.setattr(Runtime, "let_device_finish", lambda _: device.waits.update(["let_device_finish"]))
-    waits = waits_of_a_step(device, adapted(), number=3, world_size=2)
+    waits = waits_of_a_step(device, adapted(), number=3, world_size=2, sharding=sharding)
     assert waits == {**READ_ONCE, "let_device_finish": 1}
     assert exchanged[-3:] == ["cpu", KIND, KIND], "counts, gradients, sums"
 
