@@ -48,7 +48,6 @@ def signatures(session: Session) -> dict[str, Any]:
     """Say which attention functions this torch has, and which the engine chooses."""
     figures = {
         "varlen_attn": _parameters("torch.nn.attention.varlen", "varlen_attn"),
-        "flex_attention": _parameters("torch.nn.attention.flex_attention", "flex_attention"),
         "scaled_dot_product_attention": next(
             line.strip()
             for line in (torch.nn.functional.scaled_dot_product_attention.__doc__ or "").splitlines()
@@ -59,10 +58,9 @@ def signatures(session: Session) -> dict[str, Any]:
         "triton": _version_of("triton"),
     }
     device = torch.device(session.device, 0) if session.device == "cuda" else torch.device("cpu")
-    downgrade = attention_downgrade(device, torch.bfloat16, shares_keys=True)
-    has_varlen = downgrade is None or "FlexAttention" not in downgrade
+    downgrade = attention_downgrade(device, torch.bfloat16)
     for name, dtype in {"bf16": torch.bfloat16, "fp32": torch.float32}.items():
-        figures[f"{name}_kernel"] = choose_kernel(device.type, dtype, has_varlen=has_varlen)
+        figures[f"{name}_kernel"] = choose_kernel(device.type, dtype, has_varlen=downgrade is None)
     figures["bf16_downgrade"] = "none" if downgrade is None else "; ".join(downgrade)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -138,6 +136,7 @@ def synchronisations(session: Session) -> dict[str, Any]:
     On CUDA torch warns of each wait; elsewhere the reads of a single number are counted.
     """
     from finetune import add_lora, launch, load_config
+    from finetune.training.forward import agree_on_forward
     from finetune.training.optim import build_optimizer
     from finetune.training.step import train_step
 
@@ -150,9 +149,11 @@ def synchronisations(session: Session) -> dict[str, Any]:
             model = add_lora(_shallow(session), config.lora)
             runtime.place(model)
             optimizer = runtime.prepare_optimizer(build_optimizer(model.train(), config.optim))
+            collate = agree_on_forward(runtime, config.training, model).collate
+            lock = (lambda rows: rows.pin_memory()) if session.device == "cuda" else (lambda rows: rows)
 
             def step(number: int) -> Callable[[], object]:
-                share = [(index, pack(rows[index::number])) for index in range(number)]
+                share = [(index, lock(collate(rows[index::number]))) for index in range(number)]
                 how = {"step": 1, "learning_rate": 1e-4, "max_grad_norm": 1.0, "seed": 0}
                 return partial(train_step, runtime, model, optimizer, share, **how)
 

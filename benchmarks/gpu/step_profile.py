@@ -17,8 +17,12 @@ from benchmarks.gpu.session import Session
 from benchmarks.gpu.timing import as_tensors, measure, synchronize, with_adapter
 from benchmarks.job import row_shape
 from benchmarks.limit import matmul_rate
-from finetune.engine.layout import pack
+from finetune.data.batches import packer
+from finetune.data.encoded import EncodedExample
+from finetune.engine.attention import prepared_by_the_host
+from finetune.engine.fused import fused_or_not
 from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.products import unchanged_weights
 from finetune.training.trace import read_trace, time_shares
 
 _COPIED_BYTES = 2**30
@@ -34,7 +38,7 @@ def limits(session: Session) -> dict[str, Any]:
 
 
 def profile_microbatch(session: Session, tokens: int) -> dict[str, Any]:
-    """Time forward and backward of one micro-batch, and say which kind of operation takes how much of it.
+    """Time forward and backward of one micro-batch as a run computes it, and say what kind of operation takes the time.
 
     Args:
         session: where to compute.
@@ -46,13 +50,16 @@ def profile_microbatch(session: Session, tokens: int) -> dict[str, Any]:
     rows = [row._replace(ids=row.ids[:tokens], is_target=row.is_target[:tokens]) for row in job.rows()]
     rows = rows[: math.ceil(tokens / longest)]
     model = _model(session)
-    microbatch = pack([as_tensors(row) for row in rows]).to(torch.device(session.device))
+    device, dtype = torch.device(session.device), TORCH_TYPES[job.precision]
+    collate = packer(share_prefixes=True, prepare_attention=prepared_by_the_host(device, dtype))
+    microbatch = collate([EncodedExample(*as_tensors(row)) for row in rows]).to(device)
     num_tokens, num_targets = microbatch.num_tokens, microbatch.num_targets
 
     def work() -> None:
-        with torch.autocast(session.device, dtype=torch.bfloat16, enabled=job.precision == "bf16"):
-            loss = summed_cross_entropy(model, microbatch)
-        (loss / num_targets).backward()
+        with unchanged_weights(), fused_or_not(session.device == "cuda"):
+            with torch.autocast(session.device, dtype=torch.bfloat16, enabled=job.precision == "bf16"):
+                loss = summed_cross_entropy(model, microbatch)
+            (loss / num_targets).backward()
         for parameter in model.parameters():
             parameter.grad = None
 

@@ -1,8 +1,8 @@
 """Exact causal attention over a layout: each query sees only its own row, however rows are packed.
 
 The entry point is `attention`. Each kind of device has its own kernel. A CPU computes blocks of queries with torch's
-kernel. CUDA uses variable-length flash attention for 16-bit types and FlexAttention for others (`attention_cuda`).
-Other devices use a dense mask.
+kernel. CUDA uses flash attention for 16-bit types and memory-efficient attention for others (`attention_cuda`). Other
+devices use a dense mask.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch.nn import functional
 
 from finetune.engine.attention_cuda import (
     VARLEN_TYPES,
-    flex_attention,
-    prepare_flex,
+    efficient_attention,
     prepare_varlen,
     varlen_attention,
     why_not_varlen,
@@ -26,7 +25,7 @@ from finetune.engine.attention_cuda import (
 from finetune.engine.layout import Layout, dense_mask
 from finetune.engine.products import wide_type
 
-Kernel = Literal["blocks", "varlen", "flex", "dense"]
+Kernel = Literal["blocks", "varlen", "efficient", "dense"]
 Range = tuple[int, int]
 
 BLOCK_QUERIES = 64
@@ -72,8 +71,8 @@ def attention(
         return out
     if kernel == "varlen":
         return varlen_attention(q, k, v, layout.prepared(prepare_varlen, queries, window), scale)
-    if kernel == "flex":
-        return flex_attention(q, k, v, layout.prepared(prepare_flex, queries, window), scale)
+    if kernel == "efficient":
+        return efficient_attention(q, k, v, layout.prepared(prepare_varlen, queries, window), scale)
     return dense_attention(q, k, v, layout.prepared(dense_mask, queries, window), scale)
 
 
@@ -82,7 +81,7 @@ def prepared_by_the_host(device: torch.device, dtype: torch.dtype) -> Callable[.
 
     None: attention is prepared where the tensors are, without waiting for them.
     """
-    return prepare_varlen if _kernel_of(device, dtype) == "varlen" else None
+    return prepare_varlen if _kernel_of(device, dtype) in ("varlen", "efficient") else None
 
 
 def _kernel_of(device: torch.device, dtype: torch.dtype) -> Kernel:
@@ -97,7 +96,7 @@ def choose_kernel(device_type: str, dtype: torch.dtype, *, has_varlen: bool) -> 
         return "dense"
     if dtype in VARLEN_TYPES and has_varlen:
         return "varlen"
-    return "flex"
+    return "efficient"
 
 
 def dense_attention(

@@ -67,11 +67,24 @@ def fused(*, launches: int, compiled: Callable[..., Any] | None = None) -> Calla
 
         @wraps(formula)
         def call(*args: Any) -> Any:
-            return operator(*args) if _is_on else formula(*args)
+            if not _is_on:
+                return formula(*args)
+            return operator(*args) if _is_watched(args) else _run(FORMULAS[name], *args)
 
         return cast(Formula, call)
 
     return decorate
+
+
+def _is_watched(args: tuple[Any, ...]) -> bool:
+    """Return whether a dispatch mode, a profiler or a kind of tensor must see the operator. To call it takes longer."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
+        return True
+    flat = (arg for group in args for arg in (group if isinstance(group, list) else [group]))
+    return any(isinstance(arg, torch.Tensor) and type(arg) not in _PLAIN_TENSORS for arg in flat)
+
+
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def _run(formula: Callable[..., Any], *args: Any) -> Any:

@@ -71,7 +71,8 @@ class Layout:
             key: flat indices.
             window: the number of tokens of its row that a token sees, itself included; None: all before it.
         """
-        return is_seen(query, key, self.visible_until, self.position_ids, window)
+        seen = (key <= query) & (query < self.visible_until[key])
+        return seen if window is None else seen & (self.position_ids[query] - self.position_ids[key] < window)
 
     def prepared(
         self,
@@ -120,18 +121,6 @@ class _Prepared(NamedTuple):
     queries: torch.Tensor | None
     window: int | None
     made: Any
-
-
-def is_seen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    visible_until: torch.Tensor,
-    position_ids: torch.Tensor,
-    window: int | None,
-) -> torch.Tensor:
-    """Compute `Layout.sees` from tensors."""
-    seen = (key <= query) & (query < visible_until[key])
-    return seen if window is None else seen & (position_ids[query] - position_ids[key] < window)
 
 
 def dense_mask(layout: Layout, queries: torch.Tensor, window: int | None = None) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from finetune.engine.fused import fused
 from finetune.engine.products import plus_product, product, wide_type
 from finetune.engine.reference import in_float64
 
@@ -56,7 +57,7 @@ def head_loss_per_target(
     """Return nats of each target, (targets,), in fp32 or better, without a gradient. See `summed_head_loss`."""
     losses = hidden.new_empty(len(hidden), dtype=wide_type(hidden))
     for rows in _chunks(hidden, weight, _chunk_bytes(hidden) if chunk_bytes is None else chunk_bytes):
-        _, losses[rows] = _softmax_and_loss(hidden[rows], weight, bias, labels[rows])
+        losses[rows] = _loss_and_softmax(_logits(hidden[rows], weight, bias), labels[rows].unsqueeze(1))[0].squeeze(1)
     return losses
 
 
@@ -79,12 +80,11 @@ class _SummedHeadLoss(torch.autograd.Function):
         counts = torch.ones_like(losses) if counts is None else counts.to(losses.dtype)
         for rows in _chunks(hidden, weight, chunk_bytes):
             x, count = hidden[rows], counts[rows].unsqueeze(1)
-            softmax, losses[rows] = _softmax_and_loss(x, weight, bias, labels[rows])
-            # The gradient of the logits, without the counts: these go into the narrower factor of each product.
-            d_logits = _minus_one_at(softmax, labels[rows])
+            # The gradient of the logits is without the counts: these go into the narrower factor of each product.
+            loss, d_logits = _loss_and_gradient(_logits(x, weight, bias), labels[rows].unsqueeze(1))
+            losses[rows] = loss.squeeze(1)
             if d_bias is not None:
-                d_bias.addmv_(d_logits.t(), counts[rows])
-            d_logits = d_logits.to(x.dtype)
+                d_bias.addmv_(d_logits.to(d_bias.dtype).t(), counts[rows].to(d_bias.dtype))
             if d_hidden is not None:
                 torch.mul(product(d_logits, weight.to(x.dtype).t()), count, out=d_hidden[rows])
             if wants_weight:
@@ -108,23 +108,37 @@ def _times(made: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return torch.mul(made, factor.to(made.device, wide_type(made)).reshape(1), out=torch.empty_like(made))
 
 
-def _softmax_and_loss(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return probabilities (rows, vocabulary) and nats (rows,), both in fp32 or better."""
-    bias = None if bias is None else bias.to(x.dtype)
-    logits = product(x, weight.to(x.dtype), bias).to(wide_type(x))
-    of_label = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
-    largest = logits.amax(1)
+def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return product(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _loss_and_softmax(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return nats (rows, 1) and probabilities (rows, vocabulary), both in fp32 or better."""
+    logits = logits.to(wide_type(logits))
+    of_label = logits.gather(1, labels)
+    largest = logits.amax(1, keepdim=True)
     softmax = torch.softmax(logits, dim=1, out=logits)
     # The largest probability, exp(largest - log_sum_exp), is never small. This halves the work of a logsumexp.
-    log_sum_exp = largest - softmax.amax(1).log()
-    return softmax, log_sum_exp - of_label
+    log_sum_exp = largest - softmax.amax(1, keepdim=True).log()
+    return log_sum_exp - of_label, softmax
 
 
-def _minus_one_at(softmax: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    softmax[torch.arange(len(labels), device=labels.device), labels] -= 1
-    return softmax
+def _loss_and_gradient_without_out(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `_loss_and_gradient` by whole tensors: two passes over the logits, and none of them in fp32 in memory."""
+    wide = logits.to(wide_type(logits))
+    largest = wide.amax(1, keepdim=True)
+    total = (wide - largest).exp().sum(1, keepdim=True)
+    is_label = torch.arange(logits.shape[1], device=logits.device) == labels
+    gradient = (wide - largest).exp() / total - is_label.to(wide.dtype)
+    return largest + total.log() - wide.gather(1, labels), gradient.to(logits.dtype)
+
+
+@fused(launches=3, compiled=_loss_and_gradient_without_out)
+def _loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return nats (rows, 1) in fp32 or better, and the gradient of the logits in their type, for labels (rows, 1)."""
+    loss, softmax = _loss_and_softmax(logits, labels)
+    softmax[torch.arange(len(labels), device=labels.device), labels.squeeze(1)] -= 1
+    return loss, softmax.to(logits.dtype)
 
 
 def _chunk_bytes(hidden: torch.Tensor) -> int:

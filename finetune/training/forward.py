@@ -11,7 +11,7 @@ import torch
 from finetune.data.batches import Collate, packer, pad
 from finetune.engine.attention import prepared_by_the_host
 from finetune.engine.attention_cuda import attention_downgrade
-from finetune.engine.decoder import bare_model, sliding_window
+from finetune.engine.decoder import sliding_window
 from finetune.engine.fused import switch_fused, why_not_fused
 from finetune.engine.supported import own_layers, unsupported_reason
 from finetune.fallbacks import Fallback
@@ -80,7 +80,7 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
         wanted, used = "the engine's own forward", "transformers' own on padded rows"
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=reason))
         return Forward(collate=pad, why_not_engine=reason)
-    _record_attention(runtime, model)
+    _record_attention(runtime)
     _fuse(runtime, section)
     if forward.called_layers:
         wanted, used = "the engine's own layers", "layers as PEFT made them for some"
@@ -89,14 +89,9 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
     return forward
 
 
-def _record_attention(runtime: Runtime, model: torch.nn.Module) -> None:
+def _record_attention(runtime: Runtime) -> None:
     """Record that this GPU or this torch lacks the engine's attention for the run's type."""
-    config = bare_model(model).config
-    downgrade = attention_downgrade(
-        runtime.device,
-        _computed_in(runtime),
-        shares_keys=config.num_key_value_heads != config.num_attention_heads,
-    )
+    downgrade = attention_downgrade(runtime.device, _computed_in(runtime))
     if downgrade is not None:
         wanted, used, why = downgrade
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=why))

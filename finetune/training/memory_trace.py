@@ -333,19 +333,19 @@ def _choices_on(kind: DeviceKind, *, is_bf16: bool) -> Choices:
     """Make the engine compute as on this kind of device: chunks of its size, attention with its memory."""
     if kind == "cpu":
         return BY_DEVICE
-    attention = _flash_attention if is_bf16 else _flex_attention
+    attention = partial(_gpu_attention, is_flash=is_bf16)
     return Choices(attention=attention, mlp_chunk_rows=CHUNK_ROWS[kind], logits_chunk_bytes=CHUNK_BYTES[kind])
 
 
 def _prepare_attention(model: torch.nn.Module, microbatch: Microbatch, choices: Choices) -> None:
     """Prepare attention on real data; the layout keeps the result for the layers."""
-    if not isinstance(microbatch, PackedMicrobatch) or choices.attention is _flex_attention:
+    if not isinstance(microbatch, PackedMicrobatch):
         return
     prepare = prepare_blocks if choices is BY_DEVICE else prepare_varlen
     microbatch.prepare_attention(prepare, sliding_window(model))
 
 
-def _flash_attention(
+def _gpu_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -354,20 +354,15 @@ def _flash_attention(
     queries: torch.Tensor | None = None,
     window: int | None = None,
     scale: float | None = None,
+    is_flash: bool,
 ) -> torch.Tensor:
-    """Allocate the tensors of variable-length flash attention, and compute nothing."""
-    runs = layout.prepared(prepare_varlen, queries, window)
-    return attend_in_runs(q, k, v, runs, partial(_fused_attention, is_flash=True))
+    """Allocate the tensors of flash attention or of memory-efficient attention, and compute nothing."""
 
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _FusedAttention.apply(q, k, v, is_flash)  # type: ignore[no-untyped-call]
+        return out
 
-def _flex_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, **_: Any) -> torch.Tensor:
-    """Allocate the tensors of FlexAttention, which takes any key where it lies, and compute nothing."""
-    return _fused_attention(q, k, v, is_flash=False)
-
-
-def _fused_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_flash: bool) -> torch.Tensor:
-    out: torch.Tensor = _FusedAttention.apply(q, k, v, is_flash)  # type: ignore[no-untyped-call]
-    return out
+    return attend_in_runs(q, k, v, layout.prepared(prepare_varlen, queries, window), attend)
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -375,23 +370,30 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_flash: bool) -> torch.Tensor:
+        copies = [] if is_flash else _copies_for_each_head(q, k)
         out = torch.empty(q.shape, dtype=q.dtype)
         ctx.is_flash = is_flash
         ctx.save_for_backward(q, k, v, out, torch.empty(q.shape[1], len(q), dtype=torch.float32))
+        del copies
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         q, k, v, _, sums = ctx.saved_tensors
-        inside = [torch.empty_like(sums)]
+        inside = [torch.empty_like(sums), *_copies_for_each_head(q, k)]  # dk and dv are made for each head first
         if ctx.is_flash:
-            # Sums of dq are held in fp32; where heads share keys, dk and dv are made for each head first.
-            inside.append(torch.empty(q.shape, dtype=torch.float32))
-            if k.shape[1] != q.shape[1]:
-                inside += [torch.empty(len(k), q.shape[1], q.shape[2], dtype=k.dtype) for _ in "kv"]
+            inside.append(torch.empty(q.shape, dtype=torch.float32))  # sums of dq
+        else:
+            inside += _copies_for_each_head(q, k)
         made = torch.empty(q.shape, dtype=q.dtype), torch.empty_like(k), torch.empty_like(v)
         del inside
         return *made, None
+
+
+def _copies_for_each_head(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
+    """Allocate keys and values, or their gradients, for each head of q, where heads share them."""
+    shares = k.shape[1] != q.shape[1]
+    return [torch.empty(len(k), q.shape[1], q.shape[2], dtype=k.dtype) for _ in "kv"] if shares else []
 
 
 def _tensors_of(microbatch: Microbatch) -> list[torch.Tensor]:

@@ -47,7 +47,7 @@ _OPERATORS = {
 The rest works element by element, or along rows."""
 _KERNELS = {
     EXCHANGE: "nccl",
-    ATTENTION: "flash|fmha|flex_attention|attention",
+    ATTENTION: "flash|fmha|attention",
     MATRIX: "gemm|gemv|cutlass|cublas|nvjet|xmma|splitK",
     COPIES: "Memcpy|Memset",
 }

@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional
-from torch.nn.attention.flex_attention import create_mask
 
 from finetune.engine import attention_cuda
 from finetune.engine.attention import attention, choose_kernel, dense_attention, prepare_blocks
-from finetune.engine.attention_cuda import attention_downgrade, mask_of, prepare_varlen, take_keys, why_not_varlen
+from finetune.engine.attention_cuda import (
+    EQUAL_ROWS_MULTIPLE,
+    attention_downgrade,
+    prepare_varlen,
+    take_keys,
+    varlen_attention,
+    why_not_varlen,
+)
 from finetune.engine.layout import PackedMicrobatch, dense_mask, pack
 from tests.engine.prefix_rows import Row, random_rows, rows_of
 
@@ -173,8 +179,8 @@ def test_a_causal_row_costs_little_more_than_half_of_its_square() -> None:
 def test_which_kernel() -> None:
     assert choose_kernel("cpu", torch.bfloat16, has_varlen=True) == "blocks"
     assert choose_kernel("cuda", torch.bfloat16, has_varlen=True) == "varlen"
-    assert choose_kernel("cuda", torch.bfloat16, has_varlen=False) == "flex"
-    assert choose_kernel("cuda", torch.float32, has_varlen=True) == "flex"
+    assert choose_kernel("cuda", torch.bfloat16, has_varlen=False) == "efficient"
+    assert choose_kernel("cuda", torch.float32, has_varlen=True) == "efficient"
     assert choose_kernel("mps", torch.float32, has_varlen=False) == "dense"
 
 
@@ -186,8 +192,6 @@ def test_what_cuda_kernels_are_told_is_the_mask(seed: int, window: int | None) -
     for queries in (layout.tokens, packed.positions):
         mask = dense_mask(layout, queries, window)
         if len(mask):
-            flex = create_mask(mask_of(layout, queries, window), None, None, *mask.shape, device="cpu")
-            assert torch.equal(flex[0, 0], mask)
             assert torch.equal(varlen_mask(layout, queries, window), mask)
 
 
@@ -214,6 +218,32 @@ def test_a_row_with_many_turns_gathers_its_keys_about_once() -> None:
     assert runs.key_edges.tolist() == [0, 399]  # the last token predicts nothing
     far = pack([(torch.arange(400), torch.tensor(([False] * 60 + [True] * 40) * 4))])
     assert len(prepare_varlen(far.layout, far.positions, None).key_edges) == 5  # fillers would cost more
+
+
+def test_whole_rows_of_one_length_are_a_batch() -> None:
+    length = 2 * EQUAL_ROWS_MULTIPLE
+
+    def row_length(*lengths: int, window: int | None = None) -> int | None:
+        layout = pack(rows_of(*([*range(size)] for size in lengths)), share_prefixes=False).layout
+        return prepare_varlen(layout, layout.tokens, window).row_length
+
+    assert row_length(length) == row_length(length, length, length) == length
+    assert row_length(length, length - EQUAL_ROWS_MULTIPLE) is None
+    assert row_length(length - 1, length - 1) is None
+    assert row_length(length, length, window=7) is None
+    sharing = pack(rows_of([*range(length)], [*range(length - 1), 0])).layout
+    assert prepare_varlen(sharing, sharing.tokens, None).row_length is None
+    packed = pack(rows_of([*range(length)]))
+    assert prepare_varlen(packed.layout, packed.positions, None).row_length is None  # the last token has no query
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_batch_of_rows_attends_as_a_mask_says(number: int) -> None:
+    layout = pack(rows_of(*([*range(EQUAL_ROWS_MULTIPLE)] for _ in range(number))), share_prefixes=False).layout
+    inputs = tensors(number * EQUAL_ROWS_MULTIPLE, 4, 2, torch.float64)
+    runs = prepare_varlen(layout, layout.tokens, None)
+    dense = dense_attention(*inputs, dense_mask(layout, layout.tokens), HEAD_DIM**-0.5)
+    assert_same(varlen_attention(*inputs, runs, HEAD_DIM**-0.5), dense, inputs, 1e-12)
 
 
 def test_varlen_gathers_nothing_where_nothing_is_shared() -> None:
@@ -251,18 +281,15 @@ def says(monkeypatch):
 
 def test_which_attention_is_a_downgrade(says) -> None:
     says()
-    assert attention_downgrade(GPU, torch.bfloat16, shares_keys=True) is None
+    assert attention_downgrade(GPU, torch.bfloat16) is None
     says(frozenset({"scale", "enable_gqa"}))
     assert why_not_varlen(GPU) == f"torch {torch.__version__} has no varlen_attn with window_size"
-    used, why = attention_downgrade(GPU, torch.bfloat16, shares_keys=False)[1:]
-    assert (used, why) == ("FlexAttention", why_not_varlen(GPU))
-    assert attention_downgrade(GPU, torch.float32, shares_keys=False) is None  # flash attention has no fp32
-    assert attention_downgrade(torch.device("cpu"), torch.bfloat16, shares_keys=True) is None
+    used, why = attention_downgrade(GPU, torch.bfloat16)[1:]
+    assert (used, why) == ("memory-efficient attention", why_not_varlen(GPU))
+    assert attention_downgrade(GPU, torch.float32) is None  # flash attention has no fp32
+    assert attention_downgrade(torch.device("cpu"), torch.bfloat16) is None
     says(capability=(7, 5))
-    assert "Old GPU is older than" in attention_downgrade(GPU, torch.bfloat16, shares_keys=False)[2]
-    says(WHOLE - {"enable_gqa"})
-    assert attention_downgrade(GPU, torch.bfloat16, shares_keys=False) is None
-    assert "enable_gqa" in attention_downgrade(GPU, torch.bfloat16, shares_keys=True)[2]
+    assert "Old GPU is older than" in attention_downgrade(GPU, torch.bfloat16)[2]
 
 
 def test_the_gradients_of_a_key_that_many_rows_take_are_added_up_before_they_are_rounded() -> None:

@@ -147,7 +147,7 @@ def _without_data(model: torch.nn.Module) -> Iterator[None]:
 
 def _causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     edges = torch.empty(2, dtype=torch.int32, device=KIND)
-    runs = VarlenRuns(edges, edges, None, TOKENS, TOKENS, None, None, TOKENS)
+    runs = VarlenRuns(edges, edges, None, TOKENS, TOKENS, TOKENS, None, TOKENS)  # in any rows, not in a batch
     return varlen_attention(q, k, v, runs, q.shape[-1] ** -0.5)
 
 
@@ -184,6 +184,7 @@ INPUTS: dict[str, tuple[Any, ...]] = {
     "normalized": (ROWS, torch.randn(96), torch.rand(24, 1)),
     "input_gradient": (ROWS, ROWS + 1, torch.randn(96), torch.rand(24, 1), ROWS - 1),
     "gated": (ROWS,),
+    "loss_and_gradient": (ROWS, torch.arange(24).unsqueeze(1)),
     "gated_gradient": (ROWS, torch.randn(24, 48)),
     "split_and_rotated": (ROWS, *ANGLES, [3, 1, 2], 2),
     "rotated_back_and_joined": ([FIRST, FIRST[:, :1].clone(), FIRST[:, :1] + 1], *ANGLES, 2),
@@ -198,7 +199,9 @@ class _Counted(Exception):
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_fused_function_takes_the_kernels_that_it_declares(name: str, dtype: torch.dtype) -> None:
     """The loops that Inductor makes for a CPU of the same formula are counted; a kernel of a GPU is such a loop."""
-    args = tree_map_only(torch.Tensor, lambda x: x.to(dtype), INPUTS[name.removeprefix("finetune::")])
+    args = tree_map_only(
+        torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, INPUTS[name.removeprefix("finetune::")]
+    )
     loops: list[list[str]] = []
 
     def count(nodes: Any) -> Any:

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from finetune.config.schema import LoraSection, OptimSection
 from finetune.distributed.precision import Precision, convert_weights
-from finetune.engine.attention_cuda import attention_downgrade
 from finetune.engine.layout import PackedMicrobatch, pack
 from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
 from finetune.model.base import checkpoint_gradients
@@ -79,9 +78,7 @@ def test_the_predicted_peak_is_the_measured_one(
         pytest.skip("only CUDA computes all of a step in bf16, as `finetune plan` counts it")
     sizes = SIZES[device.type]
     number = sizes["hidden_size"] // 128
-    # A torch that is too old copies keys for the heads that share them, which `finetune plan` does not count.
-    shares_keys = attention_downgrade(device, torch.bfloat16, shares_keys=True) is None
-    heads = {"num_attention_heads": number, "num_key_value_heads": 2 if shares_keys else number}
+    heads = {"num_attention_heads": number, "num_key_value_heads": 2}
     config = tiny_phi3_config(**sizes, **heads, sliding_window=None, max_position_embeddings=2048)
     microbatch = some_rows(TOKENS[device.type], config.vocab_size)
     make = partial(build, config, method, precision, is_checkpointing=is_checkpointing)

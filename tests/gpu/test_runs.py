@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from finetune import load_config
-from finetune.engine.attention_cuda import attention_downgrade
 from finetune.training.train import train
 from tests.gpu.models import PRECISIONS, write_inputs
 from tests.in_process import run_finetune
@@ -34,8 +33,7 @@ METHODS = {
     "preferences": ["task=finetune_preferences", "optim.warmup_steps=0"],
 }
 CALLED = {"dora", "new tokens"}
-"""Those with layers that the engine calls as PEFT made them: a fallback. So is attention that copies keys, where torch
-is too old for heads that share them. There is no other."""
+"""Those with layers that the engine calls as PEFT made them: a fallback. There is no other."""
 RANDOM = {"dropout": ["lora.dropout=0.3"], "neftune": ["training.neftune_alpha=5"]}
 """Those that draw numbers, and other ones on each kind of device."""
 TOLERANCES = {("cpu", "fp32"): 1e-5, ("cuda", "fp32"): 1e-4, ("cpu", "bf16"): 2e-2, ("cuda", "bf16"): 2e-2}
@@ -85,10 +83,8 @@ def test_two_steps_are_those_of_the_models_own_forward_on_the_cpu(
     assert ours == pytest.approx(theirs, rel=TOLERANCES[device.type, precision])
     assert len(set(theirs)) == 3, "a step changes the loss"
     assert f"device {device}, {precision}, world of 1" in (run / "log.txt").read_text()
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    is_slower = method != OWN_FORWARD and attention_downgrade(device, dtype, shares_keys=True) is not None
     taken = [fallback["what"] for fallback in record(run)["fallbacks"]]
-    assert taken == ["training.kernels"] * (is_slower + (method in CALLED))
+    assert taken == ["training.kernels"] * (method in CALLED)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

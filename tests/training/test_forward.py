@@ -37,5 +37,5 @@ def test_attention_that_a_gpu_lacks_is_a_fallback(is_strict: bool, monkeypatch: 
             runtime.context = here
             attention_cuda.why_not_varlen.cache_clear()
         [taken] = runtime.fallbacks.as_records()
-        assert (taken["what"], taken["used"]) == ("training.kernels", "FlexAttention")
+        assert (taken["what"], taken["used"]) == ("training.kernels", "memory-efficient attention")
         assert "varlen_attn" in taken["why"]
