@@ -18,6 +18,7 @@ from torch.nn import functional
 from finetune.engine.attention_cuda import (
     VARLEN_TYPES,
     efficient_attention,
+    prepare_efficient,
     prepare_varlen,
     varlen_attention,
     why_not_varlen,
@@ -72,7 +73,7 @@ def attention(
     if kernel == "varlen":
         return varlen_attention(q, k, v, layout.prepared(prepare_varlen, queries, window), scale)
     if kernel == "efficient":
-        return efficient_attention(q, k, v, layout.prepared(prepare_varlen, queries, window), scale)
+        return efficient_attention(q, k, v, layout.prepared(prepare_efficient, queries, window), scale)
     return dense_attention(q, k, v, layout.prepared(dense_mask, queries, window), scale)
 
 
@@ -81,7 +82,7 @@ def prepared_by_the_host(device: torch.device, dtype: torch.dtype) -> Callable[.
 
     None: attention is prepared where the tensors are, without waiting for them.
     """
-    return prepare_varlen if _kernel_of(device, dtype) in ("varlen", "efficient") else None
+    return {"varlen": prepare_varlen, "efficient": prepare_efficient}.get(_kernel_of(device, dtype))
 
 
 def _kernel_of(device: torch.device, dtype: torch.dtype) -> Kernel:

@@ -64,16 +64,23 @@ class VarlenRuns(NamedTuple):
         return VarlenRuns._make(change(value) if isinstance(value, torch.Tensor) else value for value in self)
 
 
-def prepare_varlen(layout: Layout, queries: torch.Tensor, window: int | None) -> VarlenRuns:
-    """Prepare variable-length attention, on the device of the queries. Where that is a GPU, the host waits for them."""
+def prepare_varlen(layout: Layout, queries: torch.Tensor, window: int | None, *, is_square: bool = False) -> VarlenRuns:
+    """Prepare variable-length attention, on the device of the queries. Where that is a GPU, the host waits for them.
+
+    Args:
+        layout: of the tokens.
+        queries: see `attention`.
+        window: see `attention`.
+        is_square: put fillers before the queries of each run, as many queries as keys in all.
+    """
     device = queries.device
     runs = list(_runs(layout, queries.cpu()))
     index = torch.cat([torch.arange(start, end) for _, keys in runs for start, end in keys])
     is_plain = torch.equal(index, torch.arange(len(layout.position_ids)))
-    num_queries = [int(tokens[-1] - tokens[0]) + 1 for tokens, _ in runs]
     num_keys = [sum(end - start for start, end in keys) for _, keys in runs]
-    starts = [0, *accumulate(num_queries)]
-    slots = torch.cat([start + tokens - tokens[0] for start, (tokens, _) in zip(starts, runs, strict=False)])
+    num_queries = num_keys if is_square else [int(tokens[-1] - tokens[0]) + 1 for tokens, _ in runs]
+    ends = list(accumulate(num_queries))
+    slots = torch.cat([end - 1 + tokens - tokens[-1] for end, (tokens, _) in zip(ends, runs, strict=True)])
     return VarlenRuns(
         query_edges=_edges(num_queries).to(device),
         key_edges=_edges(num_keys).to(device),
@@ -81,9 +88,17 @@ def prepare_varlen(layout: Layout, queries: torch.Tensor, window: int | None) ->
         most_queries=max(num_queries),
         most_keys=max(num_keys),
         window=window,
-        slots=None if starts[-1] == len(queries) else slots.to(device),
-        num_slots=starts[-1],
+        slots=None if ends[-1] == len(queries) else slots.to(device),
+        num_slots=ends[-1],
     )
+
+
+def prepare_efficient(layout: Layout, queries: torch.Tensor, window: int | None) -> VarlenRuns:
+    """Prepare memory-efficient attention as `prepare_varlen` does.
+
+    Its backward pass applies a window as if the first query saw the first key (seen with torch 2.11 on an H200).
+    """
+    return prepare_varlen(layout, queries, window, is_square=window is not None)
 
 
 def _runs(layout: Layout, queries: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[tuple[int, int]]]]:

@@ -10,13 +10,15 @@ from finetune.engine import attention_cuda
 from finetune.engine.attention import attention, choose_kernel, dense_attention, prepare_blocks
 from finetune.engine.attention_cuda import (
     EQUAL_ROWS_MULTIPLE,
+    VarlenRuns,
     attention_downgrade,
+    prepare_efficient,
     prepare_varlen,
     take_keys,
     varlen_attention,
     why_not_varlen,
 )
-from finetune.engine.layout import PackedMicrobatch, dense_mask, pack
+from finetune.engine.layout import Layout, PackedMicrobatch, dense_mask, pack
 from tests.engine.prefix_rows import Row, random_rows, rows_of
 
 HEAD_DIM = 8
@@ -192,12 +194,14 @@ def test_what_cuda_kernels_are_told_is_the_mask(seed: int, window: int | None) -
     for queries in (layout.tokens, packed.positions):
         mask = dense_mask(layout, queries, window)
         if len(mask):
-            assert torch.equal(varlen_mask(layout, queries, window), mask)
+            assert torch.equal(mask_of_runs(prepare_varlen(layout, queries, window), layout), mask)
+            square = prepare_efficient(layout, queries, window)
+            assert torch.equal(mask_of_runs(square, layout), mask)
+            assert window is None or torch.equal(square.query_edges, square.key_edges)
 
 
-def varlen_mask(layout, queries: torch.Tensor, window: int | None) -> torch.Tensor:
-    """What flash attention computes for a plan: each run causal and windowed, aligned to the lower right."""
-    runs = prepare_varlen(layout, queries, window)
+def mask_of_runs(runs: VarlenRuns, layout: Layout) -> torch.Tensor:
+    """What the kernels compute for a plan: each run causal and windowed, aligned to the lower right."""
     mask = torch.zeros(runs.num_slots, len(layout.tokens), dtype=torch.bool)
     index = layout.tokens if runs.key_index is None else runs.key_index
     for run in range(len(runs.query_edges) - 1):
@@ -205,8 +209,8 @@ def varlen_mask(layout, queries: torch.Tensor, window: int | None) -> torch.Tens
         assert last - first <= runs.most_queries
         assert end - start <= runs.most_keys
         band = torch.ones(last - first, end - start, dtype=torch.bool).tril(end - start - last + first)
-        if window is not None:
-            band = band.triu(end - start - last + first - window + 1)
+        if runs.window is not None:
+            band = band.triu(end - start - last + first - runs.window + 1)
         mask[first:last, index[start:end]] = band
     return mask if runs.slots is None else mask[runs.slots]
 
