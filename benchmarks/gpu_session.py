@@ -3,6 +3,7 @@
     python -m benchmarks.gpu_session figures.jsonl --budget 560        # and again, until nothing is left
     python -m benchmarks.gpu_session figures.jsonl --again gains       # repeat a part, or a task by its whole name
     python -m benchmarks.gpu_session figures.jsonl --device cpu --tiny # the same on a CPU, as far as that can go
+    python -m benchmarks.gpu_session figures.jsonl --page              # put the figures into README.md, and run none
 
 benchmarks/README.md says what each part tells. No torch is imported here: each part computes in a process of its own.
 """
@@ -27,10 +28,13 @@ from typing import Any
 from benchmarks.bench import ONE_THREAD, QUIET, ROOT
 from benchmarks.gpu.figures import Figures, Record, is_failed
 from benchmarks.gpu.goals import standings
+from benchmarks.gpu.page import render
 from benchmarks.gpu.parts import Task, tasks, why_skipped
 from benchmarks.gpu.session import Session
 from benchmarks.machine import device_name, digest_of_code, versions
+from benchmarks.results_page import put_into
 
+README = ROOT / "benchmarks" / "README.md"
 _LINES_SHOWN = 3
 _SECONDS_TO_END = 20.0
 
@@ -177,6 +181,9 @@ def main(words: Sequence[str]) -> int:
     wish, parser = _read(words)
     session = Session(device=wish.device, is_tiny=wish.tiny)
     figures = Figures(wish.figures)
+    if wish.page:
+        put_into(README, render(figures), "gpu")
+        return 0
     wanted = [task for task in tasks() if not wish.only or _is_among(task, wish.only, figures)]
     again = [task for task in tasks() if _is_among(task, wish.again, figures)]
     unknown = [name for name in (*wish.only, *wish.again) if not _is_known(name)]
@@ -248,6 +255,7 @@ def _read(words: Sequence[str]) -> tuple[argparse.Namespace, argparse.ArgumentPa
     parser.add_argument(
         "--again", nargs="+", default=[], metavar="NAME", help="repeat these, or `failed`: all that did"
     )
+    parser.add_argument("--page", action="store_true", help="put the figures into benchmarks/README.md, and run none")
     parser.add_argument("--list", action="store_true", help="name the tasks and run none")
     return parser.parse_args(words), parser
 

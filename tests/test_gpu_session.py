@@ -116,6 +116,15 @@ def test_goals_are_compared_with_figures_and_named_in_the_readme(tmp_path):
         assert goal.what in README
 
 
+def test_the_readme_has_the_figures_that_are_recorded(tmp_path, monkeypatch, capsys):
+    copy = tmp_path / "README.md"
+    copy.write_text(README)
+    monkeypatch.setattr(gpu_session, "README", copy)
+    assert gpu_session.main([str(REPOSITORY / "benchmarks" / "results-gpu.jsonl"), "--page"]) == 0
+    assert copy.read_text() == README
+    assert "| `phi4/defaults` | 8,862 |" in README
+
+
 def test_words_that_name_nothing_are_refused(tmp_path, capsys):
     for words, said in (
         (["--again", "kernel"], "there is no part or task kernel. Parts: kernels, profile"),

@@ -11,6 +11,7 @@ from importlib.metadata import version
 
 import pytest
 
+from benchmarks.gpu.figures import Figures
 from tests.docs.pages import DOCS, README, REPOSITORY
 
 _FIRST_OF_TWO_TASKS = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}
@@ -44,6 +45,10 @@ def test_the_versions_are_those_that_are_installed():
     assert version("transformers").startswith(f"{transformers}.")
 
 
+RUNS = ("peers/mini/ours", "peers/mini/trl-1x16", "peers/mini/trl-1x16-liger", "phi4/defaults")
+RECORDED = Figures(REPOSITORY / "benchmarks" / "results-gpu.jsonl")
+
+
 def test_every_row_has_a_proof_that_is_there():
     rows = rows_of(PAGE)
     assert len(rows) >= 13
@@ -54,7 +59,7 @@ def test_every_row_has_a_proof_that_is_there():
         assert set(pages) <= {"one-curve.md", "benchmarks.md"}, name
 
 
-def test_the_readme_compares_in_four_rows_and_says_what_was_not_measured():
+def test_the_readme_compares_in_four_rows_with_figures_that_were_recorded():
     text = README.read_text(encoding="utf-8")
     table = text.partition("## How it compares\n")[2].partition("\n## ")[0]
     rows = {name: (ours, theirs) for name, ours, theirs in rows_of(table)}
@@ -62,8 +67,17 @@ def test_the_readme_compares_in_four_rows_and_says_what_was_not_measured():
     assert not set("¹²³*†") & set(table), "no footnotes"
     assert "(docs/peers.md)" in table
     assert "(docs/guarantees.md)" in table
-    assert "not yet measured on a GPU" in rows["Speed"][0]
-    assert "not yet measured on a GPU" in text.partition("## Your data")[0], "where a GPU owner looks first"
+    figures = {task: last["figures"] for task in RUNS if (last := RECORDED.last(task)) is not None}
+    rates = {task: run["median_tokens_per_second"] for task, run in figures.items()}
+    ours, trl, liger, phi4 = (rates[task] for task in RUNS)
+    assert f"rows of 4,096 tokens, {ours / liger:.1f} times TRL with Liger" in rows["Speed"][0]
+    assert (
+        f"on one H200: {ours / liger:.1f} times the tokens per second of TRL with Liger, {ours / trl:.1f} times" in PAGE
+    )
+    for_owners_of_gpus = text.partition("## Your data")[0]
+    assert f"phi-4 trains {round(phi4, -2):,.0f} tokens" in for_owners_of_gpus
+    assert abs(figures[RUNS[-1]]["peak_over_plan"] - 1) < 0.01
+    assert "Several GPUs have not been tried yet" in for_owners_of_gpus
     speed = r"1\.\d to 2\.\d times"
     assert re.findall(speed, rows["Speed"][0]) == re.findall(speed, PAGE) != []
 

@@ -78,7 +78,7 @@ def assert_same_step(
         return
     exact = computed(placed(family, "fp32", device, **settings), one_by_one(), device, "fp32")
     theirs = computed(model, one_by_one(), device, precision)
-    for error, their_error, most in zip(errors(ours, exact), errors(theirs, exact), (1e-3, 1e-2), strict=True):
+    for error, their_error, most in zip(errors(ours, exact), errors(theirs, exact), (2e-3, 1e-2), strict=True):
         assert error <= max(1.5 * their_error, most)
 
 

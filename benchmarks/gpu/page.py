@@ -1,0 +1,77 @@
+"""The figures of a session on a GPU as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.gpu.figures import Figures, Record
+from benchmarks.gpu.goals import standings
+
+_KINDS = ("matrix products", "attention", "elementwise and along rows", "copies and gathers", "GPU idle")
+_RIGHT = {True: "yes", False: "**no**", None: "–"}
+
+
+def render(figures: Figures) -> str:
+    """Return the newest figures of each task: what was reached, whole runs, one micro-batch, and what is right."""
+    newest = {record["task"]: record for record in figures.records if "figures" in record}
+    parts = (_facts(newest), map("- {}".format, standings(figures)), _runs(newest), _profile(newest), _checks(newest))
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+def _facts(newest: Mapping[str, Record]) -> Iterator[str]:
+    for name in ("device", "versions", "code"):
+        yield f"- {name}: {', '.join(sorted({record[name] for record in newest.values()}))}"
+    yield f"- measured: {' and '.join(sorted({record['at'][:10] for record in newest.values()}))}"
+    yield "- repeat one with `python -m benchmarks.gpu_session figures.jsonl --again TASK`"
+
+
+def _runs(newest: Mapping[str, Record]) -> Iterator[str]:
+    columns = ("run", "tokens / s", "slowest to fastest step", "of the limit", "memory, GB", "of the plan's")
+    yield from _head([*columns, "first step, s"])
+    limit = newest.get("profile/limit", {}).get("figures", {}).get("matmul_flops_per_second")
+    for task, run in _figures(newest, "median_tokens_per_second"):
+        yield _line(
+            f"`{task}`",
+            f"{run['median_tokens_per_second']:,.0f}",
+            f"{run['slowest_tokens_per_second']:,.0f} to {run['fastest_tokens_per_second']:,.0f}",
+            f"{run['flops_per_second'] / limit:.0%}" if limit else "–",
+            f"{run['timed_peak_allocated_bytes'] / 1e9:.1f}",
+            f"{run['peak_over_plan']:.3f}" if "peak_over_plan" in run else "–",
+            f"{run['first_step_seconds']:.0f}",
+        )
+
+
+def _profile(newest: Mapping[str, Record]) -> Iterator[str]:
+    yield from _head(["tokens", "ms", "ms of the host", "launches", *(f"{kind}, ms" for kind in _KINDS)])
+    for _, step in _figures(newest, "launches"):
+        kinds = (f"{step.get(f'{kind}, ms', 0):,.1f}" for kind in _KINDS)
+        times = (f"{step[name]:,.1f}" for name in ("median_ms", "host_ms"))
+        yield _line(f"{step['tokens']:,}", *times, f"{step['launches']:,}", *kinds)
+
+
+def _checks(newest: Mapping[str, Record]) -> Iterator[str]:
+    yield from _head(["check", "right", "figures"])
+    for task, record in newest.items():
+        found = dict(record["figures"])
+        if "is_right" in found or task == "kernels/syncs":
+            right = _RIGHT[found.pop("is_right", None)]
+            yield _line(f"`{task}`", right, ", ".join(f"{name} {_short(x)}" for name, x in found.items() if x != ""))
+
+
+def _figures(newest: Mapping[str, Record], name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the tasks that have a figure of this name."""
+    return ((task, record["figures"]) for task, record in newest.items() if name in record["figures"])
+
+
+def _head(columns: Sequence[str]) -> Iterator[str]:
+    yield _line(*columns)
+    yield _line(*("---" for _ in columns))
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
