@@ -6,7 +6,19 @@ import random
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Phi3Config, PhiConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PhiConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from finetune.data.encoded import EncodedExamples
 
@@ -46,6 +58,27 @@ def tiny_gemma2_config(**changes: Any) -> Gemma2Config:
     """A model that caps its logits in its own forward."""
     sizes = {**SIZES, "num_key_value_heads": 2, "head_dim": 4, "final_logit_softcapping": 2.0, "sliding_window": 5}
     return Gemma2Config(**{**sizes, **changes})
+
+
+WIDE_HEADS = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
+"""Heads that are together wider than the hidden states."""
+WINDOW = {"use_sliding_window": True, "sliding_window": 5}
+LLAMA_KIN: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=2, attention_bias=True, sliding_window=5),
+    "mistral": MistralConfig(**WIDE_HEADS, sliding_window=5),
+    "qwen2": Qwen2Config(
+        **{**SIZES, **WINDOW, "num_hidden_layers": 3},
+        num_key_value_heads=2,
+        max_window_layers=2,
+        tie_word_embeddings=True,
+    ),
+    "qwen3": Qwen3Config(**WIDE_HEADS, **WINDOW, layer_types=["sliding_attention", "full_attention"]),
+    "smollm3": SmolLM3Config(
+        **{**SIZES, **WINDOW, "num_hidden_layers": 3}, num_key_value_heads=2, no_rope_layer_interval=2
+    ),
+}
+"""Models with layers like Llama's. All name a window that is shorter than the rows: Llama itself has none all the same,
+Mistral in all layers, Qwen2 in the last, Qwen3 in the first, SmolLM3 in that without rotation."""
 
 
 def build_tiny(config: PretrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

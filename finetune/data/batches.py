@@ -216,16 +216,19 @@ class EvaluationLoader(DataLoader[Microbatch]):
 
 
 def packer(
-    *, share_prefixes: bool, prepare_attention: Callable[..., Any] | None = None, window: int | None = None
+    *,
+    share_prefixes: bool,
+    prepare_attention: Callable[..., Any] | None = None,
+    windows: Sequence[int | None] = (None,),
 ) -> Collate:
     """Make a collation that packs rows without padding.
 
     Args:
         share_prefixes: see `pack`.
         prepare_attention: prepares attention here, perhaps in a worker; None: the first layer that attends does.
-        window: the model's sliding window, for `prepare_attention`.
+        windows: of the model's layers, for `prepare_attention`.
     """
-    return partial(_packed, share_prefixes=share_prefixes, prepare_attention=prepare_attention, window=window)
+    return partial(_packed, share_prefixes=share_prefixes, prepare_attention=prepare_attention, windows=windows)
 
 
 def _packed(
@@ -233,11 +236,11 @@ def _packed(
     *,
     share_prefixes: bool,
     prepare_attention: Callable[..., Any] | None,
-    window: int | None,
+    windows: Sequence[int | None],
 ) -> PackedMicrobatch:
     packed = pack(examples, share_prefixes=share_prefixes)
     if prepare_attention is not None:
-        packed.prepare_attention(prepare_attention, window)
+        packed.prepare_attention(prepare_attention, windows)
     return packed
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from typing import Any, Literal, Protocol, TypeAlias, TypeGuard
 
 import torch
 from torch.nn import functional
@@ -66,6 +66,8 @@ class Family:
         narrow: the last projection of the feed-forward part.
         final_norm: after the last layer.
         is_parallel: attention and the feed-forward part read the same LayerNorm, and there is no gate.
+        head_norms: of each head of the queries, and of the keys; empty where there are none.
+        window: the layers that `sliding_window` in the configuration holds for; by layer: those of `layer_types`.
     """
 
     projections: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -74,6 +76,8 @@ class Family:
     narrow: str = "mlp.down_proj"
     final_norm: str = "norm"
     is_parallel: bool = False
+    head_norms: tuple[str, ...] = ()
+    window: Literal["no layer", "all layers", "by layer"] = "no layer"
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -82,7 +86,7 @@ class Family:
 
 
 FAMILIES = {
-    "phi3": Family(projections=("self_attn.qkv_proj",), widen=("mlp.gate_up_proj",)),
+    "phi3": Family(projections=("self_attn.qkv_proj",), widen=("mlp.gate_up_proj",), window="all layers"),
     "phi": Family(
         output="self_attn.dense",
         widen=("mlp.fc1",),
@@ -91,8 +95,14 @@ FAMILIES = {
         is_parallel=True,
     ),
     "llama": Family(),
+    "mistral": Family(window="all layers"),
+    "qwen2": Family(window="by layer"),
+    "qwen3": Family(head_norms=("self_attn.q_norm", "self_attn.k_norm"), window="by layer"),
+    "smollm3": Family(window="by layer"),
 }
-"""By transformers' `model_type`."""
+"""By transformers' `model_type`. SmolLM and SmolLM2 are of the type llama, Qwen2.5 of the type qwen2."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""The types in `layer_types` that the engine computes: without a sliding window, and with one."""
 ENTER = "enter_layer"
 """The name of a method that a layer may have, from (compute, h) to compute(h). The engine does not call layers, so that
 what hooks would do around a call, such as gathering a layer's weights, is done by this method."""
@@ -135,7 +145,7 @@ class Decoder:
         self._config = bare.config
         self._family = FAMILIES[bare.config.model_type]
         self._attention = attention
-        self._window = sliding_window(bare)
+        self._windows = layer_windows(bare)
         self._checkpoint_layers = checkpoint_layers
         self._mlp_chunk_rows = mlp_chunk_rows
 
@@ -178,8 +188,9 @@ class Decoder:
             x, project = _normalize(norm, h), _with_input
         else:
             x, project = h, partial(_normed_side_by_side, norm=norm)
-        x, q, k, v = self._project(project, x, projections, tokens)
-        attended = self._attention(q, k, v, tokens.layout, queries=tokens.at, window=self._window).flatten(1)
+        x, q, k, v = self._project(modules, project, x, projections, tokens)
+        window = self._windows[modules.self_attn.layer_idx]
+        attended = self._attention(q, k, v, tokens.layout, queries=tokens.at, window=window).flatten(1)
 
         h = tokens.chosen(h if family.is_parallel else x)
         output, *widen, narrow = self._linears(modules, (family.output, *family.widen, family.narrow), h)
@@ -193,6 +204,7 @@ class Decoder:
 
     def _project(
         self,
+        modules: Any,
         project: Callable[..., tuple[torch.Tensor, torch.Tensor]],
         x: torch.Tensor,
         projections: list[AnyLinear],
@@ -201,22 +213,47 @@ class Decoder:
         """Return x for further use, queries of the requested tokens, and keys and values of all tokens."""
         heads, kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
         cos, sin, at = tokens.cos, tokens.sin, tokens.at
+        q_norm, k_norm = [modules.get_submodule(name) for name in self._family.head_norms] or (None, None)
+        split = partial(_split_heads, rotates=getattr(modules.self_attn, "use_rope", True))  # SmolLM3 says so by layer
         queries, *keys_values = projections
         if at is None or (not isinstance(queries, Linear) and not keys_values):
             projected, x = project(x, *projections)
-            q, k, v = split_heads(projected, cos, sin, [heads, kv_heads, kv_heads], num_rotated=2)
+            q, k, v = split(projected, cos, sin, [heads, kv_heads, kv_heads], [q_norm, k_norm])
             return x, tokens.chosen(q), k, v
         if isinstance(queries, Linear):
             if not keys_values:
                 width = queries.width * heads // (heads + 2 * kv_heads)
                 queries, keys_values = queries.columns(0, width), [queries.columns(width, queries.width)]
             queries = queries.at_rows(at)
-        (q,) = split_heads(project(tokens.chosen(x), queries)[0], cos[at], sin[at], [heads], num_rotated=1)
-        return x, q, *split_heads(project(x, *keys_values)[0], cos, sin, [kv_heads, kv_heads], num_rotated=1)
+        (q,) = split(project(tokens.chosen(x), queries)[0], cos[at], sin[at], [heads], [q_norm])
+        return x, q, *split(project(x, *keys_values)[0], cos, sin, [kv_heads, kv_heads], [k_norm])
 
     @staticmethod
     def _linears(modules: Any, names: Sequence[str], like: torch.Tensor) -> list[AnyLinear]:
         return [read_linear(modules.get_submodule(name), like) for name in names]
+
+
+def _split_heads(
+    projected: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: list[int], norms: list[Any], *, rotates: bool
+) -> tuple[torch.Tensor, ...]:
+    """Apply `split_heads`, after a norm of each head where the family has one.
+
+    Args:
+        projected: see `split_heads`.
+        cos: the same.
+        sin: the same.
+        heads: the same.
+        norms: for each group that is rotated, from the left; None: no norm.
+        rotates: rotate these groups.
+    """
+    if norms[0] is None:
+        return split_heads(projected, cos, sin, heads, num_rotated=len(norms) if rotates else 0)
+    x = projected.view(len(projected), sum(heads), projected.shape[1] // sum(heads))
+    groups = torch.split(x, heads, dim=1)
+    normed = [_normalize(norm, group).flatten(1) for norm, group in zip(norms, groups, strict=False)]
+    counts = zip(normed, heads, strict=False)
+    turned = [split_heads(group, cos, sin, [count], num_rotated=int(rotates))[0] for group, count in counts]
+    return *turned, *groups[len(norms) :]
 
 
 def _side_by_side(x: torch.Tensor, *layers: AnyLinear, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -257,10 +294,13 @@ def bare_model(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def sliding_window(model: Any) -> int | None:
-    """Return the number of tokens of its row that a token sees, itself included; None: all before it."""
-    window: int | None = getattr(bare_model(model).config, "sliding_window", None)
-    return window
+def layer_windows(model: Any) -> list[int | None]:
+    """Return for each layer the number of tokens of its row that a token sees, itself included; None: all before it."""
+    config = bare_model(model).config
+    holds_for = FAMILIES[config.model_type].window
+    if holds_for == "by layer":
+        return [config.sliding_window if kind == SLIDING else None for kind in config.layer_types]
+    return [config.sliding_window if holds_for == "all layers" else None] * config.num_hidden_layers
 
 
 def _normalize(norm: Any, h: torch.Tensor) -> torch.Tensor:

@@ -176,7 +176,9 @@ class PackedMicrobatch:
         """A copy in page-locked memory, for a loader with `pin_memory`."""
         return self._map(torch.Tensor.pin_memory)
 
-    def prepare_attention(self, prepare: Callable[[Layout, torch.Tensor, int | None], Any], window: int | None) -> None:
+    def prepare_attention(
+        self, prepare: Callable[[Layout, torch.Tensor, int | None], Any], windows: Sequence[int | None]
+    ) -> None:
         """Prepare attention for all layers: the last one has queries at `positions`, the others at all tokens.
 
         A kernel whose plan is made from numbers, not tensors, would make a GPU's host wait for `positions`. So its
@@ -184,11 +186,13 @@ class PackedMicrobatch:
 
         Args:
             prepare: see `Layout.prepared`.
-            window: the model's sliding window, or None.
+            windows: of the model's layers, see `finetune.engine.decoder.layer_windows`.
         """
-        for queries in (None, self.positions):
-            if queries is None or len(queries):
-                self.layout.prepared(prepare, queries, window)
+        *before, last = windows
+        for window in dict.fromkeys(before):
+            self.layout.prepared(prepare, None, window)
+        if len(self.positions):
+            self.layout.prepared(prepare, self.positions, last)
 
     def _map(self, change: Change) -> PackedMicrobatch:
         changed: dict[int, torch.Tensor] = {}

@@ -14,7 +14,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Compute `weight * (x / rms(x))` over the last dimension, rounded where the Llama family rounds.
 
     Args:
-        x: (rows, features).
+        x: (rows, features), or (rows, heads, features).
         weight: (features,), frozen or trained.
         eps: added to the mean square.
     """
@@ -75,5 +75,5 @@ def input_gradient(
 
 def weight_gradient(dy: torch.Tensor, x: torch.Tensor, inverse_rms: torch.Tensor) -> torch.Tensor:
     """Return the gradient of the weight, (features,), in fp32 or better."""
-    made: torch.Tensor = (x * inverse_rms).mul_(dy).sum(0)
+    made: torch.Tensor = (x * inverse_rms).mul_(dy).flatten(0, -2).sum(0)
     return made

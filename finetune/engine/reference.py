@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 
+from finetune.engine.decoder import FAMILIES, bare_model
+
 if TYPE_CHECKING:
     from finetune.engine.microbatch import PaddedMicrobatch
 
-PLAIN_HEADS = ("phi", "phi3", "llama", "mistral", "qwen2", "qwen3")
-"""Model types whose logits are exactly `head(decoder(ids))`; others scale or cap them in their own forward."""
 WITHOUT_FLOAT64 = frozenset({"mps"})
 """Kinds of devices that have no float64: sums in it are on the CPU."""
 
@@ -40,8 +40,8 @@ def in_float64(values: torch.Tensor) -> torch.Tensor:
 
 def _logits_at(model: torch.nn.Module, input_ids: torch.Tensor, predicts: torch.Tensor) -> torch.Tensor:
     """Return logits (num_targets, vocabulary) where `predicts` (batch, time - 1) is True."""
-    bare: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    if bare.config.model_type in PLAIN_HEADS:
+    bare = bare_model(model)
+    if bare.config.model_type in FAMILIES:  # others may scale or cap their logits
         hidden = bare.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
         return bare.get_output_embeddings()(hidden[:, :-1][predicts])  # type: ignore[no-any-return]
     if "logits_to_keep" not in inspect.signature(bare.forward).parameters:

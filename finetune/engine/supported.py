@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from finetune.engine.adapted import hook_reason, own_way_reason, unknown_linear
-from finetune.engine.decoder import FAMILIES, bare_model
+from finetune.engine.decoder import FAMILIES, FULL, SLIDING, bare_model
 
 _PLAIN_TYPES = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList)
 
@@ -48,12 +48,22 @@ def _config_reasons(config: Any) -> Iterator[str]:
         yield f"it applies dropout to attention weights (attention_dropout {config.attention_dropout})"
     if getattr(config, "qk_layernorm", False):
         yield "it normalizes queries and keys (qk_layernorm)"
+    if FAMILIES[config.model_type].window == "by layer":
+        yield from _window_reasons(config)
     if FAMILIES[config.model_type].is_parallel:
         return
     if getattr(config, "resid_pdrop", 0):
         yield f"it applies dropout to residuals (resid_pdrop {config.resid_pdrop})"
     if config.hidden_act != "silu":
         yield f"its feed-forward part is gated by {config.hidden_act}, not by silu"
+
+
+def _window_reasons(config: Any) -> Iterator[str]:
+    unknown = sorted(set(config.layer_types) - {FULL, SLIDING})
+    if unknown:
+        yield f"its layers attend in ways that the engine lacks (layer_types: {', '.join(unknown)})"
+    if SLIDING in config.layer_types and config.sliding_window is None:
+        yield "some of its layers have a sliding window (layer_types) whose size is not set (sliding_window)"
 
 
 def own_layers(model: nn.Module) -> dict[str, list[str]]:

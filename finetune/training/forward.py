@@ -11,7 +11,7 @@ import torch
 from finetune.data.batches import Collate, packer, pad
 from finetune.engine.attention import prepared_by_the_host
 from finetune.engine.attention_cuda import attention_downgrade
-from finetune.engine.decoder import sliding_window
+from finetune.engine.decoder import layer_windows
 from finetune.engine.fused import switch_fused, why_not_fused
 from finetune.engine.supported import own_layers, unsupported_reason
 from finetune.fallbacks import Fallback
@@ -51,7 +51,7 @@ def choose_forward(
     collate = packer(
         share_prefixes=section.packing and section.share_prefixes,
         prepare_attention=prepare_attention,
-        window=sliding_window(model),
+        windows=layer_windows(model),
     )
     return Forward(collate=collate, called_layers=own_layers(model))
 

@@ -24,7 +24,7 @@ from transformers import masking_utils
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.attention import prepare_blocks
 from finetune.engine.attention_cuda import attend_in_runs, prepare_varlen
-from finetune.engine.decoder import bare_model, sliding_window
+from finetune.engine.decoder import bare_model, layer_windows
 from finetune.engine.four_bits import weight_without_data
 from finetune.engine.fused import fused_or_not
 from finetune.engine.layout import Layout, PackedMicrobatch
@@ -342,7 +342,7 @@ def _prepare_attention(model: torch.nn.Module, microbatch: Microbatch, choices: 
     if not isinstance(microbatch, PackedMicrobatch):
         return
     prepare = prepare_blocks if choices is BY_DEVICE else prepare_varlen
-    microbatch.prepare_attention(prepare, sliding_window(model))
+    microbatch.prepare_attention(prepare, layer_windows(model))
 
 
 def _gpu_attention(

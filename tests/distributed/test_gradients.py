@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 
 from finetune.config.schema import Config
 from finetune.distributed.launch import launch
+from finetune.engine.decoder import FAMILIES
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import EMPTY_MICROBATCH
-from finetune.engine.reference import PLAIN_HEADS
 from finetune.errors import ConfigError
 from finetune.training.optim import trainable_parameters
 from tests.distributed.reducing import CONFIGS, METHODS, SHARES, tiny
@@ -85,7 +85,7 @@ def test_an_empty_micro_batch_reaches_a_model_that_cannot_leave_out_logits():
             return self.model(input_ids=input_ids, use_cache=use_cache)
 
     model = Plain(tiny("gemma2", "full"))
-    assert model.config.model_type not in PLAIN_HEADS
+    assert model.config.model_type not in FAMILIES
     loss = summed_cross_entropy(model, EMPTY_MICROBATCH)
     loss.backward()
     assert loss.item() == 0.0

@@ -5,19 +5,29 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional
-from transformers import LlamaConfig
+from transformers import Qwen2Config
 
+from finetune.engine import decoder
 from finetune.engine.attention import attention
-from finetune.engine.decoder import Decoder
+from finetune.engine.decoder import Decoder, layer_windows
 from finetune.engine.layout import pack
+from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.loss_head import summed_head_loss
 from finetune.engine.supported import own_layers, unsupported_reason
-from tests.tiny_models import SIZES, VOCABULARY, build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
+from tests.tiny_models import (
+    LLAMA_KIN,
+    SIZES,
+    VOCABULARY,
+    build_tiny,
+    tiny_gemma2_config,
+    tiny_phi3_config,
+    tiny_phi_config,
+)
 
 LORA_TARGETS = {
     "phi": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"],
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
-    "llama": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
+    **{kind: ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"] for kind in LLAMA_KIN},
 }
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 LONGROPE = {
@@ -35,7 +45,7 @@ CONFIGS = {
     ),
     "phi-4-mini": tiny_phi3_config(**FOUR_MINI, rope_parameters=PARTIAL, num_hidden_layers=3),
     "longrope": tiny_phi3_config(**FOUR_MINI, rope_parameters=LONGROPE, sliding_window=None),
-    "llama": LlamaConfig(**SIZES, num_key_value_heads=2, attention_bias=True),
+    **LLAMA_KIN,
 }
 LENGTHS = (7, 1, 12, 3)
 
@@ -93,8 +103,7 @@ def engine_loss(model, rows, targets, **options):
     ids = torch.cat(rows)
     positions = torch.cat([torch.arange(length) for length in lengths])
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
-    decoder = Decoder(model, plain_attention, **options)
-    hidden = decoder.hidden_states(ids, positions, lengths, at)
+    hidden = Decoder(model, plain_attention, **options).hidden_states(ids, positions, lengths, at)
     head = bare.get_output_embeddings()
     return summed_head_loss(hidden, head.weight, ids[at + 1], bias=head.bias)
 
@@ -172,9 +181,8 @@ def test_a_silent_adapter_is_silent(state):
 def test_all_hidden_states_equal_the_models_own(kind):
     model = build_tiny(CONFIGS[kind]).eval()
     ids = some_rows((9,))[0]
-    decoder = Decoder(model, plain_attention)
     with torch.no_grad():
-        ours = decoder.hidden_states(ids, torch.arange(9), [9])
+        ours = Decoder(model, plain_attention).hidden_states(ids, torch.arange(9), [9])
         theirs = model.get_decoder()(ids[None], use_cache=False).last_hidden_state[0]
     torch.testing.assert_close(ours, theirs)
 
@@ -258,6 +266,52 @@ def test_packed_rows_that_begin_alike_give_the_step_of_the_rows_alone(kind, shar
     assert_same(model, got, own_loss(model, rows, targets))
 
 
+@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_without_rounding_each_gradient_equals_the_models_own(kind, method):
+    """To 1e-6, in float64: what is left are the norms, which the model's own forward computes in fp32."""
+    model = build_tiny(CONFIGS[kind])
+    model = (with_lora(model) if method == "lora" else model).double().train()
+    rows = some_rows((22, 23, 19, 5))
+    for row in rows[1:3]:
+        row[:17] = rows[0][:17]
+    marks = [torch.arange(len(row)) > 3 for row in rows]
+    expected = own_loss(model, rows, [torch.arange(3, len(row) - 1) for row in rows])
+    theirs = gradients(model, expected)
+    assert method == "full" or len(theirs) == 2 * len(LORA_TARGETS[model.config.model_type]) * len(layer_windows(model))
+    for share_prefixes in (True, False):
+        got = summed_cross_entropy(model, pack(list(zip(rows, marks, strict=True)), share_prefixes=share_prefixes))
+        assert got.item() == pytest.approx(expected.item(), rel=1e-6)
+        ours = gradients(model, got)
+        assert ours.keys() == theirs.keys()
+        for name, gradient in theirs.items():
+            assert (ours[name] - gradient).norm() <= 1e-6 * gradient.norm(), name
+
+
+def test_each_layer_has_its_own_window():
+    assert {kind: layer_windows(build_tiny(config)) for kind, config in LLAMA_KIN.items()} == {
+        "llama": [None, None],
+        "mistral": [5, 5],
+        "qwen2": [None, None, 5],
+        "qwen3": [5, None],
+        "smollm3": [None, 5, None],
+    }
+    assert layer_windows(build_tiny(CONFIGS["phi"])) == [None, None]
+    assert layer_windows(build_tiny(CONFIGS["phi3"])) == [5, 5]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "smollm3"])
+def test_a_window_in_the_wrong_layers_would_be_seen(kind, monkeypatch):
+    model = build_tiny(CONFIGS[kind])
+    rows = some_rows()
+    targets = some_targets(rows)
+    expected = own_loss(model, rows, targets).item()
+    windows = layer_windows(model)
+    for wrong in ([None] * len(windows), [5] * len(windows), windows[::-1] if kind != "smollm3" else [5, None, 5]):
+        monkeypatch.setattr(decoder, "layer_windows", lambda _, wrong=wrong: wrong)
+        assert engine_loss(model, rows, targets).item() != pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_rows_without_a_target_weigh_nothing(kind):
     model = with_lora(build_tiny(CONFIGS[kind]))
@@ -301,12 +355,24 @@ def tiny(**changes):
     return build_tiny(tiny_phi3_config(**changes))
 
 
+def layered(**changes):
+    return build_tiny(Qwen2Config(**SIZES, num_key_value_heads=2, **changes))
+
+
 UNSUPPORTED = {
-    "its model type is gemma2; the engine supports llama, phi, phi3": lambda: build_tiny(tiny_gemma2_config()),
+    "its model type is gemma2; the engine supports llama, mistral, phi, phi3, qwen2, qwen3, smollm3": lambda: (
+        build_tiny(tiny_gemma2_config())
+    ),
     "it applies dropout to attention weights (attention_dropout 0.1)": lambda: tiny(attention_dropout=0.1),
     "it applies dropout to residuals (resid_pdrop 0.1)": lambda: tiny(resid_pdrop=0.1),
     "its feed-forward part is gated by gelu, not by silu": lambda: tiny(hidden_act="gelu"),
     "it normalizes queries and keys (qk_layernorm)": lambda: build_tiny(tiny_phi_config(qk_layernorm=True)),
+    "its layers attend in ways that the engine lacks (layer_types: chunked_attention)": lambda: layered(
+        layer_types=["chunked_attention", "full_attention"]
+    ),
+    "some of its layers have a sliding window (layer_types) whose size is not set (sliding_window)": lambda: layered(
+        layer_types=["sliding_attention", "full_attention"]
+    ),
     "layers.0.mlp has hooks": lambda: hooked(with_lora(tiny())),
     "layers.1 has a forward that was replaced": lambda: patched(with_lora(tiny())),
     "layers.1.mlp.down_proj is a Quantized": lambda: replaced(with_lora(tiny())),

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from finetune.config.schema import Config, LoraSection
 from finetune.data.batches import pad
@@ -29,15 +28,15 @@ from finetune.training.step import train_step
 from tests.engine import test_decoder as decoder_tests
 from tests.engine.fake_device import KIND, DeviceTensor, FakeDevice, move, use_there
 from tests.engine.prefix_rows import rows_of
-from tests.tiny_models import SIZES, build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
+from tests.tiny_models import LLAMA_KIN, build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
 
 CONFIGS = {
     "phi3": tiny_phi3_config(),
     "phi": tiny_phi_config(),
     "longrope": decoder_tests.CONFIGS["longrope"],
-    "llama": LlamaConfig(**SIZES, num_key_value_heads=2, attention_bias=True),
+    **LLAMA_KIN,
 }
-TARGETS = {family: {"target_modules": ["q_proj", "v_proj"]} for family in ("phi", "llama")}
+TARGETS = {family: {"target_modules": ["q_proj", "v_proj"]} for family in ("phi", *LLAMA_KIN)}
 ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {},
     "dropout": {"dropout": 0.3},

@@ -130,7 +130,7 @@ def test_it_travels_to_workers_and_devices() -> None:
 
 def test_attention_that_is_prepared_travels_along() -> None:
     packed = pack(random_rows(7))
-    packed.prepare_attention(prepare_varlen, window=5)
+    packed.prepare_attention(prepare_varlen, windows=[5, 5])
     there = pickle.loads(pickle.dumps(packed)).to(torch.device("meta"))
     for queries in (None, there.positions):  # without what was prepared, this would fail: these tensors have no values
         runs = there.layout.prepared(prepare_varlen, queries, 5)
