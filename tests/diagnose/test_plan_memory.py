@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from finetune.config.schema import LoraSection, OptimSection
 from finetune.data.batches import packer, pad
@@ -25,7 +25,7 @@ from finetune.training.preference import put_pairs_together, summed_preferences
 from tests.diagnose.error_table import WRITE, cases_of_page, record_error
 from tests.diagnose.measured import held_by, peak_of
 from tests.model.variants import VARIANTS
-from tests.tiny_models import build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
+from tests.tiny_models import WIDE_HEADS, WINDOW, build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
 
 pytestmark = [pytest.mark.trains, pytest.mark.slow]
 
@@ -37,6 +37,17 @@ CONFIGS = {
     "phi": lambda **sizes: tiny_phi_config(**{**SIZES, "num_hidden_layers": 5, **sizes}),
     "gemma2": lambda **sizes: tiny_gemma2_config(
         **{**SIZES, "num_hidden_layers": 5, "head_dim": 24, "sliding_window": 150, **sizes}
+    ),
+    "qwen3": lambda **sizes: Qwen3Config(
+        **{
+            **WIDE_HEADS,
+            **WINDOW,
+            **SIZES,
+            "num_hidden_layers": 5,
+            "max_window_layers": 2,
+            "sliding_window": 150,
+            **sizes,
+        }
     ),
     "phimoe": lambda **sizes: VARIANTS["Phi-3.5-MoE"].config(
         **{**SIZES, "num_hidden_layers": 5, "num_attention_heads": 24, **sizes}
@@ -105,6 +116,9 @@ CASES = [
     ("phi3", "lora", False, "shared"),
     ("phi", "lora", False, "packed"),
     ("phi", "full", True, "packed"),
+    ("qwen3", "lora", False, "packed"),
+    ("qwen3", "full", True, "packed"),
+    ("qwen3", "lora", False, "shared"),
     ("gemma2", "lora", False, "padded"),
     ("phimoe", "lora", False, "padded"),
     ("phimoe", "lora", True, "padded"),

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from finetune.config.schema import LoraSection
 from finetune.distributed.precision import Precision, convert_weights
 from finetune.model.lora import add_lora
 from tests.tiny import tiny_tokenizer
-from tests.tiny_models import SIZES, build_tiny, tiny_phi3_config, tiny_phi_config
+from tests.tiny_models import SIZES, WINDOW, build_tiny, tiny_phi3_config, tiny_phi_config
 from tests.tiny_runs import MODEL_VOCABULARY, write_rows
 
 _COMMON = {"intermediate_size": 160, "max_position_embeddings": 512, "initializer_range": 0.06}
@@ -43,8 +43,14 @@ FAMILIES: dict[str, PretrainedConfig] = {
         original_max_position_embeddings=LONGROPE_BOUNDARY,
     ),
     "llama": LlamaConfig(**{**SIZES, **_COMMON, "hidden_size": 256, "num_key_value_heads": 2}, attention_bias=True),
+    "qwen3": Qwen3Config(
+        **{**SIZES, **_COMMON, **WINDOW, "hidden_size": 256, "num_key_value_heads": 2},
+        head_dim=128,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
 }
-"""Heads of 80, 96, 128, 128 and 64. Some share keys; phi-3 has a window of 5 tokens, phi-4-mini has LongRoPE."""
+"""Heads of 80, 96, 128, 128, 64 and 128. Some share keys; phi-3 has a window of 5 tokens, and qwen3 in its first layer;
+phi-4-mini has LongRoPE."""
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 
 
