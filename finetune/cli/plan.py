@@ -81,7 +81,8 @@ def _model(plan: Plan) -> Iterator[str]:
     what = f"LoRA on {', '.join(plan.targets)}" if plan.targets else "full fine-tuning"
     what += ", on preferences (DPO)" if plan.objective == "dpo" else ""
     yield f"{plan.trainable_parameters:,} parameters train ({share:.2%}): {what}"
-    yield f"{plan.precision} (trained weights in fp32); forward: {plan.forward}"
+    yield f"{plan.precision} (trained weights in fp32)"
+    yield f"forward: {plan.forward}"
 
 
 def _steps(plan: Plan) -> Iterator[str]:

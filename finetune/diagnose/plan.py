@@ -47,6 +47,7 @@ from finetune.training.forward import choose_forward, wants_fused
 from finetune.training.keeping import most_checkpoints
 from finetune.training.memory_choice import MemoryChoice, choose, shards_of
 from finetune.training.memory_need import (
+    CANNOT_TRACE,
     OptimizerNeed,
     Peak,
     Shards,
@@ -104,8 +105,10 @@ class Plan:
     method: str
     objective: str
     precision: str
-    forward: str
-    """In words: the engine's own forward, or another with the reason."""
+    why_not_engine: str | None
+    """The reason to compute padded rows with the model's own forward; None where the engine computes packed ones."""
+    called_layers: dict[str, int]
+    """The number of linear layers that the engine calls as PEFT made them, by reason."""
     batches: Batches
     device: Device
     peak: Peak | None
@@ -127,6 +130,14 @@ class Plan:
     findings: list[Finding]
 
     @property
+    def forward(self) -> str:
+        """In words: the engine's own forward, or another with the reason."""
+        if self.why_not_engine is not None:
+            return f"transformers' own on padded rows: {self.why_not_engine}"
+        called = [f"{number} linear layers as PEFT made them ({why})" for why, number in self.called_layers.items()]
+        return f"the engine's own{', which calls ' * bool(called)}{', '.join(called)}"
+
+    @property
     def needed(self) -> int | None:
         """The memory that a step needs on the device, `device.reserve` included."""
         return None if self.peak is None else self.peak.total + self.device.reserve
@@ -146,7 +157,7 @@ class Plan:
         disk = {**self.disk._asdict(), "checkpoint": self.disk.checkpoint, "total": self.disk.total}
         trade = None if self.checkpointing is None else self.checkpointing._asdict()
         shards = {"in_shards": [need._asdict() for need in self.in_shards], "fewest_shards": self.fewest_shards}
-        record = {**asdict(self), "disk": disk, "checkpointing": trade, **shards}
+        record = {**asdict(self), "forward": self.forward, "disk": disk, "checkpointing": trade, **shards}
         steps = self.batches.steps
         seconds = None if self.seconds_per_step is None or steps is None else steps * self.seconds_per_step
         return {"version": SCHEMA_VERSION, **record, "needed": self.needed, "fits": self.fits, "seconds": seconds}
@@ -172,7 +183,6 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
     peak = None if forecast is None else planner.peak_of(forecast)
     best, is_end = planner.search(peak) if peak is not None else (None, False)
     trainable, total = count_parameters(model)
-    reason = planner.why_padded
     plan = Plan(
         model_type=model.config.model_type,
         layers=model.config.num_hidden_layers,
@@ -182,7 +192,8 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
         method=config.training.method,
         objective=config.training.objective,
         precision=planner.precision,
-        forward="the engine's own" if reason is None else f"transformers' own on padded rows: {reason}",
+        why_not_engine=planner.why_not_engine,
+        called_layers=planner.called_layers,
         batches=planner.batching.describe(),
         device=device,
         peak=peak,
@@ -218,7 +229,9 @@ class _Planner:
         self.model = self._build_model(checkpointed=False)
         self._compare_sizes()
         forward = choose_forward(config.training, self.model)
-        self.why_padded = forward.why_not_engine
+        self.why_not_engine = forward.why_not_engine
+        self.called_layers = {why: len(names) for why, names in forward.called_layers.items()}
+        self._warn_of_fallback()
         self._is_fused = wants_fused(config.training, device.kind)
         self._splits = self._encode()
         collate = self._trainer.collation_of(forward.collate)
@@ -230,7 +243,7 @@ class _Planner:
             config=config,
             rows=None if self._splits is None else self._splits.train,
             collate=collate,
-            is_padded=self.why_padded is not None,
+            is_padded=self.why_not_engine is not None,
             boundary=longrope_boundary(self.model),
             world_size=self._world_size,
         )
@@ -260,6 +273,14 @@ class _Planner:
         for difference in () if published is None else published.differences(self.model.config):
             what = f"{self._sizes.path}: {difference}; this plan takes the former"
             self.findings.append(warning("Model", what, "without the hub a plan would differ: update finetune"))
+
+    def _warn_of_fallback(self) -> None:
+        """Add a finding if training would record that the engine computes less than was asked for."""
+        if self._config.training.kernels == "reference" or not (self.why_not_engine or self.called_layers):
+            return
+        what = "the engine does not compute all of this model, so steps take longer: `forward` says why"
+        fix = "nothing, unless strict=true, which refuses that; training.kernels=reference asks for it"
+        self.findings.append(warning("Engine", what, fix))
 
     def _build_model(self, *, checkpointed: bool) -> Any:
         """Build the model on the meta device, as `Trainer` prepares it."""
@@ -324,7 +345,7 @@ class _Planner:
                 accumulates=batching.largest.per_step > 1,
                 is_fused=self._is_fused,
             )
-        except (RuntimeError, NotImplementedError) as error:
+        except CANNOT_TRACE as error:
             cause = f"{type(error).__name__}: {first_line(error)}"
             what = f"memory cannot be predicted: the model's own forward needs data ({cause})"
             fix = "start with a small training.batch_size and look at the memory that the run reports"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.engine.decoder import bare_model
-from finetune.training.memory_trace import IN_A_LAYER
+from finetune.training.memory_trace import IN_A_LAYER, name_of_layers
 from finetune.training.optim import build_optimizer
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ def operations_of_step(
         has_reference: the frozen weights also compute the reference of preference training.
     """
     bare = bare_model(model)
-    last = str(len(bare.get_decoder().layers) - 1)
+    matches = [(IN_A_LAYER.search(name), weight) for name, weight in model.named_parameters()]
+    last = max((int(match[1]) for match, _ in matches if match), default=0)
     head = bare.get_output_embeddings().weight
     total = num_targets * _products_with(head, more=has_reference)
-    for name, weight in model.named_parameters():
-        match = IN_A_LAYER.search(name)
+    for match, weight in matches:
         if match and weight.ndim == 2:
-            tokens = num_targets if match[1] == last else num_computed
+            tokens = num_targets if int(match[1]) == last else num_computed
             in_reference = has_reference and not weight.requires_grad
             total += tokens * _products_with(weight, more=is_checkpointing + in_reference)
     return total
@@ -70,14 +70,15 @@ def measure_seconds(model: Any, microbatch: Any, loss: LossFunction, section: Op
     """
     device = torch.device(kind)
     decoder = bare_model(model).get_decoder()
-    every = list(decoder.layers)
+    layers = name_of_layers(decoder)
+    every = list(getattr(decoder, layers))
     depth = len(every)
     few, more = min(_FEW, depth), min(_MORE, depth)
-    decoder.layers = torch.nn.ModuleList(every[:more])
+    setattr(decoder, layers, torch.nn.ModuleList(every[:more]))
     _give_weights(model, device)
     taken = {}
     for number in {more, few}:
-        decoder.layers = torch.nn.ModuleList(every[:number])
+        setattr(decoder, layers, torch.nn.ModuleList(every[:number]))
         taken[number] = _measure(model, microbatch.to(device), loss, section)
     if few == more:
         return taken[few]

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.errors import ModelError, first_line
 from finetune.model.adapter_start import start_from_adapter, start_from_principal_values, update_scale
 from finetune.model.base import count_parameters
 from finetune.model.new_tokens import grow_embeddings, ids_of_new_tokens, rows_to_train, start_from_mean_row
@@ -75,11 +76,21 @@ def attach_adapter(
         section: describes the adapter.
         targets: the layers to adapt, see `resolve_targets`.
         ids: tokens to train the embedding rows of.
+
+    Raises:
+        ModelError: PEFT refuses to adapt these layers, as it does those of Mamba.
     """
     from peft import get_peft_model
 
-    with _quiet_peft():
-        adapted: PeftModel = get_peft_model(model, _adapter_config(model, section, targets, list(ids)))
+    config = _adapter_config(model, section, targets, list(ids))
+    try:
+        with _quiet_peft():
+            adapted: PeftModel = get_peft_model(model, config)
+    except ValueError as error:
+        raise ModelError(
+            f"PEFT does not adapt the layers {', '.join(targets)} of this {model.config.model_type} model "
+            f"({first_line(error)}). Name others in lora.target_modules, or set training.method=full."
+        ) from error
     return adapted
 
 

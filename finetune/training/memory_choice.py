@@ -20,6 +20,7 @@ from finetune.model.base import checkpoint_gradients
 from finetune.runs.durable import in_units
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory_need import (
+    CANNOT_TRACE,
     WHOLE,
     OptimizerNeed,
     Shards,
@@ -211,7 +212,7 @@ def choose(
     )
     try:
         decision = _decide_by_forecast(_Step(config, model, longest, collate, predict), rows, usable, config)
-    except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
+    except CANNOT_TRACE as error:
         cause = f"{type(error).__name__}: {first_line(error)}"
         cut = replace(as_configured, max_rows=config.training.batch_size)
         return replace(cut, why=f"the memory of a step cannot be predicted without data ({cause})")
@@ -354,7 +355,7 @@ def _bound(model: Any, *, rows: int, length: int) -> int:
     # A token passes through some experts of a layer, whose weights are one tensor of three dimensions.
     times = {2: 1, 3: getattr(config, "num_experts_per_tok", 1)}
     features = sum(times.get(weight.ndim, 1) * sum(weight.shape[-2:]) for weight in weights if weight.ndim > 1)
-    scores = config.num_attention_heads * config.num_hidden_layers * length
+    scores = getattr(config, "num_attention_heads", 0) * config.num_hidden_layers * length
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     return 4 * int(8 * rows * length * (features + scores) + 6 * trained + 8 * _widest_square(model))
 

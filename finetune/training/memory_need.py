@@ -31,6 +31,7 @@ from finetune.training.memory_trace import (
     DeviceKind,
     LossOf,
     Part,
+    name_of_layers,
     trace,
 )
 from finetune.training.preference import PreferenceMicrobatch
@@ -45,6 +46,8 @@ _AT_ONCE = 2
 _FEW, _MORE = 2, 3
 """Layers of the two models that are run."""
 _FILLER_TOKEN = 1
+CANNOT_TRACE = (RuntimeError, NotImplementedError, AttributeError, TypeError)
+"""What `forecast_step` raises for a model whose own forward does not run without data."""
 _EXTRAPOLATED = (FORWARD, ABOVE, BELOW)
 """The parts of a step in which the peak can lie, at any depth of the model."""
 
@@ -224,7 +227,7 @@ def forecast_step(
         is_fused: the engine's functions are fused (`training.fused`).
 
     Raises:
-        RuntimeError: the model cannot run without data.
+        RuntimeError: the model cannot run without data; or one of `CANNOT_TRACE`.
     """
     how = {"kind": kind, "is_bf16": is_bf16, "accumulates": accumulates, "is_fused": is_fused}
     moments = _trace_deep(model, microbatch, loss_of, **how)
@@ -311,17 +314,18 @@ def _sizes_of(model: torch.nn.Module) -> Iterator[_Weight]:
 def _trace_deep(model: torch.nn.Module, *args: Any, **how: Any) -> dict[str, dict[Part, int]]:
     """Trace a model of any depth with few of its layers."""
     decoder = bare_model(model).get_decoder()
-    every: torch.nn.ModuleList = decoder.layers
+    layers = name_of_layers(decoder)
+    every: torch.nn.ModuleList = getattr(decoder, layers)
     depth = len(every)
     if depth <= _MORE or not _are_layers_alike(model):
         return trace(model, *args, **how)
     traced: dict[int, dict[str, dict[Part, int]]] = {}
     try:
         for number in (_FEW, _MORE):
-            decoder.layers = torch.nn.ModuleList([*every[: number - 1], every[-1]])
+            setattr(decoder, layers, torch.nn.ModuleList([*every[: number - 1], every[-1]]))
             traced[number] = trace(model, *args, **how)
     finally:
-        decoder.layers = every
+        setattr(decoder, layers, every)
     few, more = traced[_FEW], traced[_MORE]
     return {
         when: {

@@ -44,11 +44,25 @@ FORWARD, ABOVE, BETWEEN, BELOW = "forward", "backward, last layer", "backward", 
 """Parts of a pass. The second ends with the first gradient of the second-to-last layer; the fourth begins with that of
 the first layer."""
 
-IN_A_LAYER = re.compile(r"\.layers\.(\d+)\.(.*)")
+_LISTS_OF_LAYERS = ("layers", "h", "blocks")
+"""The names that models of transformers give to the list of their layers."""
+IN_A_LAYER = re.compile(rf"\.(?:{'|'.join(_LISTS_OF_LAYERS)})\.(\d+)\.(.*)")
 """Matches the number of a weight's layer, and its name there."""
 
 LossOf = Callable[[Choices], LossFunction]
 """The loss of a run, given how the engine computes packed rows."""
+
+
+def name_of_layers(decoder: torch.nn.Module) -> str:
+    """Return the name of the list of a decoder's layers.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    for name in _LISTS_OF_LAYERS:
+        if isinstance(getattr(decoder, name, None), torch.nn.ModuleList):
+            return name
+    raise AttributeError(f"a {type(decoder).__name__} has no list of layers")
 
 
 def trace(
@@ -297,7 +311,8 @@ def _rows_of_one_document() -> Iterator[None]:
 @contextmanager
 def _watched(model: torch.nn.Module, allocations: Allocations, *, accumulates: bool) -> Iterator[None]:
     """Label gradients and tell the parts of the backward pass apart inside."""
-    depth = len(bare_model(model).get_decoder().layers)
+    decoder = bare_model(model).get_decoder()
+    depth = len(getattr(decoder, name_of_layers(decoder)))
     begun: set[int] = set()
 
     def arrived(layer: int | None, weight: torch.Tensor) -> None:

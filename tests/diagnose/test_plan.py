@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config
 
 from finetune.cli.plan import plan_from_words
 from finetune.config.compose import load_config
@@ -29,7 +30,7 @@ from finetune.training.memory_trace import Allocations, _choices_on
 from finetune.training.preference import PreferenceMicrobatch, summed_preferences
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
-from tests.tiny_models import PHI3_SIZES, build_tiny, tiny_phi3_config
+from tests.tiny_models import LLAMA_KIN, PHI3_SIZES, build_tiny, tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY, write_base, write_rows
 
 pytestmark = pytest.mark.trains
@@ -165,6 +166,34 @@ def test_the_forward_is_the_one_that_training_chooses(words):
     assert forward("training.method=full") == "the engine's own"
     assert forward("training.neftune_alpha=5") == "transformers' own on padded rows: embed_tokens has hooks"
     assert forward("training.kernels=reference") == "transformers' own on padded rows: training.kernels=reference"
+
+
+def test_a_model_that_the_engine_computes_is_told_so_from_its_config_alone(tmp_path, capsys):
+    LLAMA_KIN["qwen3"].save_pretrained(tmp_path)
+    words = [f"model={tmp_path}", "data.max_length=32", "lora.r=2"]
+    assert plan_from_words(words, device="H100 80GB", as_json=True) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["forward"], plan["why_not_engine"], plan["called_layers"]) == ("the engine's own", None, {})
+    assert [finding["area"] for finding in plan["findings"]] == ["Data"]
+    assert plan["fits"]
+
+
+def test_a_model_that_the_engine_does_not_know_is_told_why(tmp_path, capsys):
+    """One whose layers and widths have names of their own."""
+    GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=64).save_pretrained(tmp_path)
+    words = [f"model={tmp_path}", "data.max_length=32", "lora.r=2", "strict=true"]
+    assert plan_from_words(words, device="H100 80GB") == 2
+    out = " ".join(capsys.readouterr().out.split())
+    known = "llama, mistral, phi, phi3, qwen2, qwen3, smollm3"
+    assert f"forward: transformers' own on padded rows: its model type is gpt2; the engine supports {known} " in out
+    assert "the engine does not compute all of this model, so steps take longer: `forward` says why" in out
+    assert "% fits (peak: " in out.replace("%: fits", "% fits")
+
+
+def test_layers_that_the_engine_only_calls_are_told(words):
+    plan = make_plan(load_config([*words, "lora.dora=true"]), find_device("cpu"))
+    assert plan.forward == "the engine's own, which calls 8 linear layers as PEFT made them (DoRA)"
+    assert [finding.area for finding in plan.findings] == ["Engine"]
 
 
 @pytest.mark.parametrize(("fixed", "each", "end"), [(10, 7, 128), (0, 1, 5), (900, 3, 64), (2000, 1, 8), (5, 0, 16)])

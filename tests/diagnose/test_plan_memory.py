@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
 from finetune.config.schema import LoraSection, OptimSection
 from finetune.data.batches import packer, pad
@@ -49,6 +49,7 @@ CONFIGS = {
             **sizes,
         }
     ),
+    "gpt2": lambda: GPT2Config(vocab_size=3000, n_embd=96, n_layer=5, n_head=4, n_positions=1024),
     "phimoe": lambda **sizes: VARIANTS["Phi-3.5-MoE"].config(
         **{**SIZES, "num_hidden_layers": 5, "num_attention_heads": 24, **sizes}
     ),
@@ -120,6 +121,7 @@ CASES = [
     ("qwen3", "full", True, "packed"),
     ("qwen3", "lora", False, "shared"),
     ("gemma2", "lora", False, "padded"),
+    ("gpt2", "lora", False, "padded"),
     ("phimoe", "lora", False, "padded"),
     ("phimoe", "lora", True, "padded"),
     ("wider phi3", "lora", False, "packed"),

@@ -2,6 +2,7 @@ import warnings
 
 import pytest
 import torch
+from transformers import MambaConfig
 
 from finetune.config.schema import LoraSection
 from finetune.data.batches import pad
@@ -139,3 +140,9 @@ def test_adding_an_adapter_warns_of_nothing(base):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         add_lora(base, section())
+
+
+def test_layers_that_peft_refuses_are_named():
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "pad_token_id": 0}
+    with pytest.raises(ModelError, match=r"PEFT does not adapt the layers .* mamba model .*training\.method=full"):
+        add_lora(build_tiny(MambaConfig(**sizes)), section())
