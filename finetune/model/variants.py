@@ -16,6 +16,10 @@ _MULTIMODAL = (
     "it takes images and sound through encoders and adapters of its own, which training on text alone would break. "
     "For text take model=phi4_mini (microsoft/Phi-4-mini-instruct), the same decoder without them"
 )
+_REASONING_VISION = (
+    "Phi-4-reasoning-vision is not supported: it takes images through an encoder of its own, and transformers has no "
+    "class of its own for it. For text take model=phi4_reasoning"
+)
 _FIRST_PHI_2 = (
     "this is the layout of phi-2's first upload, whose layers have other names (mixer.Wqkv and the like). Take today's "
     "microsoft/phi-2, which transformers reads with a class of its own: model=phi2"
@@ -27,8 +31,10 @@ _REFUSED_TYPES = {
     "its own for them. For text take model=phi3_5_mini",
     "phi3small": "Phi-3-small is not supported: its block-sparse attention exists as remote code for CUDA alone, and "
     "transformers has no class of its own for it. Take a model of similar size: model=phi3_5_mini, model=phi4",
+    "phi4-siglip": _REASONING_VISION,
+    "phi4_siglip": _REASONING_VISION,
     "phi4flash": "Phi-4-mini-flash is not supported: its state-space layers exist as remote code alone. Take "
-    "model=phi4_mini",
+    "model=phi4_mini_reasoning or model=phi4_mini",
     "phi-msft": _FIRST_PHI_2,
     "mixformer-sequential": _FIRST_PHI_2,
 }

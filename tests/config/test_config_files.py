@@ -12,8 +12,9 @@ from finetune.config.shipped_files import shipped_folder
 SHIPPED = {
     "run": ["quickstart", "train_ddp"],
     "model": [
-        *("phi1_5", "phi2", "phi3_5_mini", "phi3_5_moe", "phi3_mini", "phi3_mini_128k"),
-        *("phi4", "phi4_mini", "phi4_reasoning", "phi_tiny"),
+        *("phi1", "phi1_5", "phi2", "phi3_5_mini", "phi3_5_moe"),
+        *("phi3_medium", "phi3_medium_128k", "phi3_mini", "phi3_mini_128k"),
+        *("phi4", "phi4_mini", "phi4_mini_reasoning", "phi4_reasoning", "phi4_reasoning_plus", "phi_tiny"),
     ],
     "data": ["orders", "phi4"],
     "task": [

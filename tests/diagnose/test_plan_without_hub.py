@@ -21,15 +21,20 @@ from tests.model.phi_table import PAGE
 from tests.readable_hub import point_to, running_hub
 
 PARAMETERS = {
+    "phi1": 1_418_270_720,
     "phi1_5": 1_418_270_720,
     "phi2": 2_779_683_840,
     "phi3_mini": 3_821_079_552,
     "phi3_mini_128k": 3_821_079_552,
     "phi3_5_mini": 3_821_079_552,
+    "phi3_medium": 13_960_238_080,
+    "phi3_medium_128k": 13_960_238_080,
     "phi3_5_moe": 41_873_153_344,
     "phi4": 14_659_507_200,
     "phi4_mini": 3_836_021_760,
+    "phi4_mini_reasoning": 3_836_021_760,
     "phi4_reasoning": 14_659_507_200,
+    "phi4_reasoning_plus": 14_659_507_200,
 }
 """Of the weights that are published: the hub's pages show these numbers, rounded."""
 

@@ -19,7 +19,8 @@ from tests.model.variants import BOUNDARY, VARIANTS
 from tests.tiny_models import SIZES, build_tiny, tiny_phi3_config
 
 # Parts of the config.json files of microsoft/Phi-4-multimodal-instruct, Phi-3-small-8k-instruct,
-# Phi-3.5-vision-instruct, Phi-4-mini-flash-reasoning, Phi-tiny-MoE-instruct and of phi-2's first upload.
+# Phi-3.5-vision-instruct, Phi-4-reasoning-vision-15B, Phi-4-mini-flash-reasoning, Phi-tiny-MoE-instruct and of phi-2's
+# first upload.
 REFUSED = {
     "Phi-4-multimodal": (
         {"model_type": "phi4mm", "auto_map": {"AutoConfig": "configuration_phi4mm.Phi4MMConfig"}},
@@ -37,8 +38,22 @@ REFUSED = {
         {"model_type": "phi3", "auto_map": {"AutoModelForCausalLM": "modeling_phi3_small.Phi3SmallForCausalLM"}},
         "Phi-3-small is not supported",
     ),
-    "Phi-3.5-vision": ({"model_type": "phi3_v"}, "Phi-3-vision and Phi-3.5-vision are not supported"),
-    "Phi-4-mini-flash": ({"model_type": "phi4flash"}, "Phi-4-mini-flash is not supported"),
+    "Phi-3.5-vision": (
+        {"model_type": "phi3_v"},
+        "Phi-3-vision and Phi-3.5-vision are not supported: .* model=phi3_5_mini",
+    ),
+    "Phi-4-reasoning-vision": (
+        {"model_type": "phi4-siglip"},
+        "Phi-4-reasoning-vision is not supported: it takes images .* model=phi4_reasoning",
+    ),
+    "Phi-4-mini-flash": (
+        {"model_type": "phi4flash"},
+        "Phi-4-mini-flash is not supported: its state-space layers .* model=phi4_mini_reasoning",
+    ),
+    "a copy of Phi-4-mini-flash that renamed its type": (
+        {"model_type": "phi3", "auto_map": {"AutoModelForCausalLM": "modeling_phi4flash.Phi4FlashForCausalLM"}},
+        "Phi-4-mini-flash is not supported",
+    ),
     "Phi-tiny-MoE": (
         {"model_type": "phimoe", "auto_map": {"AutoConfig": "configuration_slimmoe.PhiMoEConfig"}},
         "Phi-mini-MoE and Phi-tiny-MoE are not supported",

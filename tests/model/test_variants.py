@@ -44,10 +44,10 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return variant, variant.write(tmp_path_factory.mktemp("variant") / "model")
 
 
-def encode(variant: Variant, folder: Path, turns: list[dict[str, str]], tmp_path: Path) -> tuple[EncodedExamples, Any]:
-    """A conversation on the way that a run's rows take."""
+def encode(variant: Variant, folder: Path, row: dict[str, Any], tmp_path: Path) -> tuple[EncodedExamples, Any]:
+    """A row on the way that a run's rows take."""
     rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"messages": turns}) + "\n", encoding="utf-8")
+    rows.write_text(json.dumps(row) + "\n", encoding="utf-8")
     config = variant.run_config(folder, f"data.path={rows}", f"data.cache_dir={tmp_path / 'cache'}")
     tokenizer = build_tokenizer(config.model)
     return encode_examples(load_examples(config.data), tokenizer, config.data).train, tokenizer
@@ -55,14 +55,14 @@ def encode(variant: Variant, folder: Path, turns: list[dict[str, str]], tmp_path
 
 def test_tokens_and_targets_of_a_conversation(made: tuple[Variant, Path], tmp_path: Path) -> None:
     variant, folder = made
-    examples, tokenizer = encode(variant, folder, variant.turns, tmp_path)
+    examples, tokenizer = encode(variant, folder, variant.row, tmp_path)
     ids, is_target = (tensor.tolist() for tensor in examples[0])
     golden = GOLDEN[variant.name]
     assert tokenizer.convert_ids_to_tokens(ids) == golden["tokens"].split(" ")
     assert " ".join(map(str, ids)) == golden["ids"]
     assert "".join(str(int(target)) for target in is_target) == golden["targets"]
 
-    answers = [turn["content"] + variant.end for turn in variant.turns if turn["role"] == "assistant"]
+    answers = [answer + variant.end for answer in variant.answers]
     learned = tokenizer.decode([token for token, target in zip(ids, is_target, strict=True) if target])
     assert learned.replace(" ", "") == "".join(answers).replace(" ", "")
 
@@ -73,19 +73,26 @@ def test_tokens_and_targets_of_a_conversation(made: tuple[Variant, Path], tmp_pa
         variant.name,
         {
             Fact.PRESET: f"`{variant.preset}`",
-            Fact.TEMPLATE: f"{len(ids)} ids{'' if variant.template else ', of the preset'}",
+            Fact.TEMPLATE: f"{len(ids)} ids{_whose_template(variant)}",
             Fact.MASK: f"{sum(is_target)} of {len(ids)}",
             Fact.END: f"`{variant.end}`, {num_ends} of {num_ends}",
         },
     )
 
 
+def _whose_template(variant: Variant) -> str:
+    if variant.completed is not None:
+        return " of a prompt and its completion: no template"
+    return "" if variant.template else ", of the preset"
+
+
 def test_no_token_is_doubled_or_cut_where_the_template_is_rendered_at_once(
     made: tuple[Variant, Path], tmp_path: Path
 ) -> None:
     variant, folder = made
-    examples, tokenizer = encode(variant, folder, variant.turns, tmp_path)
-    whole = tokenizer.apply_chat_template(variant.turns, tokenize=False)
+    examples, tokenizer = encode(variant, folder, variant.row, tmp_path)
+    turns = [*(variant.completed or ()), tokenizer.eos_token]
+    whole = "".join(turns) if variant.completed else tokenizer.apply_chat_template(variant.turns, tokenize=False)
     ids = examples[0].input_ids.tolist()
     assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"]
     assert tokenizer.bos_token_id == tokenizer.eos_token_id or tokenizer.bos_token_id not in ids
@@ -130,6 +137,7 @@ def test_lora_adapts_what_is_there_and_a_merge_keeps_logits_and_ties(
     variant, folder = made
     model = build_base_model(variant.run_config(folder).model)
     assert tuple(resolve_targets(model, "auto")) == variant.targets
+    torch.manual_seed(1)  # of the adapter
     adapted = add_lora(model, LoraSection(r=2))
     with_adapter = {name.rpartition(".")[2] for name, m in adapted.named_modules() if hasattr(m, "lora_A")}
     assert with_adapter == set(variant.targets)
@@ -155,7 +163,7 @@ def train_one_step(model: Any) -> None:
     losses = cross_entropy_per_target(model, pad(list(rows_of(64))[:3]))
     losses.sum().backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
-    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02).step()
 
 
 @cache
@@ -268,20 +276,44 @@ def test_answers_end_at_each_of_the_stop_ids(made: tuple[Variant, Path]) -> None
         assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=4).tolist() == [[5, 6, stop]]
 
 
-def test_the_system_prompt_of_phi_4_reasoning_is_its_own_and_takes_no_other(tmp_path: Path) -> None:
-    reasoning = VARIANTS["Phi-4-reasoning"]
-    folder = reasoning.write(tmp_path / "model")
+@pytest.mark.parametrize("name", ["Phi-4-reasoning", "Phi-4-reasoning-plus", "Phi-3-medium-4k", "Phi-3-medium-128k"])
+def test_a_template_without_room_for_a_system_turn_refuses_it(name: str, tmp_path: Path) -> None:
+    folder = VARIANTS[name].write(tmp_path / "model")
     with pytest.raises(DataError, match=r"leaves out messages\[0\]\.content \(role system\)"):
-        encode(reasoning, folder, [SYSTEM, *TURNS], tmp_path)
+        encode(VARIANTS[name], folder, {"messages": [SYSTEM, *TURNS]}, tmp_path)
+
+
+def test_phi_1_knows_no_turns(tmp_path: Path) -> None:
+    folder = VARIANTS["phi-1"].write(tmp_path / "model")
+    with pytest.raises(DataError, match=r"chat messages, but the tokenizer has no chat template"):
+        encode(VARIANTS["phi-1"], folder, {"messages": TURNS}, tmp_path)
+
+
+def test_the_template_of_phi_4_mini_reasoning_renders_what_is_known_of_it() -> None:
+    """What onnxruntime-extensions' tests have of microsoft/Phi-4-mini-reasoning."""
+    knight = "You are a medieval knight and must provide explanations to modern people."
+    question = "How should I explain the Internet?"
+    turns = [{"role": "system", "content": knight}, {"role": "user", "content": question}]
+    rendered = (
+        VARIANTS["Phi-4-mini-reasoning"]
+        .tokenizer()
+        .apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    )
+    own = "Your name is Phi, an AI math expert developed by Microsoft."
+    assert rendered == f"<|system|>{own} {knight}<|end|><|user|>{question}<|end|><|assistant|>"
+
+
+def test_the_system_prompt_of_phi_4_reasoning_is_its_own() -> None:
     for name, golden in GOLDEN.items():
-        assert ("YouĠareĠPhi" in golden["tokens"].replace(" ", "")) is (name == "Phi-4-reasoning"), name
+        assert ("YouĠareĠPhi" in golden["tokens"].replace(" ", "")) is name.startswith("Phi-4-reasoning"), name
+        assert ("YourĠnameĠisĠPhi" in golden["tokens"].replace(" ", "")) is (name == "Phi-4-mini-reasoning"), name
 
 
 def test_phi_3_5_leaves_an_empty_system_turn_out_and_phi_3_does_not(tmp_path: Path) -> None:
-    turns = [{"role": "system", "content": ""}, *TURNS]
+    row = {"messages": [{"role": "system", "content": ""}, *TURNS]}
     for name, has_turn in (("Phi-3.5-mini", False), ("Phi-3-mini-4k", True)):
         folder = VARIANTS[name].write(tmp_path / name)
-        examples, tokenizer = encode(VARIANTS[name], folder, turns, tmp_path / name)
+        examples, tokenizer = encode(VARIANTS[name], folder, row, tmp_path / name)
         assert (tokenizer.convert_tokens_to_ids("<|system|>") in examples[0].input_ids.tolist()) is has_turn
 
 

@@ -57,6 +57,12 @@ PHI3 = (
     "{% for message in messages %}{% if message['role'] == 'system' %}"
     "{{'<|system|>\\n' + message['content'] + '<|end|>\\n'}}" + _PHI3_TURNS
 )
+PHI3_MEDIUM = (
+    "{% for message in messages %}{% if (message['role'] == 'user') %}"
+    "{{'<|user|>' + '\\n' + message['content'] + '<|end|>' + '\\n' + '<|assistant|>' + '\\n'}}"
+    "{% elif (message['role'] == 'assistant') %}{{message['content'] + '<|end|>' + '\\n'}}{% endif %}{% endfor %}"
+)
+"""Also that of Phi-3-mini's first upload; llama.cpp's tests/test-chat-template.cpp repeats it."""
 PHI3_5 = (
     "{% for message in messages %}{% if message['role'] == 'system' and message['content'] %}"
     "{{'<|system|>\\n' + message['content'] + '<|end|>\\n'}}" + _PHI3_TURNS
@@ -88,6 +94,16 @@ PHI4_MINI = (
     "{% else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
 )
+PHI4_MINI_REASONING = (
+    "{{ '<|system|>Your name is Phi, an AI math expert developed by Microsoft.' }}"
+    "{% for message in messages %}{% if message['role'] == 'system' %} {{ message['content'] }}"
+    "{% if 'tools' in message and message['tools'] is not none %}{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}"
+    "{% endif %}{% endif %}{% endfor %}{{ '<|end|>' }}"
+    "{% for message in messages %}{% if message['role'] != 'system' %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"
+)
+"""As unsloth's copy of the model has it. onnxruntime-extensions' tests have what it renders, see test_variants.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +184,7 @@ class Variant:
         tokens: its special tokens.
         template: its tokenizer's own, or None where the preset's is used.
         turns: the conversation of its golden tokens.
+        completed: a prompt and its completion in their place, for a model that knows no turns.
         end: the token that ends a turn.
         targets: the layers that LoRA adapts.
         is_tied: head and embedding share their weights.
@@ -180,10 +197,25 @@ class Variant:
     tokens: Special
     template: str | None = None
     turns: list[dict[str, str]] = field(default_factory=lambda: [SYSTEM, *TURNS])
+    completed: tuple[str, str] | None = None
     end: str = "<|endoftext|>"
     targets: tuple[str, ...] = ("down_proj", "gate_up_proj", "o_proj", "qkv_proj")
     is_tied: bool = False
     boundary: int | None = None
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row of its golden tokens."""
+        if self.completed is None:
+            return {"messages": self.turns}
+        return dict(zip(("prompt", "completion"), self.completed, strict=True))
+
+    @property
+    def answers(self) -> list[str]:
+        """The texts of the row that carry loss, without their ends."""
+        if self.completed is not None:
+            return [self.completed[1]]
+        return [turn["content"] for turn in self.turns if turn["role"] == "assistant"]
 
     def write(self, folder: Path) -> Path:
         """Model and tokenizer as a folder; the tokenizer as Microsoft's, not as ours makes of it."""
@@ -223,6 +255,14 @@ _PHI_TARGETS = ("dense", "fc1", "fc2", "k_proj", "q_proj", "v_proj")
 VARIANTS = {
     variant.name: variant
     for variant in (
+        Variant(
+            name="phi-1",
+            preset="phi1",
+            config=tiny_phi_config,
+            tokens=GPT2,
+            completed=("def f(n):\n", "    return n\n"),
+            targets=_PHI_TARGETS,
+        ),
         Variant(name="phi-1.5", preset="phi1_5", config=tiny_phi_config, tokens=GPT2, targets=_PHI_TARGETS),
         Variant(name="phi-2", preset="phi2", config=tiny_phi_config, tokens=GPT2, targets=_PHI_TARGETS),
         Variant(
@@ -239,6 +279,27 @@ VARIANTS = {
             config=lambda **ids: tiny_phi3_config(**{**_WIDE, **_longrope(), "sliding_window": 262144, **ids}),
             tokens=PHI3_TOKENS,
             template=PHI3,
+            end="<|end|>",
+            boundary=BOUNDARY,
+        ),
+        Variant(
+            name="Phi-3-medium-4k",
+            preset="phi3_medium",
+            config=lambda **ids: tiny_phi3_config(**{**_PLAIN, "sliding_window": 7, **ids}),
+            tokens=PHI3_TOKENS,
+            template=PHI3_MEDIUM,
+            turns=TURNS,
+            end="<|end|>",
+        ),
+        Variant(
+            name="Phi-3-medium-128k",
+            preset="phi3_medium_128k",
+            config=lambda **ids: tiny_phi3_config(
+                **{**_longrope(), "tie_word_embeddings": False, "sliding_window": 131072, **ids}
+            ),
+            tokens=PHI3_TOKENS,
+            template=PHI3_MEDIUM,
+            turns=TURNS,
             end="<|end|>",
             boundary=BOUNDARY,
         ),
@@ -287,6 +348,15 @@ VARIANTS = {
             end="<|im_end|>",
         ),
         Variant(
+            name="Phi-4-reasoning-plus",
+            preset="phi4_reasoning_plus",
+            config=lambda **ids: tiny_phi3_config(**{**_PLAIN, "sliding_window": None, **ids}),
+            tokens=PHI4_TOKENS,
+            template=PHI4_REASONING,  # the cards of both give the same format
+            turns=TURNS,
+            end="<|im_end|>",
+        ),
+        Variant(
             name="Phi-4-mini",
             preset="phi4_mini",
             config=lambda **ids: tiny_phi3_config(
@@ -295,6 +365,18 @@ VARIANTS = {
             tokens=PHI4_MINI_TOKENS,
             template=PHI4_MINI,
             turns=TOOL_TURNS,
+            end="<|end|>",
+            is_tied=True,
+            boundary=BOUNDARY,
+        ),
+        Variant(
+            name="Phi-4-mini-reasoning",
+            preset="phi4_mini_reasoning",
+            config=lambda **ids: tiny_phi3_config(
+                **{**_longrope(), "sliding_window": 262144, "tie_word_embeddings": True, **ids}
+            ),
+            tokens=PHI4_MINI_TOKENS,
+            template=PHI4_MINI_REASONING,
             end="<|end|>",
             is_tied=True,
             boundary=BOUNDARY,
