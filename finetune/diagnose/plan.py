@@ -279,7 +279,7 @@ class _Planner:
         if self._config.training.kernels == "reference" or not (self.why_not_engine or self.called_layers):
             return
         what = "the engine does not compute all of this model, so steps take longer: `forward` says why"
-        fix = "nothing, unless strict=true, which refuses that; training.kernels=reference asks for it"
+        fix = "none needed; a run with strict=true refuses it, unless training.kernels=reference asks for it"
         self.findings.append(warning("Engine", what, fix))
 
     def _build_model(self, *, checkpointed: bool) -> Any:

@@ -14,6 +14,7 @@ from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.loss_head import summed_head_loss
 from finetune.engine.supported import own_layers, unsupported_reason
+from tests.docs.pages import DOCS
 from tests.tiny_models import (
     LLAMA_KIN,
     SIZES,
@@ -325,6 +326,11 @@ def test_rows_without_a_target_weigh_nothing(kind):
     found = gradients(model, loss)
     assert found
     assert all(not gradient.any() for gradient in found.values())
+
+
+def test_the_page_names_the_types_of_models_that_the_engine_knows():
+    table = (DOCS / "engine.md").read_text(encoding="utf-8").split("## Models")[1].split("\n\n")[2]
+    assert sorted(line.split("`")[1] for line in table.splitlines()[2:]) == sorted(decoder.FAMILIES)
 
 
 def hooked(model):
