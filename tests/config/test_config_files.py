@@ -33,7 +33,7 @@ SHIPPED = {
     ],
     "parallel": ["auto", "ddp", "sharded", "sharded_by_node", "single"],
 }
-NUM_FILES = 31
+NUM_FILES = 36
 
 LOADER_KEYS = "batch_size num_workers pin_memory prefetch_factor drop_last"
 KEYS = {
