@@ -357,7 +357,7 @@ def test_fused_functions_count_by_their_results_where_a_run_has_them(words, inpu
 def test_attention_on_a_gpu_keeps_gathered_keys_and_no_copy_for_each_head():
     beginning = torch.arange(40)
     packed = pack([(torch.cat([beginning, torch.full((9,), row)]), torch.ones(49).bool()) for row in range(6)])
-    packed.prepare_attention(prepare_varlen, None)
+    packed.prepare_attention(prepare_varlen, [None, None])
     q, k, v = (torch.empty(packed.num_computed, heads, 8, requires_grad=True) for heads in (4, 2, 2))
 
     def kept(*, is_bf16: bool) -> int:
