@@ -36,6 +36,9 @@ class EncodedRows(NamedTuple):
     """The kind of row: messages, prompt_completion, text, or several."""
     read_as: str = ""
     """The format and the columns that the rows were read from, in words."""
+    ignored_keys: Sequence[tuple[str, int, int]] = ()
+    """The keys that the chat template does not render: each with the number of rows of the source that have it, and the
+    number of the first of them."""
 
 
 def lay_end_to_end(rows: Iterable[tuple[int, TokenisedRow]], *, max_length: int, kind: str) -> EncodedRows:
@@ -193,7 +196,11 @@ class EncodedExamples(Dataset[EncodedExample]):
 
     def source(self, index: int) -> str:
         """Name the origin of a row: `orders/train.jsonl:17`."""
-        return self._name_row(int(self.rows.numbers[index]))
+        return self.place(int(self.rows.numbers[index]))
+
+    def place(self, number: int) -> str:
+        """Name the origin of the row with this number in the source."""
+        return self._name_row(number)
 
     def prompt_and_answer(self, index: int) -> PromptAndAnswer:
         """Split a row into its last answer and everything before it, for generation.

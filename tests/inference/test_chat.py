@@ -10,6 +10,7 @@ import pytest
 from finetune.cli.chat import chat
 from finetune.cli.generate import generate
 from finetune.errors import ConfigError
+from finetune.inference.answer_reader import Answer
 from finetune.inference.conversation import Command, Conversation, read_line
 from tests.test_outlives_shell import Terminal
 
@@ -30,10 +31,10 @@ def test_a_line_is_a_command_or_what_the_user_says():
 def test_a_conversation_remembers_turns_and_takes_back_what_had_no_answer():
     talk = Conversation("Be brief.")
     talk.ask("a")
-    talk.answer("b")
+    talk.answer(Answer("b", content="b"))
     talk.ask("c")
     assert [turn["content"] for turn in talk.as_prompt().messages] == ["Be brief.", "a", "b", "c"]
-    talk.answer(" \n")
+    talk.answer(Answer(""))
     talk.forget_unanswered()
     assert [turn["content"] for turn in talk.turns] == ["a", "b"]
     talk.ask("d")

@@ -13,7 +13,7 @@ from finetune.inference.prompts import (
     read_json_lines,
     read_text,
     read_words,
-    usual_system_turn,
+    usual_opening,
 )
 from tests.tiny import tiny_tokenizer
 
@@ -128,16 +128,16 @@ def test_a_template_that_refuses_the_turns_is_told():
     tokenizer = tiny_tokenizer()
     tokens = AnswerTokens(tokenizer)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match="row: the chat template refuses it: roles must alternate"):
+    with pytest.raises(DataError, match="row: the chat template refuses the row: roles must alternate"):
         encode_prompt(tokens, Prompt(source="row", messages=(USER,)))
 
 
-def test_the_usual_system_turn_is_what_most_training_rows_open_with(tmp_path, caplog):
+def test_the_usual_opening_is_what_most_training_rows_open_with(tmp_path, caplog):
     path = tmp_path / "rows.jsonl"
     with_one, without = {"messages": [SYSTEM, USER, ANSWER]}, {"messages": [USER, ANSWER]}
     path.write_text("\n".join(lines(without, with_one, with_one)))
-    assert usual_system_turn(DataSection(path=str(path))) == "Be brief."
+    assert usual_opening(DataSection(path=str(path))) == ("Be brief.", "")
     path.write_text("\n".join(lines(without, with_one, without)))
-    assert usual_system_turn(DataSection(path=str(path))) is None
-    assert usual_system_turn(DataSection(path=str(tmp_path / "gone.jsonl"))) is None
+    assert usual_opening(DataSection(path=str(path))) == (None, "")
+    assert usual_opening(DataSection(path=str(tmp_path / "gone.jsonl"))) == (None, "")
     assert "no system turn is used" in caplog.text
