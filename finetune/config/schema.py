@@ -173,8 +173,8 @@ class DataSection(Section):
     """The format of a row; auto: recognise it by the columns."""
     columns: RowKey[dict[str, str]] = Field(default_factory=dict)
     """The names of the columns in these rows: `{prompt: question, completion: answer}`."""
-    train_on: RowKey[Literal["all", "last"]] = "all"
-    """The answers of a conversation that carry loss: all turns of the assistant, or only the last one."""
+    train_on: RowKey[Literal["all", "last", "each_turn"]] = "all"
+    """The answers of a conversation that carry loss: all, the last, or each one after the turns as they are served."""
     chat_template: RowKey[str | None] = None
     """A chat template in place of the tokenizer's own: `phi4_mini`, which renders tool calls, or a .jinja file."""
     max_length: RowKey[PositiveInt] = 2048

@@ -18,7 +18,7 @@ from finetune.data.formats import Example
 from finetune.data.gates import name_some, pass_gates
 from finetune.data.parallel import Encoded, WorkerLostError, choose_processes, encode_in_processes
 from finetune.data.rows import Examples, RowProblems, kind_in_words
-from finetune.data.templates import AnswerTokens, TokenisedRow, digest_tokenizer, encode_batch
+from finetune.data.templates import AnswerTokens, TokenisedRow, TrainOn, digest_tokenizer, encode_batch
 from finetune.data.turns import Dialogue
 from finetune.errors import DataError
 from finetune.fallbacks import Fallback, Fallbacks
@@ -95,11 +95,11 @@ def encode_rows(examples: Examples, tokens: AnswerTokens, section: DataSection, 
     Raises:
         DataError: a row cannot be used, or none has a target token.
     """
-    rows = examples.rows
+    rows, train_on = _rows_to_encode(examples, section.train_on)
     num_processes = choose_processes(rows, section.num_processes, ROWS_AT_ONCE)
     if num_processes > 1:
         try:
-            with encode_in_processes(tokens, section.train_on, num_processes) as encode:
+            with encode_in_processes(tokens, train_on, num_processes) as encode:
                 return _collect(examples, encode(_batches(rows)), tokens, section.max_length)
         except WorkerLostError as error:
             fallbacks.take(
@@ -110,8 +110,19 @@ def encode_rows(examples: Examples, tokens: AnswerTokens, section: DataSection, 
                     why=str(error),
                 )
             )
-    encoded = ((batch, encode_batch(batch, tokens, section.train_on)) for batch in _batches(rows))
+    encoded = ((batch, encode_batch(batch, tokens, train_on)) for batch in _batches(rows))
     return _collect(examples, encoded, tokens, section.max_length)
+
+
+def _rows_to_encode(examples: Examples, train_on: str) -> tuple[list[Example], TrainOn]:
+    """Return the rows to encode. For `each_turn` these are the conversations up to each answer, which ends them."""
+    if train_on != "each_turn":
+        return examples.rows, "last" if train_on == "last" else "all"
+    return [
+        row._replace(messages=row.messages[: answer + 1], learnt=(answer,)) if row.kind == "messages" else row
+        for row in examples.rows
+        for answer in row.learnt or (0,)
+    ], "all"
 
 
 class _Encoder:
@@ -139,7 +150,7 @@ class _Encoder:
             self._done[id(whole)] = EncodedExamples(rows, end_id, whole.source.place)
         encoded = self._done[id(whole)]
         if examples.choose is not None:
-            encoded = encoded.select(examples.choose(len(encoded)))
+            encoded = encoded.select_examples(examples.choose(len(encoded.rows_of_examples)))
         return Part(encoded, examples.label, examples.weight)
 
 
@@ -174,10 +185,13 @@ def _ignored_keys(examples: Examples, template: ChatTemplate) -> list[tuple[str,
 
 def _good_rows(batches: Iterable[Encoded], problems: RowProblems) -> Iterator[tuple[int, TokenisedRow]]:
     """Yield the rows that could be encoded, with their numbers, and note the problems of the others."""
+    bad = -1  # the answers of a conversation count as one row
     for batch, encoded in batches:
         for example, row in zip(batch, encoded, strict=True):
             if isinstance(row, BadRowError):
-                problems.add(example.source, str(row))
+                if example.number != bad:
+                    problems.add(example.source, str(row))
+                bad = example.number
             else:
                 yield example.number, row
 
@@ -187,18 +201,24 @@ def _mix(split: str, parts: Sequence[Part], seed: int) -> EncodedExamples:
     chosen = []
     for part in parts:
         rows = part.epoch(seed)
-        chosen.append(part.examples.select(rows))
+        chosen.append(part.examples.select_examples(rows))
         if split == "train" and (len(parts) > 1 or part.weight != 1):
             _log.info(
                 "%s: %s rows an epoch from the %s of %s (weight %g)",
-                *(split, f"{len(rows):,}", f"{len(part.examples):,}", part.label, part.weight),
+                *(split, f"{len(rows):,}", f"{len(part.examples.rows_of_examples):,}", part.label, part.weight),
             )
     return EncodedExamples.joined(chosen)
 
 
+def _count(examples: EncodedExamples) -> str:
+    if not examples.has_branches:
+        return f"{len(examples):,} rows"
+    return f"{len(examples.rows_of_examples):,} rows with {len(examples):,} answers, each with the turns before it,"
+
+
 def _describe_split(name: str, examples: EncodedExamples) -> list[str]:
     lines = [
-        f"{name}: {len(examples):,} rows of {kind_in_words(examples.kind)}, "
+        f"{name}: {_count(examples)} of {kind_in_words(examples.kind)}, "
         f"{int(examples.lengths.sum()):,} tokens, {int(examples.num_targets.sum()):,} target tokens, "
         f"longest row {int(examples.lengths.max()):,} tokens, {int(examples.is_truncated.sum()):,} rows truncated"
     ]

@@ -162,8 +162,8 @@ def _check_keys(parts: Mapping[str, Sequence[Part]], section: DataSection, templ
     for label, examples in sources.items():
         for key, count, first in examples.rows.ignored_keys:
             message = (
-                f"{label}: the chat template of {template} does not render {key}, which {count:,} rows have, the first "
-                f"is {examples.place(first)}: the model would not see it. Use a template that renders it "
+                f"{label}: the chat template of {template} does not render {key} (rows that have it: {count:,}, the "
+                f"first is {examples.place(first)}): the model would not see it. Use a template that renders it "
                 "(data.chat_template), remove the key, or set data.on_ignored_key=warn to train without it"
             )
             if section.on_ignored_key == "warn":

@@ -187,7 +187,8 @@ def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = 
 
 def with_system_turn(turns: Sequence[Turn], system: str | None) -> list[Turn]:
     """Return the turns with this system turn, unless they have a non-empty one or `system` is empty."""
-    first, rest = (turns[0], turns[1:]) if turns and turns[0]["role"] == "system" else ({"role": "system"}, turns)
+    opens = bool(turns) and turns[0]["role"] in ("system", "developer")
+    first, rest = (turns[0], turns[1:]) if opens else ({"role": "system"}, turns)
     return list(turns) if first.get("content") or not system else [{**first, "content": system}, *rest]
 
 
@@ -258,5 +259,5 @@ def _raw_row(number: int, line: str) -> RawRow:
 
 
 def _system_of(row: Example) -> str | None:
-    has_one = bool(row.messages) and row.messages[0]["role"] == "system"
+    has_one = bool(row.messages) and row.messages[0]["role"] in ("system", "developer")
     return row.messages[0]["content"] or None if has_one else None

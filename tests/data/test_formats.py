@@ -110,7 +110,7 @@ def test_a_template_that_knows_no_tools_refuses_rows_that_have_some(
     make_section: Make, write_jsonl: Write, style: Style
 ) -> None:
     path = write_jsonl([{**ONE_TURN["messages"], "tools": TOOLS}])
-    with pytest.raises(DataError, match=r"does not render tools, which 1 rows have, the first is .*:1"):
+    with pytest.raises(DataError, match=r"does not render tools \(rows that have it: 1, the first is .*:1"):
         encode(make_section(path=path), style)
     unread = encode(make_section(path=path, columns={"tools": "none"}), style)
     assert len(unread) == 1
