@@ -253,7 +253,7 @@ def _place_answers(
                 "the chat template renders turns differently once an answer follows: the turns before an answer end in "
                 f"{quote(prefix[-30:])}, but the whole conversation does not begin with them, so the answer cannot be "
                 "found; expected a template that only appends (model.chat_template), or "
-                "data.train_on=last where only earlier answers are rendered differently"
+                "data.train_on=each_turn (or last) where only earlier answers are rendered differently"
             )
         starts.append(len(prefix))
     return RenderedRow(whole, tuple(starts))
@@ -277,7 +277,7 @@ def _find_missing(template: ChatTemplate, dialogue: Dialogue, whole: str) -> Bad
         for key, text in _texts_of(template, turn):
             found = next((at for form in _forms(turn, text) if (at := whole.find(form, position)) >= 0), None)
             if found is None:
-                advice = "data.train_on=last" if key != "content" else "a row without it"
+                advice = "data.train_on=each_turn" if key != "content" else "a row without it"
                 return BadRowError(
                     f"the chat template leaves out messages[{number}].{key} (role {turn['role']}); expected a "
                     f"template that renders it (data.chat_template), or {advice}"
