@@ -44,6 +44,22 @@ def test_a_conversation_remembers_turns_and_takes_back_what_had_no_answer():
     assert [turn["role"] for turn in talk.as_prompt().messages] == ["system"]
 
 
+def test_a_call_waits_for_its_result():
+    talk = Conversation("Be brief.", tools='[{"name": "weather"}]')
+    talk.ask("a")
+    assert not talk.waits_for_tool
+    talk.answer(Answer("[…]", "I must look.", "", ({"name": "weather", "arguments": {}},)))
+    assert talk.waits_for_tool
+    talk.tell("31")
+    prompt = talk.as_prompt()
+    assert prompt.tools == talk.tools
+    assert [turn["role"] for turn in prompt.messages] == ["system", "user", "assistant", "tool"]
+    assert prompt.messages[2]["reasoning_content"] == "I must look."
+    assert prompt.messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+    talk.forget_unanswered()
+    assert talk.waits_for_tool
+
+
 @pytest.fixture
 def piped(capsys, monkeypatch):
     """Send lines to a chat as through a pipe: what it answers, without white space at the end of lines, and notes."""
