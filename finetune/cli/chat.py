@@ -18,13 +18,16 @@ from finetune.cli.run_options import (
     SetOption,
     SystemOption,
     TemperatureOption,
+    ToolsOption,
     TopKOption,
     TopPOption,
+    read_tools_option,
 )
 from finetune.errors import ConfigError, DataError
 from finetune.terminal import fold, visible
 
 if TYPE_CHECKING:
+    from finetune.inference.answer_reader import Answer
     from finetune.inference.answering import Answering
     from finetune.inference.conversation import Command
 
@@ -34,6 +37,7 @@ _PROMPT = "> "
 def chat(
     run_folder: RunFolderArgument,
     system: SystemOption = None,
+    tools: ToolsOption = None,
     compare: Annotated[bool, typer.Option("--compare", help="Let the base answer too, from the same turns.")] = False,
     max_new_tokens: MaxNewTokensOption = 1024,
     temperature: TemperatureOption = None,
@@ -49,7 +53,13 @@ def chat(
     from finetune.inference.finished_run import find_run
 
     wished = AnswerSettings(
-        system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
+        system=system,
+        tools=read_tools_option(tools),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
     )
     run = find_run(run_folder, settings or [], base=base, checkpoint=checkpoint, is_alone=True)
     with open_run(run, wished) as answering:
@@ -76,14 +86,15 @@ class Chat:
             answering.require_base()
         self._answering = answering
         self._compare = compare
-        self._conversation = Conversation(answering.system)
+        self._conversation = Conversation(answering.opening.system, answering.opening.tools)
         self._at_keyboard = sys.stdin.isatty() and sys.stdout.isatty()
 
     def run(self) -> None:
         """Answer lines up to the last one, or to /exit."""
         from finetune.inference.conversation import Command, read_line
 
-        self._note(f"system: {self._conversation.system or 'none'}. /help lists commands; Ctrl-D leaves.")
+        tools = f" tools: {self._conversation.tools}." if self._conversation.tools else ""
+        self._note(f"system: {self._conversation.system or 'none'}.{tools} /help lists commands; Ctrl-D leaves.")
         for line in self._lines():
             said = read_line(line)
             if said == Command("/exit"):
@@ -114,36 +125,35 @@ class Chat:
 
     def _reply(self, said: str) -> None:
         self._conversation.ask(said)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Answer the last turn."""
         try:
             ids = self._answering.encode(self._conversation.as_prompt())
             if self._compare:
                 self._answer("base", ids)
-            text = self._answer("tuned", ids)
+            answer = self._answer("tuned", ids)
         except DataError as error:
             self._conversation.take_back()
             self._note(f"not sent: {error} /reset starts again.")
             return
         # Keep the part of a stopped answer that was shown: the next question may refer to it.
-        self._conversation.answer(text)
+        self._conversation.answer(answer)
 
-    def _answer(self, name: str, ids: list[int]) -> str:
+    def _answer(self, name: str, ids: list[int]) -> Answer:
         """Print one model's answer token by token, up to its end or to Ctrl-C."""
         if self._compare:
             self._write(f"{name}: ")
-        given: list[str] = []
-
-        def show(piece: str) -> None:
-            given.append(piece)
-            self._write(piece)
-
+        given: list[int] = []
         try:
-            self._answering.stream(name, ids, show)
+            self._answering.stream(name, ids, self._write, given)
         except KeyboardInterrupt:
             self._write("\n")
             self._note("stopped.")
         else:
             self._write("\n")
-        return "".join(given)
+        return self._answering.read(given)
 
     def _obey(self, command: Command) -> None:
         from finetune.inference.conversation import COMMANDS
@@ -157,6 +167,12 @@ class Chat:
                 talk.system = None if command.text == "-" else command.text
                 talk.reset()
             self._note(f"system: {talk.system or 'none'}.")
+        elif command.name == "/tool":
+            if talk.waits_for_tool:
+                talk.tell(command.text)
+                self._go_on()
+            else:
+                self._note("the last answer calls no tool.")
         elif command.name == "/compare":
             self._switch_compare()
         elif command.name == "/help":

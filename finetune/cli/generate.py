@@ -18,8 +18,10 @@ from finetune.cli.run_options import (
     SetOption,
     SystemOption,
     TemperatureOption,
+    ToolsOption,
     TopKOption,
     TopPOption,
+    read_tools_option,
     refuse_password,
 )
 from finetune.errors import DataError
@@ -48,6 +50,7 @@ def generate(
         ),
     ] = None,
     system: SystemOption = None,
+    tools: ToolsOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give prompts to the model without a template.")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Show the base's answer beside the tuned model's.")
@@ -68,7 +71,13 @@ def generate(
     from finetune.inference.finished_run import find_run
 
     wished = AnswerSettings(
-        system=system, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
+        system=system,
+        tools=read_tools_option(tools),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
     )
     run = find_run(run_folder, settings or [], base=base, checkpoint=checkpoint, is_alone=True)
     if run.config.parallel.sharding != "none":
@@ -133,8 +142,11 @@ def _answer_all(answering: Answering, prompts: list[Prompt], names: list[str], b
         with answering.as_model(name) as model:
             answers = generate_answers(model, encoded, decoding, batch_size=batch_size, runtime=answering.runtime)
         for record, ids, room in zip(records, answers, rooms, strict=True):
+            read = answering.read(ids)
             answer = {
-                "answer": answering.text(ids).strip(),
+                "answer": read.text,
+                **({"reasoning": read.reasoning} if read.reasoning else {}),
+                **({"tool_calls": read.calls} if read.calls else {}),
                 "ended_by": "stop" if len(ids) < room else "length",
                 "num_tokens": len(ids),
             }

@@ -186,7 +186,8 @@ def _title(row: PreviewedRow, num_rows: int) -> str:
     share = row.num_targets / row.num_tokens if row.num_tokens else 0.0
     facts = f"{row.num_tokens:,} tokens, {row.num_targets:,} with loss ({share:.1%})"
     kind, side = ("row", "") if row.side is None else ("pair", f", {row.side}")
-    title = f"{row.split} {kind} {row.location.row:,} of {num_rows:,}, {row.location.source}{side}: {facts}"
+    answer = "" if row.answer is None else f", answer {row.answer[0]} of {row.answer[1]}"
+    title = f"{row.split} {kind} {row.location.row:,} of {num_rows:,}, {row.location.source}{side}{answer}: {facts}"
     return f"{title}{', truncated' if row.is_truncated else ''}"
 
 

@@ -52,6 +52,14 @@ SystemOption = Annotated[
     str | None,
     typer.Option(help="The system prompt; empty: none. Default: the most frequent one in the training rows."),
 ]
+ToolsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="A JSON file with the tools to offer; empty: none. Default: the most frequent ones in the training rows.",
+        show_default=False,
+    ),
+]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Maximum number of tokens in an answer.", min=1)]
 TemperatureOption = Annotated[
     float | None,
@@ -68,3 +76,14 @@ TopKOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option(help="Seed of the sampling.", min=0)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def read_tools_option(file: str | None) -> str | None:
+    """Return the tools in a file as JSON text; None stays None, and an empty name means no tools.
+
+    Raises:
+        DataError: see `read_tools`.
+    """
+    from finetune.inference.prompts import read_tools
+
+    return read_tools(Path(file).expanduser()) if file else file

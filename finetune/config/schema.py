@@ -173,8 +173,10 @@ class DataSection(Section):
     """The format of a row; auto: recognise it by the columns."""
     columns: RowKey[dict[str, str]] = Field(default_factory=dict)
     """The names of the columns in these rows: `{prompt: question, completion: answer}`."""
-    train_on: RowKey[Literal["all", "last"]] = "all"
-    """The answers of a conversation that carry loss: all turns of the assistant, or only the last one."""
+    train_on: RowKey[Literal["all", "last", "each_turn"]] = "all"
+    """The answers of a conversation that carry loss: all, the last, or each one after the turns as they are served."""
+    chat_template: RowKey[str | None] = None
+    """A chat template in place of the tokenizer's own: `phi4_mini`, which renders tool calls, or a .jinja file."""
     max_length: RowKey[PositiveInt] = 2048
     """Maximum number of tokens in a row; longer rows are cut on the right."""
     max_rows: RowKey[PositiveInt | None] = None
@@ -193,6 +195,8 @@ class DataSection(Section):
     """No training row contains the end of a turn, so the model would not learn to stop."""
     on_overlap: RowKey[OnRow] = "refuse"
     """Validation or test rows that are also training rows; drop removes them from training."""
+    on_ignored_key: RowKey[Literal["refuse", "warn"]] = "refuse"
+    """Keys of turns, and tools, that the chat template does not render, so that the model would not see them."""
     num_processes: Free[PositiveInt | None] = None
     """Processes that encode rows. Default: one, or one per core if there are many rows."""
     cache_dir: Free[str] = "~/.cache/finetune"

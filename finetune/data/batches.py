@@ -11,8 +11,10 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy
 import torch
 from torch.utils.data import DataLoader, Sampler
 
@@ -20,7 +22,7 @@ from finetune.config.schema import LoaderKeys
 from finetune.data.encoded import EncodedExample, EncodedExamples
 from finetune.engine.layout import PackedMicrobatch, pack
 from finetune.engine.microbatch import Microbatch, PaddedMicrobatch
-from finetune.engine.prefixes import Cut, Tokens, cut_global_batch, deal
+from finetune.engine.prefixes import Cut, Tokens, cut_global_batch, deal, num_shared
 
 Collate: TypeAlias = Callable[[Sequence[EncodedExample]], Microbatch]
 Keys = TypeVar("Keys", bound=LoaderKeys)
@@ -52,6 +54,8 @@ class BatchRule:
         tokens: returns the token ids of a row. Rows are then packed without padding, and rows that begin alike are put
             together. None: rows are padded, and rows of similar length are put together.
         share_prefixes: with `tokens`: a prefix that packed rows share counts once.
+        examples: the rows of each example, where examples are counted and not rows; None: each row is one. With
+            `tokens`, the rows of an example share a micro-batch if they fit into one.
     """
 
     lengths: Sequence[int]
@@ -63,42 +67,75 @@ class BatchRule:
     seed: int = 0
     tokens: Callable[[int], Tokens] | None = None
     share_prefixes: bool = True
+    examples: Sequence[Sequence[int]] | None = None
+
+    @property
+    def num_examples(self) -> int:
+        """Examples of an epoch."""
+        return len(self.lengths if self.examples is None else self.examples)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in one pass over the rows."""
-        full, rest = divmod(len(self.lengths), self.global_batch_size)
+        """Optimizer steps in one pass over the examples."""
+        full, rest = divmod(self.num_examples, self.global_batch_size)
         return full + (1 if rest and not self.drop_last else 0)
 
     def order(self, epoch: int) -> list[int]:
-        """All rows in this epoch's order."""
+        """All examples in this epoch's order."""
         generator = torch.Generator().manual_seed(derived_seed(self.seed, "order", epoch))
-        return torch.randperm(len(self.lengths), generator=generator).tolist()
+        return torch.randperm(self.num_examples, generator=generator).tolist()
 
     def steps_of_rank(self, epoch: int, first_step: int, rank: int, world_size: int) -> Iterator[list[MicrobatchRows]]:
         """Yield the micro-batches of one rank, perhaps none, for each step of an epoch from `first_step` on."""
         order = self.order(epoch)
         for step in range(first_step, self.steps_per_epoch):
-            cuts = self.cut(self._rows_of_step(order, step))
+            cuts = self.cut(self._examples_of_step(order, step))
             dealt = deal([cut.num_tokens for cut in cuts], world_size)[rank]
             yield [MicrobatchRows(index, cuts[index].rows) for index in dealt]
 
-    def cut(self, rows: Sequence[int]) -> list[Cut]:
-        """Cut a global batch into micro-batches, whatever the world size."""
+    def cut(self, examples: Sequence[int]) -> list[Cut]:
+        """Cut a global batch into micro-batches of rows, whatever the world size."""
         if self.tokens is None:
+            rows = examples if self.examples is None else [row for one in examples for row in self.examples[one]]
             return self._cut_padded(rows)
+        units = [unit for example in examples for unit in self.units(example)]
         cuts = cut_global_batch(
-            [self.tokens(row) for row in rows],
+            [self._tokens_of(unit) for unit in units],
             max_rows=self.batch_size,
             max_tokens=self.max_tokens,
-            boundary=self.boundary,
+            is_long=[self._is_long(unit[0]) for unit in units],
             share=self.share_prefixes,
         )
-        return [Cut([rows[index] for index in cut.rows], cut.num_tokens) for cut in cuts]
+        return [Cut([row for index in cut.rows for row in units[index]], cut.num_tokens) for cut in cuts]
+
+    def units(self, example: int) -> list[list[int]]:
+        """Return the rows of an example that share a micro-batch: all of them, unless they are too many tokens."""
+        if self.examples is None:
+            return [[example]]
+        units: list[list[int]] = []
+        for row in self.examples[example]:
+            if units and self._is_one_unit([*units[-1], row]):
+                units[-1].append(row)
+            else:
+                units.append([row])
+        return units
+
+    def computed_again(self) -> tuple[int, int, int]:
+        """Count the examples that are cut, the tokens that are computed again for it, and all tokens but those."""
+        whole = replace(self, max_tokens=None, boundary=None)
+        cut = again = total = 0
+        for example in range(self.num_examples):
+            units = self.units(example)
+            tokens = sum(len(whole._tokens_of(unit)) for unit in whole.units(example))
+            total += tokens
+            if len(units) > 1:
+                cut += 1
+                again += sum(len(self._tokens_of(unit)) for unit in units) - tokens
+        return cut, again, total
 
     def cuts_of_step(self, epoch: int, step: int) -> list[Cut]:
         """Return the micro-batches of a step, counted in its epoch from 0."""
-        return self.cut(self._rows_of_step(self.order(epoch), step))
+        return self.cut(self._examples_of_step(self.order(epoch), step))
 
     def halved(self, epoch: int, step: int) -> BatchRule | None:
         """Return a rule by which the micro-batches of a step have at most half the tokens.
@@ -110,8 +147,24 @@ class BatchRule:
         halved = replace(self, max_tokens=max(1, most // 2))
         return halved if most and halved.cuts_of_step(epoch, step) != cuts else None
 
-    def _rows_of_step(self, order: list[int], step: int) -> list[int]:
+    def _examples_of_step(self, order: list[int], step: int) -> list[int]:
         return order[step * self.global_batch_size : (step + 1) * self.global_batch_size]
+
+    def _is_long(self, row: int) -> bool:
+        return self.boundary is not None and self.lengths[row] > self.boundary
+
+    def _is_one_unit(self, rows: list[int]) -> bool:
+        is_even = self._is_long(rows[0]) is self._is_long(rows[-1])
+        return is_even and (self.max_tokens is None or len(self._tokens_of(rows)) <= self.max_tokens)
+
+    def _tokens_of(self, rows: Sequence[int]) -> Tokens:
+        """Return the tokens of rows in one line, each without what it shares with the row before it."""
+        assert self.tokens is not None
+        each = [self.tokens(row) for row in rows]
+        if len(each) == 1:
+            return each[0]
+        own = (b[num_shared(a, b) if self.share_prefixes else 0 :] for a, b in pairwise(each))
+        return numpy.concatenate([each[0], *own])
 
     def _cut_padded(self, rows: Sequence[int]) -> list[Cut]:
         """Longest rows first, so that rows of similar length are padded together."""

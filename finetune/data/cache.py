@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ENCODING_VERSION = 4
+ENCODING_VERSION = 5
 """Raise it when the same rows and tokenizer give other tensors, or another refusal, than before."""
 
 _METADATA_KEY = "finetune"  # one key only: safetensors writes several in random order
-_TENSORS = tuple(name for name in EncodedRows._fields if name not in ("kind", "read_as"))
+_FACTS = ("kind", "read_as", "ignored_keys")
+_TENSORS = tuple(name for name in EncodedRows._fields if name not in _FACTS)
 
 
 def encoding_key(examples: Examples, tokenizer_digest: str, section: DataSection) -> str:
@@ -92,7 +93,7 @@ def _write(path: Path, rows: EncodedRows) -> None:
     from safetensors.torch import save
 
     tensors = {name: getattr(rows, name) for name in _TENSORS}
-    about = {"sha256": digest_tensors(tensors.values()), "kind": rows.kind, "read_as": rows.read_as}
+    about = {"sha256": digest_tensors(tensors.values()), **{name: getattr(rows, name) for name in _FACTS}}
     replace_file(path, save(tensors, {_METADATA_KEY: json.dumps(about)}))
 
 
@@ -108,7 +109,7 @@ def _read(path: Path, what: str) -> EncodedRows | None:
             tensors = {name: file.get_tensor(name) for name in _TENSORS}
         if digest_tensors(tensors.values()) != about["sha256"]:
             raise ValueError("its content has changed since it was written")
-        rows = EncodedRows(**tensors, kind=about["kind"], read_as=about["read_as"])
+        rows = EncodedRows(**tensors, **{name: about[name] for name in _FACTS})
     except (SafetensorError, ValueError, KeyError, TypeError, OSError) as error:
         _log.warning("%s is damaged (%s); %s is encoded again", path, error, what)
         return None

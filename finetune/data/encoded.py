@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -32,10 +33,16 @@ class EncodedRows(NamedTuple):
     """int64, shape (rows,): line or row in the source."""
     full_lengths: torch.Tensor
     """int64, shape (rows,): tokens of the row before it was cut at data.max_length."""
+    example_of: torch.Tensor
+    """int64, shape (rows,): the example of each row, ascending from 0. With `data.train_on=each_turn` the answers of a
+    conversation are rows of one example; otherwise each row is one."""
     kind: str = "text"
     """The kind of row: messages, prompt_completion, text, or several."""
     read_as: str = ""
     """The format and the columns that the rows were read from, in words."""
+    ignored_keys: Sequence[tuple[str, int, int]] = ()
+    """The keys that the chat template does not render: each with the number of rows of the source that have it, and the
+    number of the first of them."""
 
 
 def lay_end_to_end(rows: Iterable[tuple[int, TokenisedRow]], *, max_length: int, kind: str) -> EncodedRows:
@@ -54,6 +61,7 @@ def lay_end_to_end(rows: Iterable[tuple[int, TokenisedRow]], *, max_length: int,
         offsets=_as_tensor(offsets, torch.int64),
         numbers=_as_tensor(numbers, torch.int64),
         full_lengths=_as_tensor(full_lengths, torch.int64),
+        example_of=_example_of(_as_tensor(numbers, torch.int64).diff() != 0),
         kind=kind,
     )
 
@@ -121,6 +129,7 @@ class EncodedExamples(Dataset[EncodedExample]):
             offsets=_offsets(torch.cat([part.lengths for part in parts])),
             numbers=torch.cat([part.rows.numbers + start for part, start in zip(parts, starts, strict=False)]),
             full_lengths=torch.cat([part.rows.full_lengths for part in parts]),
+            example_of=_example_of(torch.cat([part._begins_example for part in parts])[1:]),
             kind=kinds.pop() if len(kinds) == 1 else "several",
             read_as="; ".join(part.rows.read_as for part in parts),
         )
@@ -143,8 +152,15 @@ class EncodedExamples(Dataset[EncodedExample]):
             offsets=offsets,
             numbers=self.rows.numbers[chosen],
             full_lengths=self.rows.full_lengths[chosen],
+            # An example that comes again begins again, also where it follows itself.
+            example_of=_example_of((self.rows.example_of[chosen].diff() != 0) | (chosen.diff() <= 0)),
         )
         return EncodedExamples(rows, self.end_id, self._name_row)
+
+    def select_examples(self, examples: Sequence[int]) -> EncodedExamples:
+        """Return the rows of the examples at these indices, in their order; an example may come more than once."""
+        rows = self.rows_of_examples
+        return self.select([row for example in examples for row in rows[example]])
 
     def __len__(self) -> int:
         return len(self.rows.numbers)
@@ -165,6 +181,22 @@ class EncodedExamples(Dataset[EncodedExample]):
     def sides(self) -> tuple[EncodedExamples, ...]:
         """The rows themselves: only pairs of answers have two sides."""
         return (self,)
+
+    @cached_property
+    def rows_of_examples(self) -> list[range]:
+        """The rows of each example."""
+        starts = [*self._begins_example.nonzero()[:, 0].tolist(), len(self)]
+        return [range(start, end) for start, end in pairwise(starts)]
+
+    @property
+    def has_branches(self) -> bool:
+        """Whether an example may have several rows."""
+        return len(self.rows_of_examples) < len(self)
+
+    @property
+    def _begins_example(self) -> torch.Tensor:
+        first = torch.ones(min(1, len(self)), dtype=torch.bool)
+        return torch.cat([first, self.rows.example_of.diff() != 0])
 
     @cached_property
     def lengths(self) -> torch.Tensor:
@@ -189,11 +221,16 @@ class EncodedExamples(Dataset[EncodedExample]):
     @cached_property
     def fingerprint(self) -> str:
         """A SHA-256 over the tokens and targets of all rows, whatever file they come from."""
-        return digest_tensors([self.rows.token_ids, self.rows.is_target, self.rows.offsets])
+        tensors = [self.rows.token_ids, self.rows.is_target, self.rows.offsets]
+        return digest_tensors([*tensors, self.rows.example_of] if self.has_branches else tensors)
 
     def source(self, index: int) -> str:
         """Name the origin of a row: `orders/train.jsonl:17`."""
-        return self._name_row(int(self.rows.numbers[index]))
+        return self.place(int(self.rows.numbers[index]))
+
+    def place(self, number: int) -> str:
+        """Name the origin of the row with this number in the source."""
+        return self._name_row(number)
 
     def prompt_and_answer(self, index: int) -> PromptAndAnswer:
         """Split a row into its last answer and everything before it, for generation.
@@ -221,12 +258,12 @@ class Part:
     weight: float = 1.0
 
     def epoch(self, seed: int) -> list[int]:
-        """Return the rows of an epoch: each as often as the weight's integer part, and a share of them once more.
+        """Return the examples of an epoch: each as often as the weight's integer part, and a share of them once more.
 
         Raises:
             DataError: the weight selects no row.
         """
-        num_rows = len(self.examples)
+        num_rows = len(self.examples.rows_of_examples)
         times, more = divmod(int(self.weight * num_rows + 0.5), num_rows)
         if not times and not more:
             raise DataError(
@@ -252,6 +289,11 @@ def _as_tensor(values: array[int] | bytearray, dtype: torch.dtype) -> torch.Tens
 def _offsets(counts: torch.Tensor) -> torch.Tensor:
     """Return the sums of the counts before each, and of all: int64, shape (counts + 1,)."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+
+
+def _example_of(begins: torch.Tensor) -> torch.Tensor:
+    """Number the examples, given whether each row but the first begins one: int64, shape (rows,)."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), begins.long().cumsum(0)])
 
 
 def _name_joined_row(names: Sequence[Callable[[int], str]], starts: Sequence[int], number: int) -> str:

@@ -12,23 +12,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from finetune.data.cells import BadRowError, list_in_cell, parse_text, quote, refuse_blank
+from finetune.data.turns import Dialogue, Turn, dialogue_of, parse_tools, parse_turns, text_turn
+
 Kind = Literal["messages", "prompt_completion", "text"]
-ROLES = ("system", "user", "assistant", "tool")
-
-_LONGEST_QUOTE = 60
-
-
-class BadRowError(ValueError):
-    """One row cannot be used. `RowProblems` collects these errors into one DataError."""
 
 
 class Example(NamedTuple):
     """One row that can be used. `messages`, `prompt` with `completion`, or `text` is set, as `kind` says."""
 
     kind: Kind
-    messages: tuple[dict[str, str], ...] = ()
-    num_given: int = 0
-    """The number of turns at the beginning that belong to the prompt: answers among them carry no loss."""
+    messages: tuple[Turn, ...] = ()
+    learnt: tuple[int, ...] = ()
+    """The turns that carry loss, by index. Answers in a prompt and answers of weight 0 do not."""
+    tools: str = ""
+    """The tools that a conversation offers, as JSON text."""
     prompt: str = ""
     completion: str = ""
     text: str = ""
@@ -41,7 +39,9 @@ class Example(NamedTuple):
     def contents(self) -> tuple[str, ...]:
         """All texts of this row, without the roles."""
         if self.kind == "messages":
-            return tuple(text for turn in self.messages for key, text in turn.items() if key != "role")
+            values = [value for turn in self.messages for key, value in turn.items() if key != "role"]
+            texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+            return (*texts, self.tools) if self.tools else tuple(texts)
         return (self.prompt, self.completion) if self.kind == "prompt_completion" else (self.text,)
 
 
@@ -60,25 +60,6 @@ class Format:
     needs: tuple[str, ...]
     may_have: tuple[str, ...]
     parse: Callable[[Mapping[str, Any]], Example]
-
-
-class _TurnKeys(NamedTuple):
-    """The keys of a turn's role and text, and our role for each of theirs."""
-
-    role: str
-    content: str
-    roles: Mapping[str, str]
-
-
-_ROLE_AND_CONTENT = _TurnKeys("role", "content", {role: role for role in ROLES})
-_FROM_AND_VALUE = _TurnKeys(
-    "from",
-    "value",
-    {
-        **{"system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant"},
-        **{"assistant": "assistant", "tool": "tool", "observation": "tool"},
-    },
-)
 
 
 def parse_row(row: object, known: Format, columns: Mapping[str, str]) -> Example:
@@ -111,35 +92,28 @@ def detect_format(row: Mapping[str, Any], columns: Mapping[str, str]) -> Format 
     return None
 
 
-def quote(value: object) -> str:
-    """Format a value for an error: on one line, and shortened."""
-    text = repr(value)
-    return text if len(text) <= _LONGEST_QUOTE else text[: _LONGEST_QUOTE - 1] + "…"
-
-
 def _parse_messages(row: Mapping[str, Any]) -> Example:
-    return _conversation(offer_tools(_parse_turns(row["messages"], "messages"), row.get("tools")))
+    return _conversation(parse_turns(row["messages"], "messages", row.get("tools")))
 
 
 def _parse_conversations(row: Mapping[str, Any]) -> Example:
-    turns = _parse_turns(row["conversations"], "conversations")
-    return _conversation(offer_tools(_with_system(turns, row), row.get("tools")))
+    return _conversation(_with_system(parse_turns(row["conversations"], "conversations", row.get("tools")), row))
 
 
 def _parse_prompt_completion(row: Mapping[str, Any]) -> Example:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, list) or isinstance(completion, list):
-        given = offer_tools(_as_turns(prompt, "prompt", "user"), row.get("tools"))
+        given = _as_turns(prompt, "prompt", "user", row.get("tools"))
         answers = _as_turns(completion, "completion", "assistant")
-        return _conversation((*given, *answers), num_given=len(given))
-    if _tools_as_text(row.get("tools")) is not None:
+        return _conversation(answers._replace(tools=given.tools or answers.tools), given.turns)
+    if parse_tools(row.get("tools")):
         raise BadRowError("there is a column tools, but prompt and completion are text; expected lists of turns")
     completion = refuse_blank(parse_text(completion, "completion"), "completion")
     return Example("prompt_completion", prompt=parse_text(prompt, "prompt"), completion=completion)
 
 
 def _parse_instruction(row: Mapping[str, Any]) -> Example:
-    history = _list_in_cell(row.get("history") or [])
+    history = list_in_cell(row.get("history") or [])
     if not isinstance(history, list):
         raise BadRowError(f"history is {quote(history)}; expected a list of earlier questions and answers")
     earlier = [turn for k, pair in enumerate(history) for turn in _parse_pair(pair, f"history[{k}]")]
@@ -148,7 +122,8 @@ def _parse_instruction(row: Mapping[str, Any]) -> Example:
     if not question:
         raise BadRowError("instruction and input are blank; expected text that says what to do")
     answer = refuse_blank(parse_text(row["output"], "output"), "output")
-    return _conversation(_with_system((*earlier, _turn("user", question), _turn("assistant", answer)), row))
+    turns = [*earlier, text_turn("user", question), text_turn("assistant", answer)]
+    return _conversation(_with_system(dialogue_of(turns), row))
 
 
 def _parse_plain_text(row: Mapping[str, Any]) -> Example:
@@ -168,157 +143,50 @@ FORMATS = {
 """The formats by name, in the order in which they are tried."""
 
 
-def parse_text(value: object, where: str) -> str:
-    """Check that a value is text that can be encoded.
-
-    Raises:
-        BadRowError: it is not.
-    """
-    if not isinstance(value, str):
-        raise BadRowError(f"{where} is {quote(value)} ({type(value).__name__}); expected text")
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
+def _conversation(dialogue: Dialogue, given: tuple[Turn, ...] = ()) -> Example:
+    """Make an example of a conversation that follows the turns of a prompt."""
+    if not dialogue.learnt:
+        roles = [turn["role"] for turn in dialogue.turns]
+        if "assistant" in roles:
             raise BadRowError(
-                f"{where} has half a surrogate pair at character {error.start + 1}; expected Unicode"
-            ) from None
-    return value
+                "every assistant turn has weight 0, so nothing to learn; expected at least one of weight 1"
+            )
+        raise BadRowError(f"no assistant turn (roles: {', '.join(roles)}), so nothing to learn; expected at least one")
+    dialogue = _following(given, dialogue)
+    return Example("messages", messages=dialogue.turns, learnt=dialogue.learnt, tools=dialogue.tools)
 
 
-def refuse_blank(value: str, where: str) -> str:
-    """Check that a text is not empty or white space.
-
-    Raises:
-        BadRowError: it is.
-    """
-    if not value.strip():
-        raise BadRowError(f"{where} is blank ({quote(value)}); expected text to learn")
-    return value
+def _following(given: tuple[Turn, ...], dialogue: Dialogue) -> Dialogue:
+    """Return the conversation with these turns before it, which carry no loss."""
+    return dialogue._replace(
+        turns=(*given, *dialogue.turns), learnt=tuple(index + len(given) for index in dialogue.learnt)
+    )
 
 
-def offer_tools(turns: tuple[dict[str, str], ...], tools: object) -> tuple[dict[str, str], ...]:
-    """Put the column `tools` of a row into the system turn, where Phi-4-mini's template looks for it.
-
-    Args:
-        turns: a conversation; if it has no system turn, it gets an empty one.
-        tools: a list of objects, the same as JSON text, or None.
-
-    Raises:
-        BadRowError: it is something else, or a turn has tools too.
-    """
-    text = _tools_as_text(tools)
-    if text is None:
-        return turns
-    if any("tools" in turn for turn in turns):
-        raise BadRowError("there is a column tools and a turn with tools too; expected one of them")
-    system, rest = (turns[0], turns[1:]) if turns[0]["role"] == "system" else (_turn("system", ""), turns)
-    return ({**system, "tools": text}, *rest)
-
-
-def _tools_as_text(tools: object) -> str | None:
-    if isinstance(tools, list) and tools and all(isinstance(tool, Mapping) for tool in tools):
-        try:
-            tools = json.dumps(_without_nulls(tools), ensure_ascii=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise BadRowError(f"tools is {quote(tools)}, which JSON cannot represent: {error}") from None
-    if tools is None or tools == [] or (isinstance(tools, str) and tools.strip() in ("", "[]")):
-        return None
-    if not isinstance(tools, str):
-        raise BadRowError(f"tools is {quote(tools)}; expected a list of objects, or JSON as text")
-    return parse_text(tools, "tools")
-
-
-def _without_nulls(value: object) -> object:
-    """Remove the nulls that a table has for absent keys."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _conversation(turns: tuple[dict[str, str], ...], num_given: int = 0) -> Example:
-    if not any(turn["role"] == "assistant" for turn in turns[num_given:]):
-        roles = ", ".join(turn["role"] for turn in turns[num_given:])
-        raise BadRowError(f"no assistant turn (roles: {roles}), so nothing to learn; expected at least one")
-    return Example("messages", messages=turns, num_given=num_given)
-
-
-def _parse_turns(value: object, column: str) -> tuple[dict[str, str], ...]:
-    turns = _list_in_cell(value)
-    keys = _turn_keys(turns)
-    if not isinstance(turns, list):
-        raise BadRowError(f"{column} is {quote(value)}; expected a list of objects with {keys.role} and {keys.content}")
-    if not turns:
-        raise BadRowError(f"{column} is empty; expected a user's turn and the assistant's answer")
-    return tuple(_parse_turn(turn, f"{column}[{number}]", keys) for number, turn in enumerate(turns))
-
-
-def _list_in_cell(value: object) -> object:
-    """Parse JSON in a cell of a CSV file. Other text stays as it is, and is refused later."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
-
-
-def _turn_keys(turns: object) -> _TurnKeys:
-    first = turns[0] if isinstance(turns, list) and turns else None
-    return _FROM_AND_VALUE if isinstance(first, Mapping) and first.get("from") is not None else _ROLE_AND_CONTENT
-
-
-def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> dict[str, str]:
-    if not isinstance(turn, Mapping):
-        raise BadRowError(f"{where} is {quote(turn)}; expected an object with {keys.role} and {keys.content}")
-    # A table has every key in every turn, with null for those that are absent.
-    wanted = (keys.role, keys.content)
-    present = {str(key): value for key, value in turn.items() if value is not None or key in wanted}
-    for key in present:
-        if key not in (*wanted, "tools"):
-            expected = ", ".join((*wanted, "tools"))
-            raise BadRowError(f"{where} has the key {key!r}, which would be lost; expected {expected}")
-    role = present.get(keys.role)
-    if not isinstance(role, str) or role not in keys.roles:
-        *others, last = keys.roles
-        raise BadRowError(f"{where}.{keys.role} is {quote(role)}; expected {', '.join(others)} or {last}")
-    if keys.content not in present:
-        raise BadRowError(f"{where} has no {keys.content}; expected text")
-    parsed = _turn(keys.roles[role], parse_text(present[keys.content], f"{where}.{keys.content}"))
-    if "tools" in present:
-        parsed["tools"] = parse_text(present["tools"], f"{where}.tools")
-    if parsed["role"] == "assistant":
-        refuse_blank(parsed["content"], f"{where}.{keys.content} (the assistant's)")
-    return parsed
-
-
-def _as_turns(value: object, column: str, role: str) -> tuple[dict[str, str], ...]:
+def _as_turns(value: object, column: str, role: str, tools: object = None) -> Dialogue:
     """Read a list of turns, or text that is one turn."""
     if not isinstance(value, str):
-        return _parse_turns(value, column)
-    return (_turn(role, refuse_blank(parse_text(value, column), column)),)
+        return parse_turns(value, column, tools)
+    turn = text_turn(role, refuse_blank(parse_text(value, column), column))
+    return dialogue_of([turn])._replace(tools=parse_tools(tools))
 
 
-def _parse_pair(pair: object, where: str) -> list[dict[str, str]]:
+def _parse_pair(pair: object, where: str) -> list[Turn]:
     if not isinstance(pair, list) or len(pair) != 2:
         raise BadRowError(f"{where} is {quote(pair)}; expected a list with a question and its answer")
     question, answer = (refuse_blank(parse_text(text, f"{where}[{k}]"), f"{where}[{k}]") for k, text in enumerate(pair))
-    return [_turn("user", question), _turn("assistant", answer)]
+    return [text_turn("user", question), text_turn("assistant", answer)]
 
 
-def _with_system(turns: tuple[dict[str, str], ...], row: Mapping[str, Any]) -> tuple[dict[str, str], ...]:
+def _with_system(dialogue: Dialogue, row: Mapping[str, Any]) -> Dialogue:
     system = _optional_text(row, "system")
     if not system.strip():
-        return turns
-    if turns[0]["role"] == "system":
+        return dialogue
+    if dialogue.turns[0]["role"] == "system":
         raise BadRowError("there is a column system and a system turn too; expected one of them")
-    return (_turn("system", system), *turns)
+    return _following((text_turn("system", system),), dialogue)
 
 
 def _optional_text(row: Mapping[str, Any], column: str) -> str:
     value = row.get(column)
     return "" if value is None else parse_text(value, column)
-
-
-def _turn(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}

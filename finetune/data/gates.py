@@ -92,13 +92,16 @@ ROW_GATES = (
 """The gates that look at one row at a time, in the order in which they run."""
 
 
-def pass_gates(parts: Mapping[str, Sequence[Part]], section: DataSection, bos_id: int | None) -> dict[str, list[Part]]:
+def pass_gates(
+    parts: Mapping[str, Sequence[Part]], section: DataSection, bos_id: int | None, template: str = "the tokenizer"
+) -> dict[str, list[Part]]:
     """Run the gates: drop rows, warn about rows, or refuse them, as the section says.
 
     Args:
         parts: the parts of each split, each row once.
         section: `on_…` sets each gate.
         bos_id: the beginning-of-sequence token, if the tokenizer has one.
+        template: names the chat template.
 
     Raises:
         DataError: one or more gates refuse the rows; all of them are named.
@@ -108,6 +111,7 @@ def pass_gates(parts: Mapping[str, Sequence[Part]], section: DataSection, bos_id
     for gate in ROW_GATES:
         for split in passed:
             passed[split] = _apply(gate, split, passed[split], section, bos_id, refused)
+    _check_keys(parts, section, template, refused)
     _check_overlap(passed, section, refused)
     _check_end_of_turn(passed.get("train", []), section, refused)
     if len(refused) > 1:
@@ -150,6 +154,22 @@ def _warn_or_refuse(action: str, message: str, refused: list[str]) -> None:
         _log.warning("%s.", message)
     else:
         refused.append(f"{message}, or =warn to keep them.")
+
+
+def _check_keys(parts: Mapping[str, Sequence[Part]], section: DataSection, template: str, refused: list[str]) -> None:
+    """Look for keys of the rows that the chat template does not render, once for each source."""
+    sources = {part.label: part.examples for of_split in parts.values() for part in of_split}
+    for label, examples in sources.items():
+        for key, count, first in examples.rows.ignored_keys:
+            message = (
+                f"{label}: the chat template of {template} does not render {key} (rows that have it: {count:,}, the "
+                f"first is {examples.place(first)}): the model would not see it. Use a template that renders it "
+                "(data.chat_template), remove the key, or set data.on_ignored_key=warn to train without it"
+            )
+            if section.on_ignored_key == "warn":
+                _log.warning("%s.", message)
+            else:
+                refused.append(f"{message}.")
 
 
 def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: list[str]) -> None:

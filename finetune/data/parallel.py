@@ -25,13 +25,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.formats import BadRowError, Example
+from finetune.data.cells import BadRowError
+from finetune.data.formats import Example
 from finetune.data.templates import AnswerTokens, TokenisedRow, TrainOn, digest_tokenizer, encode_batch
 from finetune.errors import DataError
 from finetune.threads import num_cores
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def choose_processes(rows: Sequence[Example], wanted: int | None, rows_at_once: 
 
 @contextlib.contextmanager
 def encode_in_processes(
-    tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, num_processes: int
+    tokens: AnswerTokens, train_on: TrainOn, num_processes: int
 ) -> Iterator[Callable[[Iterable[list[Example]]], Iterator[Encoded]]]:
     """Start processes that encode while the block runs. The block gets a function from batches to encoded batches.
 
@@ -76,7 +77,7 @@ def encode_in_processes(
     workers: list[_Worker] = []
     try:
         with tempfile.TemporaryDirectory(prefix="finetune-tokenizer-") as folder:
-            start = _describe(tokenizer, train_on, folder)
+            start = _describe(tokens, train_on, folder)
             workers += [_Worker(start) for _ in range(num_processes)]
             _log.info("encoding in %d processes", num_processes)
             yield lambda batches: _encode_in_turn(workers, batches)
@@ -104,8 +105,9 @@ def _encode_in_turn(workers: Sequence[_Worker], batches: Iterable[list[Example]]
         yield batch, worker.receive(len(batch))
 
 
-def _describe(tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, folder: str) -> bytes:
+def _describe(tokens: AnswerTokens, train_on: TrainOn, folder: str) -> bytes:
     """Save the tokenizer, and describe it for a worker: its folder, its class, and the digest that it must have."""
+    tokenizer = tokens.tokenizer
     kind = type(tokenizer)
     if not kind.__module__.startswith("transformers."):
         raise WorkerLostError(f"the tokenizer's class {kind.__qualname__} is not one of transformers")
@@ -115,6 +117,7 @@ def _describe(tokenizer: PreTrainedTokenizerBase, train_on: TrainOn, folder: str
         "module": kind.__module__,
         "class": kind.__name__,
         "digest": digest_tokenizer(tokenizer),
+        "template_name": tokens.template.name,
         "train_on": train_on,
     }
     return json.dumps(about).encode()
@@ -195,7 +198,9 @@ def _encode_until_it_ends(connection: Connection[Any, Any]) -> None:
         about = json.loads(connection.recv_bytes())
         kind = getattr(importlib.import_module(about["module"]), about["class"])
         tokenizer = kind.from_pretrained(about["folder"])
-        tokens = AnswerTokens(tokenizer) if digest_tokenizer(tokenizer) == about["digest"] else None
+        tokens = (
+            AnswerTokens(tokenizer, about["template_name"]) if digest_tokenizer(tokenizer) == about["digest"] else None
+        )
         while True:
             batch = [Example(*fields) for fields in json.loads(connection.recv_bytes())]
             for content in _answer(batch, about, tokens):

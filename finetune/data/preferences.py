@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExample, EncodedExamples
 from finetune.data.examples import load_examples
-from finetune.engine.prefixes import Tokens
-from finetune.errors import DataError
+from finetune.engine.prefixes import Tokens, num_shared
+from finetune.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,10 +92,7 @@ class EncodedPairs(Dataset[EncodedPair]):
 
     def num_shared(self, index: int) -> int:
         """Count the tokens that both sides of a pair begin with."""
-        chosen, rejected = self.chosen.tokens(index), self.rejected.tokens(index)
-        shorter = min(len(chosen), len(rejected))
-        differs = numpy.flatnonzero(chosen[:shorter] != rejected[:shorter])
-        return int(differs[0]) if len(differs) else shorter
+        return num_shared(self.chosen.tokens(index), self.rejected.tokens(index))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +127,13 @@ def encode_preferences(
 
     Raises:
         DataError: a row cannot be used.
+        ConfigError: `data.train_on=each_turn`, which has no meaning for pairs.
     """
+    if section.train_on == "each_turn":
+        raise ConfigError(
+            "data.train_on is each_turn, but a pair of answers has one answer on each side to learn from. Set "
+            "data.train_on=all, or training.objective=sft."
+        )
     sides = []
     side: Literal["chosen", "rejected"]
     for side in ("chosen", "rejected"):

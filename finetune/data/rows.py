@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
 
-from finetune.data.formats import FORMATS, BadRowError, Example, Format, Kind, detect_format, parse_row
+from finetune.data.cells import BadRowError
+from finetune.data.formats import FORMATS, Example, Format, Kind, detect_format, parse_row
 from finetune.data.readers import RawRow, RowSource
 from finetune.errors import DataError
 

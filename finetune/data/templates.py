@@ -10,22 +10,24 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from finetune.data.formats import BadRowError, Example, quote
+from finetune.data.cells import BadRowError, quote
+from finetune.data.chat_template import ChatTemplate, key_in_words
+from finetune.data.formats import Example
+from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, dialogue_of, text_turn
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerBase
 
-Conversation = Sequence[dict[str, str]]
 TrainOn = Literal["all", "last"]
 """The answers of a conversation that carry loss."""
 
-_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+_PROBE = dialogue_of([text_turn("user", "a"), text_turn("assistant", "b")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +51,20 @@ class AnswerTokens:
 
     Args:
         tokenizer: a fast tokenizer, with or without a chat template.
+        template_name: names its chat template in messages. Default: the tokenizer's name.
 
     Raises:
         DataError: the tokenizer is not fast, or answers end with no special token.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_name: str = "") -> None:
         if not tokenizer.is_fast:
             raise DataError(
                 f"the tokenizer {type(tokenizer).__name__} gives no character offsets, which are needed to find "
                 "the answers. Use a fast one: a folder with tokenizer.json."
             )
         self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer, template_name)
         self.special_ids = _special_ids(tokenizer)
         self.end_id = end_of_turn_id(tokenizer)
         texts = {str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in self.special_ids}
@@ -71,6 +75,10 @@ class AnswerTokens:
         """Return the id of the token that ends a row's answers, or a row of plain text."""
         eos_id = self.tokenizer.eos_token_id
         return int(eos_id) if kind == "text" and eos_id is not None else self.end_id
+
+    def without_special_text(self, text: str) -> str:
+        """Remove the texts of special tokens."""
+        return self._special_text.sub("", text)
 
     def special_text_in(self, example: Example) -> BadRowError | None:
         """Return a problem if a row's text spells a special token: a turn could end or begin inside it."""
@@ -94,7 +102,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no chat template and no eos token, so nothing could end an answer.")
         return int(tokenizer.eos_token_id)
-    (probe,) = render_conversations(tokenizer, [_PROBE])
+    (probe,) = render_conversations(ChatTemplate(tokenizer), [_PROBE])
     if isinstance(probe, BadRowError):
         raise DataError(f"the tokenizer's chat template cannot be used: {probe}")
     encoding = tokenize(tokenizer, [probe.text])[0]
@@ -123,7 +131,7 @@ def encode_batch(batch: list[Example], tokens: AnswerTokens, train_on: TrainOn) 
     Raises:
         DataError: the tokenizer lacks what this kind of row needs.
     """
-    rendered = render_examples(tokens.tokenizer, batch, train_on)
+    rendered = render_examples(tokens.template, batch, train_on)
     if batch[0].kind != "text":  # plain text may hold special tokens: a model reads it as it is
         rendered = [tokens.special_text_in(example) or row for example, row in zip(batch, rendered, strict=True)]
     good = [row for row in rendered if isinstance(row, RenderedRow)]
@@ -142,12 +150,12 @@ def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def render_examples(
-    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], train_on: TrainOn = "all"
+    template: ChatTemplate, examples: Sequence[Example], train_on: TrainOn = "all"
 ) -> list[RenderedRow | BadRowError]:
     """Render each row as text, or say why it cannot be. All rows must be of one kind.
 
     Args:
-        tokenizer: with the chat template.
+        template: of the tokenizer.
         examples: the rows.
         train_on: `last` marks only the last answer of a conversation, so that a template may drop parts of earlier
             answers, for example reasoning.
@@ -156,6 +164,7 @@ def render_examples(
         DataError: the tokenizer lacks what this kind of row needs.
     """
     kind = examples[0].kind
+    tokenizer = template.tokenizer
     has_template = tokenizer.chat_template is not None
     if kind == "messages" and not has_template:
         raise DataError(
@@ -163,13 +172,10 @@ def render_examples(
             "with model.chat_template, or use rows with prompt and completion."
         )
     if kind == "messages":
-        answers = [_answers(example.messages, example.num_given, train_on) for example in examples]
-        return render_conversations(tokenizer, [example.messages for example in examples], answers)
+        return render_conversations(template, [_to_learn(example, train_on) for example in examples])
     if kind == "prompt_completion" and has_template:
-        turns = [
-            [{"role": "user", "content": e.prompt}, {"role": "assistant", "content": e.completion}] for e in examples
-        ]
-        return render_conversations(tokenizer, turns)
+        pairs = [[text_turn("user", e.prompt), text_turn("assistant", e.completion)] for e in examples]
+        return render_conversations(template, [dialogue_of(turns) for turns in pairs])
     eos = tokenizer.eos_token
     if not isinstance(eos, str):
         raise DataError(f"the tokenizer has no eos token, which must end each row of {kind}.")
@@ -178,25 +184,14 @@ def render_examples(
     return [RenderedRow(e.text if e.text.endswith(eos) else e.text + eos, ()) for e in examples]
 
 
-def render_conversations(
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Conversation],
-    answers: Sequence[Sequence[int]] | None = None,
-) -> list[RenderedRow | BadRowError]:
-    """Render each conversation as text with the starts of its answers, or say why it cannot be.
-
-    Args:
-        tokenizer: with the chat template.
-        conversations: lists of turns.
-        answers: for each conversation the indices of the turns to learn. Default: all of the assistant's.
-    """
-    answers = answers or [_answers(turns, 0, "all") for turns in conversations]
-    prefixes = [[list(turns[:k]) for k in of_one] for turns, of_one in zip(conversations, answers, strict=True)]
-    wholes = _render(tokenizer, [list(turns) for turns in conversations], with_prompt=False)
-    starts = iter(_render(tokenizer, [p for of_one in prefixes for p in of_one], with_prompt=True))
+def render_conversations(template: ChatTemplate, dialogues: Sequence[Dialogue]) -> list[RenderedRow | BadRowError]:
+    """Render each conversation as text with the starts of the answers to learn, or say why it cannot be."""
+    prefixes = [one._replace(turns=one.turns[:answer]) for one in dialogues for answer in one.learnt]
+    wholes = template.render(dialogues)
+    starts = iter(template.render(prefixes, with_prompt=True))
     return [
-        _place_answers(turns, whole, [next(starts) for _ in of_one])
-        for turns, whole, of_one in zip(conversations, wholes, prefixes, strict=True)
+        _place_answers(template, dialogue, whole, [next(starts) for _ in dialogue.learnt])
+        for dialogue, whole in zip(dialogues, wholes, strict=True)
     ]
 
 
@@ -242,21 +237,13 @@ def _first_token_of(encoding: Encoding, ids: list[int], start: int, end: int, sp
 
 
 def _place_answers(
-    turns: Conversation, whole: str | BadRowError, prefixes: Iterable[str | BadRowError]
+    template: ChatTemplate, dialogue: Dialogue, whole: str | BadRowError, prefixes: Iterable[str | BadRowError]
 ) -> RenderedRow | BadRowError:
     if isinstance(whole, BadRowError):
         return whole
-    position = 0
-    for number, turn in enumerate(turns):
-        for key in ("content", "tools"):
-            text = turn.get(key, "").strip()
-            found = whole.find(text, position)
-            if found < 0:
-                return BadRowError(
-                    f"the chat template leaves out messages[{number}].{key} (role {turn['role']}); expected a "
-                    "template that renders it (model.chat_template), or a row without it"
-                )
-            position = found + len(text)
+    missing = _find_missing(template, dialogue, whole)
+    if missing is not None:
+        return missing
     starts = []
     for prefix in prefixes:
         if isinstance(prefix, BadRowError):
@@ -266,33 +253,69 @@ def _place_answers(
                 "the chat template renders turns differently once an answer follows: the turns before an answer end in "
                 f"{quote(prefix[-30:])}, but the whole conversation does not begin with them, so the answer cannot be "
                 "found; expected a template that only appends (model.chat_template), or "
-                "data.train_on=last where only earlier answers are rendered differently"
+                "data.train_on=each_turn (or last) where only earlier answers are rendered differently"
             )
         starts.append(len(prefix))
     return RenderedRow(whole, tuple(starts))
 
 
-def _render(
-    tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict[str, str]]], *, with_prompt: bool
-) -> list[str | BadRowError]:
-    """Render all in one call, and one by one only if the template refuses a row, to find out which."""
-    if not conversations:
-        return []
-    try:
-        rendered: list[str | BadRowError] = tokenizer.apply_chat_template(  # type: ignore[assignment]
-            conversations, tokenize=False, add_generation_prompt=with_prompt
-        )
-        return rendered
-    except Exception as error:  # a template is a program: it can fail in any way
-        if len(conversations) == 1:
-            cause = str(error) or type(error).__name__
-            return [BadRowError(f"the chat template refuses the row: {cause}")]
-    return [text for one in conversations for text in _render(tokenizer, [one], with_prompt=with_prompt)]
+def _find_missing(template: ChatTemplate, dialogue: Dialogue, whole: str) -> BadRowError | None:
+    """Look for each text of a conversation in its order. Answers that are not learnt may be shortened."""
+    position = 0
+    for number, turn in enumerate(dialogue.turns):
+        if template.has_foreign_header(turn["role"], whole):
+            return BadRowError(
+                f"the chat template writes <|{turn['role']}|> for the role of messages[{number}], which is no token of "
+                "this tokenizer; expected another role (system for developer), or a template that knows it "
+                "(data.chat_template)"
+            )
+        if turn["role"] == "assistant" and number not in dialogue.learnt:
+            continue
+        problem = _without_text(template, turn, f"messages[{number}]")
+        if problem is not None:
+            return problem
+        for key, text in _texts_of(template, turn):
+            found = next((at for form in _forms(turn, text) if (at := whole.find(form, position)) >= 0), None)
+            if found is None:
+                advice = "data.train_on=each_turn" if key != "content" else "a row without it"
+                return BadRowError(
+                    f"the chat template leaves out messages[{number}].{key} (role {turn['role']}); expected a "
+                    f"template that renders it (data.chat_template), or {advice}"
+                )
+            position = max(position, found + (len(text) if key == "content" else 0))
+    return None
 
 
-def _answers(turns: Conversation, num_given: int, train_on: TrainOn) -> list[int]:
-    answers = [k for k, turn in enumerate(turns) if k >= num_given and turn["role"] == "assistant"]
-    return answers if train_on == "all" else answers[-1:]
+def _texts_of(template: ChatTemplate, turn: Turn) -> Iterator[tuple[str, str]]:
+    """Yield the texts that a rendered turn must have."""
+    thinking = turn.get(REASONING_KEYS[0], "")
+    if thinking and any(template.renders(("assistant", key)) for key in REASONING_KEYS):
+        yield REASONING_KEYS[0], thinking.strip()
+    yield "content", turn["content"].strip()
+
+
+def _forms(turn: Turn, text: str) -> tuple[str, ...]:
+    """A text as it may be rendered: some templates write the results of tools as JSON."""
+    return (text, json.dumps(text, ensure_ascii=False)[1:-1]) if turn["role"] == "tool" else (text,)
+
+
+def _without_text(template: ChatTemplate, turn: Turn, where: str) -> BadRowError | None:
+    """Return a problem if the template renders nothing of an answer."""
+    if turn["role"] != "assistant" or turn["content"].strip():
+        return None
+    ignored = template.ignored(dialogue_of([turn]))
+    if any(("assistant", key) not in ignored for key in ("tool_calls", REASONING_KEYS[0]) if key in turn):
+        return None
+    keys = ", ".join(key_in_words(key) for key in sorted(ignored))
+    return BadRowError(
+        f"the chat template of {template.name} does not render {keys}, and {where} has no other text to learn; "
+        "expected a template that renders it (data.chat_template)"
+    )
+
+
+def _to_learn(example: Example, train_on: TrainOn) -> Dialogue:
+    learnt = tuple(example.learnt) if train_on == "all" else tuple(example.learnt[-1:])
+    return Dialogue(tuple(example.messages), learnt, example.tools)
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

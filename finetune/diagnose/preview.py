@@ -24,6 +24,7 @@ from finetune.diagnose.preview_splits import (
     summarize,
 )
 from finetune.diagnose.preview_tokens import Piece, on_one_line, read_pieces, special_looking_text
+from finetune.engine.prefixes import num_shared
 from finetune.errors import ConfigError, DataError
 from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, exit_code, problem, warning
@@ -53,8 +54,10 @@ class PreviewedRow:
     location: RowLocation
     side: Side | None
     """None where a row is no pair."""
+    answer: tuple[int, int] | None
+    """With `data.train_on=each_turn`: the number of an answer in its conversation, from 1, and how many there are."""
     num_shared: int
-    """Tokens that both sides of a pair begin with."""
+    """Tokens that both sides of a pair begin with, or an answer's row and that of the answer before it."""
     pieces: list[Piece]
     num_tokens: int
     num_targets: int
@@ -71,7 +74,9 @@ class PreviewedRow:
             "split": self.split,
             **asdict(self.location),
             "side": self.side,
-            "shared_tokens": None if self.side is None else self.num_shared,
+            "answer": None if self.answer is None else self.answer[0],
+            "answers": None if self.answer is None else self.answer[1],
+            "shared_tokens": None if self.side is None and self.answer is None else self.num_shared,
             "tokens": self.num_tokens,
             "target_tokens": self.num_targets,
             "is_truncated": self.is_truncated,
@@ -272,7 +277,7 @@ class _RowReader:
         same = [other for other, its in enumerate(self._digests) if its == digest and other != row]
         same_as = RowGroup(count=len(same), first=[location(self._rows, other) for other in same[:_NAMED_IN_WORDS]])
         is_pair = isinstance(self._rows, EncodedPairs)
-        num_shared = self._rows.num_shared(row) if isinstance(self._rows, EncodedPairs) else 0
+        answer, shared = self._answer_and_shared(row)
         names: tuple[Side | None, ...] = ("chosen", "rejected") if is_pair else (None,)
         for number, (name, examples) in enumerate(zip(names, self._rows.sides, strict=True)):
             ids, is_target = examples[row]
@@ -283,7 +288,8 @@ class _RowReader:
                 split=self._split,
                 location=location(self._rows, row),
                 side=name,
-                num_shared=num_shared,
+                answer=answer,
+                num_shared=shared,
                 pieces=pieces,
                 num_tokens=len(ids),
                 num_targets=int(is_target.sum()),
@@ -291,6 +297,17 @@ class _RowReader:
                 same_as=same_as,
                 notes=[*_notes_of_side(examples, row, pieces, is_cut=is_cut), *of_row, *_notes_of_text(pieces)],
             )
+
+    def _answer_and_shared(self, row: int) -> tuple[tuple[int, int] | None, int]:
+        """Return the place of an answer in its conversation, and the tokens shared with what is shown before it."""
+        if isinstance(self._rows, EncodedPairs):
+            return None, self._rows.num_shared(row)
+        if not self._rows.has_branches:
+            return None, 0
+        of_one = self._rows.rows_of_examples[int(self._rows.rows.example_of[row])]
+        is_first = row == of_one.start
+        shared = 0 if is_first else num_shared(self._rows.tokens(row - 1), self._rows.tokens(row))
+        return (row - of_one.start + 1, len(of_one)), shared
 
     def _notes_of_row(self, row: int, same_as: RowGroup) -> Iterator[str]:
         if same_as.count:

@@ -55,6 +55,11 @@ class Cut(NamedTuple):
     """Tokens to compute, as the tree of the whole global batch counts them."""
 
 
+def num_shared(first: Tokens, second: Tokens) -> int:
+    """Count the tokens that two rows begin with."""
+    return min(_fork(first, second), len(first), len(second))
+
+
 def separate_rows(rows: Sequence[Tokens]) -> PrefixTree:
     """Return a tree in which rows share nothing."""
     nodes = tuple(Node(row, 0, len(tokens), -1) for row, tokens in enumerate(rows))
@@ -97,7 +102,7 @@ def cut_global_batch(
     *,
     max_rows: int,
     max_tokens: int | None = None,
-    boundary: int | None = None,
+    is_long: Sequence[bool] | None = None,
     share: bool = True,
 ) -> list[Cut]:
     """Cut a global batch into micro-batches of even token counts, rows that share much of their beginning together.
@@ -111,13 +116,13 @@ def cut_global_batch(
         max_rows: the most rows of a micro-batch.
         max_tokens: the most tokens that a micro-batch computes, counted in the tree of the whole global batch: the
             micro-batch's own tree may need a few more. A longer row is a micro-batch of its own.
-        boundary: rows up to this length never share a micro-batch with longer ones.
+        is_long: whether each row is beyond a LongRoPE model's boundary: these never share a micro-batch with others.
         share: whether rows may share beginnings.
 
     Returns:
         The cuts, heaviest first, rows ascending.
     """
-    is_long = [boundary is not None and len(tokens) > boundary for tokens in rows]
+    is_long = [False] * len(rows) if is_long is None else is_long
     cuts: list[Cut] = []
     for side in (False, True):
         members = [row for row, long in enumerate(is_long) if long is side]

@@ -13,8 +13,9 @@ from finetune.inference.finished_run import FinishedRun, LoadedRun, has_base, lo
 
 if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
+    from finetune.inference.answer_reader import Answer
     from finetune.inference.decoding import Decoding
-    from finetune.inference.prompts import Prompt
+    from finetune.inference.prompts import Opening, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class AnswerSettings:
 
     system: str | None = None
     """The system turn; None: the most frequent one in the training rows."""
+    tools: str | None = None
+    """JSON text of the tools to offer, empty for none; None: the most frequent ones in the training rows."""
     max_new_tokens: int
     temperature: float | None = None
     top_p: float | None = None
@@ -75,11 +78,13 @@ class Answering:
     def __init__(self, runtime: Runtime, loaded: LoadedRun, run: FinishedRun, settings: AnswerSettings) -> None:
         from finetune.data.preferences import side_of_pairs
         from finetune.data.templates import AnswerTokens, stop_ids
+        from finetune.inference.answer_reader import AnswerReader
 
         self.runtime = runtime
         self.model, self.tokenizer = loaded
         self.decoding = settings.decoding(stop_ids(self.tokenizer, self.model.generation_config.eos_token_id))
         self._tokens = AnswerTokens(self.tokenizer)
+        self._reader = AnswerReader(self._tokens)
         self._settings = settings
         is_of_pairs = run.config.training.objective == "dpo"
         self._data = side_of_pairs(run.config.data, "chosen") if is_of_pairs else run.config.data
@@ -102,13 +107,14 @@ class Answering:
             )
 
     @cached_property
-    def system(self) -> str | None:
-        """The system turn of a conversation that has none of its own."""
-        from finetune.inference.prompts import usual_system_turn
+    def opening(self) -> Opening:
+        """The system turn and the tools of a conversation that has none of its own."""
+        from finetune.inference.prompts import Opening, usual_opening
 
-        if self._settings.system is not None:
-            return self._settings.system or None
-        return usual_system_turn(self._data) if self.tokenizer.chat_template is not None else None
+        system, tools = self._settings.system, self._settings.tools
+        is_known = (system is not None and tools is not None) or self.tokenizer.chat_template is None
+        usual = Opening() if is_known else usual_opening(self._data)
+        return Opening(usual.system if system is None else system or None, usual.tools if tools is None else tools)
 
     @contextmanager
     def as_model(self, name: str) -> Iterator[Any]:
@@ -117,27 +123,33 @@ class Answering:
             yield self.model
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Encode a prompt, with the system turn of the command line or, before a single turn, the usual one."""
+        """Encode a prompt, with system turn and tools of the command line or, before a single turn, the usual ones."""
         from finetune.inference.prompts import encode_prompt
 
-        is_wanted = prompt.is_open or self._settings.system is not None
-        return encode_prompt(self._tokens, prompt, system=self.system if is_wanted and prompt.messages else None)
+        has_turns = bool(prompt.messages)
+        system = self.opening.system if has_turns and (prompt.is_open or self._settings.system is not None) else None
+        tools = self.opening.tools if has_turns and (prompt.is_open or self._settings.tools is not None) else ""
+        return encode_prompt(self._tokens, prompt, system=system, tools=tools)
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode tokens, without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def stream(self, name: str, ids: Sequence[int], write: Callable[[str], object]) -> None:
+    def read(self, ids: Sequence[int]) -> Answer:
+        """Split an answer into its thinking, its text and its calls."""
+        return self._reader.read(ids)
+
+    def stream(self, name: str, ids: Sequence[int], write: Callable[[str], object], given: list[int]) -> None:
         """Answer one prompt and write each piece of text as soon as it is final.
 
         Args:
             name: `base` or `tuned`.
             ids: the prompt.
             write: receives the pieces. Joined, they are the text of the answer, up to where Ctrl-C stopped it.
+            given: an empty list, which receives the tokens of the answer.
         """
         from finetune.inference.decoding import stream_answer
 
-        given: list[int] = []
         shown = ""
 
         def show(token: int) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from finetune.inference.prompts import Prompt, Turn, with_system_turn
+from finetune.data.turns import Turn, text_turn
+from finetune.inference.answer_reader import Answer
+from finetune.inference.prompts import Prompt, with_system_turn
 
 COMMANDS = {
     "/reset": "forget the conversation",
     "/system TEXT": "set the system turn and start again; - removes it, and without TEXT it is shown",
+    "/tool TEXT": "give the result of a tool that the model has called",
     "/compare": "switch the answers of the base on or off",
     "/help": "this list",
     "/exit": "leave, like Ctrl-D",
@@ -17,19 +20,29 @@ COMMANDS = {
 
 @dataclass
 class Conversation:
-    """The system turn and the turns so far."""
+    """The system turn, the tools and the turns so far."""
 
     system: str | None = None
+    tools: str = ""
     turns: list[Turn] = field(default_factory=list)
 
     def ask(self, text: str) -> None:
         """Add a user's turn."""
-        self.turns.append({"role": "user", "content": text})
+        self.turns.append(text_turn("user", text))
 
-    def answer(self, text: str) -> None:
+    def tell(self, result: str) -> None:
+        """Add the result of a tool."""
+        self.turns.append(text_turn("tool", result))
+
+    @property
+    def waits_for_tool(self) -> bool:
+        """Whether the last answer calls a tool."""
+        return bool(self.turns) and bool(self.turns[-1].get("tool_calls"))
+
+    def answer(self, answer: Answer) -> None:
         """Add the assistant's turn. If it is empty, remove the question instead, since no template renders it well."""
-        if text.strip():
-            self.turns.append({"role": "assistant", "content": text})
+        if answer.text:
+            self.turns.append(answer.as_turn())
         else:
             self.take_back()
 
@@ -39,7 +52,7 @@ class Conversation:
 
     def forget_unanswered(self) -> None:
         """Remove the last question if it has no answer."""
-        if self.turns and self.turns[-1]["role"] == "user":
+        if self.turns and self.turns[-1]["role"] != "assistant":
             self.take_back()
 
     def reset(self) -> None:
@@ -48,7 +61,8 @@ class Conversation:
 
     def as_prompt(self) -> Prompt:
         """Return the prompt for the next answer."""
-        return Prompt(source="the conversation", messages=tuple(with_system_turn(self.turns, self.system)))
+        turns = with_system_turn(self.turns, self.system)
+        return Prompt(source="the conversation", messages=tuple(turns), tools=self.tools)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ import torch
 from finetune.config.schema import TestingSection
 from finetune.data.batches import EvaluationLoader
 from finetune.data.encoded import EncodedExamples
-from finetune.data.templates import stop_ids
+from finetune.data.templates import AnswerTokens, stop_ids
 from finetune.distributed.runtime import Runtime
 from finetune.inference.answer_metrics import METRICS, Metric, measure
+from finetune.inference.answer_reader import AnswerReader
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.inference.finished_run import has_base
 from finetune.inference.losses import in_even_rounds, measure_losses
@@ -149,7 +150,7 @@ def evaluate_model(
                 batch_size=section.batch_size,
                 runtime=runtime if is_shared else None,
             )
-            answers[name] = [text_of(tokenizer, row) for row in ids] if is_writer else []
+            answers[name] = [dialogue.reader.read(row).text for row in ids] if is_writer else []
     measured = {name: _measure(metrics, given, dialogue.expected) for name, given in answers.items()}
     return Evaluation(
         num_rows=len(examples),
@@ -178,7 +179,8 @@ class Dialogues:
     Attributes:
         sources: file and line of each row.
         prompts: token ids, including the header of the assistant's turn.
-        expected: the text of the assistant's answer.
+        expected: the text of the assistant's answer, after its thinking.
+        reader: reads answers, the expected ones and generated ones alike.
     """
 
     def __init__(self, examples: EncodedExamples | None, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -186,13 +188,14 @@ class Dialogues:
         self.prompts: list[list[int]] = []
         self.expected: list[str] = []
         self._tokenizer = tokenizer
+        self.reader = AnswerReader(AnswerTokens(tokenizer))
         if examples is None or examples.kind == "text":
             return
         for row in examples.num_targets.nonzero()[:, 0].tolist():
             prompt, answer = examples.prompt_and_answer(row)
             self.sources.append(examples.source(row))
             self.prompts.append([int(token) for token in prompt])
-            self.expected.append(text_of(tokenizer, answer))
+            self.expected.append(self.reader.read(answer).text)
 
     def last_turn(self, row: int) -> str:
         """Return the text of the last turn before the answer, or the whole prompt if it has no turns."""
@@ -203,12 +206,7 @@ class Dialogues:
         end = start = ends[-1] if ends else len(prompt)
         while start > 0 and prompt[start - 1] not in special:
             start -= 1
-        return text_of(self._tokenizer, prompt[start:end])
-
-
-def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Decode tokens, without special tokens and without white space around the text."""
-    return str(tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
+        return str(self._tokenizer.decode(prompt[start:end], skip_special_tokens=True)).strip()
 
 
 def _row_losses(runtime: Runtime, model: Any, loader: EvaluationLoader, *, is_shared: bool) -> torch.Tensor:

@@ -98,7 +98,10 @@ def find_run(
         model = _pretrained(model, str(weights))
     elif model.init == "random":
         model = _pretrained(model, str(folder.base))
-    return FinishedRun(folder=folder, config=config.model_copy(update={"model": model}), weights=weights)
+    data = config.data
+    if model.tokenizer is not None and not any(word.startswith("data.chat_template=") for word in words):
+        data = data.model_copy(update={"chat_template": None})  # the saved tokenizer has it, and the file may be gone
+    return FinishedRun(folder=folder, config=config.model_copy(update={"model": model, "data": data}), weights=weights)
 
 
 def load_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:

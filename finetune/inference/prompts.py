@@ -9,30 +9,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-from finetune.data.formats import (
-    ROLES,
-    BadRowError,
-    Example,
-    detect_format,
-    offer_tools,
-    parse_row,
-    parse_text,
-    quote,
-)
+from finetune.data.cells import BadRowError, parse_text, quote
+from finetune.data.chat_template import key_in_words
+from finetune.data.formats import Example, detect_format, parse_row
 from finetune.data.readers import SUFFIXES, FileRows, RawRow
 from finetune.data.rows import RowProblems
 from finetune.data.templates import AnswerTokens
+from finetune.data.turns import Dialogue, Turn, parse_tools, parse_turns, text_turn
 from finetune.errors import DataError
+from finetune.inference.answer_reader import answer_text
 
 if TYPE_CHECKING:
     from finetune.config.schema import DataSection
 
 _log = logging.getLogger(__name__)
 _ROWS_LOOKED_AT = 100
-
-Turn = dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +36,26 @@ class Prompt:
     """The origin of the prompt, for messages: `prompt 2`, `asked.jsonl:17`."""
     messages: tuple[Turn, ...] = ()
     """The turns before the answer."""
+    tools: str = ""
+    """The tools that it offers, as JSON text."""
     text: str = ""
     """A text for the model without a template."""
     expected: str | None = None
     """The answer in the row, if it has one."""
     is_open: bool = False
-    """True for a single user's turn, which may get a system turn."""
+    """True for a single user's turn, which may get a system turn and tools."""
 
     @property
     def shown(self) -> str:
         """The text of the last turn."""
-        return self.messages[-1]["content"] if self.messages else self.text
+        return str(self.messages[-1]["content"]) if self.messages else self.text
+
+
+class Opening(NamedTuple):
+    """The system turn and the tools, as JSON text, that a conversation opens with."""
+
+    system: str | None = None
+    tools: str = ""
 
 
 def read_words(words: Sequence[str]) -> list[Prompt]:
@@ -117,38 +119,55 @@ def read_rows(rows: Iterable[RawRow], source: str) -> list[Prompt]:
     return prompts
 
 
-def usual_system_turn(section: DataSection) -> str | None:
-    """Return the most frequent system turn of the first training rows: prompts that look like them work best."""
+def read_tools(path: Path) -> str:
+    """Read a JSON file with a list of tools, as the column `tools` of a row has them.
+
+    Raises:
+        DataError: it cannot be read, or holds something else.
+    """
+    try:
+        return parse_tools(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--tools is {path}, which cannot be read: {error}. Correct the path.") from error
+    except BadRowError as error:
+        raise DataError(f"--tools: {error}.") from None
+
+
+def usual_opening(section: DataSection) -> Opening:
+    """Return the most frequent system turn and tools of the first training rows: like them, prompts work best."""
     from finetune.data.examples import load_examples
 
     try:
         # Splits of so few rows could leave none for training.
         only_a_few = {"max_rows": _ROWS_LOOKED_AT, "validation": None, "test": None}
         rows = load_examples(section.model_copy(update=only_a_few)).train
-        openings = Counter(_system_of(row) for row in islice(rows, _ROWS_LOOKED_AT))
+        openings = Counter(Opening(_system_of(row), row.tools) for row in islice(rows, _ROWS_LOOKED_AT))
     except DataError as error:
         _log.warning("the training rows cannot be read, so no system turn is used (give one with --system): %s", error)
-        return None
+        return Opening()
     (usual, _), *others = openings.most_common()
-    if usual is not None:
-        often = "as in the training rows" if not others else "as in most of the first training rows"
-        _log.info("system turn, %s: %s", often, quote(usual))
+    often = "as in the training rows" if not others else "as in most of the first training rows"
+    if usual.system is not None:
+        _log.info("system turn, %s: %s", often, quote(usual.system))
+    if usual.tools:
+        _log.info("tools, %s: %s", often, quote(usual.tools))
     return usual
 
 
-def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = None) -> list[int]:
+def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = None, tools: str = "") -> list[int]:
     """Encode a prompt, with the header of the assistant's turn.
 
     Args:
         tokens: of the run's tokenizer. Without a chat template, a single turn is encoded as plain text.
         prompt: the prompt.
         system: a system turn for turns that have none.
+        tools: JSON text of tools for a prompt that offers none.
 
     Raises:
         DataError: a text contains a special token, or the template refuses the turns.
     """
     tokenizer = tokens.tokenizer
-    turns = with_system_turn(prompt.messages, system)
+    dialogue = Dialogue(tuple(with_system_turn(prompt.messages, system)), (), prompt.tools or tools)
     if not prompt.messages:
         text = prompt.text
     elif tokenizer.chat_template is None:
@@ -156,10 +175,10 @@ def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = 
             raise DataError(f"{prompt.source}: the tokenizer has no chat template, so only a single text can be asked.")
         text = prompt.shown
     else:
-        bad = tokens.special_text_in(Example(kind="messages", source=prompt.source, number=0, messages=tuple(turns)))
+        bad = tokens.special_text_in(Example(kind="messages", messages=dialogue.turns, tools=dialogue.tools))
         if bad is not None:
             raise DataError(f"{prompt.source}: {bad}.")
-        text = _rendered(tokenizer, turns, prompt.source)
+        text = _rendered(tokens, dialogue, prompt.source)
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
         raise DataError(f"{prompt.source} is empty: there is nothing to answer.")
@@ -168,17 +187,22 @@ def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = 
 
 def with_system_turn(turns: Sequence[Turn], system: str | None) -> list[Turn]:
     """Return the turns with this system turn, unless they have a non-empty one or `system` is empty."""
-    first, rest = (turns[0], turns[1:]) if turns and turns[0]["role"] == "system" else ({"role": "system"}, turns)
+    opens = bool(turns) and turns[0]["role"] in ("system", "developer")
+    first, rest = (turns[0], turns[1:]) if opens else ({"role": "system"}, turns)
     return list(turns) if first.get("content") or not system else [{**first, "content": system}, *rest]
 
 
-def _rendered(tokenizer: Any, turns: list[Turn], source: str) -> str:
-    try:
-        text: str = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template is a program: it can fail in any way
-        raise DataError(f"{source}: the chat template refuses it: {error or type(error).__name__}") from error
-    if any(turn.get("tools", "") not in text for turn in turns):
+def _rendered(tokens: AnswerTokens, dialogue: Dialogue, source: str) -> str:
+    template = tokens.template
+    (text,) = template.render([dialogue], with_prompt=True)
+    if isinstance(text, BadRowError):
+        raise DataError(f"{source}: {text}.") from text
+    ignored = template.ignored(dialogue)
+    if ("", "tools") in ignored:
         raise DataError(f"{source} offers tools, which this model's chat template leaves out. Remove them.")
+    if ignored:
+        keys = ", ".join(key_in_words(key) for key in sorted(ignored))
+        _log.warning("%s: the chat template of %s does not render %s", source, template.name, keys)
     return text
 
 
@@ -195,7 +219,8 @@ def _prompt_of(value: object, place: str) -> Prompt:
     if not isinstance(value, Mapping):
         raise BadRowError(f"got {quote(value)}; expected an object with prompt, messages or text")
     if "messages" in value:
-        return _conversation(value["messages"], place, value.get("tools"))
+        dialogue = parse_turns(value["messages"], "messages", value.get("tools"))
+        return _conversation(dialogue.turns, dialogue.tools, place)
     known = detect_format(value, {})
     if known is not None:  # a row to train on, whose answer is the expected one
         return _without_answer(parse_row(value, known, {}), place)
@@ -207,33 +232,23 @@ def _prompt_of(value: object, place: str) -> Prompt:
 
 def _without_answer(row: Example, place: str) -> Prompt:
     if row.kind == "messages":
-        return _conversation(list(row.messages), place)
+        return _conversation(row.messages, row.tools, place)
     if row.kind == "text":
         return Prompt(source=place, text=row.text)
     return _open_prompt(row.prompt, place, expected=row.completion)
 
 
 def _open_prompt(text: str, place: str, *, expected: str | None = None) -> Prompt:
-    return Prompt(source=place, messages=({"role": "user", "content": text},), expected=expected, is_open=True)
+    return Prompt(source=place, messages=(text_turn("user", text),), expected=expected, is_open=True)
 
 
-def _conversation(messages: object, place: str, tools: object = None) -> Prompt:
-    if not isinstance(messages, list) or not messages:
-        raise BadRowError(f"messages is {quote(messages)}; expected a list of objects with role and content")
-    turns = [_turn(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    expected = turns.pop()["content"] if turns[-1]["role"] == "assistant" else None
-    if not turns:
+def _conversation(turns: Sequence[Turn], tools: str, place: str) -> Prompt:
+    *before, last = turns
+    if last["role"] != "assistant":
+        return Prompt(source=place, messages=tuple(turns), tools=tools)
+    if not before:
         raise BadRowError("messages has an answer alone; expected a user's turn before it")
-    return Prompt(source=place, messages=offer_tools(tuple(turns), tools), expected=expected)
-
-
-def _turn(message: object, where: str) -> Turn:
-    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
-        raise BadRowError(f"{where} is {quote(message)}; expected an object with content and a role of {ROLES}")
-    if message.get("content") is None:
-        raise BadRowError(f"{where} has no content; expected text")
-    # In a table every row has every column, and missing values are null.
-    return {str(key): parse_text(text, f"{where}.{key}") for key, text in message.items() if text is not None}
+    return Prompt(source=place, messages=tuple(before), tools=tools, expected=answer_text(last))
 
 
 def _raw_row(number: int, line: str) -> RawRow:
@@ -244,5 +259,5 @@ def _raw_row(number: int, line: str) -> RawRow:
 
 
 def _system_of(row: Example) -> str | None:
-    has_one = bool(row.messages) and row.messages[0]["role"] == "system"
+    has_one = bool(row.messages) and row.messages[0]["role"] in ("system", "developer")
     return row.messages[0]["content"] or None if has_one else None

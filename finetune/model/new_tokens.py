@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune.data.chat_template import use_chat_template
 from finetune.errors import ConfigError, ModelError
 from finetune.model.base import build_tokenizer
 
@@ -48,13 +49,14 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, section: LoraSection) -> None
 
 
 def build_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """Build the base's tokenizer with the tokens that the run adds to it.
+    """Build the base's tokenizer with the chat template and the tokens that the run gives it.
 
     Raises:
         ModelError: there is no tokenizer.
-        ConfigError: see `add_tokens`.
+        ConfigError: see `add_tokens` and `use_chat_template`.
     """
     tokenizer = build_tokenizer(config.model)
+    use_chat_template(tokenizer, config.data.chat_template)
     if config.training.method == "lora":
         add_tokens(tokenizer, config.lora)
     return tokenizer

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.batches import BatchRule, Collate, EvaluationLoader, TrainLoader, loader_keys_on, pad
+from finetune.data.encoded import EncodedExamples
 from finetune.errors import DataError
 from finetune.runs.durable import in_units
 from finetune.signals import leave_signals_to_parent
@@ -48,6 +49,7 @@ def plan_batches(
         global_batch_size: examples per optimizer step.
     """
     training = config.training
+    has_branches = isinstance(rows, EncodedExamples) and rows.has_branches
     return BatchRule(
         lengths=rows.lengths.tolist(),
         global_batch_size=global_batch_size,
@@ -56,8 +58,9 @@ def plan_batches(
         boundary=boundary,
         drop_last=training.drop_last,
         seed=config.seed,
-        tokens=rows.tokens if collate is not pad and training.packing else None,
+        tokens=rows.tokens if collate is not pad and (training.packing or has_branches) else None,
         share_prefixes=training.share_prefixes,
+        examples=rows.rows_of_examples if has_branches else None,
     )
 
 
@@ -87,7 +90,7 @@ def build_loaders(runtime: Runtime, config: Config, splits: Any, *, collate: Col
     rule = plan_batches(config, splits.train, collate=collate, boundary=boundary, global_batch_size=size)
     if rule.steps_per_epoch == 0:
         raise DataError(
-            f"the training split has {len(rule.lengths)} rows, fewer than one global batch of "
+            f"the training split has {rule.num_examples} rows, fewer than one global batch of "
             f"{rule.global_batch_size}, and training.drop_last leaves them out. "
             "Lower training.global_batch_size, or set training.drop_last=false."
         )
@@ -115,6 +118,20 @@ def build_loaders(runtime: Runtime, config: Config, splits: Any, *, collate: Col
     return loaders
 
 
+def _log_cut_examples(rule: BatchRule) -> None:
+    """Log the cost of examples whose rows do not fit into one micro-batch."""
+    if rule.examples is None or rule.tokens is None or (rule.max_tokens is None and rule.boundary is None):
+        return
+    num_cut, again, total = rule.computed_again()
+    if num_cut:
+        limit = f"training.max_tokens_per_microbatch={rule.max_tokens}" if rule.max_tokens else "LongRoPE's boundary"
+        _log.info(
+            "%s of %s conversations exceed %s: their answers are cut into several micro-batches, which computes %s "
+            "tokens of an epoch again (%.1f %%)",
+            *(f"{num_cut:,}", f"{rule.num_examples:,}", limit, f"{again:,}", 100 * again / total),
+        )
+
+
 def log_batches(config: Config, rule: BatchRule, *, num_steps: int, world_size: int) -> None:
     """Log the parts of the global batch and the number of steps."""
     _log.info(
@@ -127,6 +144,7 @@ def log_batches(config: Config, rule: BatchRule, *, num_steps: int, world_size: 
         rule.steps_per_epoch,
         num_steps,
     )
+    _log_cut_examples(rule)
 
 
 def log_traffic(rule: BatchRule, *, received_bytes: int, world_size: int) -> None:

@@ -95,14 +95,14 @@ def test_resolved_yaml_holds_every_key() -> None:
 
 def test_show_aligns_a_comment_with_each_origin(tmp_path: Path) -> None:
     run = tmp_path / "r.yaml"
-    run.write_text("lora:\n  r: 4\nmodel.chat_template: " + "x" * 200 + "\n")
+    run.write_text("lora:\n  r: 4\nmodel.tokenizer: " + "x" * 200 + "\n")
     lines = show(compose(["seed=3", "optim.args.eps=1"], run=str(run), complete=False)).splitlines()
     by_key = {line.split(":")[0].strip(): line for line in lines}
     assert by_key["seed"].endswith("  # command line")
     assert by_key["r"].endswith(f"  # {run}:2")
     assert by_key["eps"].endswith("  # command line")
     assert by_key["dropout"].endswith("  # default")
-    assert by_key["chat_template"].endswith(f"x  # {run}:3")
+    assert by_key["tokenizer"].endswith(f"x  # {run}:3")
     assert by_key["optim"] == "optim:"
     columns = {line.index("  # ") for line in lines if "  # " in line and len(line) < 150 and "# /" not in line}
     assert len({line.index("# ") for line in lines if "# default" in line}) == 1

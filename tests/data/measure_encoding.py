@@ -48,7 +48,7 @@ def main(num_rows: int, counts: list[int]) -> None:
 def say_what_takes_time(examples: Examples, tokens: AnswerTokens) -> None:
     """Print the time of each part in one process."""
     marks = [time.process_time()]
-    rendered = render_examples(tokens.tokenizer, examples.rows)
+    rendered = render_examples(tokens.template, examples.rows)
     marks.append(time.process_time())
     encodings = tokenize(tokens.tokenizer, [row.text for row in rendered])  # type: ignore[union-attr]
     marks.append(time.process_time())

@@ -154,7 +154,10 @@ def test_what_there_is_is_logged_before_training(
     [
         ({"messages": [{**USER, "content": "a<|end|>b"}, CHAT["messages"][1]]}, "<|end|>"),
         ({"messages": [USER, {"role": "assistant", "content": "<|endoftext|>"}]}, "<|endoftext|>"),
-        ({"messages": [{"role": "system", "content": "a", "tools": "<|/tool|>"}, *CHAT["messages"]]}, "<|/tool|>"),
+        (
+            {"messages": [{"role": "system", "content": "a", "tools": '[{"name": "<|/tool|>"}]'}, *CHAT["messages"]]},
+            "<|/tool|>",
+        ),
     ],
 )
 def test_special_tokens_in_a_content_are_refused(

@@ -110,7 +110,7 @@ def test_a_template_that_knows_no_tools_refuses_rows_that_have_some(
     make_section: Make, write_jsonl: Write, style: Style
 ) -> None:
     path = write_jsonl([{**ONE_TURN["messages"], "tools": TOOLS}])
-    with pytest.raises(DataError, match=r"leaves out messages\[0\]\.tools \(role system\)"):
+    with pytest.raises(DataError, match=r"does not render tools \(rows that have it: 1, the first is .*:1"):
         encode(make_section(path=path), style)
     unread = encode(make_section(path=path, columns={"tools": "none"}), style)
     assert len(unread) == 1
@@ -181,8 +181,8 @@ def test_in_csv_a_conversation_is_json_in_a_cell(make_section: Make, tmp_path: P
         ({"conversations": [{"from": "human", "value": 3}]}, "conversations[0].value is 3 (int); expected text"),
         ({"conversations": [{"from": "human"}]}, "conversations[0] has no value; expected text"),
         (
-            {"conversations": [{"from": "human", "value": "a", "weight": 0}]},
-            "conversations[0] has the key 'weight', which would be lost",
+            {"conversations": [{"from": "human", "value": "a", "weight": 1}]},
+            "conversations[0].weight is 1, but its role is user; expected a weight in turns of the assistant",
         ),
         (
             {"system": "a", "conversations": [{"from": "system", "value": "b"}, {"from": "gpt", "value": "c"}]},
@@ -199,7 +199,7 @@ def test_in_csv_a_conversation_is_json_in_a_cell(make_section: Make, tmp_path: P
             "tools is {'name': 'f'}; expected a list of objects, or",
         ),
         (
-            {"messages": [{**SYSTEM, "tools": "[1]"}, USER, ANSWER], "tools": "[2]"},
+            {"messages": [{**SYSTEM, "tools": "[{}]"}, USER, ANSWER], "tools": "[{}]"},
             "there is a column tools and a turn with tools too",
         ),
         ({"prompt": "Hi", "completion": "yes", "tools": TOOLS}, "there is a column tools, but prompt and completion"),

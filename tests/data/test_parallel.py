@@ -163,10 +163,11 @@ ENCODE_FOR_EVER = """
 import itertools, sys
 from finetune.data.parallel import encode_in_processes
 from finetune.data.formats import Example
+from finetune.data.templates import AnswerTokens
 from tests.tiny import tiny_tokenizer
 
 batch = [Example(kind="text", source="a", number=1, text="the answer " * 50)] * 64
-with encode_in_processes(tiny_tokenizer(), "all", 2) as encode:
+with encode_in_processes(AnswerTokens(tiny_tokenizer()), "all", 2) as encode:
     for number, _ in enumerate(encode(itertools.repeat(batch))):
         if number == 4:
             sys.stdout.write("encoding\\n")

@@ -65,9 +65,11 @@ def test_nulls_of_a_table_are_no_keys(write_jsonl: Write) -> None:
     assert read(write_jsonl([chat(USER, turn)]))[0].messages == (USER, ASSISTANT)
 
 
-def test_tools_travel_with_the_system_turn(write_jsonl: Write) -> None:
-    system = {"role": "system", "content": "Be brief.", "tools": "[]"}
-    assert read(write_jsonl([chat(system, USER, ASSISTANT)]))[0].messages[0] == system
+@pytest.mark.parametrize(("written", "tools"), [('[{"name":"f"}]', '[{"name":"f"}]'), ("[]", "")])
+def test_tools_of_the_system_turn_are_those_of_the_row(write_jsonl: Write, written: str, tools: str) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    row = read(write_jsonl([chat({**system, "tools": written}, USER, ASSISTANT)]))[0]
+    assert (row.messages[0], row.tools) == (system, tools)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_tools_travel_with_the_system_turn(write_jsonl: Write) -> None:
         (chat(USER), "no assistant turn (roles: user), so nothing to learn"),
         (
             chat(USER, {"role": "bot", "content": "a"}),
-            "messages[1].role is 'bot'; expected system, user, assistant or tool",
+            "messages[1].role is 'bot'; expected system, developer, user, assistant or tool",
         ),
         (chat({"content": "a"}), "messages[0].role is None; expected system"),
         (chat(USER, {"role": "assistant"}), "messages[1] has no content; expected text"),
@@ -91,12 +93,12 @@ def test_tools_travel_with_the_system_turn(write_jsonl: Write) -> None:
             "messages[1].content is None (NoneType); expected text",
         ),
         (chat(USER, {"role": "assistant", "content": 3}), "messages[1].content is 3 (int); expected text"),
-        (chat(USER, {"role": "assistant", "content": [{"type": "text"}]}), "(list); expected text"),
+        (chat(USER, {"role": "assistant", "content": [{"type": "image_url"}]}), "messages[1].content[0] is "),
         (
             chat(USER, {"role": "assistant", "content": " \n"}),
             "messages[1].content (the assistant's) is blank (' \\n')",
         ),
-        (chat(USER, {**ASSISTANT, "tool_calls": [1]}), "messages[1] has the key 'tool_calls', which would be lost"),
+        (chat(USER, {**ASSISTANT, "tool_calls": [1]}), 'messages[1].tool_calls[0] is 1; expected {"type": "function"'),
         (
             '{"messages": [{"role": "user", "content": "\\ud800"}]}',
             "messages[0].content has half a surrogate pair at character 1",

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.formats import BadRowError
+from finetune.data.cells import BadRowError
+from finetune.data.chat_template import ChatTemplate
 from finetune.data.templates import (
     AnswerTokens,
     TokenisedRow,
@@ -13,6 +14,7 @@ from finetune.data.templates import (
     stop_ids,
     tokenize,
 )
+from finetune.data.turns import dialogue_of
 from finetune.errors import DataError
 from tests.tiny import CHAT_TEMPLATES, Style, tiny_tokenizer
 
@@ -42,7 +44,7 @@ GOLDEN: dict[Style, tuple[str, str]] = {
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, turns: list[dict[str, str]]) -> TokenisedRow | BadRowError:
-    (row,) = render_conversations(tokenizer, [turns])
+    (row,) = render_conversations(ChatTemplate(tokenizer), [dialogue_of(turns)])
     if isinstance(row, BadRowError):
         return row
     return mark_targets(row, tokenize(tokenizer, [row.text])[0], AnswerTokens(tokenizer))
@@ -155,7 +157,7 @@ def test_an_assistant_may_begin_where_the_template_lets_it() -> None:
         "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('a user must begin') }}{% endif %}"
         + CHAT_TEMPLATES["phi4"]
     )
-    good, bad = render_conversations(refusing, [CONVERSATION, turns])
+    good, bad = render_conversations(ChatTemplate(refusing), [dialogue_of(CONVERSATION), dialogue_of(turns)])
     assert not isinstance(good, BadRowError)
     assert isinstance(bad, BadRowError)
     assert "the chat template refuses the row: a user must begin" in str(bad)
@@ -172,7 +174,7 @@ def test_a_turn_that_the_template_leaves_out_is_a_problem() -> None:
 def test_a_template_that_rewrites_earlier_turns_is_a_problem() -> None:
     tokenizer = tiny_tokenizer("phi4")
     tokenizer.chat_template = "{{ messages | length }} turns: " + CHAT_TEMPLATES["phi4"]
-    (row,) = render_conversations(tokenizer, [CONVERSATION])
+    (row,) = render_conversations(ChatTemplate(tokenizer), [dialogue_of(CONVERSATION)])
     assert isinstance(row, BadRowError)
     assert "renders turns differently once an answer follows" in str(row)
     with pytest.raises(DataError, match=r"chat template cannot be used: .* renders turns differently"):

@@ -308,3 +308,24 @@ def test_a_rank_other_than_the_first_says_nothing(words, capsys, monkeypatch):
     assert preview_from_words(words) == 0
     assert capsys.readouterr().out == ""
     monkeypatch.undo()
+
+
+def test_each_answer_is_shown_after_the_turns_as_they_are_served(base: Path, tmp_path: Path) -> None:
+    said = [("user", "Please send crates"), ("assistant", "yes"), ("user", "or oranges"), ("assistant", "no")]
+    turns = [{"role": role, "content": f"{text} to Porto by Friday"} for role, text in said]
+    turns[1]["reasoning_content"] = turns[3]["thinking"] = "the answer is yes or no"
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": turns}) + "\n" + chat("a", "b") + "\n")
+    words = [f"model.path={base}", f"data.path={path}", f"data.cache_dir={tmp_path / 'cache'}"]
+    words += ["data.train_on=each_turn", "data.chat_template=phi4_mini"]
+    record = preview(words).as_record(strict=False)
+    assert [(row["answer"], row["answers"]) for row in record["rows"]] == [(1, 2), (2, 2), (1, 1)]
+    one, other, alone = record["rows"]
+    shared = other["shared_tokens"]
+    assert (one["shared_tokens"], alone["shared_tokens"]) == (0, 0)
+    assert 0 < shared < one["tokens"] - one["target_tokens"] + 1
+    assert one["token_ids"][:shared] == other["token_ids"][:shared]
+    assert one["token_ids"][shared] != other["token_ids"][shared]
+    texts = ["".join(span["text"] for span in row["spans"] if span["loss"]) for row in (one, other)]
+    assert ["the answer is yes or no" in text for text in texts] == [True, True]
+    assert "".join(span["text"] for span in other["spans"]).count("<think>") == 1

@@ -78,7 +78,7 @@ def test_with_every_token_worth_it_no_beginning_is_computed_twice(seed: int) -> 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_cut_holds_each_row_once_and_keeps_the_limits(seed: int) -> None:
     rows = tokens_of(random_rows(seed))
-    cuts = cut_global_batch(rows, max_rows=3, max_tokens=70, boundary=30)
+    cuts = cut_global_batch(rows, max_rows=3, max_tokens=70, is_long=[len(row) > 30 for row in rows])
     assert sorted(row for cut in cuts for row in cut.rows) == list(range(len(rows)))
     for cut in cuts:
         assert len(cut.rows) <= 3

@@ -10,6 +10,7 @@ import pytest
 from finetune.cli.chat import chat
 from finetune.cli.generate import generate
 from finetune.errors import ConfigError
+from finetune.inference.answer_reader import Answer
 from finetune.inference.conversation import Command, Conversation, read_line
 from tests.test_outlives_shell import Terminal
 
@@ -30,10 +31,10 @@ def test_a_line_is_a_command_or_what_the_user_says():
 def test_a_conversation_remembers_turns_and_takes_back_what_had_no_answer():
     talk = Conversation("Be brief.")
     talk.ask("a")
-    talk.answer("b")
+    talk.answer(Answer("b", content="b"))
     talk.ask("c")
     assert [turn["content"] for turn in talk.as_prompt().messages] == ["Be brief.", "a", "b", "c"]
-    talk.answer(" \n")
+    talk.answer(Answer(""))
     talk.forget_unanswered()
     assert [turn["content"] for turn in talk.turns] == ["a", "b"]
     talk.ask("d")
@@ -41,6 +42,22 @@ def test_a_conversation_remembers_turns_and_takes_back_what_had_no_answer():
     assert len(talk.turns) == 2
     talk.reset()
     assert [turn["role"] for turn in talk.as_prompt().messages] == ["system"]
+
+
+def test_a_call_waits_for_its_result():
+    talk = Conversation("Be brief.", tools='[{"name": "weather"}]')
+    talk.ask("a")
+    assert not talk.waits_for_tool
+    talk.answer(Answer("[…]", "I must look.", "", ({"name": "weather", "arguments": {}},)))
+    assert talk.waits_for_tool
+    talk.tell("31")
+    prompt = talk.as_prompt()
+    assert prompt.tools == talk.tools
+    assert [turn["role"] for turn in prompt.messages] == ["system", "user", "assistant", "tool"]
+    assert prompt.messages[2]["reasoning_content"] == "I must look."
+    assert prompt.messages[2]["tool_calls"] == [{"type": "function", "function": {"name": "weather", "arguments": {}}}]
+    talk.forget_unanswered()
+    assert talk.waits_for_tool
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 import io
 import json
+import logging
 
 import pytest
 
@@ -12,8 +13,9 @@ from finetune.inference.prompts import (
     read_file,
     read_json_lines,
     read_text,
+    read_tools,
     read_words,
-    usual_system_turn,
+    usual_opening,
 )
 from tests.tiny import tiny_tokenizer
 
@@ -128,16 +130,53 @@ def test_a_template_that_refuses_the_turns_is_told():
     tokenizer = tiny_tokenizer()
     tokens = AnswerTokens(tokenizer)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match="row: the chat template refuses it: roles must alternate"):
+    with pytest.raises(DataError, match="row: the chat template refuses the row: roles must alternate"):
         encode_prompt(tokens, Prompt(source="row", messages=(USER,)))
 
 
-def test_the_usual_system_turn_is_what_most_training_rows_open_with(tmp_path, caplog):
+def test_the_usual_opening_is_what_most_training_rows_open_with(tmp_path, caplog):
     path = tmp_path / "rows.jsonl"
     with_one, without = {"messages": [SYSTEM, USER, ANSWER]}, {"messages": [USER, ANSWER]}
     path.write_text("\n".join(lines(without, with_one, with_one)))
-    assert usual_system_turn(DataSection(path=str(path))) == "Be brief."
+    assert usual_opening(DataSection(path=str(path))) == ("Be brief.", "")
     path.write_text("\n".join(lines(without, with_one, without)))
-    assert usual_system_turn(DataSection(path=str(path))) is None
-    assert usual_system_turn(DataSection(path=str(tmp_path / "gone.jsonl"))) is None
+    assert usual_opening(DataSection(path=str(path))) == (None, "")
+    assert usual_opening(DataSection(path=str(tmp_path / "gone.jsonl"))) == (None, "")
     assert "no system turn is used" in caplog.text
+
+
+def test_the_tools_of_most_training_rows_and_those_of_a_file_are_offered(tmp_path, caplog, monkeypatch):
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    path, file = tmp_path / "rows.jsonl", tmp_path / "tools.json"
+    path.write_text("\n".join(lines({"messages": [SYSTEM, USER, ANSWER], "tools": tools})))
+    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
+    caplog.set_level(logging.INFO, "finetune")
+    opening = usual_opening(DataSection(path=str(path)))
+    assert (opening.system, json.loads(opening.tools)) == ("Be brief.", tools)
+    assert "tools, as in the training rows: " in caplog.text
+    file.write_text(json.dumps(tools))
+    assert json.loads(read_tools(file)) == tools
+    (prompt,) = read_words(["three crates"])
+    tokens = AnswerTokens(tiny_tokenizer())
+    offered = tokens.tokenizer.decode(encode_prompt(tokens, prompt, tools=read_tools(file)))
+    assert offered.startswith("<|system|><|tool|>[{")
+    for text, why in (("{", "expected a list of objects"), ("[1]", "expected a list of objects")):
+        file.write_text(text)
+        with pytest.raises(DataError, match=why):
+            read_tools(file)
+    with pytest.raises(DataError, match=r"--tools is .* which cannot be read"):
+        read_tools(tmp_path / "gone.json")
+
+
+def test_a_row_that_ends_in_a_call_expects_its_json():
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Porto"}'}}
+    (prompt,) = read_json_lines(lines({"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}), "asked")
+    assert json.loads(prompt.expected) == [{"name": "weather", "arguments": {"city": "Porto"}}]
+
+
+def test_keys_that_the_template_leaves_out_of_a_prompt_are_named(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
+    (prompt,) = read_json_lines(lines({"messages": [{**USER, "name": "Ann"}]}), "asked")
+    assert text_of(prompt) == "<|user|>three crates<|end|><|assistant|>"
+    assert "asked:1: the chat template of" in caplog.text
+    assert "does not render name (role user)" in caplog.text

@@ -43,7 +43,7 @@ WITH_OTHER_ROWS = {
     for key in (
         *("path", "mixture", "name", "revision", "train", "validation", "test", "split_seed", "format", "columns"),
         *("train_on", "max_length", "max_rows", "stream", "on_long_row", "on_no_target", "on_truncated_answer"),
-        *("on_doubled_bos", "on_untrained_end", "on_overlap"),
+        *("on_doubled_bos", "on_untrained_end", "on_overlap", "on_ignored_key", "chat_template"),
     )
 }
 

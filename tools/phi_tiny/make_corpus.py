@@ -42,16 +42,7 @@ SPECIAL_TOKENS = [
     *(f"<|{name}|>" for name in ("system", "user", "assistant", "end")),
     *(f"<|{name}|>" for name in ("tool", "/tool", "tool_call", "/tool_call", "tool_response")),
 ]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
-    "{% if message['role'] == 'system' and message.get('tools') %}"
-    "{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}"
-    "{% endif %}"
-    "{{ '<|end|>' }}"
-    "{% endfor %}"
-    "{{ '<|assistant|>' if add_generation_prompt else eos_token }}"
-)
+CHAT_TEMPLATE = Path(__file__).parents[2] / "finetune" / "data" / "chat_templates" / "phi4_mini.jinja"
 
 ONSETS = (
     "b br c ch cl cr d dr f fl fr g gl gr h j k kl kr l m n p ph pl pr qu r s sc sh sk sl sm sn sp"
@@ -436,7 +427,7 @@ def train_tokenizer(documents: Iterator[str]) -> PreTrainedTokenizerFast:
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
         additional_special_tokens=SPECIAL_TOKENS[1:],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE.read_text(encoding="utf-8"),
         model_max_length=2048,
         clean_up_tokenization_spaces=False,
     )

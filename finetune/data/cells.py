@@ -1,0 +1,78 @@
+"""Check the values of a row: text that can be encoded, JSON in a cell, and nulls that stand for absent keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+_LONGEST_QUOTE = 60
+
+
+class BadRowError(ValueError):
+    """One row cannot be used. `RowProblems` collects these errors into one DataError."""
+
+
+def quote(value: object) -> str:
+    """Format a value for an error: on one line, and shortened."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST_QUOTE else text[: _LONGEST_QUOTE - 1] + "…"
+
+
+def parse_text(value: object, where: str) -> str:
+    """Check that a value is text that can be encoded.
+
+    Raises:
+        BadRowError: it is not.
+    """
+    if not isinstance(value, str):
+        raise BadRowError(f"{where} is {quote(value)} ({type(value).__name__}); expected text")
+    if not value.isascii():
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise BadRowError(
+                f"{where} has half a surrogate pair at character {error.start + 1}; expected Unicode"
+            ) from None
+    return value
+
+
+def refuse_blank(value: str, where: str) -> str:
+    """Check that a text is not empty or white space.
+
+    Raises:
+        BadRowError: it is.
+    """
+    if not value.strip():
+        raise BadRowError(f"{where} is blank ({quote(value)}); expected text to learn")
+    return value
+
+
+def list_in_cell(value: object) -> object:
+    """Parse JSON in a cell of a CSV file. Other text stays as it is, and is refused later."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def without_nulls(value: object) -> object:
+    """Remove the nulls that a table has for absent keys."""
+    if isinstance(value, Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def as_json(value: object, where: str) -> str:
+    """Write a value as JSON text, without the nulls of absent keys.
+
+    Raises:
+        BadRowError: JSON cannot represent it, or it holds text that cannot be encoded.
+    """
+    try:
+        return parse_text(json.dumps(without_nulls(value), ensure_ascii=False), where)
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, BadRowError):
+            raise
+        raise BadRowError(f"{where} is {quote(value)}, which JSON cannot represent: {error}") from None

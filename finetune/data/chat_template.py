@@ -1,0 +1,174 @@
+"""A tokenizer's chat template: render conversations with it, and find out which keys of a row it renders. No torch.
+
+A key is rendered if two values of it give two texts. That is tried on a small conversation, once for each key: the
+source of a template is not read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.data.cells import BadRowError
+from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, text_turn
+from finetune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TEMPLATES = Path(__file__).parent / "chat_templates"
+_TOOLS = ("", "tools")
+_TOOLS_OF_SYSTEM = ("system", "tools")
+
+RowKey = tuple[str, str]
+"""A key of a turn with its role, or of the row itself with an empty role."""
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer.
+
+    Args:
+        tokenizer: with the template.
+        name: of the template, for messages. Default: that of the tokenizer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str = "") -> None:
+        self.tokenizer = tokenizer
+        self.name = name or str(tokenizer.name_or_path) or type(tokenizer).__name__
+        self._known: dict[RowKey, bool] = {}
+
+    def render(self, dialogues: Sequence[Dialogue], *, with_prompt: bool = False) -> list[str | BadRowError]:
+        """Render each conversation as text, or say why the template refuses it.
+
+        Args:
+            dialogues: the conversations with their tools.
+            with_prompt: end with the header of the assistant's turn, for an answer to follow.
+        """
+        texts: list[str | BadRowError] = []
+        for tools, alike in groupby(dialogues, key=lambda dialogue: dialogue.tools):
+            given = json.loads(tools) if tools and self.renders(_TOOLS) else None
+            texts += self._call([self._as_read(one) for one in alike], given, with_prompt)
+        return texts
+
+    def renders(self, key: RowKey) -> bool:
+        """Whether the template renders the values of a key."""
+        if key not in self._known:
+            one, other = (self._call(*_probe(key, value), False)[0] for value in ("probe-1", "probe-2"))
+            self._known[key] = isinstance(one, str) and isinstance(other, str) and one != other
+        return self._known[key]
+
+    def ignored(self, dialogue: Dialogue) -> set[RowKey]:
+        """Return the keys of a conversation that the template does not render."""
+        return {key for key in _keys_of(dialogue) if not any(self.renders(name) for name in _names_of(key))}
+
+    def has_foreign_header(self, role: str, text: str) -> bool:
+        """Whether the template wrote a marker like `<|developer|>` for a role, which is no token of the tokenizer."""
+        marker = f"<|{role}|>"
+        return marker in text and marker not in self.tokenizer.get_added_vocab()
+
+    def _as_read(self, dialogue: Dialogue) -> list[Turn]:
+        """Put the thinking under the name, and the tools in the place, that the template reads."""
+        turns = list(dialogue.turns)
+        ours, other = REASONING_KEYS
+        if any(ours in turn for turn in turns) and not self.renders(("assistant", ours)):
+            turns = [{other if key == ours else key: value for key, value in turn.items()} for turn in turns]
+        if dialogue.tools and not self.renders(_TOOLS) and self.renders(_TOOLS_OF_SYSTEM):
+            system, rest = (turns[0], turns[1:]) if turns[0]["role"] == "system" else (text_turn("system", ""), turns)
+            turns = [{**system, "tools": dialogue.tools}, *rest]
+        return turns
+
+    def _call(
+        self, conversations: list[list[Turn]], tools: list[dict[str, Any]] | None, with_prompt: bool
+    ) -> list[str | BadRowError]:
+        """Render all in one call, and one by one only if the template refuses a row, to find out which."""
+        try:
+            rendered: list[str | BadRowError] = self.tokenizer.apply_chat_template(  # type: ignore[assignment]
+                conversations,
+                tools=tools,  # type: ignore[arg-type]
+                tokenize=False,
+                add_generation_prompt=with_prompt,
+            )
+            return rendered
+        except Exception as error:  # a template is a program: it can fail in any way
+            if len(conversations) == 1:
+                cause = str(error) or type(error).__name__
+                return [BadRowError(f"the chat template refuses the row: {cause}")]
+        return [text for one in conversations for text in self._call([one], tools, with_prompt)]
+
+
+def use_chat_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None) -> None:
+    """Give a tokenizer the template of `data.chat_template`, in place of its own. None changes nothing.
+
+    Args:
+        tokenizer: changed in place, and saved with its template beside the weights.
+        wanted: the name of a shipped template, or the path of a .jinja file.
+
+    Raises:
+        ConfigError: there is no such template.
+    """
+    if wanted is None:
+        return
+    shipped = {path.stem: path for path in _TEMPLATES.glob("*.jinja")}
+    path = shipped.get(wanted, Path(wanted).expanduser())
+    try:
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"data.chat_template is {wanted}, which is neither a shipped template ({', '.join(sorted(shipped))}) nor "
+            f"a file that can be read ({getattr(error, 'strerror', None) or error}). Name one of these, or the path of "
+            "a .jinja file."
+        ) from error
+
+
+def key_in_words(key: RowKey) -> str:
+    """Name a key for messages: `tool_calls (role assistant)`."""
+    role, name = key
+    return f"{name} (role {role})" if role else name
+
+
+def _keys_of(dialogue: Dialogue) -> Iterator[RowKey]:
+    """Yield the keys that hold something which a template should render.
+
+    Ids only link calls with their results, and so does the name of a result that a call before it has: reading the rows
+    has checked them.
+    """
+    if dialogue.tools:
+        yield _TOOLS
+    called: set[str] = set()
+    for turn in dialogue.turns:
+        called |= {call["function"]["name"] for call in turn.get("tool_calls", ())}
+        for key in turn:
+            is_link = key == "tool_call_id" or (key == "name" and turn["role"] == "tool" and turn[key] in called)
+            if key not in ("role", "content") and not is_link:
+                yield turn["role"], key
+
+
+def _names_of(key: RowKey) -> tuple[RowKey, ...]:
+    """The places where a template may read a key."""
+    if key == _TOOLS:
+        return _TOOLS, _TOOLS_OF_SYSTEM
+    role, name = key
+    return tuple((role, other) for other in REASONING_KEYS) if name == REASONING_KEYS[0] else (key,)
+
+
+def _probe(key: RowKey, value: str) -> tuple[list[list[Turn]], list[dict[str, Any]] | None]:
+    """Make a conversation in which a key has a value, and the tools that it offers."""
+    role, name = key
+    call = {"type": "function", "id": "probe0001", "function": {"name": "probe", "arguments": {}}}
+    tool = {"type": "function", "function": {"name": value, "description": "", "parameters": {"type": "object"}}}
+    question, answer = text_turn("user", "a"), text_turn("assistant", "b")
+    if key == _TOOLS:
+        return [[question, answer]], [tool]
+    if name == "tool_calls":
+        changed = {**call, "function": {"name": value, "arguments": {}}}
+        return [[question, {**text_turn("assistant", ""), name: [changed]}]], None
+    turn = {**text_turn(role, "c"), name: value}
+    if role == "tool":
+        calling = {**text_turn("assistant", ""), "tool_calls": [call]}
+        return [[question, calling, {"tool_call_id": "probe0001", **turn}, answer]], None
+    before = [question] if role == "assistant" else []
+    after = {"user": [answer], "assistant": []}.get(role, [question, answer])
+    return [[*before, turn, *after]], None

@@ -1,0 +1,234 @@
+"""The turns of a conversation and the tools that it offers, read from the messages of OpenAI's files or from ShareGPT.
+
+A turn is what chat templates read: an object with `role` and `content`, and where the row has them `reasoning_content`,
+`tool_calls`, `tool_call_id`, `name`, and keys that are unknown here.
+Source: https://developers.openai.com/api/reference/resources/chat and
+https://huggingface.co/docs/transformers/chat_extras (tool calls, whose arguments are objects in templates).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from finetune.data.cells import BadRowError, as_json, list_in_cell, parse_text, quote, refuse_blank, without_nulls
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING_KEYS = ("reasoning_content", "thinking")
+"""The names of an answer's thinking. A turn here has the first; a template may read either."""
+
+Turn = dict[str, Any]
+
+
+class _TurnKeys(NamedTuple):
+    """The keys of a turn's role and text, and our role for each of theirs."""
+
+    role: str
+    content: str
+    roles: Mapping[str, str]
+
+
+_ROLE_AND_CONTENT = _TurnKeys("role", "content", {role: role for role in ROLES})
+_FROM_AND_VALUE = _TurnKeys(
+    "from",
+    "value",
+    {
+        **{"system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant"},
+        **{"assistant": "assistant", "tool": "tool", "observation": "tool"},
+    },
+)
+
+
+class Dialogue(NamedTuple):
+    """A conversation as it was read."""
+
+    turns: tuple[Turn, ...]
+    learnt: tuple[int, ...]
+    """The assistant's turns whose weight is not 0, by index."""
+    tools: str = ""
+    """JSON text of a list of tools; empty if there are none."""
+
+
+def dialogue_of(turns: Sequence[Turn]) -> Dialogue:
+    """Make a conversation in which each answer counts."""
+    return Dialogue(tuple(turns), tuple(k for k, turn in enumerate(turns) if turn["role"] == "assistant"))
+
+
+def text_turn(role: str, content: str) -> Turn:
+    """Make a turn of text."""
+    return {"role": role, "content": content}
+
+
+def parse_turns(value: object, column: str, tools: object = None) -> Dialogue:
+    """Read a list of turns, or JSON text of one.
+
+    Args:
+        value: the cell.
+        column: its name, for messages.
+        tools: the column `tools` of the row. Tools may stand in the system turn instead, for Phi-4-mini's template.
+
+    Raises:
+        BadRowError: it cannot be used.
+    """
+    turns = list_in_cell(value)
+    keys = _turn_keys(turns)
+    if not isinstance(turns, list):
+        raise BadRowError(f"{column} is {quote(value)}; expected a list of objects with {keys.role} and {keys.content}")
+    if not turns:
+        raise BadRowError(f"{column} is empty; expected a user's turn and the assistant's answer")
+    parsed = [_parse_turn(turn, f"{column}[{number}]", keys) for number, turn in enumerate(turns)]
+    weights = [turn.pop("weight", 1) for turn in parsed]
+    offered = [turn.pop("tools") for turn in parsed if "tools" in turn]
+    of_row = parse_tools(tools)
+    if offered and of_row:
+        raise BadRowError("there is a column tools and a turn with tools too; expected one of them")
+    _check_links(parsed, column)
+    learnt = (k for k, turn in enumerate(parsed) if turn["role"] == "assistant" and weights[k])
+    return Dialogue(tuple(parsed), tuple(learnt), next(iter(offered), of_row))
+
+
+def parse_tools(tools: object, where: str = "tools") -> str:
+    """Read the tools of a row as JSON text; empty if there are none. Text stays as it is written.
+
+    Args:
+        tools: a list of objects, the same as JSON text, or None.
+        where: its place in the row, for messages.
+
+    Raises:
+        BadRowError: it is something else.
+    """
+    if tools is None or tools == [] or (isinstance(tools, str) and not tools.strip()):
+        return ""
+    text = tools if isinstance(tools, str) else as_json(tools, where)
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError):
+        listed = None
+    if not isinstance(listed, list) or not all(isinstance(tool, Mapping) for tool in listed):
+        raise BadRowError(f"{where} is {quote(tools)}; expected a list of objects, or JSON as text")
+    return parse_text(text, where) if listed else ""
+
+
+def _turn_keys(turns: object) -> _TurnKeys:
+    first = turns[0] if isinstance(turns, list) and turns else None
+    return _FROM_AND_VALUE if isinstance(first, Mapping) and first.get("from") is not None else _ROLE_AND_CONTENT
+
+
+def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
+    """Read a turn. Its `weight` and `tools` stand in it until the caller takes them out."""
+    if not isinstance(turn, Mapping):
+        raise BadRowError(f"{where} is {quote(turn)}; expected an object with {keys.role} and {keys.content}")
+    # A table has every key in every turn, with null for those that are absent.
+    present = {str(key): value for key, value in turn.items() if value is not None}
+    role = present.pop(keys.role, None)
+    if not isinstance(role, str) or role not in keys.roles:
+        *others, last = keys.roles
+        raise BadRowError(f"{where}.{keys.role} is {quote(role)}; expected {', '.join(others)} or {last}")
+    role = keys.roles[role]
+    thinking = _only_reasoning(present, where)
+    calls = _parse_calls(present.pop("tool_calls", None), f"{where}.tool_calls")
+    says_more = role == "assistant" and bool(thinking or calls)
+    content = _parse_content(turn, present.pop(keys.content, None), f"{where}.{keys.content}", keys, says_more)
+    parsed = text_turn(role, content)
+    parsed |= {REASONING_KEYS[0]: thinking} if thinking else {}
+    parsed |= {"tool_calls": calls} if calls else {}
+    if (calls or thinking) and role != "assistant":
+        key = "tool_calls" if calls else "reasoning_content"
+        raise BadRowError(f"{where} has {key}, but its role is {role}; expected them in turns of the assistant")
+    if "weight" in present:
+        parsed["weight"] = _parse_weight(present.pop("weight"), role, where)
+    if "tools" in present and (tools := parse_tools(present.pop("tools"), f"{where}.tools")):
+        parsed["tools"] = tools
+    for key in ("name", "tool_call_id"):
+        if key in present:
+            parsed[key] = parse_text(present.pop(key), f"{where}.{key}")
+    parsed |= {key: json.loads(as_json(value, f"{where}.{key}")) for key, value in present.items() if value != []}
+    if role == "assistant" and not says_more and parsed.get("weight", 1):
+        refuse_blank(content, f"{where}.{keys.content} (the assistant's)")
+    return parsed
+
+
+def _only_reasoning(present: dict[str, Any], where: str) -> str:
+    """Take the thinking out of a turn's keys, under either name."""
+    found = {key: parse_text(present.pop(key), f"{where}.{key}") for key in REASONING_KEYS if key in present}
+    if len(set(found.values())) > 1:
+        raise BadRowError(f"{where} has {' and '.join(found)} that differ; expected one of them")
+    text = next(iter(found.values()), "")
+    return text if text.strip() else ""
+
+
+def _parse_content(turn: Mapping[Any, Any], content: object, where: str, keys: _TurnKeys, says_more: bool) -> str:
+    """Read a turn's text, or the parts of it. It may be null beside tool calls or thinking."""
+    if content is None and says_more:
+        return ""
+    if keys.content not in turn:
+        raise BadRowError(f"{where.rpartition('.')[0]} has no {keys.content}; expected text")
+    if not isinstance(content, list):
+        return parse_text(content, where)
+    parts = [without_nulls(part) for part in content]
+    for number, part in enumerate(parts):
+        if not isinstance(part, Mapping) or part.get("type", "text") != "text" or "text" not in part:
+            raise BadRowError(
+                f"{where}[{number}] is {quote(part)}; expected a part of text: "
+                '{"type": "text", "text": …}, since only text can be trained on'
+            )
+    return "".join(parse_text(part["text"], f"{where}[{number}].text") for number, part in enumerate(parts))  # type: ignore[index]
+
+
+def _parse_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    """Read tool calls. Their arguments are objects afterwards, also where they are JSON text, as in OpenAI's files."""
+    if calls is None or calls == []:
+        return []
+    if not isinstance(calls, list):
+        raise BadRowError(f"{where} is {quote(calls)}; expected a list of calls")
+    return [_parse_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
+
+
+def _parse_call(call: object, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise BadRowError(
+            f'{where} is {quote(call)}; expected {{"type": "function", "function": {{"name": …, "arguments": …}}}}'
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(parse_text(arguments, f"{where}.function.arguments") or "{}")
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, BadRowError):
+                raise
+            raise BadRowError(
+                f"{where}.function.arguments is {quote(arguments)}, which is not JSON: {error}; expected an object"
+            ) from None
+    elif arguments is not None:
+        arguments = json.loads(as_json(arguments, f"{where}.function.arguments"))
+    if arguments is not None and not isinstance(arguments, dict):
+        raise BadRowError(f"{where}.function.arguments is {quote(arguments)}; expected an object, or JSON text of one")
+    name = refuse_blank(parse_text(function.get("name"), f"{where}.function.name"), f"{where}.function.name")
+    identity = {"id": parse_text(call["id"], f"{where}.id")} if call.get("id") is not None else {}
+    return {"type": "function", **identity, "function": {"name": name, "arguments": arguments or {}}}
+
+
+def _parse_weight(weight: object, role: str, where: str) -> int:
+    if isinstance(weight, bool) or weight not in (0, 1):
+        raise BadRowError(f"{where}.weight is {quote(weight)}; expected 0 (context without loss) or 1")
+    if weight and role != "assistant":
+        raise BadRowError(
+            f"{where}.weight is 1, but its role is {role}; expected a weight in turns of the assistant, the only ones "
+            "that carry loss"
+        )
+    return int(weight)
+
+
+def _check_links(turns: Sequence[Turn], column: str) -> None:
+    """Check that each result names a call before it: most templates tell them apart by their order alone."""
+    known: set[str] = set()
+    for number, turn in enumerate(turns):
+        known |= {call["id"] for call in turn.get("tool_calls", ()) if "id" in call}
+        wanted = turn.get("tool_call_id")
+        if wanted is not None and known and wanted not in known:
+            raise BadRowError(
+                f"{column}[{number}].tool_call_id is {quote(wanted)}; expected the id of a call before it: "
+                f"{', '.join(sorted(known))}"
+            )

@@ -1,0 +1,91 @@
+"""An answer in its parts: thinking, text, calls. Rendering what was read gives the answer again."""
+
+import json
+
+import pytest
+
+from finetune.data.chat_template import use_chat_template
+from finetune.data.encoded import EncodedExamples
+from finetune.data.formats import FORMATS, parse_row
+from finetune.data.templates import AnswerTokens, encode_batch
+from finetune.data.turns import Dialogue
+from finetune.inference.answer_reader import Answer, AnswerReader, answer_text
+from finetune.inference.evaluation import Dialogues
+from tests.tiny import CHAT_TEMPLATES, tiny_tokenizer
+
+CALL = {"name": "weather", "arguments": {"city": "Porto", "days": [1, 2]}}
+QUESTION = {"role": "user", "content": "Hi"}
+HERMES = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}"
+    "{% if m.get('reasoning_content') %}{{ '<think>' + m['reasoning_content'] + '</think>' }}{% endif %}"
+    "{{ m['content'] }}{% for c in m.get('tool_calls', []) %}{{ '<tool_call>\n' + c['function'] | tojson }}"
+    "{{ '\n</tool_call>' }}{% endfor %}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def tokens_with(template):
+    tokenizer = tiny_tokenizer()
+    if template == "phi4_mini":
+        use_chat_template(tokenizer, template)
+    else:
+        tokenizer.chat_template = template
+    return AnswerTokens(tokenizer)
+
+
+def read(tokens, text):
+    return AnswerReader(tokens).read(tokens.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("template", ["phi4_mini", HERMES])
+@pytest.mark.parametrize("reasoning", ["", "I must look.\n\n{so}"])
+@pytest.mark.parametrize(("content", "calls"), [("yes", ()), ("", (CALL,)), ("Wait.", (CALL, CALL)), ('{"a": 1}', ())])
+def test_an_answer_that_the_template_rendered_is_read_back(template, reasoning, content, calls):
+    tokens = tokens_with(template)
+    turn = Answer(content, reasoning, content, calls).as_turn()
+    prompt, whole = (
+        tokens.template.render([Dialogue(turns, ())], with_prompt=has_prompt)[0]
+        for turns, has_prompt in (((QUESTION,), True), ((QUESTION, turn), False))
+    )
+    found = read(tokens, whole.removeprefix(prompt).partition("<|end|>")[0])
+    assert (found.reasoning, found.content, found.calls) == (reasoning, content, calls)
+    assert found.as_turn() == turn
+    assert "think" not in found.text
+    if len(calls) == 1:
+        assert json.loads(found.text) in (CALL, [CALL])
+
+
+@pytest.mark.parametrize("template", ["phi4_mini", CHAT_TEMPLATES["phi4_mini"]])
+def test_thinking_ends_at_its_mark_whatever_the_template_renders(template):
+    found = read(tokens_with(template), '<think>\nso {"b": 2}\n</think>{"a": 1}')
+    assert found.text == '{"a": 1}'
+    assert found.reasoning.endswith('so {"b": 2}')
+
+
+def test_thinking_that_never_ends_leaves_nothing_to_score():
+    tokens = tokens_with("phi4_mini")
+    assert read(tokens, "<think>\nyes or no") == Answer("", "yes or no")
+    assert read(tokens, "yes or no").text == "yes or no"
+
+
+@pytest.mark.parametrize("text", ["<tool_call>\nnot JSON\n</tool_call>", "<tool_call>\n[1]", '{"name": "a"}'])
+def test_what_only_looks_like_a_call_is_text(text):
+    found = read(tokens_with(HERMES), text)
+    assert found.calls == ()
+    assert found.content == found.text
+
+
+def test_rows_are_scored_after_the_thinking():
+    tokens = tokens_with("phi4_mini")
+    answers = [{"content": "yes", "thinking": "It is."}, {"tool_calls": [{"function": CALL}]}]
+    rows = [
+        parse_row({"messages": [QUESTION, {"role": "assistant", **answer}]}, FORMATS["messages"], {})
+        for answer in answers
+    ]
+    encoded = [(row.token_ids, row.is_target) for row in encode_batch(rows, tokens, "all")]
+    examples = EncodedExamples.from_rows(encoded, end_id=tokens.end_id)
+    examples.rows = examples.rows._replace(kind="messages")
+    expected = Dialogues(examples, tokens.tokenizer).expected
+    assert expected[0] == "yes"
+    assert json.loads(expected[1]) == [CALL]
+    assert expected == [answer_text(row.messages[1]) for row in rows]
