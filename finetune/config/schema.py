@@ -344,8 +344,10 @@ class TrainingSection(LoaderKeys):
     """Leave out the last batch if it is not full. By default no row is left out."""
     method: Annotated[Literal["lora", "full"], OnResume("always", "the weights that are trained", fits=False)] = "lora"
     """Train a LoRA adapter, or every weight."""
-    objective: Annotated[Literal["sft", "dpo"], OnResume("always", "the loss that is minimised")] = "sft"
-    """sft: learn the answers of the rows; dpo: prefer the chosen answer of each pair to the rejected one."""
+    objective: Annotated[
+        Literal["sft", "dpo", "kto", "orpo", "simpo"], OnResume("always", "the loss that is minimised")
+    ] = "sft"
+    """sft: learn answers; dpo, orpo, simpo: prefer the chosen answer of a pair; kto: learn from good and bad ones."""
     max_steps: Annotated[PositiveInt | None, OnResume("steps", "the steps over which the learning rate falls")] = None
     """Stop after this many optimizer steps, whatever `num_epochs` says."""
     num_epochs: Annotated[PositiveInt, OnResume("epochs", "the steps over which the learning rate falls")] = 1
@@ -413,10 +415,16 @@ class TrainingSection(LoaderKeys):
 
 
 class PreferenceSection(Section):
-    """Direct preference optimization (DPO: Rafailov et al., 2023, arXiv:2305.18290)."""
+    """The losses that prefer one answer to another (`training.objective`); docs/methods.md has their formulas."""
 
     beta: Annotated[PositiveFloat, OnResume("always", "the weight of a preferred answer")] = 0.1
-    """Strength of the tie to the base model; a larger value allows smaller changes."""
+    """dpo, kto: strength of the tie to the base model; orpo: weight of the odds ratio; simpo: scale of the rewards."""
+    gamma: Annotated[NonNegativeFloat, OnResume("always", "the margin between the rewards of a pair")] = 0.5
+    """simpo: the reward of a chosen answer should be higher by this much."""
+    desirable_weight: Annotated[NonNegativeFloat, OnResume("always", "the weight of a good answer")] = 1.0
+    """kto: the weight of the loss of a good answer."""
+    undesirable_weight: Annotated[NonNegativeFloat, OnResume("always", "the weight of a bad answer")] = 1.0
+    """kto: the weight of the loss of a bad answer."""
 
 
 class ValidationSection(LoaderKeys):

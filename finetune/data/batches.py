@@ -34,6 +34,8 @@ class MicrobatchRows(NamedTuple):
 
     microbatch: int
     rows: list[int]
+    before: list[int]
+    """For each row, the one before it in the global batch; for the first row, the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +81,13 @@ class BatchRule:
         """Yield the micro-batches of one rank, perhaps none, for each step of an epoch from `first_step` on."""
         order = self.order(epoch)
         for step in range(first_step, self.steps_per_epoch):
-            cuts = self.cut(self._rows_of_step(order, step))
+            rows = self._rows_of_step(order, step)
+            # A row that is alone in its step follows the last row of the step before.
+            last = rows[-1] if len(rows) > 1 else order[step * self.global_batch_size - 1]
+            before = dict(zip(rows, [last, *rows], strict=False))
+            cuts = self.cut(rows)
             dealt = deal([cut.num_tokens for cut in cuts], world_size)[rank]
-            yield [MicrobatchRows(index, cuts[index].rows) for index in dealt]
+            yield [MicrobatchRows(n, cuts[n].rows, [before[row] for row in cuts[n].rows]) for n in dealt]
 
     def cut(self, rows: Sequence[int]) -> list[Cut]:
         """Cut a global batch into micro-batches, whatever the world size."""
@@ -166,19 +172,20 @@ class TrainLoader(DataLoader[Microbatch]):
         """Yield for each step of an epoch the (index in the global batch, micro-batch) pairs of this rank, if any."""
         # The steps are computed twice, here and for the sampler, which runs ahead if there are workers.
         steps = partial(self.rule.steps_of_rank, epoch, first_step, self._rank, self._world_size)
-        self._sampler.rows = lambda: (microbatch.rows for step in steps() for microbatch in step)
+        choose = getattr(self.dataset, "with_rows_before", lambda rows, _: rows)
+        self._sampler.rows = lambda: (choose(part.rows, part.before) for step in steps() for part in step)
         loaded = iter(self)
         for step in steps():
-            yield [(index, next(loaded)) for index, _ in step]
+            yield [(part.microbatch, next(loaded)) for part in step]
 
 
-class _EpochSampler(Sampler[list[int]]):
+class _EpochSampler(Sampler[Any]):
     """Yields the rows of each micro-batch of the epoch that was set last."""
 
     def __init__(self) -> None:
-        self.rows: Callable[[], Iterator[list[int]]] = lambda: iter(())
+        self.rows: Callable[[], Iterator[Any]] = lambda: iter(())
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         return self.rows()
 
 

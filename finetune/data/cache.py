@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ENCODING_VERSION = 4
+ENCODING_VERSION = 5
 """Raise it when the same rows and tokenizer give other tensors, or another refusal, than before."""
 
 _METADATA_KEY = "finetune"  # one key only: safetensors writes several in random order

@@ -9,6 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from finetune.data.cache import encoding_key, load_or_encode
 from finetune.data.encoded import EncodedExamples, EncodedRows, EncodedSplits, Part, lay_end_to_end
 from finetune.data.examples import ExampleSplits
@@ -154,7 +156,8 @@ def _collect(examples: Examples, batches: Iterable[Encoded], max_length: int) ->
             f"data.max_length={max_length}; the longest row has {int(rows.full_lengths.max())} tokens. Raise "
             "data.max_length, or shorten the rows."
         )
-    return rows._replace(read_as=examples.read_as)
+    is_good = torch.tensor([example.is_good for example in examples], dtype=torch.bool)
+    return rows._replace(is_good=is_good, read_as=examples.read_as)
 
 
 def _good_rows(batches: Iterable[Encoded], problems: RowProblems) -> Iterator[tuple[int, TokenisedRow]]:

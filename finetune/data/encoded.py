@@ -32,6 +32,8 @@ class EncodedRows(NamedTuple):
     """int64, shape (rows,): line or row in the source."""
     full_lengths: torch.Tensor
     """int64, shape (rows,): tokens of the row before it was cut at data.max_length."""
+    is_good: torch.Tensor
+    """bool, shape (rows,): false for an answer that is labelled as bad."""
     kind: str = "text"
     """The kind of row: messages, prompt_completion, text, or several."""
     read_as: str = ""
@@ -39,7 +41,10 @@ class EncodedRows(NamedTuple):
 
 
 def lay_end_to_end(rows: Iterable[tuple[int, TokenisedRow]], *, max_length: int, kind: str) -> EncodedRows:
-    """Put tokenised rows with their numbers in the source into flat tensors; cut each at `max_length` tokens."""
+    """Put tokenised rows with their numbers in the source into flat tensors; cut each at `max_length` tokens.
+
+    All are good answers, unless the caller knows better.
+    """
     token_ids, is_target = array("i"), bytearray()
     offsets, numbers, full_lengths = array("q", [0]), array("q"), array("q")
     for number, row in rows:
@@ -54,6 +59,7 @@ def lay_end_to_end(rows: Iterable[tuple[int, TokenisedRow]], *, max_length: int,
         offsets=_as_tensor(offsets, torch.int64),
         numbers=_as_tensor(numbers, torch.int64),
         full_lengths=_as_tensor(full_lengths, torch.int64),
+        is_good=torch.ones(len(numbers), dtype=torch.bool),
         kind=kind,
     )
 
@@ -121,6 +127,7 @@ class EncodedExamples(Dataset[EncodedExample]):
             offsets=_offsets(torch.cat([part.lengths for part in parts])),
             numbers=torch.cat([part.rows.numbers + start for part, start in zip(parts, starts, strict=False)]),
             full_lengths=torch.cat([part.rows.full_lengths for part in parts]),
+            is_good=torch.cat([part.rows.is_good for part in parts]),
             kind=kinds.pop() if len(kinds) == 1 else "several",
             read_as="; ".join(part.rows.read_as for part in parts),
         )
@@ -143,6 +150,7 @@ class EncodedExamples(Dataset[EncodedExample]):
             offsets=offsets,
             numbers=self.rows.numbers[chosen],
             full_lengths=self.rows.full_lengths[chosen],
+            is_good=self.rows.is_good[chosen],
         )
         return EncodedExamples(rows, self.end_id, self._name_row)
 

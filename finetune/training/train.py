@@ -13,7 +13,7 @@ from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
 from finetune.runs.folder import RunFolder
 from finetune.training.inputs import check_inputs
-from finetune.training.preference_trainer import PreferenceTrainer, check_reference
+from finetune.training.preference_trainer import PreferenceTrainer, check_preferences
 from finetune.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ def trainer_for(config: Config) -> type[Trainer]:
     Raises:
         ConfigError: the configuration does not suit the objective.
     """
-    if config.training.objective == "dpo":
-        check_reference(config)
+    if config.training.objective in PreferenceTrainer.objectives:
+        check_preferences(config)
         return PreferenceTrainer
     return Trainer
 
@@ -63,7 +63,7 @@ class Parts(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     """With the tokens that the run adds."""
     splits: Any
-    """`EncodedSplits`, or `EncodedPairSplits` for preferences."""
+    """Encoded for the objective."""
 
 
 def build_parts(runtime: Runtime, config: Config) -> Parts:

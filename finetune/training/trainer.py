@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from finetune.config.compose import resolved_yaml
 from finetune.data.batches import Collate, EvaluationLoader, TrainLoader
@@ -98,7 +98,7 @@ class Trainer:
         CheckpointError: the run's folder cannot be used.
     """
 
-    objective: ClassVar[Literal["sft", "dpo"]] = "sft"
+    objectives: ClassVar[tuple[str, ...]] = ("sft",)
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Trainer:
         self._data_wait_seconds = 0.0
         self._last_loss = math.nan
         self._last_validation: LossSums | None = None
-        check_fit(config, model, splits, trainer=type(self).__name__, objective=self.objective)
+        check_fit(config, model, splits, trainer=type(self).__name__, objectives=self.objectives)
         agree_on_tokens(model, tokenizer)
         runtime.agree_set_up()
         runtime.refuse_differences("the data", "/".join(split.fingerprint for split in named_splits(splits).values()))
@@ -139,7 +139,7 @@ class Trainer:
             runtime.place(model)
         if config.training.neftune_alpha:
             add_embedding_noise(model, config.training.neftune_alpha)
-        self._collate = self.collation_of(agree_on_forward(runtime, config.training, model).collate)
+        self._collate = self.collation_of(config, agree_on_forward(runtime, config.training, model).collate)
         self._measured = model
         """The model whose memory is measured, on copies of it: a sharded one cannot be copied."""
         if runtime.shard_size is not None:
@@ -174,8 +174,9 @@ class Trainer:
         return partial(summed_cross_entropy, choices=choices)
 
     @staticmethod
-    def collation_of(collate: Collate) -> Any:
+    def collation_of(config: Config, collate: Collate) -> Any:
         """Return the collate function for the loaders, given the one for plain rows."""
+        del config  # rows are plain here
         return collate
 
     def prepare_dataloaders(self) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:

@@ -31,7 +31,7 @@ REFUSED = {
     "lora": "r alpha dropout target_modules rslora dora init start_from quantize new_tokens",
     "optim": "optimizer learning_rate weight_decay args schedule warmup_steps max_grad_norm lora_plus_ratio",
     "training": "method objective max_steps num_epochs drop_last precision neftune_alpha",
-    "preference": "beta",
+    "preference": "beta gamma desirable_weight undesirable_weight",
     "validation": "drop_last",
 }
 """Without dropout, and with rows that are the same."""
