@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, Phi3Config
 
 from finetune.config.schema import Config, LoraSection, ModelSection
+from finetune.data.encoded import EncodedExample
+from finetune.data.preferences import EncodedPair
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
@@ -247,7 +249,9 @@ def waits_of_a_step(
     is_of_pairs = config.training.objective != "sft"
     trainer = PreferenceTrainer if is_of_pairs else Trainer
     rows: list[Any] = (
-        [(SHARING_ROWS[0], SHARING_ROWS[1]), (SHARING_ROWS[2], SHARING_ROWS[3])] if is_of_pairs else SHARING_ROWS
+        [EncodedPair(*map(EncodedExample._make, SHARING_ROWS[at : at + 2])) for at in (0, 2)]
+        if is_of_pairs
+        else SHARING_ROWS
     )
     with launch(config) as runtime:
         here, there = runtime.context, torch.device(KIND, 0)
