@@ -89,6 +89,11 @@ class PreferenceTrainer(Trainer):
         )
 
     @staticmethod
+    def figures_of(config: Config) -> tuple[str, ...]:
+        """See `Trainer.figures_of`."""
+        return _loss_of(config).figures
+
+    @staticmethod
     def collation_of(config: Config, collate: Collate) -> Any:
         """See `Trainer.collation_of`: a row is a pair or a labelled answer here."""
         if OBJECTIVES[config.training.objective].rows == "labelled":

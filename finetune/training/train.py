@@ -15,6 +15,7 @@ from finetune.runs.folder import RunFolder
 from finetune.training.inputs import check_inputs
 from finetune.training.preference_trainer import PreferenceTrainer, check_preferences
 from finetune.training.trainer import Trainer
+from finetune.training.validating import check_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,10 +50,11 @@ def trainer_for(config: Config) -> type[Trainer]:
     Raises:
         ConfigError: the configuration does not suit the objective.
     """
-    if config.training.objective in PreferenceTrainer.objectives:
+    trainer = Trainer if config.training.objective in Trainer.objectives else PreferenceTrainer
+    if trainer is PreferenceTrainer:
         check_preferences(config)
-        return PreferenceTrainer
-    return Trainer
+    check_metrics(config, trainer.figures_of(config))
+    return trainer
 
 
 class Parts(NamedTuple):

@@ -52,10 +52,10 @@ KEYS = {
     "packing share_prefixes kernels fused neftune_alpha precision gradient_checkpointing device deterministic debug "
     "log_every profile report_to on_nonfinite max_skipped_steps",
     "preference": "beta gamma desirable_weight undesirable_weight",
-    "validation": f"{LOADER_KEYS} validate_every",
+    "validation": f"{LOADER_KEYS} validate_every metrics metrics_from num_samples max_new_tokens",
     "testing": f"{LOADER_KEYS} metrics compare_base max_new_tokens num_samples",
-    "early_stopping": "patience min_delta",
-    "checkpoint": "save_every save_every_epochs save_total_limit background on_disk_failure",
+    "early_stopping": "patience min_delta metric",
+    "checkpoint": "save_every save_every_epochs save_total_limit best_metric background on_disk_failure",
 }
 
 
