@@ -6,7 +6,7 @@ The names are written down, so that none of these libraries is imported.
 from __future__ import annotations
 
 _BETAS = "Write optim.args={betas: [0.9, 0.999]}."
-_BEST = "Nothing to set: adapter/ holds the weights with the lowest validation loss."
+_BEST = "Nothing to set: adapter/ holds the best weights, by checkpoint.best_metric."
 _COMMANDS = "Nothing to set: `finetune train` trains, validates and tests; `finetune evaluate` measures a finished run."
 _FP16 = "fp16 is not supported: write training.precision=bf16 or training.precision=fp32."
 _LOSS = "The loss is next-token cross-entropy, or that of training.objective: dpo, kto, orpo or simpo."
@@ -61,8 +61,8 @@ TRAINING_ARGUMENTS = {
     "save_steps": "checkpoint.save_every",
     "save_total_limit": "checkpoint.save_total_limit",
     "load_best_model_at_end": _BEST,
-    "metric_for_best_model": _BEST,
-    "greater_is_better": _BEST,
+    "metric_for_best_model": "checkpoint.best_metric",
+    "greater_is_better": "Nothing to set: of a loss, lower is better, of all other metrics, higher.",
     "resume_from_checkpoint": "resume",
     "push_to_hub": _PUSH,
     "hub_model_id": _PUSH,
