@@ -472,17 +472,17 @@ class Trainer:
             return None
         self._last_validation = sums
         _log.info("Validation: loss=%.3f ± %.3f", sums.loss, sums.standard_error)
-        if self._metrics:
-            self._measure_answers(state)
+        if self._metrics and not self._measure_answers(state):
+            return None
         if self.journal is not None:
             self.journal.validation(state, sums, figures=self.validation_figures)
         return Validated(sums.loss, self.validation_figures)
 
-    def _measure_answers(self, state: TrainerState) -> None:
-        """Measure generated answers on the sample of the validation split. Collective."""
+    def _measure_answers(self, state: TrainerState) -> bool:
+        """Measure generated answers on the sample of the validation split; False if told to stop. Collective."""
         self.runtime.at("evaluation", state.step)  # begins the time limit anew
         section = self.config.validation
-        self.validation_figures = measure_answers(
+        found = measure_answers(
             self.runtime,
             self.model,
             self.tokenizer,
@@ -491,7 +491,11 @@ class Trainer:
             max_new_tokens=section.max_new_tokens,
             batch_size=section.batch_size,
         )
-        _log.info("Validation: %s", ", ".join(f"{name}={mean:.3f}" for name, mean in self.validation_figures.items()))
+        if found is None:
+            return False
+        self.validation_figures = found
+        _log.info("Validation: %s", ", ".join(f"{name}={mean:.3f}" for name, mean in found.items()))
+        return True
 
     @cached_property
     def _sample(self) -> Dialogues:

@@ -190,7 +190,7 @@ def test_loss_gradient_and_rewards_are_those_of_trl(name, way):
         assert figures["kl"] > 0
 
 
-@pytest.mark.parametrize("name", OBJECTIVES.keys() - {"sft"})
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "sft"])
 def test_a_global_batch_has_the_same_loss_and_gradient_however_it_is_cut(name):
     rows = whole_batch(name)
     one, gradients = ours(name, adapted(), [rows])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 
 import pytest
 
 from finetune import load_config
 from finetune.cli.train import train_from_words
 from finetune.config.schema import Config
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, PreemptedError
+from finetune.inference import evaluation
 from finetune.runs.state import TrainerState
 from finetune.runs.view import RunView
 from finetune.training.train import trainer_for
@@ -209,6 +212,26 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, 
     )
     assert events(tmp_path / "broken", "validation") == events(trained, "validation")
     assert record(tmp_path / "broken")["result"]["best_value"] == 1.0
+
+
+@pytest.mark.trains
+def test_a_run_that_is_told_to_stop_while_it_answers_saves_and_validates_again(trained, inputs, tmp_path, monkeypatch):
+    whole, calls = evaluation.generate_answers, []
+
+    def stopped(*args, **keys):
+        calls.append(args)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return whole(*args, **keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "generate_answers", stopped)
+        with pytest.raises(PreemptedError):
+            train_from_words(words(inputs, tmp_path / "run", "checkpoint.best_metric=exact_match"))
+    assert [event["step"] for event in events(tmp_path / "run", "validation")] == [2, 4]
+    train_from_words(words(inputs, tmp_path / "run", "checkpoint.best_metric=exact_match"))
+    assert events(tmp_path / "run", "validation") == events(trained, "validation")
+    assert tiny_training.contents(tmp_path / "run/adapter") == tiny_training.contents(trained / "adapter")
 
 
 @pytest.mark.trains
