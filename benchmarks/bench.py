@@ -6,6 +6,7 @@ No torch is imported here: the processes that are measured shall not be weighed 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import statistics
@@ -106,7 +107,8 @@ class Bench:
             reports = self._reports(job, engine, folder)
         finally:
             shutil.rmtree(folder)
-        difference = loss_difference(reports, self._row_losses(job, reports))
+        known = {} if job.objective == "dpo" else self._row_losses(job, reports)
+        difference = loss_difference(reports, known, first=math.log(2) if job.objective == "dpo" else None)
         return {**figures_of(job, reports), "first_loss_difference": difference}
 
     def _reports(self, job: Job, engine: str, folder: Path) -> list[RankReport]:

@@ -180,6 +180,7 @@ class Job:
         warmup_steps: the first steps, of which the rates take no account.
         global_batch: rows of an optimizer step over all ranks.
         seed: of weights and rows.
+        objective: `dpo`: rows 2k and 2k + 1 are the chosen and the rejected answer to one prompt.
     """
 
     size: str
@@ -191,6 +192,7 @@ class Job:
     warmup_steps: int = 3
     global_batch: int = 16
     seed: int = 0
+    objective: Literal["sft", "dpo"] = "sft"
 
     @property
     def shape(self) -> Size:
@@ -206,6 +208,7 @@ class Job:
     def name(self) -> str:
         """What a table calls this setting."""
         extras = [
+            "pairs" if self.objective == "dpo" else "",
             "shared prompt" if self.has_shared_prompt else "",
             f"{self.processes} processes" if self.processes > 1 else "",
             self.device if self.device != "cpu" else "",
@@ -217,6 +220,8 @@ class Job:
         rng = random.Random(self.seed)
         text_ids = range(FIRST_TEXT_ID, self.shape.vocabulary)
         prompt = rng.choices(text_ids, k=SHARED_PROMPT_TOKENS)
+        if self.objective == "dpo":
+            return [side for _ in range(self.shape.num_rows // 2) for side in _pair(rng, text_ids)]
         fixed = self.shape.row_tokens
         rows = [
             _chat_row(rng, text_ids) if fixed is None else Row(rng.choices(text_ids, k=fixed), _all_but_first(fixed))
@@ -247,6 +252,15 @@ def _chat_row(rng: random.Random, text_ids: range) -> Row:
         answer = min(tokens - 4, max(1, round(tokens * rng.betavariate(4, 4 * (1 / _TARGET_SHARE - 1)))))
         is_target += [False] * (tokens - answer) + [True] * answer
     return Row(rng.choices(text_ids, k=length), is_target)
+
+
+def _pair(rng: random.Random, text_ids: range) -> list[Row]:
+    """Two answers to one prompt: as long as a chat, and as large a share of it carries loss."""
+    length = min(_LONGEST, max(_SHORTEST, round(rng.lognormvariate(_LOG_MEAN, _LOG_DEVIATION))))
+    prompt = rng.choices(text_ids, k=round(length * (1 - _TARGET_SHARE)))
+    most = _LONGEST - len(prompt)
+    lengths = [max(1, min(most, round(length * _TARGET_SHARE * rng.uniform(0.5, 1.5)))) for _ in range(2)]
+    return [Row(prompt + rng.choices(text_ids, k=n), [False] * len(prompt) + [True] * n) for n in lengths]
 
 
 def _all_but_first(length: int) -> list[bool]:

@@ -133,12 +133,15 @@ def _settings(wish: argparse.Namespace) -> list[Setting]:
     sizes = wish.sizes or (["phi4-mini", "phi4"] if on_gpu else ["real"])
     steps = wish.steps or (10 if on_gpu else 30)
     gpu_engines = ("ours", "trl-1x16", "trl-1x16-liger")
+    if wish.pairs and not wish.engines:
+        wish.engines = ["ours", "trl-dpo", "trl-dpo-targets"]
     engines = tuple(wish.engines or (gpu_engines if on_gpu else ("ours", "trl-grouped", "trl-grouped-targets")))
     jobs = [
         Job(
             size=size,
             precision=wish.precision or ("bf16" if on_gpu else "fp32"),
             has_shared_prompt=wish.shared_prompt,
+            objective="dpo" if wish.pairs else "sft",
             processes=processes,
             device=wish.device,
             steps=steps,
@@ -170,6 +173,7 @@ def _read(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--precision", choices=["fp32", "bf16"], help="default fp32; with CUDA bf16")
     parser.add_argument("--processes", nargs="+", type=_positive, default=[1], help="ranks; several: one after another")
     parser.add_argument("--shared-prompt", action="store_true", help="put one 150-token system prompt before each row")
+    parser.add_argument("--pairs", action="store_true", help="DPO on pairs of answers, ours against TRL's")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "benchmarks", help="default: runs/benchmarks")
     parser.add_argument("--write-readme", action="store_true", help="put the results into benchmarks/README.md")

@@ -44,6 +44,7 @@ GOALS = (
     Goal("tokens per CPU second, `real`, bf16", "real, bf16", _RATE, "trl-1x16-targets", True, 1.4),
     Goal("with a shared prompt, `real`, fp32", "real, fp32, shared prompt", _RATE, "trl-grouped-targets", True, 1.8),
     Goal("against TRL as it is, `s32k`, fp32", "s32k, fp32", _RATE, "trl-grouped", True, 4.0),
+    Goal("DPO on pairs, `real`, fp32", "real, fp32, pairs", _RATE, "trl-dpo-targets", True, 1.8),
     Goal("peak memory, `real`, fp32", "real, fp32", _MEMORY, "trl-grouped-targets", False, 0.40),
     Goal("time to the first step, `real`, fp32", "real, fp32", _FIRST, "trl-grouped-targets", False, 0.35),
     Goal("share of the matmul limit, `real`, fp32", "real, fp32", "limit_share", None, True, 0.80),
@@ -79,10 +80,20 @@ def figures_of(job: Job, reports: Sequence[RankReport]) -> dict[str, float]:
     }
 
 
-def loss_difference(reports: Sequence[RankReport], row_losses: dict[int, tuple[float, int]]) -> float:
-    """How far the first step's loss is from that of the base model on the same rows, relative; nan if unknown."""
+def loss_difference(
+    reports: Sequence[RankReport], row_losses: dict[int, tuple[float, int]], *, first: float | None = None
+) -> float:
+    """How far the first step's loss is from that of the base model on the same rows, relative; nan if unknown.
+
+    Args:
+        reports: of all ranks.
+        row_losses: nats and targets of rows under the base model.
+        first: the loss itself, where it does not depend on the rows: log 2 for pairs, before anything is learnt.
+    """
     numbers = [number for report in reports for number in report.first_rows]
     losses = [report.losses[1] for report in reports if 1 in report.losses]
+    if losses and first is not None:
+        return abs(losses[0] - first) / first
     if not numbers or not losses:
         return math.nan
     nats, targets = (sum(row_losses[number][part] for number in numbers) for part in (0, 1))

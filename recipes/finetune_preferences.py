@@ -1,8 +1,10 @@
-"""Fine-tune a LoRA adapter on pairs of answers, one chosen and one rejected (DPO).
+"""Fine-tune a LoRA adapter on answers that are better or worse than others (DPO, KTO, ORPO, SimPO).
 
-Rows are {"prompt": …, "chosen": …, "rejected": …}, texts or lists of turns:
+Rows are {"prompt": …, "chosen": …, "rejected": …} or, for KTO, {"prompt": …, "completion": …, "label": true or false},
+texts or lists of turns:
 
     python recipes/finetune_preferences.py model=phi4_mini data=pairs.jsonl
+    python recipes/finetune_preferences.py task=finetune_kto model=phi4_mini data=labelled.jsonl
     torchrun --nproc_per_node 2 recipes/finetune_preferences.py model=phi4_mini data=pairs.jsonl
 """
 
@@ -12,7 +14,7 @@ from finetune import (
     build_base_model,
     build_tokenizer,
     command,
-    encode_preferences,
+    encode_for_objective,
     launch,
     load_config,
 )
@@ -25,9 +27,9 @@ def main(words: list[str]) -> None:
     with launch(config) as runtime:
         # Both answers of a pair lie in one micro-batch: the prompt that they share is computed once.
         tokenizer = build_tokenizer(config.model)
-        splits = encode_preferences(config.data, tokenizer, fallbacks=runtime.fallbacks)
+        splits = encode_for_objective(config, tokenizer, fallbacks=runtime.fallbacks)
 
-        # The reference is the base itself, with the adapter switched off: no second model.
+        # Where the loss has a reference, it is the base itself, with the adapter switched off: no second model.
         model = add_lora(build_base_model(config.model), config.lora)
 
         trainer = PreferenceTrainer(runtime, config, model, tokenizer, splits)

@@ -7,6 +7,7 @@ import math
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,15 @@ def test_the_profile_accounts_for_all_of_the_time(bench):
 def test_trl_trains_the_same_thing(bench, engine):
     pytest.importorskip("trl", reason="trl is not installed: pip install -e '.[bench]'")
     figures = bench.train(JOB, engine, 1)
+    assert figures["first_loss_difference"] < 1e-6
+    assert figures["num_tokens"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ours", "trl-dpo", "trl-dpo-targets"])
+def test_pairs_begin_at_the_same_loss_in_every_engine(bench, engine):
+    pytest.importorskip("trl", reason="trl is not installed: pip install -e '.[bench]'")
+    figures = bench.train(replace(JOB, objective="dpo"), engine, 1)
     assert figures["first_loss_difference"] < 1e-6
     assert figures["num_tokens"] > 0
 

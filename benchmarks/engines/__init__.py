@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 _OURS = "benchmarks.engines.ours"
 _TRL = "benchmarks.engines.trl_sft"
+_TRL_DPO = "benchmarks.engines.trl_dpo"
 _TRAINER = "benchmarks.engines.transformers_trainer"
 _ACCELERATE = "benchmarks.engines.accelerate_loop"
 _FOR_TRL = ("trl", "datasets")
@@ -62,6 +63,11 @@ ENGINES: dict[str, Engine] = {
         _PACKED | _FLASH | _LIGER | {"pack_tokens": 4096},
         (*_FOR_TRL, "flash_attn", "liger_kernel"),
         True,
+    ),
+    "trl-dpo": Engine(_TRL_DPO, "TRL DPOTrainer, four pairs in a micro-batch", {"batch_size": 4}, _FOR_TRL),
+    "trl-dpo-targets": Engine(_TRL_DPO, "TRL DPO, loss positions only", {"batch_size": 4} | _TARGETS, _FOR_TRL),
+    "trl-dpo-1-targets": Engine(
+        _TRL_DPO, "TRL DPO, one pair in a micro-batch, targets only", _SINGLE | _TARGETS, _FOR_TRL
     ),
     "trainer": Engine(_TRAINER, "transformers Trainer, four rows in a micro-batch", {"batch_size": 4}),
     "trainer-1x16": Engine(_TRAINER, "transformers Trainer, one row in a micro-batch", {"batch_size": 1}),

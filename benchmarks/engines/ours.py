@@ -17,18 +17,22 @@ _END_ID = 2
 def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankReport:
     """Train the job. The order's words come last, so that each of these can be set otherwise."""
     job = order.job
-    from finetune import Trainer, add_lora, build_tokenizer, launch, load_config
+    from finetune import PreferenceTrainer, Trainer, add_lora, build_tokenizer, launch, load_config
     from finetune.data.encoded import EncodedExamples, EncodedSplits
 
     # A run wants the data's path; the rows are handed over as they are.
     config = load_config([*words(order), f"data.path={order.base}", *order.words], task="finetune_lora")
     with launch(config) as runtime:
         clock.watch()
-        rows = _so_that_they_come_in_order(job, config.seed)
-        splits = EncodedSplits(EncodedExamples.from_rows(rows, end_id=_END_ID))
         tokenizer = build_tokenizer(config.model)
         model = add_lora(_base_model(order, config.model, runtime.device), config.lora)
-        trainer = Trainer(runtime, config, model, tokenizer, splits)
+        trainer: Trainer
+        if job.objective == "dpo":
+            trainer = PreferenceTrainer(runtime, config, model, tokenizer, _pairs(job, config.seed))
+        else:
+            rows = _so_that_they_come_in_order(job, job.rows(), job.global_batch, config.seed)
+            splits = EncodedSplits(EncodedExamples.from_rows(rows, end_id=_END_ID))
+            trainer = Trainer(runtime, config, model, tokenizer, splits)
         train_loader, _, _ = trainer.prepare_dataloaders()
         trainer.run_training(train_loader)
     return _report(order) if order.rank == 0 else RankReport()
@@ -62,7 +66,8 @@ def words(order: Order) -> list[str]:
         f"optim.learning_rate={LEARNING_RATE}",
         f"optim.max_grad_norm={MAX_GRAD_NORM}",
         f"training.max_steps={job.steps}",
-        f"training.global_batch_size={job.global_batch}",
+        f"training.global_batch_size={job.global_batch // (2 if job.objective == 'dpo' else 1)}",
+        f"training.objective={job.objective}",
         *_micro_batches(job),
         f"training.precision={job.precision}",
         f"training.device={job.device}",
@@ -75,18 +80,27 @@ def _micro_batches(job: Job) -> list[str]:
         return []  # there, memory decides
     if job.shape.row_tokens:
         return ["training.batch_size=1"]
-    is_lean = (job.size, job.precision) == ("real", "fp32")
+    is_lean = (job.size, job.precision, job.objective) == ("real", "fp32", "sft")
     tokens = 4096 if job.has_shared_prompt else 640 if is_lean else 2048
     return [f"training.batch_size={job.global_batch}", f"training.max_tokens_per_microbatch={tokens}"]
 
 
-def _so_that_they_come_in_order(job: Job, seed: int) -> list[tuple[list[int], list[bool]]]:
-    """The rows, put so that the shuffling of the run's first epoch brings them into the job's own order."""
-    from finetune.data.batches import BatchRule
+def _pairs(job: Job, seed: int) -> Any:
+    from finetune.data.encoded import EncodedExamples
+    from finetune.data.preferences import EncodedPairs, EncodedPairSplits
 
     rows = job.rows()
-    lengths = [len(row.ids) for row in rows]
-    rule = BatchRule(lengths=lengths, global_batch_size=job.global_batch, batch_size=1, seed=seed)
+    pairs = list(zip(rows[0::2], rows[1::2], strict=True))
+    placed = _so_that_they_come_in_order(job, pairs, job.global_batch // 2, seed)
+    chosen, rejected = (EncodedExamples.from_rows([pair[side] for pair in placed], end_id=_END_ID) for side in (0, 1))
+    return EncodedPairSplits(train=EncodedPairs(chosen, rejected, "pairs"))
+
+
+def _so_that_they_come_in_order(job: Job, rows: list[Any], global_batch: int, seed: int) -> list[Any]:
+    """The rows or pairs, put so that the shuffling of the run's first epoch brings them into the job's own order."""
+    from finetune.data.batches import BatchRule
+
+    rule = BatchRule(lengths=[job.longest] * len(rows), global_batch_size=global_batch, batch_size=1, seed=seed)
     placed = dict(zip(rule.order(0), rows, strict=True))
     return [placed[place] for place in range(len(rows))]
 
@@ -99,9 +113,11 @@ def _report(order: Order) -> RankReport:
     steps = [rows[step * batch : (step + 1) * batch] for step in range(job.steps)]
     lines = (Path(order.folder) / "run" / "metrics.jsonl").read_text().splitlines()
     events = [event for event in map(json.loads, lines) if event["event"] == "step"]
-    expected = [(sum(r.num_tokens for r in step), sum(r.num_targets for r in step)) for step in steps]
+    is_of_pairs = job.objective == "dpo"
+    num_targets = [batch // 2 if is_of_pairs else sum(r.num_targets for r in step) for step in steps]
+    expected = [(sum(r.num_tokens for r in step), n) for step, n in zip(steps, num_targets, strict=True)]
     written = [(event["num_tokens"], event["num_targets"]) for event in events]
     if written != expected:
         raise RuntimeError(f"the steps had other rows than the job's: (tokens, targets) {written}, not {expected}")
     losses = {event["step"]: event["loss"] for event in events}
-    return RankReport(rows=steps, first_rows=list(range(batch)), losses=losses)
+    return RankReport(rows=steps, first_rows=[] if is_of_pairs else list(range(batch)), losses=losses)

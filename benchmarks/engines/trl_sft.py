@@ -25,7 +25,7 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
 
     trl: Any = importlib.import_module("trl")  # an extra: type checkers need not find it
     if options.get("only_targets"):
-        _score_targets_only()
+        score_targets_only()
     keywords = arguments(order, options)
     if options.get("packing"):
         tokens, packs = _packs(order.job, options.get("pack_tokens"))
@@ -67,7 +67,7 @@ def _packs(job: Job, tokens: int | None) -> tuple[int, int]:
     return tokens, 2 * round(job.global_batch * (_MEAN_TOKENS + max(0, extra)) / tokens / 2)
 
 
-def _score_targets_only() -> None:
+def score_targets_only() -> None:
     """Give TRL off CUDA what it does on CUDA: the head at loss positions only.
 
     TRL 1.16 asks `_use_triton(device)` twice: in `trl.trainer.utils`, whether to gather the loss positions first; in

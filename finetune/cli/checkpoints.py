@@ -63,4 +63,4 @@ def _in_words(run: SavedRun) -> Iterator[str]:
     if whole and whole[-1] != run.resumes_from:
         yield f"Step {whole[-1]} is whole, but its best step, {run.best_step}, must be trained again."
     if run.best_step is not None and run.best_step not in [saved.step for saved in run.checkpoints]:
-        yield f"The lowest validation loss, {run.best_loss:.4f}, was at step {run.best_step}, which was not kept."
+        yield f"The best validation, of step {run.best_step} (loss {run.best_loss:.4f}), has no checkpoint any more."

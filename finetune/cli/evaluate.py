@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from finetune.cli.run_options import BaseOption, CheckpointOption, JsonOption, RunFolderArgument
+from finetune.config.objectives import OBJECTIVES
 from finetune.errors import ConfigError, RunFailedError
 from finetune.terminal import print_json, print_table
 
@@ -67,10 +68,12 @@ def evaluate(
             _write(output, record)
         print_json(record, indent=None) if as_json else _show_harness(results)
         return
-    if run.config.training.objective == "dpo" and not any(word.startswith("data.") for word in words or []):
+    kind = OBJECTIVES[run.config.training.objective].rows
+    if kind != "answers" and not any(word.startswith("data.") for word in words or []):
+        what = "pairs of answers" if kind == "pairs" else "labelled answers"
         raise ConfigError(
-            f"{run_folder} was trained on pairs of answers, and evaluate measures rows with one answer. Give such rows "
-            f"with data.path=FILE; `finetune report {run_folder}` shows the rewards of the pairs."
+            f"{run_folder} was trained on {what}, and evaluate measures rows with one answer. Give such rows "
+            f"with data.path=FILE; `finetune report {run_folder}` shows the rewards."
         )
     metrics = resolve_metrics([*run.config.testing.metrics, *(metric or [])], metrics_from or [])
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from finetune.cli.words import config_from_words
+from finetune.config.objectives import OBJECTIVES
 from finetune.distributed.environment import is_first_process
 from finetune.findings import count, exit_code
 from finetune.findings import show as show_findings
@@ -79,14 +80,14 @@ def _model(plan: Plan) -> Iterator[str]:
     share = plan.trainable_parameters / plan.parameters
     yield f"{plan.model_type}, {plan.layers} layers, {plan.parameters:,} parameters"
     what = f"LoRA on {', '.join(plan.targets)}" if plan.targets else "full fine-tuning"
-    what += ", on preferences (DPO)" if plan.objective == "dpo" else ""
+    what += "" if plan.objective == "sft" else f", on preferences ({OBJECTIVES[plan.objective].title})"
     yield f"{plan.trainable_parameters:,} parameters train ({share:.2%}): {what}"
     yield f"{plan.precision} (trained weights in fp32)"
     yield f"forward: {plan.forward}"
 
 
 def _steps(plan: Plan) -> Iterator[str]:
-    batches, rows = plan.batches, "pairs" if plan.objective == "dpo" else "rows"
+    batches, rows = plan.batches, f"{OBJECTIVES[plan.objective].row_in_words}s"
     if batches.rows is not None:
         computed = "" if batches.computed_share is None else f", {batches.computed_share:.1%} of them computed"
         tokens = f"{batches.tokens:,} tokens ({batches.target_tokens:,} with loss){computed}"

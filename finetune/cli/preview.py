@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from finetune.cli.words import config_from_words
+from finetune.config.objectives import OBJECTIVES
 from finetune.data.rows import kind_in_words
 from finetune.diagnose.preview_tokens import Piece, on_one_line, visible
 from finetune.distributed.environment import is_first_process
@@ -148,7 +149,7 @@ def _head(preview: Preview) -> Iterator[str]:
 
 def _split_table(preview: Preview, width: int | None) -> Iterator[str]:
     """Tabulate all splits; where the table is wider than the terminal, each split has a paragraph."""
-    rows = "pairs" if preview.objective == "dpo" else "rows"
+    rows = f"{OBJECTIVES[preview.objective].row_in_words}s"
     columns = ("split", rows, "tokens", "with loss", "", "median", "99 %", "longest", "truncated", "repeated")
     lines: list[tuple[str, ...]] = [columns]
     for name, split in preview.splits.items():
@@ -172,7 +173,7 @@ def _split_table(preview: Preview, width: int | None) -> Iterator[str]:
 
 def _bars(preview: Preview) -> Iterator[str]:
     split = preview.splits[preview.shown_split]
-    row = "the longer side of a pair" if preview.objective == "dpo" else "a row"
+    row = "the longer side of a pair" if OBJECTIVES[preview.objective].rows == "pairs" else "a row"
     yield f"tokens of {row} ({preview.shown_split}, {kind_in_words(split.kind)})"
     most = max(bin_.rows for bin_ in split.histogram)
     width = len(f"{split.histogram[-1].longest:,}")

@@ -35,5 +35,7 @@ AdapterKey = Annotated[T, OnResume("adapter", "the update that the adapter adds 
 AdapterShape = Annotated[T, OnResume("adapter", "the weights of the adapter", fits=False)]
 UpdateKey = Annotated[T, OnResume("always", "the updates of the weights")]
 RateKey = Annotated[T, OnResume("always", "the learning rate of every step")]
+MeasureKey = Annotated[T, OnResume("always", "the measure by which weights are the best")]
+SampleKey = Annotated[T, OnResume("always", "the answers to validate on: figures before and after are not comparable")]
 # Dropout masks belong to the micro-batches; without dropout, the cut of a global batch changes only the rounding.
 CutKey = Annotated[T, OnResume("dropout", "the cut of a global batch, and with it the dropout masks")]

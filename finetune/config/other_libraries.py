@@ -6,10 +6,10 @@ The names are written down, so that none of these libraries is imported.
 from __future__ import annotations
 
 _BETAS = "Write optim.args={betas: [0.9, 0.999]}."
-_BEST = "Nothing to set: adapter/ holds the weights with the lowest validation loss."
+_BEST = "Nothing to set: adapter/ holds the best weights, by checkpoint.best_metric."
 _COMMANDS = "Nothing to set: `finetune train` trains, validates and tests; `finetune evaluate` measures a finished run."
 _FP16 = "fp16 is not supported: write training.precision=bf16 or training.precision=fp32."
-_LOSS = "The loss is next-token cross-entropy, or DPO with training.objective=dpo; there is no variant to choose."
+_LOSS = "The loss is next-token cross-entropy, or that of training.objective: dpo, kto, orpo or simpo."
 _LOSS_ON = "Nothing to set: only answers carry loss. data.train_on=last leaves out all but the last of a conversation."
 _PUSH = "Publish a finished run with `finetune push`."
 _SAME_FOR_ALL = "All layers have the same lora.r and lora.alpha."
@@ -61,8 +61,8 @@ TRAINING_ARGUMENTS = {
     "save_steps": "checkpoint.save_every",
     "save_total_limit": "checkpoint.save_total_limit",
     "load_best_model_at_end": _BEST,
-    "metric_for_best_model": _BEST,
-    "greater_is_better": _BEST,
+    "metric_for_best_model": "checkpoint.best_metric",
+    "greater_is_better": "Nothing to set: of a loss, lower is better, of all other metrics, higher.",
     "resume_from_checkpoint": "resume",
     "push_to_hub": _PUSH,
     "hub_model_id": _PUSH,
@@ -106,6 +106,10 @@ LORA_CONFIG = {
 
 TRL = {
     "beta": "preference.beta",
+    "desirable_weight": "preference.desirable_weight",
+    "undesirable_weight": "preference.undesirable_weight",
+    "simpo_gamma": "preference.gamma",
+    "cpo_alpha": "Nothing to set: training.objective=simpo has no term for the chosen answer alone.",
     "loss_type": _LOSS,
     "label_smoothing": _LOSS,
     "max_length": "data.max_length",
@@ -129,7 +133,8 @@ TRL = {
     "lora_r": "lora.r",
     "lora_target_modules": "lora.target_modules",
 }
-"""The names of TRL's `SFTConfig`, `DPOConfig`, `ModelConfig` and `ScriptArguments`."""
+"""The names of TRL's `SFTConfig`, `DPOConfig`, `KTOConfig`, `ORPOConfig`, `CPOConfig`, `ModelConfig` and
+`ScriptArguments`."""
 
 EARLIER = {
     "evaluation_strategy": "validation.validate_every",

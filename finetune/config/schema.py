@@ -18,9 +18,11 @@ from finetune.config.on_resume import (
     BaseModelKey,
     CutKey,
     Free,
+    MeasureKey,
     OnResume,
     RateKey,
     RowKey,
+    SampleKey,
     TokenKey,
     UpdateKey,
 )
@@ -348,8 +350,10 @@ class TrainingSection(LoaderKeys):
     """Leave out the last batch if it is not full. By default no row is left out."""
     method: Annotated[Literal["lora", "full"], OnResume("always", "the weights that are trained", fits=False)] = "lora"
     """Train a LoRA adapter, or every weight."""
-    objective: Annotated[Literal["sft", "dpo"], OnResume("always", "the loss that is minimised")] = "sft"
-    """sft: learn the answers of the rows; dpo: prefer the chosen answer of each pair to the rejected one."""
+    objective: Annotated[
+        Literal["sft", "dpo", "kto", "orpo", "simpo"], OnResume("always", "the loss that is minimised")
+    ] = "sft"
+    """sft: learn answers; dpo, orpo, simpo: prefer the chosen answer of a pair; kto: learn from good and bad ones."""
     max_steps: Annotated[PositiveInt | None, OnResume("steps", "the steps over which the learning rate falls")] = None
     """Stop after this many optimizer steps, whatever `num_epochs` says."""
     num_epochs: Annotated[PositiveInt, OnResume("epochs", "the steps over which the learning rate falls")] = 1
@@ -417,14 +421,20 @@ class TrainingSection(LoaderKeys):
 
 
 class PreferenceSection(Section):
-    """Direct preference optimization (DPO: Rafailov et al., 2023, arXiv:2305.18290)."""
+    """The losses that prefer one answer to another (`training.objective`); docs/methods.md has their formulas."""
 
     beta: Annotated[PositiveFloat, OnResume("always", "the weight of a preferred answer")] = 0.1
-    """Strength of the tie to the base model; a larger value allows smaller changes."""
+    """dpo, kto: strength of the tie to the base model; orpo: weight of the odds ratio; simpo: scale of the rewards."""
+    gamma: Annotated[NonNegativeFloat, OnResume("always", "the margin between the rewards of a pair")] = 0.5
+    """simpo: the reward of a chosen answer should be higher by this much."""
+    desirable_weight: Annotated[NonNegativeFloat, OnResume("always", "the weight of a good answer")] = 1.0
+    """kto: the weight of the loss of a good answer."""
+    undesirable_weight: Annotated[NonNegativeFloat, OnResume("always", "the weight of a bad answer")] = 1.0
+    """kto: the weight of the loss of a bad answer."""
 
 
 class ValidationSection(LoaderKeys):
-    """Measuring the loss on the validation split during training."""
+    """Measuring the loss, and perhaps generated answers, on the validation split during training."""
 
     drop_last: Annotated[
         bool, OnResume("always", "the rows to validate on: losses before and after are not comparable")
@@ -432,6 +442,19 @@ class ValidationSection(LoaderKeys):
     """Leave out the last batch if it is not full. By default no row is left out."""
     validate_every: Free[PositiveInt | None] = None
     """Optimizer steps between two validations. Default: validate at the end of each epoch."""
+    metrics: Free[list[str]] = Field(default_factory=list)
+    """Metrics of generated answers: exact_match, json_valid, json_equal, token_f1, or `my_package.scores.bleu`."""
+    metrics_from: Free[list[str]] = Field(default_factory=list)
+    """Installed modules whose functions `metrics` may name. Only the command line may set it: a metric is code."""
+    num_samples: SampleKey[PositiveInt] = 64
+    """With `metrics`: the most rows to answer, chosen by `data.split_seed`, the same in every validation."""
+    max_new_tokens: SampleKey[PositiveInt] = 256
+    """With `metrics`: maximum number of tokens in a generated answer."""
+
+    @field_validator("metrics", "metrics_from", mode="before")
+    @classmethod
+    def _one_word_is_a_list(cls, value: object) -> object:
+        return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
 
 
 class TestingSection(LoaderKeys):
@@ -450,12 +473,14 @@ class TestingSection(LoaderKeys):
 
 
 class EarlyStoppingSection(Section):
-    """Stopping when the validation loss no longer falls."""
+    """Stopping when validations no longer improve."""
 
     patience: Free[PositiveInt | None] = None
     """Stop after this many validations in a row without improvement; null: never."""
     min_delta: Free[NonNegativeFloat] = 0.0
-    """The smallest decrease of the loss that counts as an improvement, in nats per target token."""
+    """The smallest change of `metric` that counts as an improvement; of the loss, in nats per target token."""
+    metric: MeasureKey[str] = "loss"
+    """What should improve: loss, one of `validation.metrics`, or of preferences reward_accuracy or reward_margin."""
 
 
 class CheckpointSection(Section):
@@ -467,6 +492,8 @@ class CheckpointSection(Section):
     """Epochs between two checkpoints; null: save by steps only."""
     save_total_limit: Free[PositiveInt] = 2
     """Number of checkpoints to keep: the newest ones, and the best one in addition."""
+    best_metric: MeasureKey[str] = "loss"
+    """What chooses the best checkpoint, which `adapter/` holds in the end: see `early_stopping.metric`."""
     background: Free[bool] = True
     """Write checkpoints while training goes on, from a copy in the main process's memory; false: training waits."""
     on_disk_failure: Free[Literal["stop", "continue"]] = "stop"

@@ -36,6 +36,8 @@ class MicrobatchRows(NamedTuple):
 
     microbatch: int
     rows: list[int]
+    before: list[int]
+    """For each row, the one before it in the global batch; for the first row, the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,15 +91,19 @@ class BatchRule:
         """Yield the micro-batches of one rank, perhaps none, for each step of an epoch from `first_step` on."""
         order = self.order(epoch)
         for step in range(first_step, self.steps_per_epoch):
-            cuts = self.cut(self._examples_of_step(order, step))
+            examples = self._examples_of_step(order, step)
+            rows = self._rows_of(examples)
+            # A row that is alone in its step follows the last row of the step before.
+            last = rows[-1] if len(rows) > 1 else self._rows_of([order[step * self.global_batch_size - 1]])[-1]
+            before = dict(zip(rows, [last, *rows], strict=False))
+            cuts = self.cut(examples)
             dealt = deal([cut.num_tokens for cut in cuts], world_size)[rank]
-            yield [MicrobatchRows(index, cuts[index].rows) for index in dealt]
+            yield [MicrobatchRows(n, cuts[n].rows, [before[row] for row in cuts[n].rows]) for n in dealt]
 
     def cut(self, examples: Sequence[int]) -> list[Cut]:
         """Cut a global batch into micro-batches of rows, whatever the world size."""
         if self.tokens is None:
-            rows = examples if self.examples is None else [row for one in examples for row in self.examples[one]]
-            return self._cut_padded(rows)
+            return self._cut_padded(self._rows_of(examples))
         units = [unit for example in examples for unit in self.units(example)]
         cuts = cut_global_batch(
             [self._tokens_of(unit) for unit in units],
@@ -149,6 +155,9 @@ class BatchRule:
 
     def _examples_of_step(self, order: list[int], step: int) -> list[int]:
         return order[step * self.global_batch_size : (step + 1) * self.global_batch_size]
+
+    def _rows_of(self, examples: Sequence[int]) -> list[int]:
+        return list(examples) if self.examples is None else [row for one in examples for row in self.examples[one]]
 
     def _is_long(self, row: int) -> bool:
         return self.boundary is not None and self.lengths[row] > self.boundary
@@ -219,19 +228,20 @@ class TrainLoader(DataLoader[Microbatch]):
         """Yield for each step of an epoch the (index in the global batch, micro-batch) pairs of this rank, if any."""
         # The steps are computed twice, here and for the sampler, which runs ahead if there are workers.
         steps = partial(self.rule.steps_of_rank, epoch, first_step, self._rank, self._world_size)
-        self._sampler.rows = lambda: (microbatch.rows for step in steps() for microbatch in step)
+        choose = getattr(self.dataset, "with_rows_before", lambda rows, _: rows)
+        self._sampler.rows = lambda: (choose(part.rows, part.before) for step in steps() for part in step)
         loaded = iter(self)
         for step in steps():
-            yield [(index, next(loaded)) for index, _ in step]
+            yield [(part.microbatch, next(loaded)) for part in step]
 
 
-class _EpochSampler(Sampler[list[int]]):
+class _EpochSampler(Sampler[Any]):
     """Yields the rows of each micro-batch of the epoch that was set last."""
 
     def __init__(self) -> None:
-        self.rows: Callable[[], Iterator[list[int]]] = lambda: iter(())
+        self.rows: Callable[[], Iterator[Any]] = lambda: iter(())
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         return self.rows()
 
 

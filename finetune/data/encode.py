@@ -9,6 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from finetune.data.cache import encoding_key, load_or_encode
 from finetune.data.cells import BadRowError
 from finetune.data.chat_template import ChatTemplate, key_in_words, use_chat_template
@@ -170,7 +172,11 @@ def _collect(examples: Examples, batches: Iterable[Encoded], tokens: AnswerToken
             f"data.max_length={max_length}; the longest row has {int(rows.full_lengths.max())} tokens. Raise "
             "data.max_length, or shorten the rows."
         )
-    return rows._replace(read_as=examples.read_as, ignored_keys=_ignored_keys(examples, tokens.template))
+    return rows._replace(
+        is_good=torch.tensor([example.is_good for example in examples], dtype=torch.bool)[rows.example_of],
+        read_as=examples.read_as,
+        ignored_keys=_ignored_keys(examples, tokens.template),
+    )
 
 
 def _ignored_keys(examples: Examples, template: ChatTemplate) -> list[tuple[str, int, int]]:

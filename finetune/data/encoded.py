@@ -36,6 +36,8 @@ class EncodedRows(NamedTuple):
     example_of: torch.Tensor
     """int64, shape (rows,): the example of each row, ascending from 0. With `data.train_on=each_turn` the answers of a
     conversation are rows of one example; otherwise each row is one."""
+    is_good: torch.Tensor
+    """bool, shape (rows,): false for an answer that is labelled as bad."""
     kind: str = "text"
     """The kind of row: messages, prompt_completion, text, or several."""
     read_as: str = ""
@@ -46,7 +48,10 @@ class EncodedRows(NamedTuple):
 
 
 def lay_end_to_end(rows: Iterable[tuple[int, TokenisedRow]], *, max_length: int, kind: str) -> EncodedRows:
-    """Put tokenised rows with their numbers in the source into flat tensors; cut each at `max_length` tokens."""
+    """Put tokenised rows with their numbers in the source into flat tensors; cut each at `max_length` tokens.
+
+    All are good answers, unless the caller knows better.
+    """
     token_ids, is_target = array("i"), bytearray()
     offsets, numbers, full_lengths = array("q", [0]), array("q"), array("q")
     for number, row in rows:
@@ -62,6 +67,7 @@ def lay_end_to_end(rows: Iterable[tuple[int, TokenisedRow]], *, max_length: int,
         numbers=_as_tensor(numbers, torch.int64),
         full_lengths=_as_tensor(full_lengths, torch.int64),
         example_of=_example_of(_as_tensor(numbers, torch.int64).diff() != 0),
+        is_good=torch.ones(len(numbers), dtype=torch.bool),
         kind=kind,
     )
 
@@ -130,6 +136,7 @@ class EncodedExamples(Dataset[EncodedExample]):
             numbers=torch.cat([part.rows.numbers + start for part, start in zip(parts, starts, strict=False)]),
             full_lengths=torch.cat([part.rows.full_lengths for part in parts]),
             example_of=_example_of(torch.cat([part._begins_example for part in parts])[1:]),
+            is_good=torch.cat([part.rows.is_good for part in parts]),
             kind=kinds.pop() if len(kinds) == 1 else "several",
             read_as="; ".join(part.rows.read_as for part in parts),
         )
@@ -154,6 +161,7 @@ class EncodedExamples(Dataset[EncodedExample]):
             full_lengths=self.rows.full_lengths[chosen],
             # An example that comes again begins again, also where it follows itself.
             example_of=_example_of((self.rows.example_of[chosen].diff() != 0) | (chosen.diff() <= 0)),
+            is_good=self.rows.is_good[chosen],
         )
         return EncodedExamples(rows, self.end_id, self._name_row)
 

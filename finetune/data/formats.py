@@ -16,6 +16,7 @@ from finetune.data.cells import BadRowError, list_in_cell, parse_text, quote, re
 from finetune.data.turns import Dialogue, Turn, dialogue_of, parse_tools, parse_turns, text_turn
 
 Kind = Literal["messages", "prompt_completion", "text"]
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 class Example(NamedTuple):
@@ -34,6 +35,8 @@ class Example(NamedTuple):
     """The origin of the row: `orders/train.jsonl:17`."""
     number: int = 0
     """The line or row in the source."""
+    is_good: bool = True
+    """False for an answer that its row labels as bad."""
 
     @property
     def contents(self) -> tuple[str, ...]:
@@ -112,6 +115,14 @@ def _parse_prompt_completion(row: Mapping[str, Any]) -> Example:
     return Example("prompt_completion", prompt=parse_text(prompt, "prompt"), completion=completion)
 
 
+def _parse_labelled(row: Mapping[str, Any]) -> Example:
+    label = row["label"]
+    word = str(label).strip().lower()
+    if word not in _LABELS:
+        raise BadRowError(f"label is {quote(label)}; expected true for a good answer or false for a bad one")
+    return _parse_prompt_completion(row)._replace(is_good=_LABELS[word])
+
+
 def _parse_instruction(row: Mapping[str, Any]) -> Example:
     history = list_in_cell(row.get("history") or [])
     if not isinstance(history, list):
@@ -141,6 +152,9 @@ FORMATS = {
     )
 }
 """The formats by name, in the order in which they are tried."""
+
+LABELLED = Format("labelled", ("prompt", "completion", "label"), ("tools",), _parse_labelled)
+"""The format of rows for `training.objective=kto`. It is never guessed: other objectives refuse labels."""
 
 
 def _conversation(dialogue: Dialogue, given: tuple[Turn, ...] = ()) -> Example:

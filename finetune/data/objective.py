@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+from finetune.config.objectives import OBJECTIVES
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedSplits
 from finetune.data.examples import load_examples
+from finetune.data.labelled import EncodedLabelledSplits, encode_labelled
 from finetune.data.preferences import EncodedPairSplits, encode_preferences
 
 if TYPE_CHECKING:
@@ -15,11 +17,13 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.fallbacks import Fallbacks
 
+AnySplits: TypeAlias = EncodedSplits | EncodedPairSplits | EncodedLabelledSplits
+
 
 def encode_for_objective(
     config: Config, tokenizer: PreTrainedTokenizerBase, *, fallbacks: Fallbacks, is_gated: bool = True
-) -> EncodedSplits | EncodedPairSplits:
-    """Read and encode the rows of a run: pairs of answers for `training.objective=dpo`.
+) -> AnySplits:
+    """Read and encode the rows of a run: answers, pairs of answers or labelled answers, as its objective needs them.
 
     Args:
         config: the whole run.
@@ -30,7 +34,10 @@ def encode_for_objective(
     Raises:
         DataError: a row cannot be used.
     """
-    if config.training.objective == "dpo":
+    kind = OBJECTIVES[config.training.objective].rows
+    if kind == "pairs":
         return encode_preferences(config.data, tokenizer, fallbacks=fallbacks, is_gated=is_gated)
+    if kind == "labelled":
+        return encode_labelled(config.data, tokenizer, fallbacks=fallbacks, is_gated=is_gated)
     examples = load_examples(config.data)
     return encode_examples(examples, tokenizer, config.data, fallbacks=fallbacks, is_gated=is_gated)

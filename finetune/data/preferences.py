@@ -110,6 +110,19 @@ def side_of_pairs(section: DataSection, side: Literal["chosen", "rejected"]) -> 
     return section.model_copy(update={"format": "prompt_completion", "columns": renamed | {"completion": side}})
 
 
+def refuse_each_turn(section: DataSection) -> None:
+    """Refuse `data.train_on=each_turn`, which has no meaning for answers that are compared.
+
+    Raises:
+        ConfigError: it is set.
+    """
+    if section.train_on == "each_turn":
+        raise ConfigError(
+            "data.train_on is each_turn, but a row of preferences has one answer to learn from, or one on each side. "
+            "Set data.train_on=all, or training.objective=sft."
+        )
+
+
 def encode_preferences(
     section: DataSection,
     tokenizer: PreTrainedTokenizerBase,
@@ -129,11 +142,7 @@ def encode_preferences(
         DataError: a row cannot be used.
         ConfigError: `data.train_on=each_turn`, which has no meaning for pairs.
     """
-    if section.train_on == "each_turn":
-        raise ConfigError(
-            "data.train_on is each_turn, but a pair of answers has one answer on each side to learn from. Set "
-            "data.train_on=all, or training.objective=sft."
-        )
+    refuse_each_turn(section)
     sides = []
     side: Literal["chosen", "rejected"]
     for side in ("chosen", "rejected"):

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import chain, islice
 
 from finetune.data.cells import BadRowError
-from finetune.data.formats import FORMATS, Example, Format, Kind, detect_format, parse_row
+from finetune.data.formats import FORMATS, LABELLED, Example, Format, Kind, detect_format, parse_row
 from finetune.data.readers import RawRow, RowSource
 from finetune.errors import DataError
 
@@ -20,6 +20,7 @@ _IN_WORDS = {
     "text": "plain text",
     "several": "several kinds",
     "preference": "pairs of answers",
+    "labelled": "good and bad answers",
 }
 _MAX_SHOWN = 5
 
@@ -141,7 +142,8 @@ class Examples(_OfRows):
             raise DataError(f"{self.label} has no rows. Put at least one in, or leave the split out.")
         raw = chain([first], raw)
         if self.format != "auto":
-            return _read_examples(raw, FORMATS[self.format], self)
+            known = LABELLED if self.format == LABELLED.name else FORMATS[self.format]
+            return _read_examples(raw, known, self)
         known, leading = _detect(raw, self)
         return _read_examples(chain(leading, raw), known, self)
 
@@ -246,8 +248,8 @@ def _check_labels(column: str, labels: Sequence[object], examples: Examples, fou
             f"{examples.label}: the column {column} is true in {words.count('true'):,} of {len(words):,} rows and "
             f"false in {words.count('false'):,}; the first {words[first]} is {found[first].source}. Supervised "
             "training and preference pairs do not use labels: answers marked false would be learned like the others. "
-            f"Remove these rows and the column {column}, or set data.columns.label=none to use every row whatever its "
-            "label."
+            f"Set training.objective=kto to learn from both, remove these rows and the column {column}, or set "
+            "data.columns.label=none to use every row whatever its label."
         )
     is_number = kinds and kinds <= {"0", "1", "0.0", "1.0"}
     return f" ({column} is 0 or 1, which is not read as bad or good: every row is used)" if is_number else ""

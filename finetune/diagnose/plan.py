@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from finetune.config.hub import find_fault
-from finetune.data.encoded import EncodedSplits
+from finetune.config.objectives import OBJECTIVES
 from finetune.data.examples import check_local_rows
-from finetune.data.objective import encode_for_objective
-from finetune.data.preferences import EncodedPairSplits
+from finetune.data.objective import AnySplits, encode_for_objective
 from finetune.diagnose.plan_batches import Batches, Batching
 from finetune.diagnose.plan_devices import Device
 from finetune.diagnose.plan_time import measure_seconds, operations_of_step
@@ -234,7 +233,7 @@ class _Planner:
         self._warn_of_fallback()
         self._is_fused = wants_fused(config.training, device.kind)
         self._splits = self._encode()
-        collate = self._trainer.collation_of(forward.collate)
+        collate = self._trainer.collation_of(self._config, forward.collate)
         self.choice = self._choose_by_memory(collate)
         self._config = config = self.choice.settle(config)
         if self.choice.gradient_checkpointing:
@@ -296,7 +295,7 @@ class _Planner:
             checkpoint_gradients(model)
         return model.train()
 
-    def _encode(self) -> EncodedSplits | EncodedPairSplits | None:
+    def _encode(self) -> AnySplits | None:
         """Encode the rows; if there are none or they cannot be used, add a finding and return None."""
         config, data = self._config, self._config.data
         assumed = f"the plan assumes rows of {data.max_length:,} tokens (data.max_length), all with loss"
@@ -418,7 +417,7 @@ class _Planner:
             num_computed=self.batching.computed_per_step / self._world_size,
             num_targets=self.batching.targets_per_step / self._world_size,
             is_checkpointing=self.choice.gradient_checkpointing,
-            has_reference=self._config.training.objective == "dpo",
+            has_reference=OBJECTIVES[self._config.training.objective].has_reference,
         )
         return operations / (rate * 1e12)
 

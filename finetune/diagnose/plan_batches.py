@@ -11,6 +11,7 @@ import torch
 
 from finetune.data.batches import BatchRule
 from finetune.data.encoded import EncodedExamples
+from finetune.data.labelled import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
 from finetune.engine.prefixes import Cut
 from finetune.training.loaders import global_batch_size, plan_batches
@@ -70,7 +71,7 @@ class Batching:
     """
 
     config: Config
-    rows: EncodedExamples | EncodedPairs | None
+    rows: EncodedExamples | EncodedPairs | EncodedLabelled | None
     collate: Callable[[Sequence[Any]], Any]
     is_padded: bool
     boundary: int | None
@@ -134,7 +135,7 @@ class Batching:
         )
 
     @cached_property
-    def _rows(self) -> EncodedExamples | EncodedPairs:
+    def _rows(self) -> EncodedExamples | EncodedPairs | EncodedLabelled:
         if self.rows is not None:
             return self.rows
         number, length = global_batch_size(self.config, self.world_size), self.config.data.max_length

@@ -10,9 +10,10 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.data import gates
-from finetune.data.encoded import EncodedExamples, EncodedSplits
-from finetune.data.objective import encode_for_objective
-from finetune.data.preferences import EncodedPairs, EncodedPairSplits
+from finetune.data.encoded import EncodedExamples
+from finetune.data.labelled import EncodedLabelled
+from finetune.data.objective import AnySplits, encode_for_objective
+from finetune.data.preferences import EncodedPairs
 from finetune.data.templates import AnswerTokens
 from finetune.diagnose.preview_splits import (
     RowGroup,
@@ -193,12 +194,10 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
     )
 
 
-def _encode(
-    config: Config, tokenizer: PreTrainedTokenizerBase
-) -> tuple[EncodedSplits | EncodedPairSplits, list[Finding]]:
+def _encode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[AnySplits, list[Finding]]:
     """Encode the rows that a run trains and measures on; if the gates refuse them, all rows, with the reasons."""
 
-    def encode(is_gated: bool) -> EncodedSplits | EncodedPairSplits:
+    def encode(is_gated: bool) -> AnySplits:
         return encode_for_objective(config, tokenizer, fallbacks=Fallbacks(strict=config.strict), is_gated=is_gated)
 
     refused: list[str] = []
@@ -245,7 +244,7 @@ def _data_in_words(section: DataSection) -> str:
     return f"a mixture of {', '.join(sources)}" if sources else section.path or section.train or ""
 
 
-def _splits(encoded: EncodedSplits | EncodedPairSplits) -> dict[SplitName, Rows]:
+def _splits(encoded: AnySplits) -> dict[SplitName, Rows]:
     return {name: rows for name in SPLITS if (rows := getattr(encoded, name)) is not None}
 
 
@@ -302,7 +301,7 @@ class _RowReader:
         """Return the place of an answer in its conversation, and the tokens shared with what is shown before it."""
         if isinstance(self._rows, EncodedPairs):
             return None, self._rows.num_shared(row)
-        if not self._rows.has_branches:
+        if isinstance(self._rows, EncodedLabelled) or not self._rows.has_branches:
             return None, 0
         of_one = self._rows.rows_of_examples[int(self._rows.rows.example_of[row])]
         is_first = row == of_one.start
@@ -314,6 +313,8 @@ class _RowReader:
             yield f"the same, token for token, as {_in_words(same_as)}"
         if self._digests[row] in self._training:
             yield "the training split has this row too"
+        if isinstance(self._rows, EncodedLabelled):
+            yield f"labelled as a {'good' if bool(self._rows.is_good[row]) else 'bad'} answer"
         if isinstance(self._rows, EncodedPairs) and row in _equal_answers(self._rows):
             yield "both answers are the same: nothing can be preferred"
 

@@ -13,10 +13,11 @@ import torch
 
 from finetune.data.encoded import EncodedExamples
 from finetune.data.gates import is_answer_truncated
+from finetune.data.labelled import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
 from finetune.diagnose.preview_tokens import on_one_line
 
-Rows: TypeAlias = EncodedExamples | EncodedPairs
+Rows: TypeAlias = EncodedExamples | EncodedPairs | EncodedLabelled
 """The rows of a split: each has one side, or two where it is a pair of answers."""
 
 MOST_NAMED = 20

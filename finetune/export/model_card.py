@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from finetune.config.compose import load_config
+from finetune.config.objectives import OBJECTIVES
 from finetune.config.schema import Config
 from finetune.config.shipped_files import SHIPPED_PREFIX
 from finetune.export.comparison import Difference
@@ -149,7 +150,9 @@ def _settings(config: Config) -> str:
     values = config.model_dump()
     if config.training.method == "full":
         values.pop("lora")
-    if config.training.objective != "dpo":
+    used = OBJECTIVES[config.training.objective].keys
+    values["preference"] = {key: value for key, value in values["preference"].items() if key in used}
+    if not used:
         values.pop("preference")
     kept = {
         section: {key: value for key, value in values[section].items() if key not in _LEFT_OUT and _is_plain(value)}

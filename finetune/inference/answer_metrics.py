@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
+from finetune.config.keys import did_you_mean
 from finetune.errors import ConfigError, DataError
 
 Metric = Callable[[str, str], float]
@@ -69,17 +70,21 @@ SHARES = frozenset({"exact_match", "json_valid", "json_equal"})
 """Metrics that are shares of the rows, shown as percentages."""
 
 
-def resolve_metrics(names: Sequence[str], allowed_modules: Sequence[str] = ()) -> dict[str, Metric]:
+def resolve_metrics(
+    names: Sequence[str], allowed_modules: Sequence[str] = (), *, asked_by: str = "--metric"
+) -> dict[str, Metric]:
     """Look up metrics by name. Imports a module only if it is allowed.
 
     Args:
         names: names in `METRICS`, or dotted names like `my_package.scores.bleu`.
         allowed_modules: the modules that dotted names may refer to; from the command line only.
+        asked_by: the option or key that names the metrics; `…s-from` or `…_from` allows modules.
 
     Raises:
         ConfigError: an unknown name, a module that is not allowed or not installed, or a name that is not a function.
     """
-    return {name: _resolve(name, allowed_modules) for name in dict.fromkeys(names)}
+    allowed_by = "--metrics-from " if asked_by == "--metric" else f"{asked_by}_from="
+    return {name: _resolve(name, allowed_modules, asked_by, allowed_by) for name in dict.fromkeys(names)}
 
 
 def measure(name: str, metric: Metric, answer: str, expected: str) -> float:
@@ -97,39 +102,41 @@ def measure(name: str, metric: Metric, answer: str, expected: str) -> float:
     return value
 
 
-def _resolve(name: str, allowed_modules: Sequence[str]) -> Metric:
+def _resolve(name: str, allowed_modules: Sequence[str], asked_by: str, allowed_by: str) -> Metric:
     if name in METRICS:
         return METRICS[name]
     module, _, attribute = name.rpartition(".")
     if not module:
+        asking = asked_by + (" " if asked_by == "--metric" else "=")
+        close = did_you_mean(name, METRICS)
         raise ConfigError(
-            f"--metric is {name}; expected one of {', '.join(METRICS)}, or a function of your own "
-            f"installed package: --metric my_package.scores.{name} --metrics-from my_package.scores."
+            f"{asked_by} is {name}; expected one of {', '.join(METRICS)}, or a function of your own "
+            f"installed package: {asking}my_package.scores.{name} {allowed_by}my_package.scores. {close}".rstrip()
         )
     if module not in allowed_modules:
         raise ConfigError(
-            f"--metric is {name}, but {module} is not allowed: a metric is code that runs here. If you trust the "
-            f"package, allow it with --metrics-from {module}."
+            f"{asked_by} is {name}, but {module} is not allowed: a metric is code that runs here. If you trust the "
+            f"package, allow it with {allowed_by}{module}."
         )
-    found = getattr(_import_installed(module), attribute, None)
+    found = getattr(_import_installed(module, allowed_by.rstrip(" =")), attribute, None)
     if not callable(found):
-        raise ConfigError(f"--metric is {name}, but {module} has no function {attribute}.")
+        raise ConfigError(f"{asked_by} is {name}, but {module} has no function {attribute}.")
     metric: Metric = found
     return metric
 
 
-def _import_installed(module: str) -> object:
+def _import_installed(module: str, allowed_by: str) -> object:
     with _without_current_folder():
         try:
             return import_module(module)
         except ModuleNotFoundError as error:
             missing = error.name or module
             raise ConfigError(
-                f"--metrics-from is {module}, but {missing} is not installed. Install your package into this "
+                f"{allowed_by} is {module}, but {missing} is not installed. Install your package into this "
                 "environment (pip install -e FOLDER); a file in the current folder is not imported."
             ) from error
         except Exception as error:  # it is the user's own code
-            raise ConfigError(f"--metrics-from is {module}, which fails when it is imported: {error!r}.") from error
+            raise ConfigError(f"{allowed_by} is {module}, which fails when it is imported: {error!r}.") from error
 
 
 @contextmanager

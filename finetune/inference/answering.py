@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.objectives import OBJECTIVES
 from finetune.errors import ConfigError
 from finetune.inference.finished_run import FinishedRun, LoadedRun, has_base, load_finished_run
 
@@ -76,6 +77,7 @@ class Answering:
     """
 
     def __init__(self, runtime: Runtime, loaded: LoadedRun, run: FinishedRun, settings: AnswerSettings) -> None:
+        from finetune.data.labelled import rows_with_labels
         from finetune.data.preferences import side_of_pairs
         from finetune.data.templates import AnswerTokens, stop_ids
         from finetune.inference.answer_reader import AnswerReader
@@ -86,8 +88,10 @@ class Answering:
         self._tokens = AnswerTokens(self.tokenizer)
         self._reader = AnswerReader(self._tokens)
         self._settings = settings
-        is_of_pairs = run.config.training.objective == "dpo"
-        self._data = side_of_pairs(run.config.data, "chosen") if is_of_pairs else run.config.data
+        kind, data = OBJECTIVES[run.config.training.objective].rows, run.config.data
+        self._data = data
+        if kind != "answers":
+            self._data = side_of_pairs(data, "chosen") if kind == "pairs" else rows_with_labels(data)
 
     @property
     def has_base(self) -> bool:

@@ -54,6 +54,7 @@ def generate_answers(
     *,
     batch_size: int,
     runtime: Runtime | None = None,
+    is_to_stop: Callable[[], bool] = lambda: False,
 ) -> list[list[int]]:
     """Continue each prompt, token by token, up to a stop id.
 
@@ -65,6 +66,7 @@ def generate_answers(
         decoding: stop ids, which are not part of an answer, and sampling.
         batch_size: prompts decoded together; they have similar lengths, so that padding is small.
         runtime: the processes that share the batches; None: this one alone, without communication.
+        is_to_stop: called before each batch; True leaves the answers of this rank's other prompts empty.
 
     Returns:
         Answer token ids in the order of the prompts, on every rank.
@@ -75,6 +77,8 @@ def generate_answers(
     answers: list[list[int]] = [[] for _ in prompts]
     batches = group_prompts(model, prompts, batch_size=batch_size, max_new_tokens=decoding.max_new_tokens)
     for rows, is_mine in _in_even_rounds(runtime, batches):
+        if is_to_stop():
+            break
         tokens = _generate(model, prompts, rows, decoding, runtime=runtime)
         if is_mine:
             for row, answer in zip(rows, tokens, strict=True):

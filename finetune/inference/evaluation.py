@@ -169,6 +169,49 @@ def evaluate_model(
     )
 
 
+def measure_answers(
+    runtime: Runtime,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    dialogue: Dialogues,
+    *,
+    metrics: Mapping[str, Metric],
+    max_new_tokens: int,
+    batch_size: int,
+) -> dict[str, float] | None:
+    """Answer prompts greedily, and return the mean of each metric, the same on all ranks. Collective: every rank.
+
+    Returns:
+        The means by name; None if a rank was told to stop meanwhile.
+
+    Raises:
+        DataError: on all ranks, if a user's own metric failed.
+    """
+    is_cut_short = False
+
+    def is_to_stop() -> bool:
+        nonlocal is_cut_short
+        is_cut_short = is_cut_short or runtime.is_anyone_told_to_stop()
+        return is_cut_short
+
+    ids = generate_answers(
+        model,
+        dialogue.prompts,
+        Decoding(stop_ids=stop_ids(tokenizer, model.generation_config.eos_token_id), max_new_tokens=max_new_tokens),
+        batch_size=batch_size,
+        runtime=runtime if runtime.world_size > 1 else None,
+        is_to_stop=is_to_stop,
+    )
+    if sum(runtime.sum([float(is_cut_short)])):
+        return None
+    found: dict[str, float] = {}
+    with runtime.failing_together("measuring answers"):
+        if runtime.is_main_process:
+            answers = [dialogue.reader.read(row).text for row in ids]
+            found = _means(_measure(metrics, answers, dialogue.expected))
+    return runtime.broadcast_from_main(found)
+
+
 class Dialogues:
     """The prompts and expected answers of rows.
 
@@ -233,8 +276,12 @@ def _scores(losses: torch.Tensor, measured: Mapping[str, Sequence[float]]) -> Sc
     return Scores(
         loss=math.fsum(nats.tolist()) / num_targets if num_targets else math.nan,
         standard_error=_standard_error((nats[counts > 0] / counts[counts > 0]).tolist()),
-        metrics={name: math.fsum(values) / len(values) for name, values in measured.items() if values},
+        metrics=_means(measured),
     )
+
+
+def _means(measured: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: math.fsum(values) / len(values) for name, values in measured.items() if values}
 
 
 def _standard_error(values: Sequence[float]) -> float:

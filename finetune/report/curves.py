@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from finetune.runs.metrics import measured_beside_loss
 from finetune.runs.recorded_run import Points, RecordedRun, finite
+from finetune.terminal import visible
 
 MOST_POINTS = 1200
 """The most points of a curve: more cannot be seen, and would make a large page."""
@@ -186,12 +188,24 @@ def build_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
         Chart(name="loss", title="Loss", unit=unit, curves=list(_losses(runs)), is_large=True),
         _chart(runs, "reward-accuracy", "Reward accuracy", "share of pairs", "step", "reward_accuracy"),
         _chart(runs, "reward-margin", "Reward margin", "chosen minus rejected", "step", "reward_margin"),
+        *_metrics(runs),
         _chart(runs, "learning-rate", "Learning rate", "", "step", "learning_rate", smooth=False),
         _chart(runs, "grad-norm", "Gradient norm", "before clipping", "step", "grad_norm"),
         _chart(runs, "throughput", "Throughput", "tokens per second", "step", "tokens_per_second"),
         *_resources(runs),
     ]
     return [chart for chart in charts if any(curve.drawn() for curve in chart.curves)]
+
+
+def _metrics(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
+    """Yield a chart of each metric of answers that was measured in validations."""
+    names = dict.fromkeys(
+        name for run in runs for event in run.of("validation") for name in measured_beside_loss(event)
+    )
+    for number, name in enumerate(names):
+        if not any(run.points("step", name) for run in runs):  # rewards have a chart by steps
+            title = visible(name).replace("_", " ").capitalize()
+            yield _chart(runs, f"metric-{number}", title, "mean over answers", "validation", name, smooth=False)
 
 
 def smoothed(points: Points) -> Points:

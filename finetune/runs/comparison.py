@@ -14,7 +14,7 @@ MISSING = "–"
 _PLACES = {"output_dir", "resume", "resume_allow"}
 """Keys that do not change a run: its folder, and how it is resumed."""
 _WORLD = ("world_size", "launcher", "backend", "num_steps")
-_RESULTS = ("step", "best_step", "best_loss", "num_skipped_steps")
+_RESULTS = ("step", "best_step", "best_loss", "best_value", "num_skipped_steps")
 _SCORES = ("loss", "exact_match", "json_valid")
 _DIGITS = 12
 """Shown digits of a digest, enough to tell two apart."""

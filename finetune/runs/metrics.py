@@ -16,6 +16,9 @@ from finetune.runs.durable import describe_os_error, disk_failures_end_the_run, 
 
 Event = dict[str, Any]
 """A line of metrics.jsonl; docs/watching.md describes each kind."""
+_OF_EVERY_VALIDATION = frozenset(
+    ("event", "time", "step", "epoch", "loss", "standard_error", "num_targets", "best_metric")
+)
 _log = logging.getLogger(__name__)
 
 
@@ -179,6 +182,11 @@ def number_in(event: Mapping[str, Any], name: str) -> float | None:
         return float(value)
     except (ValueError, OverflowError):
         return None
+
+
+def measured_beside_loss(event: Event) -> list[str]:
+    """Return the names of the figures of a validation beside its loss: metrics of answers, and rewards."""
+    return [name for name in event if name not in _OF_EVERY_VALIDATION and number_in(event, name) is not None]
 
 
 def as_json(value: object) -> object:

@@ -36,7 +36,7 @@ class SavedRun:
     resumes_from: int | None
     """The step from which `resume=auto` continues; None if it would start from the beginning."""
     best_step: int | None
-    """The step with the lowest validation loss, according to the newest intact checkpoint."""
+    """The step of the best validation, according to the newest intact checkpoint."""
     best_loss: float | None
     checkpoints: list[SavedFolder]
     published: list[SavedFolder]

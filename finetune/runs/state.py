@@ -11,7 +11,7 @@ from finetune.errors import CheckpointError
 
 SCHEMA_VERSION = 1
 """Raised when a field of `TrainerState` changes its meaning; checkpoints of another version are refused."""
-_ADDED_LATER = {"num_skipped_steps": 0}
+_ADDED_LATER = {"num_skipped_steps": 0, "best_value": None, "stopping_merit": None, "validated_step": None}
 """Fields that older checkpoints lack, with the value that they had then."""
 
 
@@ -29,11 +29,17 @@ class TrainerState:
     steps_in_epoch: int = 0
     """Optimizer steps already done in that epoch."""
     best_loss: float | None = None
-    """Lowest validation loss so far, in nats per target token."""
+    """Validation loss of the best weights so far, in nats per target token."""
     best_step: int | None = None
-    """The step after which `best_loss` was measured."""
+    """The step after which the best weights so far were validated."""
+    best_value: float | None = None
+    """`checkpoint.best_metric` of the best weights; None if that is the loss."""
+    stopping_merit: float | None = None
+    """The best `early_stopping.metric` so far, a loss negated; None if `checkpoint.best_metric` is the same."""
     validations_without_improvement: int = 0
     """Consecutive validations without improvement, for early stopping."""
+    validated_step: int | None = None
+    """The step after which the last validation was; None before the first, and in older checkpoints."""
     num_targets: int = 0
     """Target tokens trained on since the start of the run."""
     num_tokens: int = 0
@@ -80,9 +86,9 @@ class TrainerState:
 
 
 def _fits(name: str, value: object) -> bool:
-    """Whether a field may have a value: counts are never negative, and only the best loss and step may be unknown."""
-    if name == "best_loss":
+    """Whether a field may have a value: counts are never negative; what validations found may be unknown."""
+    if name in ("best_loss", "best_value", "stopping_merit"):
         return value is None or type(value) is int or (type(value) is float and math.isfinite(value))
-    if name == "best_step" and value is None:
+    if name in ("best_step", "validated_step") and value is None:
         return True
     return type(value) is int and value >= 0

@@ -13,7 +13,8 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.runs.durable import in_units
-from finetune.runs.metrics import Event, number_in
+from finetune.runs.metrics import Event, measured_beside_loss, number_in
+from finetune.terminal import visible
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -28,6 +29,8 @@ _CURVE_WIDTH = 24
 _BAR_WIDTH = 24
 """With these every row fits a terminal of 80 columns."""
 _SEPARATOR = " · "
+_OF_BOTH_SIDES = ("chosen_reward", "rejected_reward")
+"""Figures of a validation that are left out: their difference is shown."""
 
 
 class Trend(NamedTuple):
@@ -73,9 +76,7 @@ class RunView:
             self._take_step(event)
         elif kind == "validation":
             self._validation = event
-            loss, step = number_in(event, "loss"), number_in(event, "step")
-            if loss is not None and math.isfinite(loss) and (self._best is None or loss < self._best[0]):
-                self._best = loss, int(step or 0)
+            self._take_best(event)
         elif kind == "resources":
             self._resources = event
         elif kind == "warning":
@@ -141,6 +142,13 @@ class RunView:
         done = _BAR_WIDTH * min(self.step, self.num_steps) // self.num_steps
         return f"{text}  {'━' * done}{'─' * (_BAR_WIDTH - done)}"
 
+    def _take_best(self, event: Event) -> None:
+        name = str(event.get("best_metric", "loss"))
+        value, step = number_in(event, name), number_in(event, "step")
+        sign = -1 if name == "loss" else 1
+        if value is not None and math.isfinite(value) and (self._best is None or sign * value > sign * self._best[0]):
+            self._best = value, int(step or 0)
+
     def _loss(self) -> str:
         trend = self.trend()
         words = [_figure(self._last, "loss", ".4f"), *([] if trend is None else [str(trend)])]
@@ -148,6 +156,9 @@ class RunView:
 
     def _validated(self) -> str:
         text = f"{_figure(self._validation, 'loss', '.4f')} at step {self._validation.get('step')}"
+        for name in measured_beside_loss(self._validation):
+            if name not in _OF_BOTH_SIDES:
+                text += f"{_SEPARATOR}{visible(name)} {_figure(self._validation, name, '.3f')}"
         if self._best is not None and self._best[1] != self._validation.get("step"):
             text += f"{_SEPARATOR}best {self._best[0]:.4f} at step {self._best[1]}"
         return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import ConfigError
@@ -17,17 +18,17 @@ def named_splits(splits: Any) -> dict[str, Any]:
     return {name: split for name, split in vars(splits).items() if split is not None}
 
 
-def check_fit(config: Config, model: Any, splits: Any, *, trainer: str, objective: str) -> None:
+def check_fit(config: Config, model: Any, splits: Any, *, trainer: str, objectives: Sequence[str]) -> None:
     """Refuse a model or trainer that contradicts the configuration, and rows longer than the model's context.
 
     Raises:
         ConfigError: names both sides.
     """
-    if config.training.objective != objective:
+    if config.training.objective not in objectives:
         raise ConfigError(
             f"training.objective is {config.training.objective} ({config.origin('training.objective')}), but "
-            f"{trainer} trains {objective}. Use PreferenceTrainer (recipes/finetune_preferences.py) or "
-            f"`finetune train`, or set training.objective={objective}."
+            f"{trainer} trains {objectives[0]}. Use PreferenceTrainer (recipes/finetune_preferences.py) or "
+            f"`finetune train`, or set training.objective={objectives[0]}."
         )
     has_adapter = hasattr(model, "peft_config")
     if has_adapter != (config.training.method == "lora"):

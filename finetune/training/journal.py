@@ -75,6 +75,7 @@ class Journal:
         self._example_prompt: str | None = None
         self._profile_summary: str | None = None
         self._fallbacks = fallbacks
+        self._best_metric = config.checkpoint.best_metric
         self._log_every = config.training.log_every
         self._max_skipped_steps = config.training.max_skipped_steps
         self._progress: TrainingProgress | None = None
@@ -210,6 +211,7 @@ class Journal:
             standard_error=sums.standard_error,
             num_targets=int(sums.num_targets),
             **(figures or {}),
+            **({} if self._best_metric == "loss" else {"best_metric": self._best_metric}),
         )
         self._last_step_at = time.monotonic()  # validation does not count towards the next step
 

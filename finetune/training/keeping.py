@@ -95,7 +95,7 @@ def publish_best(
     best = state.best_step if state.best_step in steps else None
     if state.best_step is not None and best is None:
         _log.warning(
-            "the best validation loss was at step %d, which has no checkpoint (checkpoint.save_every): "
+            "the best validation was at step %d, which has no checkpoint (checkpoint.save_every): "
             "adapter/ holds the last step, %d",
             state.best_step,
             state.step,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.batches import BatchRule, Collate, EvaluationLoader, TrainLoader, loader_keys_on, pad
 from finetune.data.encoded import EncodedExamples
-from finetune.errors import DataError
+from finetune.errors import ConfigError, DataError
 from finetune.runs.durable import in_units
 from finetune.signals import leave_signals_to_parent
 
@@ -47,9 +47,17 @@ def plan_batches(
         collate: of the run's `Forward`. Packed rows are grouped by their shared beginnings, padded rows by length.
         boundary: see `BatchRule`.
         global_batch_size: examples per optimizer step.
+
+    Raises:
+        ConfigError: `training.packing=false` with rows of `data.train_on=each_turn`.
     """
     training = config.training
     has_branches = isinstance(rows, EncodedExamples) and rows.has_branches
+    if has_branches and not training.packing:
+        raise ConfigError(
+            "training.packing is false, but data.train_on=each_turn packs the answers of a conversation into one "
+            "micro-batch. Remove training.packing=false, or set data.train_on=all."
+        )
     return BatchRule(
         lengths=rows.lengths.tolist(),
         global_batch_size=global_batch_size,
@@ -58,7 +66,7 @@ def plan_batches(
         boundary=boundary,
         drop_last=training.drop_last,
         seed=config.seed,
-        tokens=rows.tokens if collate is not pad and (training.packing or has_branches) else None,
+        tokens=rows.tokens if collate is not pad and (training.packing) else None,
         share_prefixes=training.share_prefixes,
         examples=rows.rows_of_examples if has_branches else None,
     )

@@ -11,9 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.errors import RunFailedError
 from finetune.runs.state import TrainerState
 from finetune.training.step import StepResult
+from finetune.training.validating import Criteria, Validated, after_validation
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
+
+
+BY_LOSS = Criteria()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,8 @@ class Cadence:
     def owes_validation(self, state: TrainerState) -> bool:
         """Return whether the run was told to stop before the validation that was due after its last step."""
         step, done = state.step, state.validations_without_improvement
+        if state.validated_step is not None:
+            return self.validates_after(step) and state.validated_step != step
         if step == 0 or step == state.best_step or not self.validates_after(step):
             return False
         return done < sum(map(self.validates_after, range((state.best_step or 0) + 1, step + 1)))
@@ -75,7 +81,7 @@ class Actions:
     Attributes:
         batches: (epoch, first step) to this rank's share of each step from there on.
         train: (step, share) to the step's result.
-        validate: (state) to the loss, or to None if a rank was told to stop meanwhile; None without a validation split.
+        validate: (state) to figures, or to None if a rank was told to stop meanwhile; None without a validation split.
         save: commits a checkpoint of the state.
         report: called after every step.
         agree_to_stop: returns rank 0's argument on every rank.
@@ -83,7 +89,7 @@ class Actions:
 
     batches: Callable[[int, int], Iterable[Any]]
     train: Callable[[int, Any], StepResult]
-    validate: Callable[[TrainerState], float | None] | None
+    validate: Callable[[TrainerState], Validated | None] | None
     save: Callable[[TrainerState], None]
     report: Callable[[TrainerState, StepResult], None]
     agree_to_stop: Callable[[bool], bool]
@@ -103,7 +109,7 @@ def run_loop(
     actions: Actions,
     *,
     patience: int | None,
-    min_delta: float,
+    criteria: Criteria = BY_LOSS,
     max_skipped_steps: int = 0,
 ) -> LoopEnd:
     """Train from `state` to the last step, to an agreed early stop, or to the step in which a rank was told to stop.
@@ -118,7 +124,7 @@ def run_loop(
     """
     stops = is_patience_exhausted(state, patience)
     is_told = False
-    after_step = partial(_after_step, cadence=cadence, actions=actions, patience=patience, min_delta=min_delta)
+    after_step = partial(_after_step, cadence=cadence, actions=actions, patience=patience, criteria=criteria)
     if actions.validate is not None and cadence.owes_validation(state):
         state, stops, is_told = after_step(state, is_told)
     while not (stops or is_told or cadence.is_last(state.step)):
@@ -137,27 +143,20 @@ def run_loop(
 
 
 def _after_step(
-    state: TrainerState, is_told: bool, *, cadence: Cadence, actions: Actions, patience: int | None, min_delta: float
+    state: TrainerState, is_told: bool, *, cadence: Cadence, actions: Actions, patience: int | None, criteria: Criteria
 ) -> tuple[TrainerState, bool, bool]:
     """Validate and save where due; return the state, whether to stop early, and whether a rank was told to stop."""
     stops = False
     if actions.validate is not None and cadence.validates_after(state.step) and not is_told:
-        loss = actions.validate(state)
-        is_told = loss is None
-        if loss is not None:
-            _refuse_not_finite(state, loss)
-            state = after_validation(state, loss, min_delta=min_delta)
+        found = actions.validate(state)
+        is_told = found is None
+        if found is not None:
+            _refuse_not_finite(state, found.loss)
+            state = after_validation(state, found, criteria)
             stops = actions.agree_to_stop(is_patience_exhausted(state, patience))
     if cadence.saves_after(state.step) or stops or is_told:
         actions.save(state)
     return state, stops, is_told
-
-
-def after_validation(state: TrainerState, loss: float, *, min_delta: float) -> TrainerState:
-    """Return the state after one more validation. A loss that is not finite is no improvement."""
-    if math.isfinite(loss) and loss < (math.inf if state.best_loss is None else state.best_loss - min_delta):
-        return replace(state, best_loss=loss, best_step=state.step, validations_without_improvement=0)
-    return replace(state, validations_without_improvement=state.validations_without_improvement + 1)
 
 
 def is_patience_exhausted(state: TrainerState, patience: int | None) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 import torch
 
+from finetune.config.objectives import OBJECTIVES
 from finetune.engine.decoder import bare_model
 from finetune.errors import first_line
 from finetune.model.base import checkpoint_gradients
@@ -250,7 +251,7 @@ def _as_configured(config: Config, world_size: int, *, is_budgeted: bool) -> Mem
 def _longest_of(
     config: Config, as_configured: MemoryChoice, longest: int, world_size: int, *, is_budgeted: bool
 ) -> _LongestRows:
-    tokens = longest * (2 if config.training.objective == "dpo" else 1)
+    tokens = longest * (2 if OBJECTIVES[config.training.objective].rows == "pairs" else 1)
     most = min(as_configured.max_rows, global_batch_size(config, world_size))
     limit = as_configured.max_tokens or (MOST_TOKENS if is_budgeted else None)
     most = most if limit is None else max(1, min(most, limit // tokens))

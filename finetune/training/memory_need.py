@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from finetune.config.objectives import OBJECTIVES
 from finetune.data.encoded import EncodedExamples
+from finetune.data.labelled import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
 from finetune.engine.decoder import bare_model
 from finetune.engine.four_bits import is_in_4_bits, weight_without_data
@@ -288,15 +290,18 @@ def copy_without_data(model: Any) -> Any:
     return copy.deepcopy(model, made).train()
 
 
-def longest_rows(objective: str, number: int, length: int) -> EncodedExamples | EncodedPairs:
+def longest_rows(objective: str, number: int, length: int) -> EncodedExamples | EncodedPairs | EncodedLabelled:
     """Make rows, or pairs, of this length that carry loss throughout and have nothing in common."""
 
-    def side(first: int) -> EncodedExamples:
+    def side(first: int, *, least: int = 1) -> EncodedExamples:
         ids = [_FILLER_TOKEN] * (length - 1)
-        rows = [([first + row, *ids], [False] + [True] * (length - 1)) for row in range(max(1, number))]
+        rows = [([first + row, *ids], [False] + [True] * (length - 1)) for row in range(max(least, number))]
         return EncodedExamples.from_rows(rows, end_id=_FILLER_TOKEN)
 
-    return side(0) if objective == "sft" else EncodedPairs(side(0), side(number), "train")
+    kind = OBJECTIVES[objective].rows
+    if kind == "labelled":
+        return EncodedLabelled(side(0, least=2), "train", max_length=length)
+    return side(0) if kind == "answers" else EncodedPairs(side(0), side(number), "train")
 
 
 def _bytes_of_own_head(model: Any) -> int:

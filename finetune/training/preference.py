@@ -1,59 +1,74 @@
-"""Direct preference optimisation (Rafailov et al., 2023, arXiv:2305.18290).
+"""Compute the losses of `preference_losses` for micro-batches of pairs or of labelled answers.
 
-For a pair the loss is -log sigmoid(beta * margin), where margin is how much more the model prefers the chosen answer to
-the rejected one than the reference does, in nats. The reference is the base: the same model with its adapter switched
-off. Both answers are in one micro-batch, so that the engine computes their shared prompt once.
+The reference is the base: the same model with its adapter switched off. The answers of a pair are in one micro-batch,
+so that the engine computes their shared prompt once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import functional
 
 from finetune.data.batches import Collate, EvaluationLoader
+from finetune.data.encoded import EncodedExample
+from finetune.data.labelled import LabelledExample
 from finetune.data.preferences import EncodedPair
 from finetune.distributed.runtime import Runtime
 from finetune.engine.layout import PackedMicrobatch
 from finetune.engine.loss import BY_DEVICE, Choices, before_head, cross_entropy_per_target
 from finetune.engine.loss_head import head_loss_per_target, summed_head_loss
-from finetune.engine.microbatch import Microbatch
+from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
 from finetune.engine.reference import in_float64
 from finetune.inference.losses import LossSums, in_even_rounds
 from finetune.model.base import evaluation_mode
+from finetune.training.preference_losses import NOTHING, Outcomes, PreferenceLoss, RowNats, Whole
+
+if TYPE_CHECKING:
+    from finetune.config.objectives import Objective
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceMicrobatch:
-    """One forward over pairs: rows 2k and 2k + 1 are the chosen and the rejected answer of pair k.
+    """One forward over pairs or labelled answers.
 
-    The loss is divided by the number of pairs, so pairs are its targets.
+    The loss is divided by the number of pairs or labelled answers, so these are its targets.
+
+    Attributes:
+        rows: rows 2k and 2k + 1 are the chosen and the rejected answer of pair k. For ORPO, a third row of each pair
+            learns the prompt. A labelled answer is one row.
+        each: rows of a pair or of a labelled answer.
+        num_tokens: tokens of all answers with their prompts.
+        strangers: of labelled answers, see `finetune.data.labelled`.
+        is_good: the labels, bool, shape (rows,).
+        counts: what the micro-batch adds to the sums over the whole global batch.
+        whole: these sums, once they are known.
     """
 
     rows: Microbatch
+    each: int = 2
+    num_tokens: int
+    strangers: Microbatch | None = None
+    is_good: torch.Tensor | None = None
+    counts: Whole = NOTHING
+    whole: Whole = NOTHING
 
     @property
     def num_rows(self) -> int:
-        """Pairs."""
-        return self.rows.num_rows // 2
+        """Pairs, or labelled answers."""
+        return self.rows.num_rows // self.each
 
     @property
     def num_targets(self) -> int:
-        """Pairs."""
+        """Pairs, or labelled answers."""
         return self.num_rows
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of both sides."""
-        return self.rows.num_tokens
-
-    @property
     def num_computed(self) -> int:
-        """Tokens of both sides; a shared beginning counts once."""
+        """Tokens that go through the model with a gradient; a shared beginning counts once."""
         return self.rows.num_computed
 
     @property
@@ -63,133 +78,193 @@ class PreferenceMicrobatch:
 
     def to(self, device: torch.device) -> PreferenceMicrobatch:
         """A copy on another device."""
-        return replace(self, rows=self.rows.to(device))
+        strangers = None if self.strangers is None else self.strangers.to(device)
+        is_good = None if self.is_good is None else self.is_good.to(device, non_blocking=True)
+        return replace(self, rows=self.rows.to(device), strangers=strangers, is_good=is_good)
 
     def pin_memory(self) -> PreferenceMicrobatch:
         """A copy in page-locked memory, for a loader with `pin_memory`."""
-        return replace(self, rows=self.rows.pin_memory())
+        strangers = None if self.strangers is None else self.strangers.pin_memory()
+        is_good = None if self.is_good is None else self.is_good.pin_memory()
+        return replace(self, rows=self.rows.pin_memory(), strangers=strangers, is_good=is_good)
 
 
-def put_pairs_together(pairs: Sequence[EncodedPair], *, rows: Collate) -> PreferenceMicrobatch:
-    """Make a micro-batch with the sides of each pair next to each other; `rows` packs or pads them."""
-    return PreferenceMicrobatch(rows=rows([side for pair in pairs for side in pair]))
+def put_pairs_together(
+    pairs: Sequence[EncodedPair], *, rows: Collate, learns_prompt: bool = False
+) -> PreferenceMicrobatch:
+    """Make a micro-batch with the answers of each pair next to each other.
+
+    Args:
+        pairs: at least one.
+        rows: packs or pads rows.
+        learns_prompt: add the chosen answer again, with the loss on its prompt; packed, it shares all its tokens.
+    """
+    of_pairs = [[*pair, *([_prompt_of(pair.chosen)] if learns_prompt else [])] for pair in pairs]
+    return PreferenceMicrobatch(
+        rows=rows([row for of_pair in of_pairs for row in of_pair]),
+        each=3 if learns_prompt else 2,
+        num_tokens=sum(len(side.input_ids) for pair in pairs for side in pair),
+        counts=Whole(num_rows=len(pairs), num_read=sum(len(pair.chosen.input_ids) - 1 for pair in pairs)),
+    )
 
 
-FIGURES = ("chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy")
-"""Figures measured beside the loss, as means over pairs. A reward is beta times how much more the model prefers an
-answer than the reference does, in nats; the margin is the chosen answer's reward less the rejected one's; accuracy is
-the share of pairs with a margin above 0."""
-
-_ROUNDING_NATS = 1e-4
-"""Smaller margins are rounding errors. Their pairs count half, so that an untrained model has an accuracy of 1/2."""
-
-
-class Outcomes(NamedTuple):
-    """The values of each pair, float64, shape (pairs,)."""
-
-    losses: torch.Tensor
-    """Only the losses have a gradient."""
-    chosen_rewards: torch.Tensor
-    rejected_rewards: torch.Tensor
-    wins: torch.Tensor
-    """1 where the chosen answer is preferred, 0 where the rejected one is, 1/2 where neither is."""
-
-    def sums(self) -> torch.Tensor:
-        """Return the sums over the pairs: the loss, then `FIGURES`; shape (1 + FIGURES,)."""
-        margins = self.chosen_rewards - self.rejected_rewards
-        each = (self.losses, self.chosen_rewards, self.rejected_rewards, margins, self.wins)
-        return torch.stack([values.sum() for values in each])
+def put_labelled_together(answers: Sequence[LabelledExample], *, rows: Collate) -> PreferenceMicrobatch:
+    """Make a micro-batch of labelled answers, and one of their strangers; `rows` packs or pads them."""
+    return PreferenceMicrobatch(
+        rows=rows([each.answer for each in answers]),
+        each=1,
+        num_tokens=sum(len(each.answer.input_ids) for each in answers),
+        strangers=rows([each.stranger for each in answers]),
+        is_good=torch.tensor([each.is_good for each in answers]),
+        counts=Whole(num_rows=len(answers), num_good=sum(each.is_good for each in answers)),
+    )
 
 
 def summed_preferences(
-    model: Any, microbatch: PreferenceMicrobatch, *, beta: float, choices: Choices = BY_DEVICE
+    model: Any, microbatch: PreferenceMicrobatch, *, loss: PreferenceLoss, choices: Choices = BY_DEVICE
 ) -> torch.Tensor:
-    """Sum the loss over the pairs of a micro-batch, with a gradient, followed by the sums of `FIGURES`; float64.
+    """Sum the loss over a micro-batch, with a gradient, followed by the sums of its figures; float64.
 
     Args:
-        model: a PEFT model, in training mode.
+        model: in training mode; a PEFT model where the loss has a reference.
         microbatch: on the model's device.
-        beta: the weight of the penalty for moving away from the reference.
+        loss: of a pair or labelled answer.
         choices: how packed rows are computed.
     """
-    return measure_preferences(model, microbatch, beta=beta, choices=choices).sums()
+    return measure_preferences(model, microbatch, loss=loss, choices=choices).sums()
 
 
 def measure_preferences(
-    model: Any, microbatch: PreferenceMicrobatch, *, beta: float, choices: Choices = BY_DEVICE
+    model: Any, microbatch: PreferenceMicrobatch, *, loss: PreferenceLoss, choices: Choices = BY_DEVICE
 ) -> Outcomes:
-    """Measure each pair under the model and the reference. `EMPTY_MICROBATCH` has no pairs."""
-    rows = microbatch.rows if isinstance(microbatch, PreferenceMicrobatch) else microbatch
-    with evaluation_mode(model), model.disable_adapter():
-        reference = _by_row(rows, in_float64(cross_entropy_per_target(model, rows, choices)))
-    if isinstance(rows, PackedMicrobatch):
-        losses, nats = _packed_losses(model, rows, reference, beta, choices)
-    else:
-        nats = _by_row(rows, in_float64(cross_entropy_per_target(model, rows)))
-        losses = _losses(nats, reference, beta)
-    gained = (reference - nats).detach()
-    chosen, rejected = gained[0::2], gained[1::2]
-    margins = chosen - rejected
-    wins = torch.where(margins.abs() <= _ROUNDING_NATS, 0.5, (margins > 0).double())
-    return Outcomes(losses, beta * chosen, beta * rejected, wins)
-
-
-def sum_preference_losses(
-    runtime: Runtime, model: Any, loader: EvaluationLoader, *, beta: float
-) -> tuple[LossSums, list[float]]:
-    """Add up losses and `FIGURES` of this rank's pairs, without gradients and in evaluation mode.
-
-    Once a rank was told to stop, the evaluation is cut short and the figures are zero.
-    """
-    totals, figures = [0.0] * 4, [0.0] * len(FIGURES)
-    each: Any = in_even_rounds(runtime, loader)  # yields `PreferenceMicrobatch`, which its type does not say
-    with evaluation_mode(model):
-        for microbatch in each:
-            if runtime.is_anyone_told_to_stop():
-                return LossSums(num_cut_short=1.0), [0.0] * len(FIGURES)
-            outcomes = runtime.forward(partial(measure_preferences, beta=beta), model, microbatch)
-            losses = outcomes.losses
-            value, *more = outcomes.sums().tolist()
-            added = (value, float(len(losses)), value, float((losses**2).sum()))
-            totals = [total + one for total, one in zip(totals, added, strict=True)]
-            figures = [total + one for total, one in zip(figures, more, strict=True)]
-    loss, pairs, means, squares = totals
-    return LossSums(loss, pairs, pairs, means, squares), figures
-
-
-def _losses(nats: torch.Tensor, reference: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return the loss of each pair, from the nats of each row under the model and under the reference."""
-    gained = reference - nats
-    return functional.softplus(-beta * (gained[0::2] - gained[1::2]))
-
-
-def _packed_losses(
-    model: Any, rows: PackedMicrobatch, reference: torch.Tensor, beta: float, choices: Choices
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of each pair and the nats of each row, computing logits a chunk at a time.
-
-    The values are computed first, then one weighted sum whose gradient is that of the losses.
-    """
+    """Measure each pair or labelled answer. `EMPTY_MICROBATCH` has none."""
+    given = _as_preferences(microbatch, loss.objective)
+    rows = given.rows
+    reference = _reference_nats(model, rows, loss.objective, choices)
+    if not isinstance(rows, PackedMicrobatch):
+        return loss(_row_nats(given, _by_row(rows, in_float64(cross_entropy_per_target(model, rows))), reference))
     hidden, head = before_head(model, rows, choices)
     size = choices.logits_chunk_bytes
     with torch.autocast(hidden.device.type, enabled=False):
+        # The values are computed first, then one weighted sum whose gradient is that of the losses.
         of_term = head_loss_per_target(hidden.detach(), head.weight, rows.labels, bias=head.bias, chunk_bytes=size)
         nats = _by_row(rows, in_float64(of_term[rows.target_term])).requires_grad_()
         with torch.enable_grad():
-            losses = _losses(nats, reference, beta)
-            (weights,) = torch.autograd.grad(losses.sum(), nats)
+            found = loss(_row_nats(given, nats, reference))
+            (weights,) = torch.autograd.grad(found.losses.sum(), nats)
+        losses = found.losses.detach()
         if not hidden.requires_grad:
-            return losses.detach(), nats.detach()
+            return found._replace(losses=losses)
         of_target = weights[rows.target_row.to(weights.device)]
         of_terms = torch.zeros(len(rows.labels), dtype=of_target.dtype, device=of_target.device)
         of_terms.index_add_(0, rows.target_term.to(of_target.device), of_target)
         counts = of_terms.to(hidden.device, of_term.dtype)
         weighted = summed_head_loss(hidden, head.weight, rows.labels, bias=head.bias, counts=counts, chunk_bytes=size)
     # The weighted sum adds a gradient and no value. Any split over the pairs will do: only the sum of losses is used.
-    return losses.detach() + (weighted - weighted.detach()) / len(losses), nats.detach()
+    return found._replace(losses=losses + (weighted - weighted.detach()) / len(losses))
 
 
-def _by_row(rows: Microbatch, nats: torch.Tensor) -> torch.Tensor:
-    """Sum the nats of targets by row: float64, shape (rows,)."""
-    owner = rows.target_row.to(nats.device)
-    return torch.zeros(rows.num_rows, dtype=torch.float64, device=nats.device).index_add(0, owner, nats)
+def sum_before_step(runtime: Runtime, model: Any, microbatches: Iterable[Any], *, loss: PreferenceLoss) -> Whole:
+    """Add up this rank's part of `Whole`, without gradients; the sum over ranks goes into every micro-batch.
+
+    Collective if the model is sharded: every rank, with equally many micro-batches.
+    """
+    totals = NOTHING
+    with evaluation_mode(model):
+        for microbatch in microbatches:
+            given = _as_preferences(microbatch, loss.objective)
+            gained = _gained_by_strangers(runtime, model, given, loss) if given.is_good is not None else 0.0
+            totals = _added(totals, given.counts._replace(gained=gained))
+    return totals
+
+
+def tell_whole(microbatch: Any, whole: Sequence[float]) -> Any:
+    """Return a micro-batch that knows the sums over the global batch; the empty one needs none."""
+    return microbatch if microbatch is EMPTY_MICROBATCH else replace(microbatch, whole=Whole(*whole))
+
+
+def sum_preference_losses(
+    runtime: Runtime, model: Any, loader: EvaluationLoader, *, loss: PreferenceLoss
+) -> tuple[LossSums, list[float]]:
+    """Add up losses and figures of this rank's pairs or answers, without gradients and in evaluation mode.
+
+    Once a rank was told to stop, the evaluation is cut short and the figures are zero. Collective.
+    """
+    measured: list[RowNats] = []
+    own, is_cut = NOTHING, False
+    each: Any = in_even_rounds(runtime, loader)  # yields `PreferenceMicrobatch`, which its type does not say
+    with evaluation_mode(model):
+        for microbatch in each:
+            if is_cut := runtime.is_anyone_told_to_stop():
+                break
+            measured.append(runtime.forward(partial(_score, objective=loss.objective), model, microbatch))
+            own = _added(own, sum_before_step(runtime, model, [microbatch], loss=loss))
+    num_cut_short, *whole = runtime.sum([float(is_cut), *own])
+    if num_cut_short:
+        return LossSums(num_cut_short=float(is_cut)), [0.0] * len(loss.figures)
+    totals, figures = [0.0] * 4, [0.0] * len(loss.figures)
+    for rows in measured:
+        outcomes = loss(rows._replace(whole=Whole(*whole)))
+        losses = outcomes.losses
+        value, *more = outcomes.sums().tolist()
+        added = (value, float(len(losses)), value, float((losses**2).sum()))
+        totals = [total + one for total, one in zip(totals, added, strict=True)]
+        figures = [total + one for total, one in zip(figures, more, strict=True)]
+    nats, pairs, means, squares = totals
+    return LossSums(nats, pairs, pairs, means, squares), figures
+
+
+def _as_preferences(microbatch: Any, objective: Objective) -> PreferenceMicrobatch:
+    """Return a micro-batch as it is, and the empty one as one without pairs or labelled answers."""
+    if isinstance(microbatch, PreferenceMicrobatch):
+        return microbatch
+    is_good = torch.zeros(0, dtype=torch.bool) if objective.rows == "labelled" else None
+    return PreferenceMicrobatch(rows=microbatch, num_tokens=0, strangers=EMPTY_MICROBATCH, is_good=is_good)
+
+
+def _score(model: Any, microbatch: Any, *, objective: Objective, choices: Choices = BY_DEVICE) -> RowNats:
+    """Return the nats of a micro-batch's rows, without a gradient if the caller has switched it off."""
+    given = _as_preferences(microbatch, objective)
+    nats = _by_row(given.rows, in_float64(cross_entropy_per_target(model, given.rows, choices)))
+    return _row_nats(given, nats, _reference_nats(model, given.rows, objective, choices))
+
+
+def _gained_by_strangers(runtime: Runtime, model: Any, given: PreferenceMicrobatch, loss: PreferenceLoss) -> float:
+    """Return how much more the model prefers all strangers than the reference does, in nats."""
+    strangers = PreferenceMicrobatch(rows=given.strangers or given.rows, num_tokens=0, each=1)
+    rows = runtime.forward(partial(_score, objective=loss.objective), model, strangers)
+    return float(rows.gained.sum())
+
+
+def _row_nats(given: PreferenceMicrobatch, nats: torch.Tensor, reference: torch.Tensor | None) -> RowNats:
+    """Leave out the row of the empty micro-batch, which belongs to no pair."""
+    end = given.num_rows * given.each
+    is_good = None if given.is_good is None else given.is_good.to(nats.device)
+    num_targets = _by_row(given.rows, torch.ones(given.rows.num_targets, dtype=torch.float64, device=nats.device))
+    cut = None if reference is None else reference[:end]
+    return RowNats(nats[:end], cut, num_targets[:end], is_good, given.whole)
+
+
+def _reference_nats(
+    model: Any, rows: Microbatch, objective: Objective, choices: Choices = BY_DEVICE
+) -> torch.Tensor | None:
+    """Return the nats of rows under the base; None where the objective has no reference."""
+    if not objective.has_reference:
+        return None
+    with evaluation_mode(model), model.disable_adapter():
+        return _by_row(rows, in_float64(cross_entropy_per_target(model, rows, choices)))
+
+
+def _by_row(rows: Microbatch, values: torch.Tensor) -> torch.Tensor:
+    """Sum the values of targets by row: float64, shape (rows,)."""
+    owner = rows.target_row.to(values.device)
+    return torch.zeros(rows.num_rows, dtype=torch.float64, device=values.device).index_add(0, owner, values)
+
+
+def _prompt_of(answer: EncodedExample) -> EncodedExample:
+    """Return the same row with the loss on all tokens that carry none."""
+    return answer._replace(is_target=~answer.is_target)
+
+
+def _added(one: Whole, other: Whole) -> Whole:
+    return Whole(*map(sum, zip(one, other, strict=True)))

@@ -1,20 +1,32 @@
-"""The trainer for pairs of answers. It differs from `Trainer` only in the loss and the micro-batches."""
+"""The trainer for pairs of answers and labelled answers. It differs from `Trainer` only in loss and micro-batches."""
 
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from finetune.config.objectives import OBJECTIVES
 from finetune.data.batches import Collate, EvaluationLoader
-from finetune.data.preferences import EncodedPairs, EncodedPairSplits
+from finetune.data.labelled import EncodedLabelled
+from finetune.data.objective import AnySplits
+from finetune.data.preferences import EncodedPairs
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE, Choices
 from finetune.errors import ConfigError, DataError
 from finetune.inference.losses import LossSums
 from finetune.model.base import longrope_boundary
-from finetune.training.preference import FIGURES, put_pairs_together, sum_preference_losses, summed_preferences
+from finetune.training.preference import (
+    put_labelled_together,
+    put_pairs_together,
+    sum_before_step,
+    sum_preference_losses,
+    summed_preferences,
+    tell_whole,
+)
+from finetune.training.preference_losses import PreferenceLoss
 from finetune.training.step import LossWithFigures
 from finetune.training.trainer import Trainer
 
@@ -27,25 +39,26 @@ _log = logging.getLogger(__name__)
 
 
 class PreferenceTrainer(Trainer):
-    """Trains an adapter to prefer chosen answers, measured against the base (DPO).
+    """Trains a model to prefer chosen or good answers: `training.objective=dpo|kto|orpo|simpo`.
 
-    Each row of a batch is a pair, and the loss is in nats per pair: log 2 before anything is learnt.
+    Each row of a batch is a pair or, for KTO, a labelled answer; the loss is the mean over them.
 
     Collective: every rank makes one and calls the same methods in the same order.
 
     Args:
         runtime: this process's place in the world.
-        config: the whole run; `training.objective` is recorded as dpo, even if a script does not set it.
-        model: a PEFT model, on the CPU.
+        config: the whole run; a script that does not set `training.objective` trains and records dpo.
+        model: on the CPU; a PEFT model where the objective has a reference.
         tokenizer: the model's.
-        splits: encoded pairs.
+        splits: encoded pairs or labelled answers, as the objective needs them.
 
     Raises:
-        ConfigError: there is no adapter to switch off, or it does not start at the base; or the objective is sft.
-        DataError: a LongRoPE model would rotate the two sides of a pair differently.
+        ConfigError: there is no adapter to switch off, or it does not start at the base; the objective is sft, has
+            other rows, or does not read a key of the section `preference` that is set.
+        DataError: a LongRoPE model would rotate answers that are compared differently.
     """
 
-    objective = "dpo"
+    objectives: ClassVar = tuple(name for name in OBJECTIVES if name != "sft")
 
     def __init__(
         self,
@@ -53,59 +66,94 @@ class PreferenceTrainer(Trainer):
         config: Config,
         model: Any,
         tokenizer: PreTrainedTokenizerBase,
-        splits: EncodedPairSplits,
+        splits: AnySplits,
     ) -> None:
         config = _with_objective(config)
-        check_reference(config)
+        check_preferences(config)
+        _refuse_other_rows(config, splits)
         for split in (splits.train, splits.validation):
             _refuse_straddling(split, longrope_boundary(model))
-        super().__init__(runtime, config, model, tokenizer, splits)  # type: ignore[arg-type]  # a row is a pair here
+        super().__init__(runtime, config, model, tokenizer, splits)  # type: ignore[arg-type]  # other rows than there
+        if isinstance(splits.train, EncodedLabelled):
+            _warn_of_imbalance(config, splits.train)
 
     @staticmethod
     def loss_of(config: Config, choices: Choices = BY_DEVICE) -> LossFunction:
         """See `Trainer.loss_of`."""
-        return LossWithFigures(partial(summed_preferences, beta=config.preference.beta, choices=choices), FIGURES)
+        loss = _loss_of(config)
+        return LossWithFigures(
+            partial(summed_preferences, loss=loss, choices=choices),
+            loss.figures,
+            before=partial(sum_before_step, loss=loss) if loss.takes_whole else None,
+            tell=tell_whole,
+        )
 
     @staticmethod
-    def collation_of(collate: Collate) -> Any:
-        """See `Trainer.collation_of`: a row is a pair here."""
-        return partial(put_pairs_together, rows=collate)
+    def figures_of(config: Config) -> tuple[str, ...]:
+        """See `Trainer.figures_of`."""
+        return _loss_of(config).figures
+
+    @staticmethod
+    def collation_of(config: Config, collate: Collate) -> Any:
+        """See `Trainer.collation_of`: a row is a pair or a labelled answer here."""
+        if OBJECTIVES[config.training.objective].rows == "labelled":
+            return partial(put_labelled_together, rows=collate)
+        return partial(put_pairs_together, rows=collate, learns_prompt=config.training.objective == "orpo")
 
     def measure(self, loader: EvaluationLoader) -> LossSums:
         """See `Trainer.measure`."""
-        beta = self.config.preference.beta
-        sums, figures = sum_preference_losses(self.runtime, self.model, loader, beta=beta)
+        loss = _loss_of(self.config)
+        sums, figures = sum_preference_losses(self.runtime, self.model, loader, loss=loss)
         num_pairs, num_cut_short, *totals = self.runtime.sum([sums.num_targets, sums.num_cut_short, *figures])
         if num_pairs and not num_cut_short:
-            self.validation_figures = {name: total / num_pairs for name, total in zip(FIGURES, totals, strict=True)}
+            means = {name: total / num_pairs for name, total in zip(loss.figures, totals, strict=True)}
+            self.validation_figures = {name: mean for name, mean in means.items() if not math.isnan(mean)}
             _log.info(
                 "Validation: %s", ", ".join(f"{name}={mean:.3f}" for name, mean in self.validation_figures.items())
             )
         return sums
 
 
-def check_reference(config: Config) -> None:
-    """Refuse a run whose reference would not be the base.
+def check_preferences(config: Config) -> None:
+    """Refuse a run whose reference would not be the base, and settings that its objective does not read.
 
     Raises:
-        ConfigError: the run trains every weight, or starts from another adapter.
+        ConfigError: the run trains every weight or starts from another adapter, although its loss has a reference; or
+            a key of the section `preference` is set that belongs to another objective.
     """
+    objective = OBJECTIVES[config.training.objective]
+    for key in type(config.preference).model_fields:
+        origin = config.origin(f"preference.{key}")
+        if key not in objective.keys and origin != "default":
+            users = [other.name for other in OBJECTIVES.values() if key in other.keys]
+            raise ConfigError(
+                f"preference.{key} is {getattr(config.preference, key)} ({origin}), but training.objective is "
+                f"{objective.name}, which does not read it: it belongs to {' and '.join(users)}. Remove it."
+            )
+    if not objective.has_reference:
+        return
     if config.training.method != "lora":
         raise ConfigError(
-            f"training.method is {config.training.method}, but the reference of DPO is the base with its adapter "
-            "switched off. Set training.method=lora."
+            f"training.method is {config.training.method}, but the reference of {objective.title} is the base with its "
+            "adapter switched off. Set training.method=lora."
         )
     if config.lora.start_from is not None:
         raise ConfigError(
-            f"lora.start_from is {config.lora.start_from}, but the reference of DPO is the base without any "
-            "adapter. Merge that adapter into its base first, and name the merged model in model.path."
+            f"lora.start_from is {config.lora.start_from}, but the reference of {objective.title} is the base without "
+            "any adapter. Merge that adapter into its base first, and name the merged model in model.path."
         )
 
 
+def _loss_of(config: Config) -> PreferenceLoss:
+    return PreferenceLoss(config.training.objective, config.preference)
+
+
 def _with_objective(config: Config) -> Config:
-    """Set the objective to dpo: scripts older than the key do not set it."""
+    """Set the objective to dpo if none is set: scripts older than the key do not set it."""
+    if config.training.objective != "sft":
+        return config
     origin = config.origin("training.objective")
-    if config.training.objective == "sft" and origin != "default":
+    if origin != "default":
         raise ConfigError(
             f"training.objective is sft ({origin}), but PreferenceTrainer trains on pairs of answers. Set "
             "training.objective=dpo, or use Trainer."
@@ -113,8 +161,40 @@ def _with_objective(config: Config) -> Config:
     return config.model_copy(update={"training": config.training.model_copy(update={"objective": "dpo"})})
 
 
-def _refuse_straddling(split: EncodedPairs | None, boundary: int | None) -> None:
+def _refuse_other_rows(config: Config, splits: AnySplits) -> None:
+    objective = OBJECTIVES[config.training.objective]
+    kinds = {"pairs": (EncodedPairs, "encode_preferences"), "labelled": (EncodedLabelled, "encode_labelled")}
+    kind, function = kinds[objective.rows]
+    if not isinstance(splits.train, kind):
+        raise ConfigError(
+            f"training.objective is {objective.name} ({config.origin('training.objective')}), but the rows were not "
+            f"encoded for it. Encode them with {function} or encode_for_objective."
+        )
+
+
+def _warn_of_imbalance(config: Config, rows: EncodedLabelled) -> None:
+    """Warn where good and bad answers have very different weights: the paper advises 1:1 to 4:3 (section 4.2)."""
+    num_good = int(rows.is_good.sum())
+    good = config.preference.desirable_weight * num_good
+    bad = config.preference.undesirable_weight * (len(rows) - num_good)
+    if not 1.0 <= (good / bad if bad else math.inf) <= 4 / 3:
+        _log.warning(
+            "the %d good answers have a weight of %g in the loss and the %d bad ones %g; KTO's paper advises 1:1 to "
+            "4:3. Set preference.desirable_weight or preference.undesirable_weight",
+            *(num_good, good, len(rows) - num_good, bad),
+        )
+
+
+def _refuse_straddling(split: Any, boundary: int | None) -> None:
     if split is None or boundary is None:
+        return
+    if isinstance(split, EncodedLabelled):
+        if split.longest_stranger > boundary:
+            raise DataError(
+                f"{split.label}: the longest prompt with the longest answer has {split.longest_stranger} tokens. KTO "
+                f"puts prompts before the answers of other rows, and LongRoPE rotates rows of more than {boundary} "
+                f"tokens with other factors. Set data.max_length={boundary}."
+            )
         return
     one, other = split.chosen.lengths <= boundary, split.rejected.lengths <= boundary
     straddling = (one != other).nonzero()[:, 0].tolist()

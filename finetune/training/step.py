@@ -34,6 +34,10 @@ class LossWithFigures:
     sums: LossFunction
     """(model, micro-batch) to shape (1 + names,): the loss, with a gradient, then the figures."""
     names: tuple[str, ...]
+    before: Callable[[Runtime, torch.nn.Module, Sequence[Any]], Sequence[float]] | None = None
+    """Sums over a rank's micro-batches what the loss needs to know of the whole global batch, without a gradient."""
+    tell: Callable[[Any, Sequence[float]], Any] | None = None
+    """Gives a micro-batch these sums over all ranks."""
 
     def __call__(self, model: torch.nn.Module, microbatch: Any) -> torch.Tensor:
         """Return the loss and the figures."""
@@ -135,7 +139,8 @@ def train_step(
     # Dropout masks belong to the micro-batch, whichever rank computes it and however often the run was resumed.
     seeded = [(derived_seed(seed, step, index), microbatch) for index, microbatch in share]
     with unchanged_weights():
-        run = partial(_backpropagate, runtime, model, seeded, compute, batch.num_targets)
+        told = _sum_before(runtime, model, seeded, compute, tries=may_be_too_large)
+        run = partial(_backpropagate, runtime, model, told, compute, batch.num_targets)
         sums, seconds = _if_memory_suffices(runtime, model, run) if may_be_too_large else run()
 
     parameters = trainable_parameters(model)
@@ -163,7 +168,11 @@ def train_step(
         num_told_to_stop=batch.num_told_to_stop,
         not_finite=not_finite,
         rank_seconds=() if runtime.needs_even_shares else whole.rank_seconds,
-        figures={name: figure / batch.num_targets for name, figure in zip(_names(compute), whole.figures, strict=True)},
+        figures={
+            name: figure / batch.num_targets
+            for name, figure in zip(_names(compute), whole.figures, strict=True)
+            if not math.isnan(figure)  # there was nothing to measure
+        },
     )
 
 
@@ -189,6 +198,25 @@ def _count(runtime: Runtime, microbatches: Sequence[tuple[int, Microbatch]]) -> 
     ]
     flags = [int(runtime.is_told_to_stop), int(runtime.has_failed_beside)]
     return _Counted(*map(int, runtime.sum([*counts, len(microbatches), *flags])))
+
+
+def _sum_before(
+    runtime: Runtime,
+    model: torch.nn.Module,
+    seeded: Sequence[tuple[int, Microbatch]],
+    compute: LossFunction,
+    *,
+    tries: bool,
+) -> Sequence[tuple[int, Microbatch]]:
+    """Tell the micro-batches what their loss needs to know of the whole global batch. Collective, if it needs it.
+
+    The sums are over the global batch, so that the loss does not depend on its cut or on the number of ranks.
+    """
+    if not isinstance(compute, LossWithFigures) or compute.before is None or compute.tell is None:
+        return seeded
+    run = partial(compute.before, runtime, model, [microbatch for _, microbatch in seeded])
+    whole = runtime.sum(_if_memory_suffices(runtime, model, run) if tries else run())
+    return [(seed, compute.tell(microbatch, whole)) for seed, microbatch in seeded]
 
 
 def _backpropagate(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune.config.objectives import OBJECTIVES
 from finetune.logs import speaks_to_a_person
 from finetune.model.base import count_parameters
 from finetune.terminal import fold, visible
@@ -38,7 +39,7 @@ def show_summary(
     """
     if not speaks_to_a_person():
         return
-    rows = "pairs" if config.training.objective == "dpo" else "rows"
+    rows = f"{OBJECTIVES[config.training.objective].row_in_words}s"
     folder = shown_folder(Path(config.output_dir).absolute())
     facts = {
         "model": _model(config, model),

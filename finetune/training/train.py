@@ -13,8 +13,9 @@ from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
 from finetune.runs.folder import RunFolder
 from finetune.training.inputs import check_inputs
-from finetune.training.preference_trainer import PreferenceTrainer, check_reference
+from finetune.training.preference_trainer import PreferenceTrainer, check_preferences
 from finetune.training.trainer import Trainer
+from finetune.training.validating import check_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,10 +50,11 @@ def trainer_for(config: Config) -> type[Trainer]:
     Raises:
         ConfigError: the configuration does not suit the objective.
     """
-    if config.training.objective == "dpo":
-        check_reference(config)
-        return PreferenceTrainer
-    return Trainer
+    trainer = Trainer if config.training.objective in Trainer.objectives else PreferenceTrainer
+    if trainer is PreferenceTrainer:
+        check_preferences(config)
+    check_metrics(config, trainer.figures_of(config))
+    return trainer
 
 
 class Parts(NamedTuple):
@@ -63,7 +65,7 @@ class Parts(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     """With the tokens that the run adds."""
     splits: Any
-    """`EncodedSplits`, or `EncodedPairSplits` for preferences."""
+    """Encoded for the objective."""
 
 
 def build_parts(runtime: Runtime, config: Config) -> Parts:

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from finetune.config.compose import resolved_yaml
 from finetune.data.batches import Collate, EvaluationLoader, TrainLoader
 from finetune.data.encoded import EncodedSplits
+from finetune.data.shares import shuffled
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.precision import convert_weights
 from finetune.distributed.runtime import Runtime
@@ -25,7 +26,7 @@ from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
 from finetune.engine.microbatch import Microbatch
 from finetune.errors import FinetuneError, RunFailedError
 from finetune.fallbacks import Fallback
-from finetune.inference.evaluation import run_test_phase
+from finetune.inference.evaluation import Dialogues, measure_answers, run_test_phase
 from finetune.inference.losses import LossSums, sum_losses
 from finetune.inference.scores import Comparison, show_comparison
 from finetune.model.base import checkpoint_gradients, longrope_boundary
@@ -52,6 +53,7 @@ from finetune.training.profiling import StepProfiler
 from finetune.training.resume import at_its_place
 from finetune.training.step import StepResult, StepTooLargeError, train_step
 from finetune.training.summary import show_summary
+from finetune.training.validating import Criteria, Validated, check_metrics, refuse_rows_without_answers
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +100,7 @@ class Trainer:
         CheckpointError: the run's folder cannot be used.
     """
 
-    objective: ClassVar[Literal["sft", "dpo"]] = "sft"
+    objectives: ClassVar[tuple[str, ...]] = ("sft",)
 
     def __init__(
         self,
@@ -120,7 +122,10 @@ class Trainer:
         self._data_wait_seconds = 0.0
         self._last_loss = math.nan
         self._last_validation: LossSums | None = None
-        check_fit(config, model, splits, trainer=type(self).__name__, objective=self.objective)
+        self._metrics = check_metrics(config, self.figures_of(config))
+        if splits.validation is not None:
+            refuse_rows_without_answers(config, splits.validation.kind)
+        check_fit(config, model, splits, trainer=type(self).__name__, objectives=self.objectives)
         agree_on_tokens(model, tokenizer)
         runtime.agree_set_up()
         runtime.refuse_differences("the data", "/".join(split.fingerprint for split in named_splits(splits).values()))
@@ -139,7 +144,7 @@ class Trainer:
             runtime.place(model)
         if config.training.neftune_alpha:
             add_embedding_noise(model, config.training.neftune_alpha)
-        self._collate = self.collation_of(agree_on_forward(runtime, config.training, model).collate)
+        self._collate = self.collation_of(config, agree_on_forward(runtime, config.training, model).collate)
         self._measured = model
         """The model whose memory is measured, on copies of it: a sharded one cannot be copied."""
         if runtime.shard_size is not None:
@@ -174,8 +179,15 @@ class Trainer:
         return partial(summed_cross_entropy, choices=choices)
 
     @staticmethod
-    def collation_of(collate: Collate) -> Any:
+    def figures_of(config: Config) -> tuple[str, ...]:
+        """Return the names of the figures that a validation measures beside loss and `validation.metrics`."""
+        del config  # this loss has none
+        return ()
+
+    @staticmethod
+    def collation_of(config: Config, collate: Collate) -> Any:
         """Return the collate function for the loaders, given the one for plain rows."""
+        del config  # rows are plain here
         return collate
 
     def prepare_dataloaders(self) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:
@@ -232,7 +244,7 @@ class Trainer:
                     agree_to_stop=runtime.broadcast_from_main,
                 ),
                 patience=config.early_stopping.patience,
-                min_delta=config.early_stopping.min_delta,
+                criteria=Criteria.of(config),
                 max_skipped_steps=config.training.max_skipped_steps if config.training.on_nonfinite == "skip" else 0,
             )
         runtime.at("saving", end.state.step)
@@ -452,17 +464,46 @@ class Trainer:
         if profile is not None and self.journal is not None:
             self.journal.profile(profile)
 
-    def _validate(self, loader: EvaluationLoader, state: TrainerState) -> float | None:
-        """Validate and return the loss; None, and nothing is recorded, if a rank was told to stop. Collective."""
+    def _validate(self, loader: EvaluationLoader, state: TrainerState) -> Validated | None:
+        """Validate and return the figures; None, and nothing is recorded, if a rank was told to stop. Collective."""
         self.runtime.at("evaluation", state.step)
         sums = LossSums(*self.runtime.sum(self.measure(loader)))
         if sums.num_cut_short:
             return None
         self._last_validation = sums
         _log.info("Validation: loss=%.3f ± %.3f", sums.loss, sums.standard_error)
+        if self._metrics and not self._measure_answers(state):
+            return None
         if self.journal is not None:
             self.journal.validation(state, sums, figures=self.validation_figures)
-        return sums.loss
+        return Validated(sums.loss, self.validation_figures)
+
+    def _measure_answers(self, state: TrainerState) -> bool:
+        """Measure generated answers on the sample of the validation split; False if told to stop. Collective."""
+        self.runtime.at("evaluation", state.step)  # begins the time limit anew
+        section = self.config.validation
+        found = measure_answers(
+            self.runtime,
+            self.model,
+            self.tokenizer,
+            self._sample,
+            metrics=self._metrics,
+            max_new_tokens=section.max_new_tokens,
+            batch_size=section.batch_size,
+        )
+        if found is None:
+            return False
+        self.validation_figures = found
+        _log.info("Validation: %s", ", ".join(f"{name}={mean:.3f}" for name, mean in found.items()))
+        return True
+
+    @cached_property
+    def _sample(self) -> Dialogues:
+        """The rows that validations answer: a function of the split and its seed alone."""
+        rows, config = self.splits.validation, self.config
+        assert rows is not None
+        chosen = sorted(shuffled(len(rows), config.data.split_seed)[: config.validation.num_samples])
+        return Dialogues(rows.select(chosen), self.tokenizer)
 
     def _save(self, state: TrainerState, optimizer: torch.optim.Optimizer) -> None:
         runtime, folder = self.runtime, RunFolder(self.config.output_dir)
@@ -492,3 +533,5 @@ class Trainer:
         )
         if published is not None:
             journal.result |= {"step": state.step, "best_step": published, "best_loss": state.best_loss}
+            if state.best_value is not None:
+                journal.result |= {"best_metric": self.config.checkpoint.best_metric, "best_value": state.best_value}

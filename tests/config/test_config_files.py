@@ -22,18 +22,21 @@ SHIPPED = {
         "debug",
         "finetune_dora",
         "finetune_full",
+        "finetune_kto",
         "finetune_lora",
         "finetune_lora_plus",
         "finetune_neftune",
         "finetune_new_tokens",
+        "finetune_orpo",
         "finetune_pissa",
         "finetune_preferences",
         "finetune_qlora",
         "finetune_rslora",
+        "finetune_simpo",
     ],
     "parallel": ["auto", "ddp", "sharded", "sharded_by_node", "single"],
 }
-NUM_FILES = 36
+NUM_FILES = 39
 
 LOADER_KEYS = "batch_size num_workers pin_memory prefetch_factor drop_last"
 KEYS = {
@@ -49,11 +52,11 @@ KEYS = {
     "training": f"{LOADER_KEYS} method objective max_steps num_epochs global_batch_size max_tokens_per_microbatch "
     "packing share_prefixes kernels fused neftune_alpha precision gradient_checkpointing device deterministic debug "
     "log_every profile report_to on_nonfinite max_skipped_steps",
-    "preference": "beta",
-    "validation": f"{LOADER_KEYS} validate_every",
+    "preference": "beta gamma desirable_weight undesirable_weight",
+    "validation": f"{LOADER_KEYS} validate_every metrics metrics_from num_samples max_new_tokens",
     "testing": f"{LOADER_KEYS} metrics compare_base max_new_tokens num_samples",
-    "early_stopping": "patience min_delta",
-    "checkpoint": "save_every save_every_epochs save_total_limit background on_disk_failure",
+    "early_stopping": "patience min_delta metric",
+    "checkpoint": "save_every save_every_epochs save_total_limit best_metric background on_disk_failure",
 }
 
 

@@ -33,10 +33,10 @@ def test_each_row_is_seen_exactly_once_per_epoch(global_batch_size, batch_size, 
     rule = rule_of(global_batch_size=global_batch_size, batch_size=batch_size)
     steps = steps_of_all_ranks(rule, world_size)
     assert len(steps) == rule.steps_per_epoch == -(-37 // global_batch_size)
-    rows = [row for step in steps for _, rows in step for row in rows]
+    rows = [row for step in steps for _, rows, _ in step for row in rows]
     assert sorted(rows) == list(range(37))
-    assert all(len(rows) <= batch_size for step in steps for _, rows in step)
-    sizes = [sum(len(rows) for _, rows in step) for step in steps]
+    assert all(len(rows) <= batch_size for step in steps for _, rows, _ in step)
+    sizes = [sum(len(rows) for _, rows, _ in step) for step in steps]
     assert sizes[:-1] == [global_batch_size] * (len(steps) - 1)
 
 
@@ -65,17 +65,17 @@ def test_drop_last_leaves_out_only_a_batch_that_is_not_full():
     assert rule_of(37, drop_last=True).steps_per_epoch == 4
     assert rule_of(40, drop_last=True).steps_per_epoch == rule_of(40).steps_per_epoch == 5
     assert rule_of(7, drop_last=True).steps_per_epoch == 0
-    seen = [row for step in steps_of_all_ranks(rule_of(37, drop_last=True), 2) for _, rows in step for row in rows]
+    seen = [row for step in steps_of_all_ranks(rule_of(37, drop_last=True), 2) for _, rows, _ in step for row in rows]
     assert len(seen) == len(set(seen)) == 32
 
 
 def test_a_micro_batch_holds_at_most_max_tokens_with_its_padding():
     rule = rule_of(max_tokens=100, batch_size=8)
     for step in steps_of_all_ranks(rule, 1):
-        for _, rows in step:
+        for _, rows, _ in step:
             padded = max(rule.lengths[row] for row in rows) * len(rows)
             assert padded <= 100 or len(rows) == 1
-    sizes = {len(rows) for step in steps_of_all_ranks(rule, 1) for _, rows in step}
+    sizes = {len(rows) for step in steps_of_all_ranks(rule, 1) for _, rows, _ in step}
     assert max(sizes) > 1
 
 
@@ -86,7 +86,7 @@ def test_a_row_longer_than_max_tokens_is_alone_and_not_lost():
 
 def test_rows_on_both_sides_of_the_boundary_never_meet():
     rule = rule_of(boundary=30, batch_size=8)
-    sides = [{rule.lengths[row] <= 30 for row in rows} for step in steps_of_all_ranks(rule, 1) for _, rows in step]
+    sides = [{rule.lengths[row] <= 30 for row in rows} for step in steps_of_all_ranks(rule, 1) for _, rows, _ in step]
     assert all(len(side) == 1 for side in sides)
     assert {True} in sides
     assert {False} in sides

@@ -183,7 +183,7 @@ def encode():
     print("encoding", flush=True)
     time.sleep(float(sys.argv[2]))
     one = torch.zeros(1, dtype=torch.int32)
-    return EncodedRows(one, one.bool(), torch.tensor([0, 1]), torch.tensor([1]), one.bool(), torch.tensor([0]))
+    return EncodedRows(one, one.bool(), torch.arange(2), one.long() * 0 + 1, one.bool(), one.long() * 0, one.bool())
 
 rows = load_or_encode(Path(sys.argv[1]), "0" * 64, encode, Fallbacks(strict=True), "rows")
 print("rows", len(rows.token_ids), flush=True)
@@ -216,7 +216,9 @@ def test_a_process_killed_while_encoding_leaves_the_work_to_the_next(tmp_path: P
     killed.kill()
     killed.communicate()
     one = torch.ones(1, dtype=torch.int32)
-    made = EncodedRows(one, one.bool(), torch.tensor([0, 1]), torch.tensor([1]), one.bool(), torch.tensor([0]))
+    made = EncodedRows(
+        one, one.bool(), torch.tensor([0, 1]), torch.tensor([1]), one.bool(), torch.tensor([0]), one.bool()
+    )
     rows = load_or_encode(tmp_path / "cache", "0" * 64, lambda: made, Fallbacks(strict=True), "rows")
     assert rows.token_ids.tolist() == [1]
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".safetensors"]

@@ -18,6 +18,7 @@ from finetune.data.batches import TrainLoader, packer, pad
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
+from finetune.data.labelled import encode_labelled
 from finetune.data.preferences import encode_preferences
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
@@ -201,7 +202,20 @@ def test_a_bad_conversation_counts_once(encode: Callable[..., EncodedExamples]) 
         encode(rows)
 
 
+def test_the_answers_of_a_conversation_are_packed_or_refused(encode: Callable[..., EncodedExamples]) -> None:
+    examples = encode([conversation(3, seed=0)])
+    with pytest.raises(ConfigError, match=r"training\.packing is false, but data\.train_on=each_turn packs"):
+        rule_of(examples, packing="false")
+    assert rule_of(encode([conversation(1, seed=0)]), packing="false").num_examples == 1
+
+
+def test_labelled_answers_have_no_turns(make_section: Make, write_jsonl: Write) -> None:
+    rows = [{"prompt": f"{number}?", "completion": "yes", "label": True} for number in range(3)]
+    with pytest.raises(ConfigError, match="a row of preferences has one answer"):
+        encode_labelled(make_section(path=write_jsonl(rows), train_on="each_turn"), tiny_tokenizer())
+
+
 def test_pairs_have_no_turns(make_section: Make, write_jsonl: Write) -> None:
     path = write_jsonl([json.dumps({"prompt": "Hi", "chosen": "yes", "rejected": "no"})])
-    with pytest.raises(ConfigError, match=r"data.train_on is each_turn, but a pair of answers"):
+    with pytest.raises(ConfigError, match=r"data.train_on is each_turn, but a row of preferences"):
         encode_preferences(make_section(path=path, train_on="each_turn"), tiny_tokenizer())

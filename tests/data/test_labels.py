@@ -24,7 +24,8 @@ from tests.tiny_runs import MODEL_VOCABULARY
 
 ADVICE = (
     "Supervised training and preference pairs do not use labels: answers marked false would be learned like the "
-    "others. Remove these rows and the column label, or set data.columns.label=none to use every row whatever its "
+    "others. Set training.objective=kto to learn from both, remove these rows and the column label, or "
+    "set data.columns.label=none to use every row whatever its "
     "label."
 )
 NOTE = "label (label is 0 or 1, which is not read as bad or good: every row is used)"

@@ -12,7 +12,7 @@ from transformers import GPT2Config
 
 from finetune.cli.plan import plan_from_words
 from finetune.config.compose import load_config
-from finetune.config.schema import LoraSection
+from finetune.config.schema import LoraSection, PreferenceSection
 from finetune.data.encode import encode_examples
 from finetune.data.examples import load_examples
 from finetune.diagnose.plan import find_largest, make_plan
@@ -28,12 +28,15 @@ from finetune.model.base import build_base_model, build_tokenizer, checkpoint_gr
 from finetune.model.lora import add_lora
 from finetune.training.memory_trace import Allocations, _choices_on
 from finetune.training.preference import PreferenceMicrobatch, summed_preferences
+from finetune.training.preference_losses import PreferenceLoss
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
 from tests.tiny_models import LLAMA_KIN, PHI3_SIZES, build_tiny, tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY, write_base, write_rows
 
 pytestmark = pytest.mark.trains
+
+DPO = PreferenceLoss("dpo", PreferenceSection())
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +302,7 @@ def test_the_time_of_preferences_counts_their_reference():
     answers[:, 1:] = True
     rows = PaddedMicrobatch(input_ids=ids, is_target=answers, num_tokens=40, num_targets=36)
     with FlopCounterMode(display=False) as counter:
-        summed_preferences(model, PreferenceMicrobatch(rows=rows), beta=0.1)[0].backward()
+        summed_preferences(model, PreferenceMicrobatch(rows=rows, num_tokens=0), loss=DPO)[0].backward()
     counts = counter.get_flop_counts()["Global"]
     products = sum(number for of, number in counts.items() if of in (torch.ops.aten.mm, torch.ops.aten.addmm))
     options = {"num_targets": 36, "is_checkpointing": False, "has_reference": True}

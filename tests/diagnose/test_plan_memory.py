@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config
 
-from finetune.config.schema import LoraSection, OptimSection
+from finetune.config.schema import LoraSection, OptimSection, PreferenceSection
 from finetune.data.batches import packer, pad
 from finetune.data.encoded import EncodedExample
 from finetune.data.preferences import EncodedPair
@@ -22,6 +22,7 @@ from finetune.model.lora import add_lora
 from finetune.training.memory_need import OptimizerNeed, optimizer_need, predict_peak
 from finetune.training.optim import build_optimizer
 from finetune.training.preference import put_pairs_together, summed_preferences
+from finetune.training.preference_losses import PreferenceLoss
 from tests.diagnose.error_table import WRITE, cases_of_page, record_error
 from tests.diagnose.measured import held_by, peak_of
 from tests.model.variants import VARIANTS
@@ -55,6 +56,8 @@ CONFIGS = {
     ),
 }
 
+DPO = PreferenceLoss("dpo", PreferenceSection())
+
 
 def rows(number: int = 6, *, shared: int = 0, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Random rows, about a third of whose tokens carry loss; perhaps with a beginning in common."""
@@ -87,7 +90,7 @@ def prepare(model, method: str, *, checkpointed: bool, dropout: float = 0.0):
 
 def dpo(choices):
     """The loss of pairs."""
-    return partial(summed_preferences, beta=0.1, choices=choices)
+    return partial(summed_preferences, loss=DPO, choices=choices)
 
 
 def measure(model, optimizer, microbatch, *, number: int = 1, loss_of=sft) -> int:

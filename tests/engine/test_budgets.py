@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoModelForCausalLM, Phi3Config, PretrainedConfig, Qwen3Config
 
 from finetune.config.schema import Config, LoraSection, ModelSection
+from finetune.data.encoded import EncodedExample
+from finetune.data.preferences import EncodedPair
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
@@ -246,6 +248,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "shared prefixes": {},
     "checkpointing": {"gradient_checkpointing": True},
     "pairs": {"objective": "dpo"},
+    "pairs without a reference": {"objective": "simpo"},
 }
 """By what is trained: the section `training`."""
 READ_ONCE = {"aten::_to_copy": 1}
@@ -268,10 +271,12 @@ def waits_of_a_step(
     """
     parallel = {"parallel": {"sharding": sharding}}
     config = Config.model_validate({"training": {"device": "cpu", "precision": "fp32", **training}, **parallel})
-    is_of_pairs = config.training.objective == "dpo"
+    is_of_pairs = config.training.objective != "sft"
     trainer = PreferenceTrainer if is_of_pairs else Trainer
     rows: list[Any] = (
-        [(SHARING_ROWS[0], SHARING_ROWS[1]), (SHARING_ROWS[2], SHARING_ROWS[3])] if is_of_pairs else SHARING_ROWS
+        [EncodedPair(*map(EncodedExample._make, SHARING_ROWS[at : at + 2])) for at in (0, 2)]
+        if is_of_pairs
+        else SHARING_ROWS
     )
     with launch(config) as runtime:
         here, there = runtime.context, torch.device(KIND, 0)
@@ -279,7 +284,7 @@ def waits_of_a_step(
         if config.training.gradient_checkpointing:
             checkpoint_gradients(model)
         optimizer = runtime.prepare_optimizer(torch.optim.AdamW(trainable_parameters(move(model))))
-        collate = trainer.collation_of(agree_on_forward(runtime, config.training, model).collate)
+        collate = trainer.collation_of(config, agree_on_forward(runtime, config.training, model).collate)
         for step in (1, 2):
             device.waits.clear()
             train_step(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.config.schema import Config, LoraSection
+from finetune.config.schema import Config, LoraSection, PreferenceSection
 from finetune.data.batches import pad
 from finetune.distributed.launch import launch
 from finetune.distributed.precision import deterministic_algorithms
@@ -24,6 +24,7 @@ from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.training.optim import trainable_parameters
 from finetune.training.preference import PreferenceMicrobatch, summed_preferences
+from finetune.training.preference_losses import PreferenceLoss
 from finetune.training.step import train_step
 from tests.engine import test_decoder as decoder_tests
 from tests.engine.fake_device import KIND, DeviceTensor, FakeDevice, move, use_there
@@ -49,6 +50,8 @@ TURNS = torch.arange(4, 24).tolist()
 ROWS = rows_of([*TURNS, 30, 31], [*TURNS, 30, 32, 33, 34], [*TURNS[:9], 40, 41], [50, 51, 52], targets=0.6)
 """Two beginnings in common, one of them within the other, and a row alone."""
 Loss = Callable[[Any, Any], torch.Tensor]
+
+DPO = PreferenceLoss("dpo", PreferenceSection())
 
 
 def adapted(family: str = "phi3", seed: int = 0, **settings: Any) -> Any:
@@ -116,8 +119,8 @@ def test_checkpointing(device: FakeDevice, dropout: float, share: bool) -> None:
 
 
 def test_pairs(device: FakeDevice) -> None:
-    pairs = PreferenceMicrobatch(rows=pack(ROWS))
-    assert_as_on_the_cpu(adapted(), partial(summed_preferences, beta=0.1), pairs)
+    pairs = PreferenceMicrobatch(rows=pack(ROWS), num_tokens=0)
+    assert_as_on_the_cpu(adapted(), partial(summed_preferences, loss=DPO), pairs)
 
 
 def test_dense_attention_for_other_devices(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +131,11 @@ def test_dense_attention_for_other_devices(device: FakeDevice, monkeypatch: pyte
 APPLE = {
     "engine": (summed_cross_entropy, pack(ROWS)),
     "own forward": (summed_cross_entropy, pad(list(tiny_examples(4)))),
-    "pairs": (partial(summed_preferences, beta=0.1), PreferenceMicrobatch(rows=pack(ROWS))),
-    "padded pairs": (partial(summed_preferences, beta=0.1), PreferenceMicrobatch(rows=pad(list(tiny_examples(4))))),
+    "pairs": (partial(summed_preferences, loss=DPO), PreferenceMicrobatch(rows=pack(ROWS), num_tokens=0)),
+    "padded pairs": (
+        partial(summed_preferences, loss=DPO),
+        PreferenceMicrobatch(rows=pad(list(tiny_examples(4))), num_tokens=0),
+    ),
 }
 
 

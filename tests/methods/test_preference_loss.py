@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from finetune import build_tokenizer, load_config
-from finetune.config.schema import LoraSection
+from finetune.config.schema import LoraSection, PreferenceSection
 from finetune.data.batches import packer, pad
 from finetune.data.encoded import EncodedExample
 from finetune.data.preferences import EncodedPair, EncodedPairs, encode_preferences
@@ -20,15 +20,16 @@ from finetune.errors import DataError
 from finetune.model.lora import add_lora
 from finetune.training.optim import trainable_parameters
 from finetune.training.preference import (
-    FIGURES,
     measure_preferences,
     put_pairs_together,
     summed_preferences,
 )
+from finetune.training.preference_losses import FIGURES, PreferenceLoss
 from tests.tiny_models import build_tiny, tiny_phi3_config, tiny_phi_config
 from tests.tiny_runs import write_base
 
 BETA = 0.4
+DPO = PreferenceLoss("dpo", PreferenceSection(beta=BETA))
 CONFIGS = {"phi3": tiny_phi3_config(sliding_window=None), "phi": tiny_phi_config()}
 COLLATIONS = {
     "shared": packer(share_prefixes=True),
@@ -89,9 +90,9 @@ def test_loss_and_gradient_are_those_of_the_paper_by_every_way(kind, way):
     expected, gradients, rewards = by_the_paper(tiny_lora(kind), pairs)
     model = tiny_lora(kind)
     batch = put_pairs_together(pairs, rows=COLLATIONS[way])
-    outcomes = measure_preferences(model, batch, beta=BETA)
+    outcomes = measure_preferences(model, batch, loss=DPO)
     torch.testing.assert_close(outcomes.losses.detach(), expected, rtol=1e-5, atol=1e-6)
-    sums = summed_preferences(model, batch, beta=BETA)
+    sums = summed_preferences(model, batch, loss=DPO)
     margins = rewards[:, 0] - rewards[:, 1]
     assert len(set((margins > 0).tolist())) == 2, "both kinds of pair are among them"
     of_the_paper = [*rewards.sum(0), margins.sum(), (margins > 0).double().sum()]
@@ -108,7 +109,7 @@ def test_loss_and_gradient_are_those_of_the_paper_by_every_way(kind, way):
 def test_an_untrained_adapter_is_its_own_reference_and_every_loss_is_log_2():
     model = add_lora(build_tiny(CONFIGS["phi3"]), LoraSection(r=2)).train()
     batch = put_pairs_together(pairs_of_ids(), rows=COLLATIONS["shared"])
-    sums = summed_preferences(model, batch, beta=BETA).detach()
+    sums = summed_preferences(model, batch, loss=DPO).detach()
     expected = torch.tensor([3 * math.log(2), 0, 0, 0, 3 * 0.5], dtype=torch.float64)
     torch.testing.assert_close(sums, expected, rtol=1e-6, atol=1e-5)
     assert model.training
@@ -120,17 +121,17 @@ def test_training_makes_the_chosen_answers_likelier_than_the_rejected_ones():
     optimizer = torch.optim.AdamW(trainable_parameters(model), lr=1e-2)
     batch = put_pairs_together(pairs_of_ids(), rows=COLLATIONS["shared"])
     for _ in range(8):
-        summed_preferences(model, batch, beta=BETA)[0].backward()
+        summed_preferences(model, batch, loss=DPO)[0].backward()
         optimizer.step()
         optimizer.zero_grad()
-    outcomes = measure_preferences(model, batch, beta=BETA)
+    outcomes = measure_preferences(model, batch, loss=DPO)
     assert (outcomes.losses < 0.3).all()
-    assert outcomes.wins.tolist() == [1, 1, 1]
+    assert outcomes.figures[3].tolist() == [1, 1, 1]
 
 
 def test_a_rank_without_pairs_adds_nothing():
     model = tiny_lora()
-    sums = summed_preferences(model, EMPTY_MICROBATCH, beta=BETA)
+    sums = summed_preferences(model, EMPTY_MICROBATCH, loss=DPO)
     assert sums.tolist() == [0.0] * (1 + len(FIGURES))
     gradients = torch.autograd.grad(sums[0], trainable_parameters(model), allow_unused=True)
     assert all(gradient is None or not gradient.any() for gradient in gradients)

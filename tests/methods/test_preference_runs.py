@@ -22,7 +22,7 @@ from finetune import (
 )
 from finetune.cli.train import train_from_words
 from finetune.errors import CheckpointError, ConfigError
-from finetune.training.preference import FIGURES
+from finetune.training.preference_losses import FIGURES
 from finetune.training.resume import _sha256
 from tests.in_process import run_finetune
 from tests.launches import REPOSITORY, run_launched
@@ -196,7 +196,7 @@ def test_evaluate_asks_for_rows_with_one_answer(trained, inputs, tmp_path):
     assert done.returncode == 2
     assert done.stdout.splitlines()[-1] == (
         f"finetune: ConfigError: {trained[0]} was trained on pairs of answers, and evaluate measures rows with one "
-        f"answer. Give such rows with data.path=FILE; `finetune report {trained[0]}` shows the rewards of the pairs."
+        f"answer. Give such rows with data.path=FILE; `finetune report {trained[0]}` shows the rewards."
     )
     rows = write_rows(tmp_path / "rows")
     done = run_finetune("evaluate", trained[0], f"data.path={rows}", "--split", "validation", "--json")

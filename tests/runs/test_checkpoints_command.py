@@ -130,7 +130,7 @@ def test_a_best_step_that_was_not_kept_is_said(folder, capsys):
     for file in folder.checkpoint(20).iterdir():
         file.unlink()
     folder.checkpoint(20).rmdir()
-    assert "The lowest validation loss, 0.4000, was at step 20, which was not kept." in listed(folder.path, capsys)
+    assert "The best validation, of step 20 (loss 0.4000), has no checkpoint any more." in listed(folder.path, capsys)
 
 
 @pytest.mark.parametrize("content", [None, b"", b'{"event": "validation", "step"', b"[]\n3\nnull\n\xff\n"])

@@ -3,14 +3,16 @@ import math
 import pytest
 
 from finetune.runs.state import TrainerState
-from finetune.training.loop import after_validation, is_patience_exhausted
+from finetune.training.loop import is_patience_exhausted
+from finetune.training.validating import Criteria, Validated, after_validation
 
 
 def after(losses, *, min_delta=0.0, patience=2):
     """The state after some validations, and whether training should stop after each."""
     state, stops = TrainerState(), []
     for step, loss in enumerate(losses, start=1):
-        state = after_validation(TrainerState(**{**state.as_record(), "step": step}), loss, min_delta=min_delta)
+        state = TrainerState(**{**state.as_record(), "step": step})
+        state = after_validation(state, Validated(loss), Criteria(min_delta=min_delta))
         stops.append(is_patience_exhausted(state, patience))
     return state, stops
 

@@ -6,6 +6,7 @@ from finetune.errors import RunFailedError
 from finetune.runs.state import TrainerState
 from finetune.training.loop import Actions, Cadence, run_loop
 from finetune.training.step import StepResult
+from finetune.training.validating import Validated
 
 
 class Recorder:
@@ -39,7 +40,7 @@ class Recorder:
         if self._is_now("cut_short_at", state.step):
             return None
         self.did.append(("validate", state.step))
-        return self._losses[state.step]
+        return Validated(self._losses[state.step])
 
     def _is_now(self, what, step):
         return step in self._happens_at.get(what, ())
@@ -54,9 +55,7 @@ class Recorder:
 
 def run(cadence, *, state=None, recorder=None, losses=None, patience=None, limit=0, **keys):
     recorder = recorder or Recorder(steps_per_epoch=cadence.steps_per_epoch, losses=losses, **keys)
-    end = run_loop(
-        state or TrainerState(), cadence, recorder.actions, patience=patience, min_delta=0.0, max_skipped_steps=limit
-    )
+    end = run_loop(state or TrainerState(), cadence, recorder.actions, patience=patience, max_skipped_steps=limit)
     recorder.is_told_to_stop = end.is_told_to_stop
     return recorder, end.state
 

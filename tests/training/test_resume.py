@@ -31,8 +31,10 @@ REFUSED = {
     "lora": "r alpha dropout target_modules rslora dora init start_from quantize new_tokens",
     "optim": "optimizer learning_rate weight_decay args schedule warmup_steps max_grad_norm lora_plus_ratio",
     "training": "method objective max_steps num_epochs drop_last precision neftune_alpha",
-    "preference": "beta",
-    "validation": "drop_last",
+    "preference": "beta gamma desirable_weight undesirable_weight",
+    "validation": "drop_last num_samples max_new_tokens",
+    "early_stopping": "metric",
+    "checkpoint": "best_metric",
 }
 """Without dropout, and with rows that are the same."""
 WITH_DROPOUT = {

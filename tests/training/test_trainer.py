@@ -307,7 +307,7 @@ def test_a_best_step_without_a_checkpoint_is_said_and_the_last_is_published(word
     weights = "adapter_model.safetensors"
     last = run / "checkpoints" / "step-000005" / weights
     assert (run / "adapter" / weights).read_bytes() == last.read_bytes()
-    assert "the best validation loss was at step 2, which has no checkpoint" in (run / "log.txt").read_text()
+    assert "the best validation was at step 2, which has no checkpoint" in (run / "log.txt").read_text()
 
 
 def test_early_stopping_ends_the_run_with_a_checkpoint(words, tmp_path, monkeypatch):

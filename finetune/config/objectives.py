@@ -1,0 +1,78 @@
+"""The losses that a run may minimise: the rows that each needs, what it is compared with, its formula and paper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """A value of `training.objective`.
+
+    Attributes:
+        name: the value.
+        title: its name in text.
+        rows: answers to learn, pairs of a chosen and a rejected answer, or answers labelled good or bad.
+        has_reference: whether the loss also needs the log-probabilities of the base, so that a step computes it too.
+        keys: the keys of the section `preference` that it reads.
+        formula: the loss of a row in words of mathematics, see docs/methods.md.
+        paper: arXiv id.
+    """
+
+    name: str
+    title: str
+    rows: Literal["answers", "pairs", "labelled"]
+    has_reference: bool = False
+    keys: tuple[str, ...] = ()
+    formula: str
+    paper: str = ""
+
+    @property
+    def row_in_words(self) -> str:
+        """What a row of a batch is called: `row` or `pair`."""
+        return "pair" if self.rows == "pairs" else "row"
+
+
+OBJECTIVES: Mapping[str, Objective] = {
+    objective.name: objective
+    for objective in (
+        Objective(name="sft", title="supervised fine-tuning", rows="answers", formula="−log p(y)"),
+        Objective(
+            name="dpo",
+            title="DPO",
+            rows="pairs",
+            has_reference=True,
+            keys=("beta",),
+            formula="−log σ(β·(r(y⁺) − r(y⁻)))",
+            paper="2305.18290",
+        ),
+        Objective(
+            name="kto",
+            title="KTO",
+            rows="labelled",
+            has_reference=True,
+            keys=("beta", "desirable_weight", "undesirable_weight"),
+            formula="good: λ⁺·(1 − σ(β·(r(y) − KL))); bad: λ⁻·(1 − σ(β·(KL − r(y))))",
+            paper="2402.01306",
+        ),
+        Objective(
+            name="orpo",
+            title="ORPO",
+            rows="pairs",
+            keys=("beta",),
+            formula="−mean log p(x, y⁺) − β·log σ(log odds(y⁺) − log odds(y⁻))",
+            paper="2403.07691",
+        ),
+        Objective(
+            name="simpo",
+            title="SimPO",
+            rows="pairs",
+            keys=("beta", "gamma"),
+            formula="−log σ(β·(mean log p(y⁺) − mean log p(y⁻)) − γ)",
+            paper="2405.14734",
+        ),
+    )
+}
+"""By the value of `training.objective`."""

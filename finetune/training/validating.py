@@ -1,0 +1,133 @@
+"""What a validation measures beside the loss, and which figure stops a run or chooses its best weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from finetune.config.keys import did_you_mean
+from finetune.errors import ConfigError, DataError
+from finetune.inference.answer_metrics import METRICS, Metric, resolve_metrics
+from finetune.runs.state import TrainerState
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+
+LOSS = "loss"
+"""The figure that every validation has. It is better if it is lower; all others are better if they are higher."""
+
+
+class Validated(NamedTuple):
+    """The figures of a validation, over all ranks."""
+
+    loss: float
+    figures: Mapping[str, float] = {}
+    """Others by name."""
+
+    def merit(self, name: str) -> float | None:
+        """Return a figure so that higher is better; None if it was not measured or is not finite."""
+        value = -self.loss if name == LOSS else self.figures.get(name)
+        return value if value is not None and math.isfinite(value) else None
+
+
+class Criteria(NamedTuple):
+    """The figures that decide."""
+
+    best: str = LOSS
+    """`checkpoint.best_metric`."""
+    stopping: str = LOSS
+    """`early_stopping.metric`."""
+    min_delta: float = 0.0
+    """The smallest improvement of `stopping` that counts, and of `best` if that is the same figure."""
+
+    @classmethod
+    def of(cls, config: Config) -> Criteria:
+        """Make the criteria of a configuration."""
+        stopping = config.early_stopping
+        return cls(best=config.checkpoint.best_metric, stopping=stopping.metric, min_delta=stopping.min_delta)
+
+
+def after_validation(state: TrainerState, found: Validated, criteria: Criteria) -> TrainerState:
+    """Return the state after one more validation. A figure that is not finite is no improvement."""
+    is_one = criteria.best == criteria.stopping
+    merit, best = found.merit(criteria.best), best_merit(state, criteria.best)
+    is_best = _improves(merit, best, criteria.min_delta if is_one else 0.0)
+    if is_best:
+        value = None if criteria.best == LOSS else merit
+        state = replace(state, best_loss=found.loss, best_step=state.step, best_value=value)
+    has_improved = is_best
+    if not is_one:
+        merit = found.merit(criteria.stopping)
+        has_improved = _improves(merit, state.stopping_merit, criteria.min_delta)
+        state = replace(state, stopping_merit=merit) if has_improved else state
+    without = 0 if has_improved else state.validations_without_improvement + 1
+    return replace(state, validated_step=state.step, validations_without_improvement=without)
+
+
+def best_merit(state: TrainerState, name: str) -> float | None:
+    """Return the merit of the best weights so far; None before the first."""
+    if name == LOSS:
+        return None if state.best_loss is None else -state.best_loss
+    return state.best_value
+
+
+def _improves(merit: float | None, best: float | None, min_delta: float) -> bool:
+    return merit is not None and (best is None or merit > best + min_delta)
+
+
+def check_metrics(config: Config, figures: Sequence[str]) -> dict[str, Metric]:
+    """Look up the metrics of validations, and refuse criteria that are not measured.
+
+    Args:
+        config: the whole run.
+        figures: what the objective measures beside the loss.
+
+    Raises:
+        ConfigError: a metric is unknown or not allowed, or a criterion is not measured; or rows are not answers.
+    """
+    wanted = config.validation.metrics
+    if wanted and config.training.objective != "sft":
+        raise ConfigError(
+            f"validation.metrics is {', '.join(wanted)} ({config.origin('validation.metrics')}), but the rows of "
+            f"training.objective={config.training.objective} have no expected answer. Remove it; early_stopping.metric "
+            f"and checkpoint.best_metric may be {' or '.join(_HIGHER_IS_BETTER)}."
+        )
+    origin = config.origin("validation.metrics_from")
+    if config.validation.metrics_from and origin != "command line":
+        modules = ", ".join(config.validation.metrics_from)
+        raise ConfigError(
+            f"validation.metrics_from is {modules} ({origin}): a metric is code that runs here, so only the command "
+            f"line may allow a module. If you trust it, add validation.metrics_from={modules} to the command."
+        )
+    metrics = resolve_metrics(wanted, config.validation.metrics_from, asked_by="validation.metrics")
+    known = (LOSS, *metrics, *(name for name in _HIGHER_IS_BETTER if name in figures))
+    for key, name in (
+        ("early_stopping.metric", config.early_stopping.metric),
+        ("checkpoint.best_metric", config.checkpoint.best_metric),
+    ):
+        if name not in known:
+            advice = f"Add validation.metrics={name}." if name in METRICS and not figures else did_you_mean(name, known)
+            raise ConfigError(
+                f"{key} is {name} ({config.origin(key)}), which this run does not measure; it measures "
+                f"{', '.join(known)}. {advice}".rstrip()
+            )
+    return metrics
+
+
+def refuse_rows_without_answers(config: Config, kind: str) -> None:
+    """Refuse to measure answers on rows of plain text.
+
+    Raises:
+        DataError: the validation split has no answers.
+    """
+    if config.validation.metrics and kind == "text":
+        raise DataError(
+            f"validation.metrics is {', '.join(config.validation.metrics)}, but the validation rows are plain text, "
+            "which has no answers. Remove it, or give rows with prompts and answers."
+        )
+
+
+_HIGHER_IS_BETTER = ("reward_accuracy", "reward_margin")
+"""Figures of preferences that may be a criterion."""

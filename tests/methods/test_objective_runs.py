@@ -1,0 +1,172 @@
+"""KTO, ORPO and SimPO as whole runs: exact on resume, one curve, and gates that say what to do."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+
+from finetune.cli.train import train_from_words
+from finetune.training.preference_losses import FIGURES, KTO_FIGURES
+from tests.in_process import run_finetune
+from tests.launches import run_launched
+from tests.methods import tiny_training
+from tests.methods.tiny_training import curve, events, record, refuse_to_differ_after_a_break, words_for
+from tests.tiny_runs import write_base
+
+pytestmark = pytest.mark.trains
+
+NAMES = ("kto", "orpo", "simpo")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Pairs in `rows`, and labelled answers in `labelled`."""
+    folder = tmp_path_factory.mktemp("inputs")
+    write_base(folder / "base")
+    rng = random.Random(0)
+    for kind in ("rows", "labelled"):
+        (folder / kind).mkdir()
+    for split, count in (("train", 18), ("validation", 5)):
+        pairs, labelled = [], []
+        for number in range(count):
+            prompt = f"{split} {number}: please send three crates of oranges to Porto by Friday?"
+            answers = ["yes " * rng.randint(1, 3), "no " * rng.randint(1, 4)]
+            pairs.append({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
+            labelled.append({"prompt": prompt, "completion": answers[number % 2], "label": number % 2 == 0})
+        for kind, rows in (("rows", pairs), ("labelled", labelled)):
+            (folder / kind / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def words(inputs, run, name):
+    rows = [f"data.path={inputs / 'labelled'}", "training.global_batch_size=8"] if name == "kto" else []
+    lora = ["lora.r=4", "optim.learning_rate=1e-2", "optim.warmup_steps=0"]
+    return [*words_for(inputs, run), f"task=finetune_{name}", *lora, *rows]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def trained(request, inputs, tmp_path_factory):
+    run = tmp_path_factory.mktemp(request.param) / "run"
+    train_from_words(words(inputs, run, request.param))
+    return request.param, run
+
+
+def test_a_run_learns_and_records_its_figures(trained):
+    name, run = trained
+    steps, validations = curve(run), events(run, "validation")
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert validations[-1]["reward_margin"] > 0
+    assert validations[-1]["reward_accuracy"] > 0.5
+    figures = KTO_FIGURES if name == "kto" else FIGURES
+    assert set(figures) <= steps[0].keys()
+    if name == "kto":
+        assert steps[0]["loss"] == pytest.approx(0.5, rel=1e-6), "an untrained adapter is the base"
+        assert all(step["kl"] >= 0 for step in steps)
+    if name == "simpo":
+        assert math.isclose(steps[0]["reward_margin"], steps[0]["chosen_reward"] - steps[0]["rejected_reward"])
+
+
+def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, monkeypatch):
+    name, run = trained
+    monkeypatch.setattr(tiny_training, "train", train_from_words)
+    refuse_to_differ_after_a_break(words(inputs, tmp_path, name), run, tmp_path / "broken")
+
+
+@pytest.mark.parametrize(
+    "other", [["training.batch_size=1", "validation.batch_size=2"], ["training.kernels=reference"]]
+)
+def test_a_run_has_one_curve_however_it_is_cut_and_computed(trained, inputs, tmp_path, other):
+    name, run = trained
+    train_from_words([*words(inputs, tmp_path / "run", name), *other])
+    refuse_to_differ(run, tmp_path / "run")
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("sync", ["flat", "ddp", "fsdp2"])
+def test_two_processes_have_the_curve_of_one(trained, inputs, tmp_path, sync):
+    name, run = trained
+    how = "parallel.sharding=fsdp2" if sync == "fsdp2" else f"parallel.gradient_sync={sync}"
+    done = run_launched("torchrun", ["-m", "finetune", "train", *words(inputs, tmp_path / "two", name), how])
+    assert done.returncode == 0, done.stdout
+    assert record(tmp_path / "two")["world_size"] == 2
+    refuse_to_differ(run, tmp_path / "two")
+
+
+def refuse_to_differ(one, other):
+    for mine, theirs in zip(curve(one), curve(other), strict=True):
+        assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-5)
+    for mine, theirs in zip(events(one, "validation"), events(other, "validation"), strict=True):
+        for figure in ("loss", *FIGURES):
+            assert theirs[figure] == pytest.approx(mine[figure], rel=1e-4, abs=1e-5), figure
+
+
+@pytest.mark.parametrize("name", [pytest.param("orpo", marks=pytest.mark.sweep), "simpo"])
+def test_without_a_reference_every_weight_may_train(inputs, tmp_path, name):
+    train_from_words([*words(inputs, tmp_path / "run", name), "training.method=full", "optim.learning_rate=1e-3"])
+    losses = [step["loss"] for step in curve(tmp_path / "run")]
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "run/adapter/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "said"),
+    [
+        (
+            "kto",
+            ["training.method=full"],
+            "training.method is full, but the reference of KTO is the base with its adapter switched off. Set "
+            "training.method=lora.",
+        ),
+        (
+            "orpo",
+            ["preference.gamma=1"],
+            "preference.gamma is 1.0 (command line), but training.objective is orpo, which does not read it: it "
+            "belongs to simpo. Remove it.",
+        ),
+    ],
+)
+def test_what_does_not_suit_an_objective_is_refused_before_anything_is_read(inputs, tmp_path, name, more, said):
+    done = run_finetune("train", *words(inputs, tmp_path / "run", name), *more)
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[-1] == f"finetune: ConfigError: {said}"
+    assert not (tmp_path / "run").exists()
+
+
+def test_pairs_are_no_labelled_rows(inputs, tmp_path):
+    done = run_finetune("train", *words(inputs, tmp_path / "run", "kto"), f"data.path={inputs / 'rows'}")
+    assert done.returncode == 2
+    assert "no column completion; it has prompt, chosen, rejected" in done.stdout
+
+
+def test_a_label_is_true_or_false_in_any_spelling_and_nothing_else(inputs, tmp_path):
+    rows = [{"prompt": f"a{n}", "completion": "b", "label": label} for n, label in enumerate(("True", 0, "maybe"))]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run_finetune("train", *words(inputs, tmp_path / "run", "kto"), f"data.path={tmp_path / 'rows.jsonl'}")
+    assert done.returncode == 2
+    assert "rows.jsonl:3: label is 'maybe'; expected true for a good answer or false for a bad one" in done.stdout
+    assert "rows.jsonl:2" not in done.stdout
+
+
+def test_weights_that_are_far_apart_are_warned_about(inputs, tmp_path):
+    few = ["training.max_steps=1", "preference.desirable_weight=3"]
+    done = run_finetune("train", *words(inputs, tmp_path / "run", "kto"), *few)
+    assert done.returncode == 0, done.stdout
+    assert "the 9 good answers have a weight of 27 in the loss and the 9 bad ones 9" in done.stdout
+
+
+def test_a_preview_shows_the_labels(inputs):
+    done = run_finetune("preview", *words(inputs, inputs / "run", "kto"), "--rows", "2")
+    assert done.returncode == 0, done.stdout
+    assert "labelled as a good answer" in done.stdout
+    assert "labelled as a bad answer" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["kto", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("orpo", "simpo"))])
+def test_a_plan_runs_the_loss_of_the_run(inputs, name):
+    done = run_finetune("plan", *words(inputs, inputs / "run", name))
+    assert done.returncode == 0, done.stdout
+    assert f"on preferences ({ {'kto': 'KTO', 'orpo': 'ORPO', 'simpo': 'SimPO'}[name] })" in done.stdout
+    assert f"18 {'rows' if name == 'kto' else 'pairs'}" in done.stdout

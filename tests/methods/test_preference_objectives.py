@@ -1,0 +1,260 @@
+"""KTO, ORPO and SimPO: loss and gradient are TRL's in fp32, by every way, and functions of the global batch alone."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections import defaultdict
+from functools import cache, partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from finetune import launch
+from finetune.config.objectives import OBJECTIVES
+from finetune.config.schema import Config, PreferenceSection
+from finetune.data.batches import pad
+from finetune.data.encoded import EncodedExamples
+from finetune.data.labelled import EncodedLabelled, LabelledExample
+from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.microbatch import EMPTY_MICROBATCH
+from finetune.training.optim import trainable_parameters
+from finetune.training.preference import (
+    put_labelled_together,
+    put_pairs_together,
+    sum_before_step,
+    summed_preferences,
+    tell_whole,
+)
+from finetune.training.preference_losses import PreferenceLoss, RowNats, Whole
+from tests.methods.test_preference_loss import COLLATIONS, pairs_of_ids, tiny_lora
+
+SECTIONS = {
+    "dpo": PreferenceSection(beta=0.4),
+    "kto": PreferenceSection(beta=0.4, desirable_weight=1.5, undesirable_weight=0.75),
+    "orpo": PreferenceSection(beta=0.3),
+    "simpo": PreferenceSection(beta=2.0, gamma=0.7),
+}
+LABELS = (True, False, True, True, False)
+
+
+def loss_of(name):
+    return PreferenceLoss(name, SECTIONS[name])
+
+
+@cache
+def weights_that_like_strangers():
+    """Adapter weights with a KL above 0."""
+    model = tiny_lora()
+    strangers = pad([labelled()[row].stranger for row in range(len(LABELS))])
+    optimizer = torch.optim.AdamW(trainable_parameters(model), lr=3e-2)
+    for _ in range(10):
+        summed_cross_entropy(model, strangers).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [weight.detach().clone() for weight in trainable_parameters(model)]
+
+
+def adapted():
+    model = tiny_lora()
+    for weight, liking in zip(trainable_parameters(model), weights_that_like_strangers(), strict=True):
+        weight.data.copy_(liking)
+    return model
+
+
+def labelled():
+    """Five rows with four different prompts, some of them long enough to be shared."""
+    pairs = pairs_of_ids()
+    sides = [pairs[0].chosen, pairs[0].rejected, pairs[1].chosen, pairs[2].chosen, pairs[2].rejected]
+    rows = EncodedExamples.from_rows([(ids.tolist(), marks.tolist()) for ids, marks in sides], end_id=2)
+    rows.rows = rows.rows._replace(is_good=torch.tensor(LABELS))
+    return EncodedLabelled(rows, "rows", max_length=64)
+
+
+def whole_batch(name):
+    """The rows of a global batch."""
+    return [labelled()[row] for row in range(len(LABELS))] if name == "kto" else pairs_of_ids()
+
+
+def collation(name, way):
+    if name == "kto":
+        return partial(put_labelled_together, rows=COLLATIONS[way])
+    return partial(put_pairs_together, rows=COLLATIONS[way], learns_prompt=name == "orpo")
+
+
+def ours(name, model, cuts, way="shared"):
+    """Loss and gradient of a global batch that is cut into micro-batches, as a step computes them."""
+    loss = loss_of(name)
+    microbatches = [collation(name, way)(rows) for rows in cuts]
+    config = Config.model_validate({"training": {"device": "cpu", "precision": "fp32"}})
+    with launch(config) as runtime:
+        whole = sum_before_step(runtime, model, microbatches, loss=loss)
+    told = [tell_whole(microbatch, whole) for microbatch in microbatches]
+    sums = torch.stack([summed_preferences(model, microbatch, loss=loss) for microbatch in told]).sum(0)
+    mean = sums / sum(microbatch.num_targets for microbatch in told)
+    return mean, torch.autograd.grad(mean[0], trainable_parameters(model))
+
+
+def padded(rows):
+    """Ids, attention mask and completion mask of rows, padded on the right."""
+    batch = pad(rows)
+    lengths = torch.tensor([len(row.input_ids) for row in rows])
+    attention = (torch.arange(batch.input_ids.shape[1]) < lengths[:, None]).long()
+    return batch.input_ids, attention, batch.is_target.long()
+
+
+def trl_trainer(path, **settings):
+    """One of TRL's trainers with the settings that its loss reads, without its data and its training."""
+    module, _, name = path.rpartition(".")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kind = getattr(importlib.import_module(module), name)
+    trainer = object.__new__(kind)
+    vars(trainer).update(accelerator=Accelerator(cpu=True), aux_loss_enabled=False, **settings)
+    return trainer
+
+
+def trl_pairs(path, model, **settings):
+    pairs = pairs_of_ids()
+    inputs = {}
+    for side in ("chosen", "rejected"):
+        ids, attention, completion = padded([getattr(pair, side) for pair in pairs])
+        labels = ids.masked_fill(completion == 0, -100)
+        inputs |= {f"{side}_input_ids": ids, f"{side}_attention_mask": attention, f"{side}_labels": labels}
+    trainer = trl_trainer(path, is_encoder_decoder=False, padding_value=0, pad_token_id=0, **settings)
+    return trainer.get_batch_loss_metrics(model, inputs)
+
+
+def trl_orpo(model):
+    return trl_pairs("trl.experimental.orpo.ORPOTrainer", model, beta=0.3)
+
+
+def trl_simpo(model):
+    settings = {"beta": 2.0, "simpo_gamma": 0.7, "cpo_alpha": 0.0, "alpha": 0.0, "label_smoothing": 0.0}
+    return trl_pairs("trl.experimental.cpo.CPOTrainer", model, loss_type="simpo", **settings)
+
+
+def trl_kto(model):
+    rows = [labelled()[row] for row in range(len(LABELS))]
+    inputs = {"label": torch.tensor(LABELS)}
+    for prefix, of_kind in (("", [row.answer for row in rows]), ("KL_", [row.stranger for row in rows])):
+        ids, attention, completion = padded(of_kind)
+        inputs |= {f"{prefix}input_ids": ids, f"{prefix}attention_mask": attention}
+        inputs[f"{prefix}completion_mask"] = completion
+    trainer = trl_trainer(
+        "trl.KTOTrainer",
+        model=model,
+        ref_model=None,
+        beta=0.4,
+        desirable_weight=1.5,
+        undesirable_weight=0.75,
+        loss_type="kto",
+        calculate_KL=True,
+        precompute_ref_logps=False,
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    outputs = ("log_probs", "entropy", "mean_logits")
+    importlib.import_module("trl.trainer.utils").add_fused_lm_head(model.get_base_model(), outputs=outputs)
+    with warnings.catch_warnings():  # TRL asks transformers for an attribute with a new name
+        warnings.simplefilter("ignore", FutureWarning)
+        loss = trainer._compute_loss(model, inputs, return_outputs=False)
+    return loss, {name: values[-1] for name, values in trainer._metrics["train"].items()}
+
+
+ORACLES = {"kto": trl_kto, "orpo": trl_orpo, "simpo": trl_simpo}
+
+
+@pytest.mark.parametrize("way", COLLATIONS)
+@pytest.mark.parametrize("name", ORACLES)
+def test_loss_gradient_and_rewards_are_those_of_trl(name, way):
+    pytest.importorskip("trl")
+    model = adapted()
+    expected, metrics = ORACLES[name](model)
+    gradients = torch.autograd.grad(expected, trainable_parameters(model))
+    mean, found = ours(name, adapted(), [whole_batch(name)], way)
+    torch.testing.assert_close(mean[0].detach().float(), expected.detach(), rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(found, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-4, atol=2e-5)
+    assert max(gradient.abs().max() for gradient in found) > 1e-3
+    figures = dict(zip(loss_of(name).figures, mean[1:].tolist(), strict=True))
+    assert figures["chosen_reward"] == pytest.approx(metrics["rewards/chosen"], rel=1e-5, abs=1e-6)
+    assert figures["rejected_reward"] == pytest.approx(metrics["rewards/rejected"], rel=1e-5, abs=1e-6)
+    assert figures["reward_margin"] == pytest.approx(metrics["rewards/margins"], rel=1e-4, abs=1e-6)
+    if name == "kto":
+        assert figures["kl"] == pytest.approx(metrics["kl"], rel=1e-5)
+        assert figures["kl"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "sft"])
+def test_a_global_batch_has_the_same_loss_and_gradient_however_it_is_cut(name):
+    rows = whole_batch(name)
+    one, gradients = ours(name, adapted(), [rows])
+    each, others = ours(name, adapted(), [[row] for row in reversed(rows)])
+    torch.testing.assert_close(each.detach(), one.detach(), rtol=1e-6, atol=1e-6)
+    for mine, theirs in zip(others, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["kto", "orpo", "simpo"])
+def test_a_rank_without_rows_adds_nothing(name):
+    model = tiny_lora()
+    sums = summed_preferences(model, EMPTY_MICROBATCH, loss=loss_of(name))
+    assert not sums.any()
+    config = Config.model_validate({"training": {"device": "cpu", "precision": "fp32"}})
+    with launch(config) as runtime:
+        assert not any(sum_before_step(runtime, model, [EMPTY_MICROBATCH], loss=loss_of(name)))
+    assert tell_whole(EMPTY_MICROBATCH, [1.0] * len(Whole._fields)) is EMPTY_MICROBATCH
+    sums[0].backward()
+
+
+def test_the_answers_of_a_pair_and_the_prompt_that_orpo_learns_share_what_they_begin_with():
+    pairs = pairs_of_ids()
+    answers = sum(len(side.input_ids) - 20 for pair in pairs for side in pair)
+    for name in ("dpo", "orpo", "simpo"):
+        batch = collation(name, "shared")(pairs)
+        assert batch.num_computed == 3 * 20 + answers, name
+        assert batch.num_tokens == 6 * 20 + answers
+        assert (batch.num_rows, batch.num_targets) == (3, 3)
+
+
+def test_a_stranger_is_a_prompt_with_the_answer_of_the_row_before_it():
+    rows = labelled()
+    row = rows[3, 1]
+    assert isinstance(row, LabelledExample)
+    assert row.answer.input_ids.tolist() == rows.answers[3].input_ids.tolist()
+    assert row.stranger.input_ids.tolist() == [
+        *rows.answers[3].input_ids[:20].tolist(),
+        *rows.answers[1].input_ids[20:].tolist(),
+    ]
+    assert row.stranger.is_target.tolist() == [False] * 20 + [True] * 5
+    assert rows[0].stranger.input_ids[20:].tolist() == rows.answers[4].input_ids[20:].tolist()
+    assert [rows[index].is_good for index in range(5)] == list(LABELS)
+    assert rows.longest_stranger == 26
+    short = EncodedLabelled(rows.answers, "rows", max_length=22)
+    assert len(short[3, 1].stranger.input_ids) == short.longest_stranger == 22
+
+
+def test_rewards_are_means_over_good_and_over_bad_answers_or_missing():
+    nats, reference = torch.tensor([[1.0, 2.0, 4.0], [2.0, 5.0, 3.0]], dtype=torch.float64)
+    rows = RowNats(nats, reference, torch.ones(3), torch.tensor([True, True, False]), Whole(3, 0, 2, 1.5))
+    sums = loss_of("kto")(rows).sums() / 3
+    assert sums[1:].tolist() == pytest.approx([0.4 * 2, 0.4 * -1, 0.4 * 3, 1, 0.5])
+    only_good = rows._replace(is_good=torch.ones(3, dtype=torch.bool), whole=Whole(3, 0, 3, -9.0))
+    figures = (loss_of("kto")(only_good).sums() / 3).tolist()
+    assert figures[1] == pytest.approx(0.4 * 1)
+    assert [str(value) for value in figures[2:4]] == ["nan", "nan"]
+    assert figures[5] == 0.0, "KL is never negative"
+
+
+def test_an_answer_that_is_certain_has_finite_odds_and_gradients():
+    nats = torch.tensor([0.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
+    rows = RowNats(nats, None, torch.tensor([2.0, 2.0, 0.0], dtype=torch.float64), None, Whole(1, 5, 0, 0))
+    losses = loss_of("orpo")(rows).losses
+    (gradient,) = torch.autograd.grad(losses.sum(), nats)
+    assert losses.isfinite().all()
+    assert gradient.isfinite().all()
