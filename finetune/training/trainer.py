@@ -122,10 +122,10 @@ class Trainer:
         self._data_wait_seconds = 0.0
         self._last_loss = math.nan
         self._last_validation: LossSums | None = None
+        check_fit(config, model, splits, trainer=type(self).__name__, objectives=self.objectives)
         self._metrics = check_metrics(config, self.figures_of(config))
         if splits.validation is not None:
             refuse_rows_without_answers(config, splits.validation.kind)
-        check_fit(config, model, splits, trainer=type(self).__name__, objectives=self.objectives)
         agree_on_tokens(model, tokenizer)
         runtime.agree_set_up()
         runtime.refuse_differences("the data", "/".join(split.fingerprint for split in named_splits(splits).values()))

@@ -139,14 +139,14 @@ def test_the_smallest_number_that_fits_is_found_and_advised(capsys):
     assert needs == sorted(needs, reverse=True)
     assert needs[0] == found.needed
     assert [need.fits for need in found.in_shards] == [need <= found.device.memory for need in needs]
-    assert (found.fits, found.fewest_shards) == (False, 4)
+    assert (found.fits, found.fewest_shards) == (False, 2)
     (told,) = [finding for finding in found.findings if finding.area == "Memory"]
-    assert "parallel.sharding=fsdp2 with 4 processes or more" in told.fix
+    assert "parallel.sharding=fsdp2 with 2 processes or more" in told.fix
     show_plan(found, Console())
-    assert "in 8; it fits in 4" in " ".join(capsys.readouterr().out.split())
+    assert "in 8; it fits in 2" in " ".join(capsys.readouterr().out.split())
     record = found.as_record()
-    assert record["fewest_shards"] == 4
-    assert record["in_shards"][2] == {"shards": 4, "needed": needs[2], "fits": True}
+    assert record["fewest_shards"] == 2
+    assert record["in_shards"][1] == {"shards": 2, "needed": needs[1], "fits": True}
 
 
 @pytest.mark.slow

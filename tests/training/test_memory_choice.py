@@ -131,7 +131,7 @@ def bytes_of_step(
 ) -> int:
     rows = longest_rows("sft", num_rows, length)
     microbatch = (collate or packer(share_prefixes=True))([rows[index] for index in range(num_rows)])
-    how = {"kind": kind, "is_bf16": kind == "cuda", "accumulates": True}
+    how = {"kind": kind, "is_bf16": kind == "cuda", "accumulates": True, "is_fused": kind == "cuda"}
     peak = predict_peak(memory_choice.copy_without_data(model), microbatch, optimizer, loss_of, **how)  # type: ignore[arg-type]
     return peak.total - peak.parts["weights"] - peak.parts["adapter"]
 
