@@ -23,16 +23,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.data.cells import BadRowError
 from finetune.data.formats import Example
 from finetune.data.templates import AnswerTokens, TokenisedRow, TrainOn, digest_tokenizer, encode_batch
 from finetune.errors import DataError
 from finetune.threads import num_cores
-
-if TYPE_CHECKING:
-    pass
 
 _log = logging.getLogger(__name__)
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from finetune.engine.attention import attention, choose_kernel, dense_attention
-from finetune.engine.attention_cuda import why_not_varlen
+from finetune.engine.attention_cuda import EQUAL_ROWS_MULTIPLE, why_not_varlen
 from finetune.engine.layout import dense_mask, pack
-from tests.engine.prefix_rows import random_rows
+from tests.engine.prefix_rows import random_rows, rows_of
 
 pytestmark = pytest.mark.trains
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 ROWS = random_rows(4, longest=150)
+EQUAL_ROWS = rows_of(*([*range(EQUAL_ROWS_MULTIPLE)] for _ in range(3)))
+"""In bf16 without a window they go to cuDNN as a batch."""
 
 
 def test_cuda_has_flash_attention_in_16_bits(device: torch.device, only_on_cuda: None) -> None:
@@ -36,10 +40,9 @@ def test_cuda_has_flash_attention_in_16_bits(device: torch.device, only_on_cuda:
 def test_outputs_and_gradients(
     device: torch.device, dtype: torch.dtype, head_dim: int, heads: tuple[int, int], window: int | None
 ) -> None:
-    packed = pack(ROWS)
     generator = torch.Generator().manual_seed(0)
-    there = packed.to(device)
-    for queries in (None, packed.positions):
+    for packed, has_own_queries in product((pack(ROWS), pack(EQUAL_ROWS, share_prefixes=False)), (False, True)):
+        there, queries = packed.to(device), packed.positions if has_own_queries else None
         rows = packed.num_computed if queries is None else len(queries)
         sizes = ((rows, heads[0]), (packed.num_computed, heads[1]), (packed.num_computed, heads[1]))
         exact = [
