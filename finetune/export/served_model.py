@@ -1,0 +1,42 @@
+"""A model in the runtime that serves it: what `finetune verify` asks of each runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+Turns = Sequence[Mapping[str, str]]
+"""A conversation: each turn has a role and a content."""
+
+
+class Rendered(NamedTuple):
+    """A conversation as a runtime gives it to its model, with the header of the next answer."""
+
+    text: str
+    token_ids: list[int]
+
+
+class ServedModel(Protocol):
+    """A model that one runtime has loaded. No method may use another runtime's tokenizer, template or weights.
+
+    Attributes:
+        runtime: its name and version, `transformers 5.23.0` for example.
+        stop_ids: the tokens at which the runtime ends an answer.
+    """
+
+    runtime: str
+    stop_ids: list[int]
+
+    def render(self, turns: Turns) -> Rendered:
+        """Render a conversation with the runtime's chat template, and encode the text with its tokenizer."""
+        ...
+
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Compute logits at every position of a prompt, fp32, shape (tokens, vocabulary)."""
+        ...
+
+    def answer(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+        """Answer a prompt greedily. Returns the new tokens, the stop token included where it came."""
+        ...
