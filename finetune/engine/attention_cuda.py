@@ -20,9 +20,6 @@ from finetune.engine.products import wide_type
 
 VARLEN_TYPES = (torch.float16, torch.bfloat16)
 """Types that variable-length flash attention computes in."""
-MOST_FILLERS = 32
-"""The most tokens between two runs of queries that are made one. With more, at four query heads to a key head, the
-fillers' scores cost more than gathering the earlier keys once more."""
 EQUAL_ROWS_MULTIPLE = 128
 """Rows of one length go to torch's attention over a batch if their length is a multiple of this. cuDNN makes a plan for
 each length, and lengths that only happen to be equal would have it make one after the other."""
@@ -31,11 +28,12 @@ _CAUSAL_TO_THE_LOWER_RIGHT = 2
 
 
 class VarlenRuns(NamedTuple):
-    """Runs of successive queries of a row, with all tokens of the row up to the end of the run as keys.
+    """Runs of queries of one row, with all tokens of the row up to the end of the run as keys.
 
     This makes the causal mask of flash attention, which is aligned to the lower right, exact for shared beginnings too.
-    The keys of a run are gathered for it alone. So two runs with few tokens between them, as in the last layer, where
-    there are queries at targets only, become one with filler queries between them.
+    The keys of a run are gathered for it alone. So a run reaches as far as its tokens lie side by side, and in the last
+    layer, where there are queries at targets only, fillers take the places between them: each branch of the tree
+    gathers its keys once, however many turns of it are learnt, and costs no more than in the layers before.
     """
 
     query_edges: torch.Tensor
@@ -104,12 +102,10 @@ def prepare_efficient(layout: Layout, queries: torch.Tensor, window: int | None)
 def _runs(layout: Layout, queries: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[tuple[int, int]]]]:
     """Yield for each run its queries and the flat tokens of its row up to its end."""
     ends = torch.tensor([stretch.end for stretch in layout.stretches])
+    parents = torch.tensor([stretch.parent for stretch in layout.stretches])
+    branch = (parents != torch.arange(-1, len(parents) - 1)).cumsum(0)  # its stretches follow each other
     owner = torch.searchsorted(ends, queries, right=True)
-    goes_on = torch.tensor([stretch.parent for stretch in layout.stretches])[owner[1:]] == owner[:-1]
-    steps = queries.diff()
-    is_filled = (owner.diff() == 0) & (steps > 1) & (steps <= MOST_FILLERS)
-    breaks = ((steps != 1) & ~is_filled) | ((owner.diff() != 0) & ~goes_on)
-    edges = [0, *(breaks.nonzero()[:, 0] + 1).tolist(), len(queries)]
+    edges = [0, *(branch[owner].diff().nonzero()[:, 0] + 1).tolist(), len(queries)]
     for first, last in pairwise(edges):
         path = [layout.stretches[index] for index in layout.path(int(owner[last - 1]))]
         ends_of_path = [stretch.end for stretch in path[:-1]] + [int(queries[last - 1]) + 1]

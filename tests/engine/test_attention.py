@@ -215,13 +215,17 @@ def mask_of_runs(runs: VarlenRuns, layout: Layout) -> torch.Tensor:
     return mask if runs.slots is None else mask[runs.slots]
 
 
-def test_a_row_with_many_turns_gathers_its_keys_about_once() -> None:
+def test_a_row_with_many_turns_gathers_its_keys_once() -> None:
     turn = [False] * 12 + [True] * 28
     packed = pack([(torch.arange(400), torch.tensor(turn * 10))])
     runs = prepare_varlen(packed.layout, packed.positions, None)
     assert runs.key_edges.tolist() == [0, 399]  # the last token predicts nothing
     far = pack([(torch.arange(400), torch.tensor(([False] * 60 + [True] * 40) * 4))])
-    assert len(prepare_varlen(far.layout, far.positions, None).key_edges) == 5  # fillers would cost more
+    runs = prepare_varlen(far.layout, far.positions, None)
+    assert (runs.key_edges.tolist(), runs.query_edges.tolist()) == ([0, 399], [0, 340])
+    nested = [(torch.arange(end), torch.arange(end) >= end - 40) for end in (100, 200, 400)]
+    runs = prepare_varlen((packed := pack(nested)).layout, packed.positions, None)
+    assert (packed.num_rows, packed.num_computed, runs.key_edges.tolist()) == (3, 400, [0, 399])
 
 
 def test_whole_rows_of_one_length_are_a_batch() -> None:
