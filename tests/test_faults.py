@@ -162,15 +162,9 @@ class Play:
 SCENES = []
 
 
-def promise(act):
-    """A scene that `pytest` alone runs."""
-    act.marks = pytest.mark.promise
-    return act
-
-
 def scene(act):
     """A play that is one test. They wait as much as they work, so several run at a time."""
-    SCENES.append(pytest.param(act, id=act.__name__, marks=getattr(act, "marks", ())))
+    SCENES.append(pytest.param(act, id=act.__name__))
     return act
 
 
@@ -261,7 +255,6 @@ def a_loss_that_is_not_a_number(play):
 
 
 @scene
-@promise
 def a_killed_rank_and_the_run_goes_on_later(play):
     one_way = "training.kernels=reference"  # the fault is a hook, and with it a model goes that way anyhow
     play.start("torchrun", "kill:1:3", one_way)

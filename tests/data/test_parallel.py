@@ -72,6 +72,7 @@ def test_the_bytes_are_those_of_one_process_and_none_is_left_behind(
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_rows_that_cannot_be_used_are_named_all_the_same(make_section: Make, write_jsonl: Write) -> None:
     rows = list(map(row, range(NUM_ROWS)))
@@ -88,6 +89,7 @@ def test_rows_that_cannot_be_used_are_named_all_the_same(make_section: Make, wri
     assert messages[0] == messages[1]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_what_the_tokenizer_lacks_is_said_all_the_same(section: DataSection) -> None:
     with pytest.raises(DataError, match=r"train.jsonl:1 holds chat messages, but the tokenizer has no chat template"):

@@ -113,6 +113,7 @@ def words_of_pairs(words, pairs):
     return [*kept, f"data.path={pairs}", "task=finetune_preferences"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["training.share_prefixes=false"], ["training.kernels=reference"]])
 def test_the_plan_of_pairs_is_what_the_trainer_does(words_of_pairs, more):
     config = load_config([*words_of_pairs, *more])
@@ -146,6 +147,7 @@ def test_a_plan_of_pairs_says_so(words_of_pairs, capsys):
     assert "s a step, measured on this machine" in out
 
 
+@pytest.mark.slow
 def test_pairs_that_cannot_be_read_are_taken_to_be_two_rows_of_the_greatest_length(words_of_pairs, tmp_path):
     words = [word for word in words_of_pairs if not word.startswith("data.path=")]
     more = [f"data.path={tmp_path / 'gone.jsonl'}", "data.max_length=50", "training.max_steps=7"]
@@ -161,6 +163,7 @@ def test_preferences_without_a_reference_are_refused_as_training_refuses_them(wo
         make_plan(load_config([*words_of_pairs, "training.method=full"]), find_device("cpu"))
 
 
+@pytest.mark.slow
 def test_the_forward_is_the_one_that_training_chooses(words):
     def forward(*more: str) -> str:
         config = load_config([*words, *more])
@@ -216,6 +219,7 @@ def test_the_largest_batch_is_found_in_few_trials(fixed, each, end, first):
     assert len(set(tried)) == len(tried)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_with_what_does(words):
     words = [*words, "training.gradient_checkpointing=false"]
     config = load_config([*words, "training.batch_size=12"])
@@ -340,9 +344,8 @@ def test_four_bit_weights_are_refused_in_words(words):
         make_plan(load_config([*words, "lora.quantize=nf4"]), find_device("cpu"))
 
 
-@pytest.mark.parametrize(
-    ("device", "as_auto"), [("H100", "true"), pytest.param("cpu", "false", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "as_auto"), [("H100", "true"), ("cpu", "false")])
 def test_fused_functions_count_by_their_results_where_a_run_has_them(words, inputs, device, as_auto):
     wide = json.dumps({"model_type": "phi3", **PHI3_SIZES, "vocab_size": MODEL_VOCABULARY, "intermediate_size": 512})
     model = ["model.init=random", f"model.config={wide}", f"model.tokenizer={inputs[0]}"]

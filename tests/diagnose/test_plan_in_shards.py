@@ -132,6 +132,7 @@ def test_layers_that_are_kept_are_gathered_at_one_time(models):
     assert Weights(models["lora"]).gathered(Shards(2, lets_go=False)) == frozen
 
 
+@pytest.mark.slow
 def test_the_smallest_number_that_fits_is_found_and_advised(capsys):
     found = plan()
     needs = [need.needed for need in found.in_shards]
@@ -162,6 +163,7 @@ def test_the_plan_of_a_sharded_run_is_that_of_its_shards():
         plan("parallel.sharding=fsdp2", "parallel.world_size=4", "parallel.shard_size=3")
 
 
+@pytest.mark.slow
 def test_full_fine_tuning_divides_gradients_and_optimizer_too():
     found = plan("task=finetune_full", device="Medium 12GB")
     first, *_, last = (need.needed - found.device.reserve for need in found.in_shards)
@@ -169,6 +171,7 @@ def test_full_fine_tuning_divides_gradients_and_optimizer_too():
     assert found.fewest_shards == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["parallel.gradient_sync=ddp", "optim.optimizer=torch.optim.Adafactor"])
 def test_what_cannot_be_sharded_has_no_figures(word):
     assert plan("task=finetune_full", word).in_shards == []

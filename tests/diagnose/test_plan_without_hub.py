@@ -64,6 +64,7 @@ def test_shipped_sizes_make_the_published_number_of_parameters(name):
         assert context.replace(",", "") == str(model.config.max_position_embeddings)
 
 
+@pytest.mark.slow
 def test_a_preset_is_planned_without_hub_and_data():
     ended = run_finetune("plan", "model=phi4", "--device", "H100 80GB")
     assert ended.returncode == 0

@@ -140,7 +140,6 @@ def assert_same_bytes(one, other):
 
 
 @pytest.mark.launch
-@pytest.mark.promise
 def test_sharded_full_fine_tuning_has_the_curve_of_one_process(plain, both):
     shards, again = both
     assert_one_curve(read_run(shards), read_run(plain))

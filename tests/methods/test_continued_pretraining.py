@@ -71,6 +71,7 @@ def test_every_token_but_the_first_carries_loss_and_a_document_ends_with_the_end
         assert row.is_target.tolist() == [False] + [True] * (len(row.input_ids) - 1)
 
 
+@pytest.mark.slow
 def test_every_weight_trains_and_the_model_loads_in_plain_transformers(inputs, trained, tmp_path):
     plain = plain_logits(tmp_path, {name: (run / "adapter", None, 0) for name, (run, _) in trained.items()})
     for name, (run, ours) in trained.items():

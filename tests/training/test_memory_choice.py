@@ -179,6 +179,7 @@ def test_a_small_model_on_a_cpu_is_not_traced(monkeypatch: pytest.MonkeyPatch) -
         assert (as_it_says.gradient_checkpointing, as_it_says.is_chosen) == (word == "true", False)
 
 
+@pytest.mark.slow
 @pytest.mark.trains
 def test_a_step_that_does_not_fit_a_cpu_is_checkpointed_and_nothing_else() -> None:
     model = tiny()
@@ -190,6 +191,7 @@ def test_a_step_that_does_not_fit_a_cpu_is_checkpointed_and_nothing_else() -> No
     assert "memory may run out" in choice_of(config_of(), kind="cpu", room=1000, model=model).why
 
 
+@pytest.mark.slow
 @pytest.mark.trains
 def test_on_cuda_memory_limits_the_tokens_of_a_micro_batch() -> None:
     rows = "training.global_batch_size=512"
@@ -208,6 +210,7 @@ def test_on_cuda_memory_limits_the_tokens_of_a_micro_batch() -> None:
     assert (one_row.gradient_checkpointing, one_row.max_tokens) == (True, 60)
 
 
+@pytest.mark.slow
 @pytest.mark.trains
 def test_a_mixture_of_experts_is_chosen_for_too() -> None:
     """Whichever experts the tokens take; `tests/diagnose/test_plan_memory.py` has the forecast beside a real step."""
