@@ -11,15 +11,15 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.data.encoded import EncodedRows, digest_tensors
+from finetune.data.row_file import CannotWriteError, Encode, EncodedRows, map_rows, rows_in_memory, write_rows
 from finetune.data.rows import kind_in_words
 from finetune.fallbacks import Fallback, Fallbacks
-from finetune.runs.durable import describe_os_error, replace_file
+from finetune.runs.durable import describe_os_error
 from finetune.runs.file_lock import file_lock
 
 if TYPE_CHECKING:
@@ -28,12 +28,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ENCODING_VERSION = 5
+ENCODING_VERSION = 6
 """Raise it when the same rows and tokenizer give other tensors, or another refusal, than before."""
-
-_METADATA_KEY = "finetune"  # one key only: safetensors writes several in random order
-_FACTS = ("kind", "read_as", "ignored_keys")
-_TENSORS = tuple(name for name in EncodedRows._fields if name not in _FACTS)
 
 
 def encoding_key(examples: Examples, tokenizer_digest: str, section: DataSection) -> str:
@@ -51,15 +47,13 @@ def encoding_key(examples: Examples, tokenizer_digest: str, section: DataSection
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def load_or_encode(
-    folder: Path, key: str, encode: Callable[[], EncodedRows], fallbacks: Fallbacks, what: str
-) -> EncodedRows:
-    """Read the rows from the cache, or encode them and write them there.
+def load_or_encode(folder: Path, key: str, encode: Encode, fallbacks: Fallbacks, what: str) -> EncodedRows:
+    """Map the rows of the cache, or encode them and write them there first.
 
     Args:
         folder: the cache; created if missing.
         key: see `encoding_key`.
-        encode: makes the rows.
+        encode: puts the rows into a writer.
         fallbacks: records that the cache cannot be written.
         what: names the rows in the log.
 
@@ -75,52 +69,43 @@ def load_or_encode(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(file_lock(path.with_suffix(".lock"), waiting_for=f"the encoding of {what}"))
-        except OSError as error:
-            fallbacks.take(_without_cache(folder, error))
-            return encode()
-        found = _read(path, what)  # another process may have written it meanwhile
-        if found is not None:
-            return found
-        made = encode()
-        try:
-            _write(path, made)
-        except OSError as error:
-            fallbacks.take(_without_cache(folder, error))
-        return made
+            found = _read(path, what)  # another process may have written it meanwhile
+            if found is not None:
+                return found
+            write_rows(path, encode)
+            return map_rows(path)
+        except (OSError, CannotWriteError) as error:
+            used = "no cache: every process encodes the rows itself, at every start"
+            fallbacks.take(_downgrade("data.cache_dir", str(folder), used, error))
+    return _without_cache(encode, fallbacks)
 
 
-def _write(path: Path, rows: EncodedRows) -> None:
-    from safetensors.torch import save
-
-    tensors = {name: getattr(rows, name) for name in _TENSORS}
-    about = {"sha256": digest_tensors(tensors.values()), **{name: getattr(rows, name) for name in _FACTS}}
-    replace_file(path, save(tensors, {_METADATA_KEY: json.dumps(about)}))
+def _without_cache(encode: Encode, fallbacks: Fallbacks) -> EncodedRows:
+    """Encode into a file that goes with this process, or into memory if there is no room for one."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="finetune-rows-") as folder:
+            path = Path(folder) / "rows.safetensors"
+            write_rows(path, encode)
+            return map_rows(path)  # the pages outlive the name
+    except (OSError, CannotWriteError) as error:
+        wanted = f"a file in {tempfile.gettempdir()}"
+        fallbacks.take(_downgrade("the encoded rows", wanted, "main memory, which holds all of them", error))
+    return rows_in_memory(encode)
 
 
 def _read(path: Path, what: str) -> EncodedRows | None:
-    """Read a file; None if it does not exist, or is damaged, which is logged."""
-    from safetensors import SafetensorError, safe_open
-
+    """Map a file; None if it does not exist, or is damaged, which is logged."""
     if not path.exists():
         return None
     try:
-        with safe_open(path, framework="pt") as file:
-            about = json.loads(file.metadata()[_METADATA_KEY])
-            tensors = {name: file.get_tensor(name) for name in _TENSORS}
-        if digest_tensors(tensors.values()) != about["sha256"]:
-            raise ValueError("its content has changed since it was written")
-        rows = EncodedRows(**tensors, **{name: about[name] for name in _FACTS})
-    except (SafetensorError, ValueError, KeyError, TypeError, OSError) as error:
+        rows = map_rows(path)
+    except (ValueError, KeyError, TypeError, OSError) as error:
         _log.warning("%s is damaged (%s); %s is encoded again", path, error, what)
         return None
     _log.info("%s: %s; encoded before, read from %s", what, rows.read_as or kind_in_words(rows.kind), path)
     return rows
 
 
-def _without_cache(folder: Path, error: OSError) -> Fallback:
-    return Fallback(
-        what="data.cache_dir",
-        wanted=str(folder),
-        used="no cache: every process encodes the rows itself, at every start",
-        why=describe_os_error(error),
-    )
+def _downgrade(what: str, wanted: str, used: str, error: OSError | CannotWriteError) -> Fallback:
+    cause = error.error if isinstance(error, CannotWriteError) else error
+    return Fallback(what=what, wanted=wanted, used=used, why=describe_os_error(cause))

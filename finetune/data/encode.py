@@ -7,20 +7,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.data.cache import encoding_key, load_or_encode
 from finetune.data.cells import BadRowError
 from finetune.data.chat_template import ChatTemplate, key_in_words, use_chat_template
-from finetune.data.encoded import EncodedExamples, EncodedRows, EncodedSplits, Part, lay_end_to_end
+from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
 from finetune.data.examples import ExampleSplits
 from finetune.data.formats import Example
 from finetune.data.gates import name_some, pass_gates
-from finetune.data.parallel import Encoded, WorkerLostError, choose_processes, encode_in_processes
+from finetune.data.parallel import (
+    PAYS_FROM_CHARACTERS,
+    Encoded,
+    WorkerLostError,
+    choose_processes,
+    encode_in_processes,
+)
+from finetune.data.row_file import RowFacts, RowWriter
 from finetune.data.rows import Examples, RowProblems, kind_in_words
-from finetune.data.templates import AnswerTokens, TokenisedRow, TrainOn, digest_tokenizer, encode_batch
+from finetune.data.templates import AnswerTokens, TrainOn, digest_tokenizer, encode_batch
 from finetune.data.turns import Dialogue
 from finetune.errors import DataError
 from finetune.fallbacks import Fallback, Fallbacks
@@ -85,46 +90,95 @@ def describe(splits: EncodedSplits) -> list[str]:
     return lines
 
 
-def encode_rows(examples: Examples, tokens: AnswerTokens, section: DataSection, fallbacks: Fallbacks) -> EncodedRows:
+def encode_rows(
+    examples: Examples, tokens: AnswerTokens, section: DataSection, fallbacks: Fallbacks, writer: RowWriter
+) -> RowFacts:
     """Encode all rows of a source, in this process or in several: the bytes are the same.
+
+    The rows are read twice and never kept: all are looked at before the first is encoded, so that a row which cannot
+    be used is reported in time.
 
     Args:
         examples: all rows of a source.
         tokens: the tokenizer and its special tokens.
         section: `max_length`, `train_on`, `num_processes`.
         fallbacks: records that the other processes were lost.
+        writer: takes the rows.
 
     Raises:
         DataError: a row cannot be used, or none has a target token.
+        CannotWriteError: the writer refused a row.
     """
-    rows, train_on = _rows_to_encode(examples, section.train_on)
-    num_processes = choose_processes(rows, section.num_processes, ROWS_AT_ONCE)
-    if num_processes > 1:
-        try:
+    seen = _look_through(examples, tokens.template, section.train_on)
+    train_on: TrainOn = "last" if section.train_on == "last" else "all"
+    num_processes = choose_processes(seen.num_to_encode, seen.characters, section.num_processes, ROWS_AT_ONCE)
+
+    def write(encoded: Iterable[Encoded]) -> None:
+        problems = _write_rows(encoded, writer, section.max_length)
+        problems.raise_if_any(examples.label, seen.num_rows)
+
+    try:
+        if num_processes > 1:
             with encode_in_processes(tokens, train_on, num_processes) as encode:
-                return _collect(examples, encode(_batches(rows)), tokens, section.max_length)
-        except WorkerLostError as error:
-            fallbacks.take(
-                Fallback(
-                    what="data.num_processes",
-                    wanted=f"{num_processes} processes that encode {examples.label}",
-                    used="this process alone",
-                    why=str(error),
-                )
-            )
-    encoded = ((batch, encode_batch(batch, tokens, train_on)) for batch in _batches(rows))
-    return _collect(examples, encoded, tokens, section.max_length)
+                write(encode(_batches(examples, section.train_on)))
+    except WorkerLostError as error:
+        wanted = f"{num_processes} processes that encode {examples.label}"
+        used = "this process alone"
+        fallbacks.take(Fallback(what="data.num_processes", wanted=wanted, used=used, why=str(error)))
+        num_processes = 1
+        writer.restart()
+    if num_processes == 1:
+        write((batch, encode_batch(batch, tokens, train_on)) for batch in _batches(examples, section.train_on))
+    if not any(writer.num_targets):
+        raise DataError(
+            f"{examples.label}: none of its {seen.num_rows:,} rows has a target token within "
+            f"data.max_length={section.max_length}; the longest row has {max(writer.full_lengths)} tokens. Raise "
+            "data.max_length, or shorten the rows."
+        )
+    return RowFacts(seen.kind, examples.read_as, seen.ignored_keys)
 
 
-def _rows_to_encode(examples: Examples, train_on: str) -> tuple[list[Example], TrainOn]:
-    """Return the rows to encode. For `each_turn` these are the conversations up to each answer, which ends them."""
-    if train_on != "each_turn":
-        return examples.rows, "last" if train_on == "last" else "all"
-    return [
-        row._replace(messages=row.messages[: answer + 1], learnt=(answer,)) if row.kind == "messages" else row
-        for row in examples.rows
-        for answer in row.learnt or (0,)
-    ], "all"
+class _Seen(NamedTuple):
+    """What is known of the rows of a source before they are encoded."""
+
+    num_rows: int
+    num_to_encode: int
+    characters: int
+    """At least; they are not counted beyond what several processes need to pay."""
+    kind: str
+    ignored_keys: list[tuple[str, int, int]]
+    """See `EncodedRows`."""
+
+
+def _look_through(examples: Examples, template: ChatTemplate, train_on: str) -> _Seen:
+    """Read and check all rows of a source.
+
+    Raises:
+        DataError: a row cannot be used.
+    """
+    kind = ""
+    num_rows = num_to_encode = characters = 0
+    ignored: dict[str, tuple[int, int]] = {}
+    for example in examples:
+        kind = example.kind
+        num_rows += 1
+        for row in _to_encode(example, train_on):
+            num_to_encode += 1
+            if characters < PAYS_FROM_CHARACTERS:
+                characters += sum(map(len, row.contents))
+        if kind == "messages":
+            for key in template.ignored(Dialogue(example.messages, example.learnt, example.tools)):
+                count, first = ignored.get(key_in_words(key), (0, example.number))
+                ignored[key_in_words(key)] = count + 1, first
+    keys = [(key, *where) for key, where in sorted(ignored.items())]
+    return _Seen(num_rows, num_to_encode, characters, kind, keys)
+
+
+def _to_encode(row: Example, train_on: str) -> Iterable[Example]:
+    """Return the rows to encode. For `each_turn` these are the conversation up to each answer, which ends them."""
+    if train_on != "each_turn" or row.kind != "messages":
+        return (row,)
+    return (row._replace(messages=row.messages[: answer + 1], learnt=(answer,)) for answer in row.learnt)
 
 
 class _Encoder:
@@ -149,57 +203,32 @@ class _Encoder:
                 whole.label,
             )
             end_id = self.tokens.end_id_of(rows.kind)
-            self._done[id(whole)] = EncodedExamples(rows, end_id, whole.source.place)
+            self._done[id(whole)] = EncodedExamples([rows], end_id, whole.source.place)
         encoded = self._done[id(whole)]
         if examples.choose is not None:
-            encoded = encoded.select_examples(examples.choose(len(encoded.rows_of_examples)))
+            encoded = encoded.select_examples(examples.choose(encoded.num_examples))
         return Part(encoded, examples.label, examples.weight)
 
 
-def _batches(rows: list[Example]) -> Iterator[list[Example]]:
-    remaining = iter(rows)
+def _batches(examples: Examples, train_on: str) -> Iterator[list[Example]]:
+    remaining = (row for example in examples for row in _to_encode(example, train_on))
     while batch := list(islice(remaining, ROWS_AT_ONCE)):
         yield batch
 
 
-def _collect(examples: Examples, batches: Iterable[Encoded], tokens: AnswerTokens, max_length: int) -> EncodedRows:
+def _write_rows(batches: Iterable[Encoded], writer: RowWriter, max_length: int) -> RowProblems:
+    """Write the rows that could be encoded, and note the problems of the others."""
     problems = RowProblems()
-    rows = lay_end_to_end(_good_rows(batches, problems), max_length=max_length, kind=examples[0].kind)
-    problems.raise_if_any(examples.label, len(examples))
-    if not rows.is_target.any():
-        raise DataError(
-            f"{examples.label}: none of its {len(examples):,} rows has a target token within "
-            f"data.max_length={max_length}; the longest row has {int(rows.full_lengths.max())} tokens. Raise "
-            "data.max_length, or shorten the rows."
-        )
-    return rows._replace(
-        is_good=torch.tensor([example.is_good for example in examples], dtype=torch.bool)[rows.example_of],
-        read_as=examples.read_as,
-        ignored_keys=_ignored_keys(examples, tokens.template),
-    )
-
-
-def _ignored_keys(examples: Examples, template: ChatTemplate) -> list[tuple[str, int, int]]:
-    """Count the rows with each key that the template does not render, beside the number of the first of them."""
-    found: dict[str, tuple[int, int]] = {}
-    for example in examples.rows if examples[0].kind == "messages" else ():
-        for key in template.ignored(Dialogue(example.messages, example.learnt, example.tools)):
-            count, first = found.get(key_in_words(key), (0, example.number))
-            found[key_in_words(key)] = count + 1, first
-    return [(key, *where) for key, where in sorted(found.items())]
-
-
-def _good_rows(batches: Iterable[Encoded], problems: RowProblems) -> Iterator[tuple[int, TokenisedRow]]:
-    """Yield the rows that could be encoded, with their numbers, and note the problems of the others."""
     bad = -1  # the answers of a conversation count as one row
     for batch, encoded in batches:
         for example, row in zip(batch, encoded, strict=True):
-            if isinstance(row, BadRowError):
-                if example.number != bad:
-                    problems.add(example.source, str(row))
-                bad = example.number
-            else:
-                yield example.number, row
+            if not isinstance(row, BadRowError):
+                writer.add(example.number, row, max_length=max_length, is_good=example.is_good)
+                continue
+            if example.number != bad:
+                problems.add(example.source, str(row))
+            bad = example.number
+    return problems
 
 
 def _mix(split: str, parts: Sequence[Part], seed: int) -> EncodedExamples:
@@ -211,7 +240,7 @@ def _mix(split: str, parts: Sequence[Part], seed: int) -> EncodedExamples:
         if split == "train" and (len(parts) > 1 or part.weight != 1):
             _log.info(
                 "%s: %s rows an epoch from the %s of %s (weight %g)",
-                *(split, f"{len(rows):,}", f"{len(part.examples.rows_of_examples):,}", part.label, part.weight),
+                *(split, f"{len(rows):,}", f"{part.examples.num_examples:,}", part.label, part.weight),
             )
     return EncodedExamples.joined(chosen)
 
@@ -219,7 +248,7 @@ def _mix(split: str, parts: Sequence[Part], seed: int) -> EncodedExamples:
 def _count(examples: EncodedExamples) -> str:
     if not examples.has_branches:
         return f"{len(examples):,} rows"
-    return f"{len(examples.rows_of_examples):,} rows with {len(examples):,} answers, each with the turns before it,"
+    return f"{examples.num_examples:,} rows with {len(examples):,} answers, each with the turns before it,"
 
 
 def _describe_split(name: str, examples: EncodedExamples) -> list[str]:

@@ -3,81 +3,71 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
+from hashlib import blake2b
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch.utils.data import Dataset
 
+from finetune.data.row_file import EncodedRows, RowFacts, RowWriter, rows_in_memory
 from finetune.data.shares import shuffled
 from finetune.data.templates import TokenisedRow
 from finetune.engine.prefixes import Tokens
 from finetune.errors import DataError
 
+_PIECE = 1 << 24
+"""Tokens that are looked at together."""
 
-class EncodedRows(NamedTuple):
-    """Rows as flat tensors: row i is `token_ids[offsets[i]:offsets[i + 1]]`."""
 
-    token_ids: torch.Tensor
-    """int32, shape (tokens,)."""
-    is_target: torch.Tensor
-    """bool, shape (tokens,): the model must predict this token."""
-    offsets: torch.Tensor
-    """int64, shape (rows + 1,)."""
+class RowTable(NamedTuple):
+    """What is known of each row of a split. Their tokens stay where they are, one source after the other."""
+
+    starts: torch.Tensor
+    """int64, shape (rows,): the first token of each row among those of all sources."""
+    lengths: torch.Tensor
+    """int64, shape (rows,)."""
     numbers: torch.Tensor
     """int64, shape (rows,): line or row in the source."""
     full_lengths: torch.Tensor
     """int64, shape (rows,): tokens of the row before it was cut at data.max_length."""
+    num_targets: torch.Tensor
+    """int64, shape (rows,)."""
+    is_good: torch.Tensor
+    """bool, shape (rows,): false for an answer that is labelled as bad."""
     example_of: torch.Tensor
     """int64, shape (rows,): the example of each row, ascending from 0. With `data.train_on=each_turn` the answers of a
     conversation are rows of one example; otherwise each row is one."""
-    is_good: torch.Tensor
-    """bool, shape (rows,): false for an answer that is labelled as bad."""
-    kind: str = "text"
-    """The kind of row: messages, prompt_completion, text, or several."""
-    read_as: str = ""
-    """The format and the columns that the rows were read from, in words."""
-    ignored_keys: Sequence[tuple[str, int, int]] = ()
-    """The keys that the chat template does not render: each with the number of rows of the source that have it, and the
-    number of the first of them."""
 
+    @classmethod
+    def of(cls, source: EncodedRows) -> RowTable:
+        """Describe all rows of a source, in their order."""
+        return cls(
+            starts=source.offsets[:-1],
+            lengths=source.offsets.diff(),
+            numbers=source.numbers,
+            full_lengths=source.full_lengths,
+            num_targets=source.num_targets,
+            is_good=source.is_good,
+            example_of=_example_of(source.numbers.diff() != 0),
+        )
 
-def lay_end_to_end(rows: Iterable[tuple[int, TokenisedRow]], *, max_length: int, kind: str) -> EncodedRows:
-    """Put tokenised rows with their numbers in the source into flat tensors; cut each at `max_length` tokens.
-
-    All are good answers, unless the caller knows better.
-    """
-    token_ids, is_target = array("i"), bytearray()
-    offsets, numbers, full_lengths = array("q", [0]), array("q"), array("q")
-    for number, row in rows:
-        token_ids.extend(row.token_ids[:max_length])
-        is_target += row.is_target[:max_length]
-        offsets.append(len(token_ids))
-        numbers.append(number)
-        full_lengths.append(len(row.token_ids))
-    return EncodedRows(
-        token_ids=_as_tensor(token_ids, torch.int32),
-        is_target=_as_tensor(is_target, torch.bool),
-        offsets=_as_tensor(offsets, torch.int64),
-        numbers=_as_tensor(numbers, torch.int64),
-        full_lengths=_as_tensor(full_lengths, torch.int64),
-        example_of=_example_of(_as_tensor(numbers, torch.int64).diff() != 0),
-        is_good=torch.ones(len(numbers), dtype=torch.bool),
-        kind=kind,
-    )
+    @property
+    def begins_example(self) -> torch.Tensor:
+        """Whether a row is the first of its example: bool, shape (rows,)."""
+        first = torch.ones(min(1, len(self.starts)), dtype=torch.bool)
+        return torch.cat([first, self.example_of.diff() != 0])
 
 
 def digest_tensors(tensors: Iterable[torch.Tensor]) -> str:
     """Compute a SHA-256 over types, shapes and values."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().numpy().data)
+        _add_to(digest, tensor.dtype, len(tensor), [tensor])
     return digest.hexdigest()
 
 
@@ -100,121 +90,149 @@ class PromptAndAnswer(NamedTuple):
 
 
 class EncodedExamples(Dataset[EncodedExample]):
-    """The encoded rows of one split.
+    """The encoded rows of one split. Choosing rows, and joining those of several sources, copies no token.
 
     Args:
-        rows: the flat tensors.
+        sources: the tokens, perhaps mapped from files.
         end_id: the token that ends an answer.
         name_row: names a row in messages, given its number in the source: `orders/train.jsonl:17`.
+        rows: the chosen rows. Default: all of the only source.
     """
 
-    def __init__(self, rows: EncodedRows, end_id: int, name_row: Callable[[int], str] = "row {}".format) -> None:
-        self.rows = rows
+    def __init__(
+        self,
+        sources: Sequence[EncodedRows],
+        end_id: int,
+        name_row: Callable[[int], str] = "row {}".format,
+        rows: RowTable | None = None,
+    ) -> None:
+        self.sources = tuple(sources)
+        self.rows = RowTable.of(*sources) if rows is None else rows
         self.end_id = end_id
         self._name_row = name_row
+        self._begins = [0, *accumulate(len(source.token_ids) for source in sources)]
 
     @classmethod
     def from_rows(cls, rows: Sequence[tuple[Sequence[int], Sequence[bool]]], *, end_id: int) -> EncodedExamples:
         """Build a split from (token ids, is target) pairs, without a file or a tokenizer."""
-        marked = (TokenisedRow(list(ids), bytearray(is_target)) for ids, is_target in rows)
-        longest = max((len(ids) for ids, _ in rows), default=0)
-        return cls(lay_end_to_end(enumerate(marked, start=1), max_length=longest, kind="text"), end_id)
+
+        def encode(writer: RowWriter) -> RowFacts:
+            for number, (ids, is_target) in enumerate(rows, start=1):
+                writer.add(number, TokenisedRow(list(ids), bytearray(is_target)), max_length=len(ids))
+            return RowFacts()
+
+        return cls([rows_in_memory(encode)], end_id)
 
     @classmethod
     def joined(cls, parts: Sequence[EncodedExamples]) -> EncodedExamples:
         """Join the rows of several sources, one source after the other."""
         if len(parts) == 1:
             return parts[0]
-        starts = [0]
-        for part in parts:
-            starts.append(starts[-1] + int(part.rows.numbers.max()) + 1)
-        kinds = {part.kind for part in parts}
-        rows = EncodedRows(
-            token_ids=torch.cat([part.rows.token_ids for part in parts]),
-            is_target=torch.cat([part.rows.is_target for part in parts]),
-            offsets=_offsets(torch.cat([part.lengths for part in parts])),
-            numbers=torch.cat([part.rows.numbers + start for part, start in zip(parts, starts, strict=False)]),
-            full_lengths=torch.cat([part.rows.full_lengths for part in parts]),
-            example_of=_example_of(torch.cat([part._begins_example for part in parts])[1:]),
-            is_good=torch.cat([part.rows.is_good for part in parts]),
-            kind=kinds.pop() if len(kinds) == 1 else "several",
-            read_as="; ".join(part.rows.read_as for part in parts),
-        )
+        begins = [0, *accumulate(part._begins[-1] for part in parts)]
+        numbers = [0, *accumulate(int(part.rows.numbers.max()) + 1 for part in parts)]
+        tables = [
+            part.rows._replace(starts=part.rows.starts + begin, numbers=part.rows.numbers + number)
+            for part, begin, number in zip(parts, begins, numbers, strict=False)
+        ]
+        rows = RowTable(*map(torch.cat, zip(*tables, strict=True)))
+        begins_example = torch.cat([part.rows.begins_example for part in parts])
         talking = [part for part in parts if part.kind != "text"] or parts
-        return cls(rows, talking[0].end_id, partial(_name_joined_row, [part._name_row for part in parts], starts))
-
-    def select(self, indices: Sequence[int]) -> EncodedExamples:
-        """Return the rows at these indices, in their order; a row may come more than once."""
-        if list(indices) == list(range(len(self))):
-            return self
-        chosen = torch.tensor(indices, dtype=torch.int64)
-        lengths = self.lengths[chosen]
-        offsets = _offsets(lengths)
-        # The index of each chosen token in the old tensor is its index in the new one plus the shift of its row.
-        moved = (self.rows.offsets[:-1][chosen] - offsets[:-1]).repeat_interleave(lengths)
-        tokens = torch.arange(int(offsets[-1])) + moved
-        rows = self.rows._replace(
-            token_ids=self.rows.token_ids[tokens],
-            is_target=self.rows.is_target[tokens],
-            offsets=offsets,
-            numbers=self.rows.numbers[chosen],
-            full_lengths=self.rows.full_lengths[chosen],
-            # An example that comes again begins again, also where it follows itself.
-            example_of=_example_of((self.rows.example_of[chosen].diff() != 0) | (chosen.diff() <= 0)),
-            is_good=self.rows.is_good[chosen],
+        return cls(
+            [source for part in parts for source in part.sources],
+            talking[0].end_id,
+            partial(_name_joined_row, [part._name_row for part in parts], numbers),
+            rows._replace(example_of=_example_of(begins_example[1:])),
         )
-        return EncodedExamples(rows, self.end_id, self._name_row)
+
+    def select(self, indices: Sequence[int] | torch.Tensor) -> EncodedExamples:
+        """Return the rows at these indices, in their order; a row may come more than once."""
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        if torch.equal(chosen, torch.arange(len(self))):
+            return self
+        rows = RowTable(*(each[chosen] for each in self.rows))
+        # An example that comes again begins again, also where it follows itself.
+        example_of = _example_of((rows.example_of.diff() != 0) | (chosen.diff() <= 0))
+        return EncodedExamples(self.sources, self.end_id, self._name_row, rows._replace(example_of=example_of))
 
     def select_examples(self, examples: Sequence[int]) -> EncodedExamples:
         """Return the rows of the examples at these indices, in their order; an example may come more than once."""
+        if not self.has_branches:
+            return self.select(examples)
         rows = self.rows_of_examples
         return self.select([row for example in examples for row in rows[example]])
 
     def __len__(self) -> int:
-        return len(self.rows.numbers)
+        return len(self.rows.starts)
 
     def __getitem__(self, index: int) -> EncodedExample:
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        start, end = self.rows.offsets[index % len(self) :][:2].tolist()
-        return EncodedExample(self.rows.token_ids[start:end].long(), self.rows.is_target[start:end])
+        source, start, end = self._place(index)
+        return EncodedExample(source.token_ids[start:end].long(), source.is_target[start:end])
 
     def tokens(self, index: int) -> Tokens:
         """Return the token ids of a row, shape (time,), without a copy."""
-        start, end = self.rows.offsets[index], self.rows.offsets[index + 1]
-        ids: Tokens = self.rows.token_ids[start:end].numpy()
+        source, start, end = self._place(index)
+        ids: Tokens = source.token_ids[start:end].numpy()
         return ids
+
+    def pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the tokens of all rows in their order, and which are targets, in pieces that are no copies."""
+        starts, ends = self.rows.starts, self.rows.starts + self.rows.lengths
+        breaks = (ends[:-1] != starts[1:]).nonzero()[:, 0]
+        firsts = torch.cat([starts[:1], starts[1:][breaks]])
+        lasts = torch.cat([ends[:-1][breaks], ends[-1:]])
+        for begin, end in zip(firsts.numpy().data, lasts.numpy().data, strict=True):
+            yield from self._between(begin, end)
+
+    def tokens_at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens at these positions in all sources and whether they are targets; 0 and false outside."""
+        ids, is_target = torch.zeros(len(positions), dtype=torch.int32), torch.zeros(len(positions), dtype=torch.bool)
+        for source, (begin, end) in zip(self.sources, pairwise(self._begins), strict=True):
+            inside = (begin <= positions) & (positions < end)
+            ids[inside] = source.token_ids[positions[inside] - begin]
+            is_target[inside] = source.is_target[positions[inside] - begin]
+        return ids, is_target
+
+    def digests(self, *, with_targets: bool) -> Iterator[bytes]:
+        """Yield a digest of each row: of its tokens, and of which of them are targets if wanted."""
+        for row in range(len(self)):
+            source, start, end = self._place(row)
+            digest = blake2b(source.token_ids[start:end].numpy().data, digest_size=16)
+            if with_targets:
+                digest.update(source.is_target[start:end].numpy().data)
+            yield digest.digest()
 
     @property
     def sides(self) -> tuple[EncodedExamples, ...]:
         """The rows themselves: only pairs of answers have two sides."""
         return (self,)
 
+    @property
+    def num_examples(self) -> int:
+        """Examples, each of which may have several rows."""
+        return int(self.rows.example_of[-1]) + 1 if len(self) else 0
+
     @cached_property
     def rows_of_examples(self) -> list[range]:
         """The rows of each example."""
-        starts = [*self._begins_example.nonzero()[:, 0].tolist(), len(self)]
+        starts = [*self.rows.begins_example.nonzero()[:, 0].tolist(), len(self)]
         return [range(start, end) for start, end in pairwise(starts)]
 
     @property
     def has_branches(self) -> bool:
         """Whether an example may have several rows."""
-        return len(self.rows_of_examples) < len(self)
+        return self.num_examples < len(self)
 
     @property
-    def _begins_example(self) -> torch.Tensor:
-        first = torch.ones(min(1, len(self)), dtype=torch.bool)
-        return torch.cat([first, self.rows.example_of.diff() != 0])
-
-    @cached_property
     def lengths(self) -> torch.Tensor:
         """Tokens of each row, int64, shape (rows,)."""
-        return self.rows.offsets.diff()
+        return self.rows.lengths
 
-    @cached_property
+    @property
     def num_targets(self) -> torch.Tensor:
         """Target tokens of each row, int64, shape (rows,)."""
-        return _offsets(self.rows.is_target)[self.rows.offsets].diff()
+        return self.rows.num_targets
 
     @cached_property
     def is_truncated(self) -> torch.Tensor:
@@ -224,13 +242,24 @@ class EncodedExamples(Dataset[EncodedExample]):
     @property
     def kind(self) -> str:
         """The kind of row: messages, prompt_completion, text, or several."""
-        return self.rows.kind
+        kinds = {source.kind for source in self.sources}
+        return kinds.pop() if len(kinds) == 1 else "several"
+
+    @property
+    def ignored_keys(self) -> list[tuple[str, int, int]]:
+        """See `EncodedRows`."""
+        return [key for source in self.sources for key in source.ignored_keys]
 
     @cached_property
     def fingerprint(self) -> str:
         """A SHA-256 over the tokens and targets of all rows, whatever file they come from."""
-        tensors = [self.rows.token_ids, self.rows.is_target, self.rows.offsets]
-        return digest_tensors([*tensors, self.rows.example_of] if self.has_branches else tensors)
+        digest, num_tokens = hashlib.sha256(), int(self.lengths.sum())
+        _add_to(digest, torch.int32, num_tokens, (ids for ids, _ in self.pieces()))
+        _add_to(digest, torch.bool, num_tokens, (is_target for _, is_target in self.pieces()))
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
+        for tensor in [offsets, self.rows.example_of] if self.has_branches else [offsets]:
+            _add_to(digest, torch.int64, len(tensor), [tensor])
+        return digest.hexdigest()
 
     def source(self, index: int) -> str:
         """Name the origin of a row: `orders/train.jsonl:17`."""
@@ -256,6 +285,22 @@ class EncodedExamples(Dataset[EncodedExample]):
         end = last if int(ids[last]) == self.end_id else last + 1
         return PromptAndAnswer(ids[:first].tolist(), ids[first:end].tolist())
 
+    def _place(self, index: int) -> tuple[EncodedRows, int, int]:
+        """Return the source of a row, and where its tokens begin and end there."""
+        start, length = int(self.rows.starts[index]), int(self.rows.lengths[index])
+        source = bisect_right(self._begins, start, hi=len(self.sources)) - 1
+        start -= self._begins[source]
+        return self.sources[source], start, start + length
+
+    def _between(self, begin: int, end: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the tokens from one place to another, and which are targets, in pieces of some size."""
+        while begin < end:
+            source = bisect_right(self._begins, begin, hi=len(self.sources)) - 1
+            until = min(end, self._begins[source + 1], begin + _PIECE)
+            inside = slice(begin - self._begins[source], until - self._begins[source])
+            yield self.sources[source].token_ids[inside], self.sources[source].is_target[inside]
+            begin = until
+
 
 @dataclass(frozen=True)
 class Part:
@@ -265,19 +310,21 @@ class Part:
     label: str
     weight: float = 1.0
 
-    def epoch(self, seed: int) -> list[int]:
+    def epoch(self, seed: int) -> Sequence[int]:
         """Return the examples of an epoch: each as often as the weight's integer part, and a share of them once more.
 
         Raises:
             DataError: the weight selects no row.
         """
-        num_rows = len(self.examples.rows_of_examples)
+        num_rows = self.examples.num_examples
         times, more = divmod(int(self.weight * num_rows + 0.5), num_rows)
         if not times and not more:
             raise DataError(
                 f"{self.label}: a weight of {self.weight:g} selects none of its {num_rows:,} rows. Raise the weight, "
                 "or leave the source out of data.mixture."
             )
+        if not more and times == 1:
+            return range(num_rows)
         return sorted([*range(num_rows)] * times + shuffled(num_rows, seed)[:more])
 
 
@@ -290,13 +337,11 @@ class EncodedSplits:
     test: EncodedExamples | None = None
 
 
-def _as_tensor(values: array[int] | bytearray, dtype: torch.dtype) -> torch.Tensor:
-    return torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
-
-
-def _offsets(counts: torch.Tensor) -> torch.Tensor:
-    """Return the sums of the counts before each, and of all: int64, shape (counts + 1,)."""
-    return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+def _add_to(digest: hashlib._Hash, dtype: torch.dtype, length: int, pieces: Iterable[torch.Tensor]) -> None:
+    """Add the type, the shape and the values of a tensor that comes in pieces."""
+    digest.update(f"{dtype}{(length,)}".encode())
+    for piece in pieces:
+        digest.update(piece.contiguous().numpy().data)
 
 
 def _example_of(begins: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,9 @@ may intend. `data.on_…` sets each; see docs/data.md. Templates need no generat
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,16 +47,15 @@ class RowGate:
 
 def is_answer_truncated(examples: EncodedExamples) -> torch.Tensor:
     """Mark the rows cut within an answer, before its end of turn: bool, shape (rows,). Plain text has no answers."""
-    last = examples.rows.offsets[1:] - 1
-    is_open = examples.rows.is_target[last] & (examples.rows.token_ids[last] != examples.end_id)
+    last, is_target = examples.tokens_at(examples.rows.starts + examples.lengths - 1)
+    is_open = is_target & (last != examples.end_id)
     return is_open & examples.is_truncated & (examples.kind != "text")
 
 
 def is_bos_doubled(examples: EncodedExamples, bos_id: int | None) -> torch.Tensor:
     """Mark the rows that begin with the beginning-of-sequence token twice: bool, shape (rows,)."""
-    ids, first = examples.rows.token_ids, examples.rows.offsets[:-1]
-    second = (first + 1).clamp(max=len(ids) - 1)
-    return (ids[first] == bos_id) & (ids[second] == bos_id) & (examples.lengths > 1)
+    first, second = (examples.tokens_at(examples.rows.starts + place)[0] for place in (0, 1))
+    return (first == bos_id) & (second == bos_id) & (examples.lengths > 1)
 
 
 ROW_GATES = (
@@ -160,7 +159,7 @@ def _check_keys(parts: Mapping[str, Sequence[Part]], section: DataSection, templ
     """Look for keys of the rows that the chat template does not render, once for each source."""
     sources = {part.label: part.examples for of_split in parts.values() for part in of_split}
     for label, examples in sources.items():
-        for key, count, first in examples.rows.ignored_keys:
+        for key, count, first in examples.ignored_keys:
             message = (
                 f"{label}: the chat template of {template} does not render {key} (rows that have it: {count:,}, the "
                 f"first is {examples.place(first)}): the model would not see it. Use a template that renders it "
@@ -184,8 +183,11 @@ def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: 
         what = f"{split}: {len(found):,} of {num_rows:,} rows are training rows too: {pairs}"
         if section.on_overlap == "drop":
             _log.warning("%s. They are left out of training (data.on_overlap=drop).", what)
-            doomed = {examples.tokens(row).tobytes() for (examples, row), _ in found}
-            keep = [torch.tensor([tokens not in doomed for tokens in _all_tokens(part.examples)]) for part in train]
+            doomed = {digest for part in parts[split] for digest in part.examples.digests(with_targets=False)}
+            keep = [
+                torch.tensor([digest not in doomed for digest in part.examples.digests(with_targets=False)])
+                for part in train
+            ]
             parts["train"] = train = _without(train, keep, "train", "on_overlap")
             continue
         message = (
@@ -214,31 +216,25 @@ def _check_end_of_turn(train: Sequence[Part], section: DataSection, refused: lis
 
 
 def _teaches_end(examples: EncodedExamples) -> bool:
-    return bool(((examples.rows.token_ids == examples.end_id) & examples.rows.is_target).any())
+    return any(bool(((ids == examples.end_id) & is_target).any()) for ids, is_target in examples.pieces())
 
 
 def _equal_rows(
     train: Sequence[Part], others: Sequence[Part]
 ) -> list[tuple[tuple[EncodedExamples, int], tuple[EncodedExamples, int]]]:
     """Pair each row of a split with the first training row that has the same tokens, if there is one."""
-    wanted = {tokens for part in others for tokens in _all_tokens(part.examples)}
+    wanted = {digest for part in others for digest in part.examples.digests(with_targets=False)}
     trained: dict[bytes, tuple[EncodedExamples, int]] = {}
     for part in train if wanted else ():
-        for row, tokens in enumerate(_all_tokens(part.examples)):
-            if tokens in wanted:
-                trained.setdefault(tokens, (part.examples, row))
+        for row, digest in enumerate(part.examples.digests(with_targets=False)):
+            if digest in wanted:
+                trained.setdefault(digest, (part.examples, row))
     return [
-        ((part.examples, row), trained[tokens])
-        for part in others
-        for row, tokens in enumerate(_all_tokens(part.examples))
-        if tokens in trained
+        ((part.examples, row), trained[digest])
+        for part in (others if trained else ())
+        for row, digest in enumerate(part.examples.digests(with_targets=False))
+        if digest in trained
     ]
-
-
-def _all_tokens(examples: EncodedExamples) -> Iterator[bytes]:
-    """The tokens of each row as bytes."""
-    ids, offsets = examples.rows.token_ids.numpy(), examples.rows.offsets.tolist()
-    return (ids[start:end].tobytes() for start, end in pairwise(offsets))
 
 
 def _without(parts: Sequence[Part], keep: Sequence[torch.Tensor], split: str, key: str) -> list[Part]:
@@ -248,7 +244,7 @@ def _without(parts: Sequence[Part], keep: Sequence[torch.Tensor], split: str, ke
         DataError: no row is left.
     """
     left = [
-        replace(part, examples=part.examples.select(_rows(mask)))
+        replace(part, examples=part.examples.select(mask.nonzero()[:, 0]))
         for part, mask in zip(parts, keep, strict=True)
         if bool(mask.any())
     ]

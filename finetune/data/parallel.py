@@ -46,19 +46,14 @@ class WorkerLostError(RuntimeError):
     """An encoding process cannot be started, or has ended."""
 
 
-def choose_processes(rows: Sequence[Example], wanted: int | None, rows_at_once: int) -> int:
+def choose_processes(num_rows: int, characters: int, wanted: int | None, rows_at_once: int) -> int:
     """Return the number of encoding processes: as many as wanted; otherwise one, or one per core if it pays."""
-    num_batches = -(-len(rows) // rows_at_once)
+    num_batches = -(-num_rows // rows_at_once)
     if wanted is not None:
         return min(wanted, num_batches)
-    if num_batches < 2 or num_cores() < 2:
+    if num_batches < 2 or num_cores() < 2 or characters < PAYS_FROM_CHARACTERS:
         return 1
-    characters = 0
-    for row in rows:
-        characters += sum(map(len, row.contents))
-        if characters >= PAYS_FROM_CHARACTERS:
-            return min(int(num_cores()), num_batches, MOST_PROCESSES)
-    return 1
+    return min(int(num_cores()), num_batches, MOST_PROCESSES)
 
 
 @contextlib.contextmanager

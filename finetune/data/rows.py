@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
 
@@ -23,6 +24,7 @@ _IN_WORDS = {
     "labelled": "good and bad answers",
 }
 _MAX_SHOWN = 5
+_LABEL_WORDS = ("true", "false", "0", "1", "0.0", "1.0")
 
 
 class RowProblems:
@@ -126,16 +128,12 @@ class Examples(_OfRows):
         if self.format == "auto":
             _detect(self.source.rows(), self)
 
-    @cached_property
-    def rows(self) -> list[Example]:
-        """All rows, read and checked.
+    def read(self) -> Iterator[Example]:
+        """Read and check the rows of the whole source one by one, without keeping them.
 
         Raises:
-            DataError: the file cannot be read, has no rows, or has rows that cannot be used.
+            DataError: the file cannot be read or has no rows; or, after the last row, some of them cannot be used.
         """
-        if self.choose is not None:
-            rows = self.whole.rows
-            return [rows[index] for index in self.choose(len(rows))]
         raw: Iterator[RawRow] = islice(self.source.rows(), self.max_rows)
         first = next(raw, None)
         if first is None:
@@ -146,6 +144,17 @@ class Examples(_OfRows):
             return _read_examples(raw, known, self)
         known, leading = _detect(raw, self)
         return _read_examples(chain(leading, raw), known, self)
+
+    def __iter__(self) -> Iterator[Example]:
+        return iter(self.rows) if "rows" in vars(self) or self.choose is not None else self.read()
+
+    @cached_property
+    def rows(self) -> list[Example]:
+        """All rows, in memory. Raises the errors of `read`."""
+        if self.choose is not None:
+            rows = self.whole.rows
+            return [rows[index] for index in self.choose(len(rows))]
+        return list(self.read())
 
 
 class JoinedExamples(_OfRows):
@@ -197,73 +206,95 @@ def _unknown_columns(row: RawRow, examples: Examples) -> str:
     )
 
 
-def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> list[Example]:
+def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> Iterator[Example]:
     source, columns = examples.source, examples.columns
-    label = columns.get("label", "label")
+    labels = _Labels(columns.get("label", "label"))
     problems = RowProblems()
-    found: list[Example] = []
-    labels: list[object] = []
     seen: dict[str, None] = {}
+    first: Example | None = None
+    count = 0
     for row in raw:
         place = source.place(row.number)
         try:
             if row.problem is not None:
                 raise BadRowError(row.problem)
-            example = parse_row(row.value, known, columns)
-            if found and example.kind != found[0].kind:
+            example = parse_row(row.value, known, columns)._replace(source=place, number=row.number)
+            first = first or example
+            if example.kind != first.kind:
                 raise BadRowError(
-                    f"prompt or completion is {_how_written(example.kind)}, while {found[0].source} has it as "
-                    f"{_how_written(found[0].kind)}; expected all rows alike"
+                    f"prompt or completion is {_how_written(example.kind)}, while {first.source} has it as "
+                    f"{_how_written(first.kind)}; expected all rows alike"
                 )
-            found.append(example._replace(source=place, number=row.number))
-            labels.append(row.value.get(label))
-            seen.update(dict.fromkeys(row.value))
         except BadRowError as error:
             problems.add(place, str(error))
-    problems.raise_if_any(source.label, len(found) + problems.count)
-    is_read = label in (columns.get(name, name) for name in (*known.needs, *known.may_have))
-    note = _check_labels(label, labels, examples, found) if label in seen and not is_read else ""
-    examples.read_as = _in_words(known, columns, found, seen) + note
-    _log.info("%s: %s", examples.label, examples.read_as)
-    return found
+            continue
+        count += 1
+        labels.add(row.value.get(labels.column), place)
+        seen.update(dict.fromkeys(row.value))
+        yield example
+    problems.raise_if_any(source.label, count + problems.count)
+    assert first is not None  # there is a row, and none has a problem
+    is_read = labels.column in (columns.get(name, name) for name in (*known.needs, *known.may_have))
+    note = labels.check(examples.label, count) if labels.column in seen and not is_read else ""
+    if not examples.read_as:
+        examples.read_as = _in_words(known, columns, f"{count} rows of {kind_in_words(first.kind)}", seen) + note
+        _log.info("%s: %s", examples.label, examples.read_as)
 
 
-def _check_labels(column: str, labels: Sequence[object], examples: Examples, found: Sequence[Example]) -> str:
-    """Refuse a column that marks answers as good or bad: training would learn the bad ones like the good ones.
+class _Labels:
+    """The values of a column that may mark answers as good or bad."""
 
-    The column holds booleans, or only the words true and false, since every cell of a CSV file is text. The numbers 0
-    and 1 may also be the classes of a classification set, so such a column is left unused.
+    def __init__(self, column: str) -> None:
+        self.column = column
+        self._counts: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
+        self._is_boolean = False
 
-    Returns:
-        A note for the log if the labels are 0 and 1, else nothing.
+    def add(self, label: object, place: str) -> None:
+        """Note the label of a row. All words but those of labels count as one."""
+        word = str(label).strip().lower()
+        if word in ("", "none"):
+            return
+        word = word if word in _LABEL_WORDS else "other"
+        self._counts[word] += 1
+        self._first.setdefault(word, place)
+        self._is_boolean |= isinstance(label, bool)
 
-    Raises:
-        DataError: the rows are marked.
-    """
-    words = [str(label).strip().lower() for label in labels]
-    kinds = set(words) - {"", "none"}
-    if any(isinstance(label, bool) for label in labels) or (kinds and kinds <= {"true", "false"}):
-        first = words.index("false" if "false" in kinds else "true")
-        raise DataError(
-            f"{examples.label}: the column {column} is true in {words.count('true'):,} of {len(words):,} rows and "
-            f"false in {words.count('false'):,}; the first {words[first]} is {found[first].source}. Supervised "
-            "training and preference pairs do not use labels: answers marked false would be learned like the others. "
-            f"Set training.objective=kto to learn from both, remove these rows and the column {column}, or set "
-            "data.columns.label=none to use every row whatever its label."
-        )
-    is_number = kinds and kinds <= {"0", "1", "0.0", "1.0"}
-    return f" ({column} is 0 or 1, which is not read as bad or good: every row is used)" if is_number else ""
+    def check(self, label: str, num_rows: int) -> str:
+        """Refuse rows that are marked as good or bad: training would learn the bad ones like the good ones.
+
+        The column holds booleans, or only the words true and false, since every cell of a CSV file is text. The numbers
+        0 and 1 may also be the classes of a classification set, so such a column is left unused.
+
+        Returns:
+            A note for the log if the labels are 0 and 1, else nothing.
+
+        Raises:
+            DataError: the rows are marked.
+        """
+        kinds = set(self._counts)
+        if self._is_boolean or (kinds and kinds <= {"true", "false"}):
+            first = "false" if "false" in kinds else "true"
+            raise DataError(
+                f"{label}: the column {self.column} is true in {self._counts['true']:,} of {num_rows:,} rows and "
+                f"false in {self._counts['false']:,}; the first {first} is {self._first[first]}. Supervised "
+                "training and preference pairs do not use labels: answers marked false would be learned like the "
+                f"others. Set training.objective=kto to learn from both, remove these rows and the column "
+                f"{self.column}, or set data.columns.label=none to use every row whatever its label."
+            )
+        is_number = kinds and kinds <= {"0", "1", "0.0", "1.0"}
+        column = self.column
+        return f" ({column} is 0 or 1, which is not read as bad or good: every row is used)" if is_number else ""
 
 
 def _how_written(kind: Kind) -> str:
     return "a list of turns" if kind == "messages" else "text"
 
 
-def _in_words(known: Format, columns: Mapping[str, str], found: Sequence[Example], seen: Iterable[str]) -> str:
+def _in_words(known: Format, columns: Mapping[str, str], rows: str, seen: Collection[str]) -> str:
     """Describe on one line the number of rows, their format, the columns that were read, and those not used."""
     theirs = {columns.get(name, name): name for name in (*known.needs, *known.may_have)}
-    used = [name if theirs[name] == name else f"{name} as {theirs[name]}" for name in theirs if name in set(seen)]
+    used = [name if theirs[name] == name else f"{name} as {theirs[name]}" for name in theirs if name in seen]
     others = [str(name) for name in seen if name not in theirs]
     note = f"; columns not used: {', '.join(others)}" if others else ""
-    kind = kind_in_words(found[0].kind)
-    return f"{len(found)} rows of {kind} (format {known.name}, columns {', '.join(used)}){note}"
+    return f"{rows} (format {known.name}, columns {', '.join(used)}){note}"

@@ -348,7 +348,7 @@ def _judge_fit(
     num_rows = getattr(model, "vocab_size", None)
     for name, rows in splits.items():
         longest = int(rows.lengths.max())
-        largest = max(int(side.rows.token_ids.max()) for side in rows.sides)
+        largest = max(int(ids.max()) for side in rows.sides for ids, _ in side.pieces())
         if context is not None and longest > context:
             what = f"{name}: the longest row has {longest:,} tokens, but the model's context ends at {context:,}"
             yield problem("Data", what, f"data.max_length={context}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
-from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -124,16 +122,8 @@ def summarize(rows: Rows, digests: Sequence[bytes], training: Iterable[bytes] = 
 
 def row_digests(rows: Rows) -> list[bytes]:
     """Return a digest of each row: of its tokens, and of which of them carry loss."""
-    return [b"".join(of_sides) for of_sides in zip(*map(_digests, rows.sides), strict=True)]
-
-
-def _digests(examples: EncodedExamples) -> list[bytes]:
-    ids, targets = examples.rows.token_ids.numpy(), examples.rows.is_target.numpy()
-    edges = examples.rows.offsets.tolist()
-    return [
-        blake2b(ids[start:end].tobytes() + targets[start:end].tobytes(), digest_size=16).digest()
-        for start, end in pairwise(edges)
-    ]
+    of_sides = (side.digests(with_targets=True) for side in rows.sides)
+    return [b"".join(of_row) for of_row in zip(*of_sides, strict=True)]
 
 
 def location(rows: Rows, row: int) -> RowLocation:

@@ -14,8 +14,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from io import BufferedRandom
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from finetune.errors import RunFailedError
 
@@ -34,10 +35,23 @@ def replace_file(path: Path, data: bytes) -> None:
     Raises:
         OSError: the disk refused; the old file is untouched.
     """
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BufferedRandom]:
+    """Write a file that replaces another in one step, at the end of the block; see `replace_file`.
+
+    Raises:
+        OSError: the disk refused; the old file is untouched.
+    """
     temporary = path.with_name(_TEMPORARY + path.name)
     remove(temporary)
     try:
-        _write_synced(temporary, [data])
+        with temporary.open("x+b") as file:
+            yield file
+            _sync(file)
         temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -256,9 +270,13 @@ def _write_synced(path: Path, chunks: Chunks) -> tuple[int, str]:
             file.write(chunk)
             digest.update(chunk)
             size += len(chunk)
-        file.flush()
-        os.fsync(file.fileno())
+        _sync(file)
     return size, digest.hexdigest()
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _sync_folder(path: Path) -> None:

@@ -41,7 +41,7 @@ def test_rows_become_flat_tensors(make_section: Make, write_jsonl: Write) -> Non
     assert len(train) == 2
     assert train[0].input_ids.dtype == torch.int64
     assert train[0].is_target.dtype == torch.bool
-    assert train.rows.token_ids.dtype == torch.int32
+    assert train.sources[0].token_ids.dtype == torch.int32
     assert shown(train, 0) == ("<|user|>Hi<|end|><|assistant|>yes<|end|><|endoftext|>", "yes<|end|>")
     assert shown(train, 1)[1] == "yes<|end|>no<|end|>"
     assert train.lengths.tolist() == [len(train[0].input_ids), len(train[1].input_ids)] == [9, 16]
