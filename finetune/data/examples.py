@@ -7,18 +7,21 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from finetune.config.schema import DataSection
 from finetune.config.shipped_files import resolve_shipped
+from finetune.data.compressed import stem_of, suffix_of
 from finetune.data.hub import hub_splits, open_stream, open_whole
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RowSource, quiet_datasets
+from finetune.data.remote import RemoteRows, is_address, local_path, name_of, names_at
 from finetune.data.rows import Examples, JoinedExamples
 from finetune.data.shares import Share, read_share, rows_of_split
 from finetune.errors import ConfigError, DataError
 from finetune.logs import waiting
 from finetune.runs.durable import describe_os_error
+from finetune.terminal import without_passwords
 
 _log = logging.getLogger(__name__)
 
@@ -81,16 +84,16 @@ def check_local_rows(section: DataSection, *, has_format: bool) -> None:
         if source.path is not None and (is_hub_id(source.path) or (source.stream and Path(source.path).is_dir())):
             continue
         for rows in _find_sources(source).sources.values():
-            if isinstance(rows, FileRows):
+            if isinstance(rows, (FileRows, RemoteRows)):
                 rows.check()
-                if has_format and rows.path.suffix in (".jsonl", ".json"):
-                    _as_examples(rows, source).check_format()
+            if has_format and isinstance(rows, FileRows) and suffix_of(rows.path) in (".jsonl", ".json"):
+                _as_examples(rows, source).check_format()
 
 
 def is_hub_id(path: str) -> bool:
     """Whether `data.path` names a data set at the hub, and not a file or a folder."""
     here = Path(resolve_shipped(path)).expanduser()
-    return not here.exists() and here.suffix not in SUFFIXES and _HUB_ID.fullmatch(path) is not None
+    return not here.exists() and suffix_of(here) not in SUFFIXES and _HUB_ID.fullmatch(path) is not None
 
 
 def _load_mixture(section: DataSection) -> ExampleSplits:
@@ -100,8 +103,8 @@ def _load_mixture(section: DataSection) -> ExampleSplits:
     parts: dict[str, list[Examples]] = {split: [] for split in SPLIT_NAMES}
     for split in ("validation", "test"):
         wanted = getattr(section, split)
-        if wanted is not None and Path(wanted).suffix in SUFFIXES:
-            source = _find_split(split, wanted, None)
+        if wanted is not None and suffix_of(wanted) in SUFFIXES:
+            source = _find_split(split, wanted, None, section.cache_dir)
             parts[split] = [] if source is None else [_as_examples(source, section)]
     named_for_all = {split for split, examples in parts.items() if examples}
     for source_keys in section.mixture:
@@ -148,7 +151,8 @@ def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sourc
         )
     wanted = {split: getattr(section, split) for split in SPLIT_NAMES if split not in without}
     shares = {split: share for split, text in wanted.items() if (share := _share_of(split, text, at_path)) is not None}
-    sources = {split: _find_split(split, text, at_path) for split, text in wanted.items() if split not in shares}
+    cache_dir = section.cache_dir
+    sources = {split: _find_split(split, text, at_path, cache_dir) for split, text in wanted.items() if split not in shares}
     return _Sources(at_path, shares, sources)
 
 
@@ -176,15 +180,17 @@ def _why_off(split: str, at_path: _Splits | None) -> str:
     return f"{at_path.label} has no split named {' or '.join(SPLIT_NAMES[split])}; data.{split} can name one"
 
 
-def _find_split(split: str, wanted: str | None, at_path: _Splits | None) -> RowSource | None:
+def _find_split(split: str, wanted: str | None, at_path: _Splits | None, cache_dir: str) -> RowSource | None:
     if wanted is None:
         return _default_split(split, at_path)
     if at_path is not None and at_path.has(wanted):
         return at_path.open_split(wanted)
-    path = Path(wanted).expanduser()
+    if is_address(wanted):
+        return RemoteRows(f"data.{split}", wanted, cache_dir)
+    path = local_path(wanted)
     if path.is_file():
         return _file_rows(path, wanted)
-    if path.suffix in SUFFIXES or at_path is None:
+    if suffix_of(path) in SUFFIXES or at_path is None:
         raise DataError(f"data.{split} is {wanted}, but there is no such file. Correct the path.")
     raise DataError(
         f"data.{split} is {wanted}, which is neither a file nor a split of {at_path.label} ({at_path.what} with "
@@ -209,7 +215,11 @@ def _default_split(split: str, at_path: _Splits | None) -> RowSource | None:
 def _find_splits(section: DataSection) -> _Splits | None:
     if section.path is None:
         return None
-    path = Path(resolve_shipped(section.path)).expanduser()
+    if is_address(section.path):
+        if section.stream:
+            _log.info("data.stream has no effect on %s, which is copied whole", without_passwords(section.path))
+        return _at_address(section.path, section.cache_dir)
+    path = local_path(resolve_shipped(section.path))
     is_saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
     if section.stream and path.is_dir() and not is_saved:
         label = section.path.rstrip("/")
@@ -223,35 +233,44 @@ def _find_splits(section: DataSection) -> _Splits | None:
     if is_saved:
         return _saved_datasets(path, section.path)
     if path.is_dir():
-        return _split_folder(path, section.path)
+        return _local_folder(path, section.path)
     if not is_hub_id(section.path):
         raise DataError(f"data.path is {section.path}, but there is no such file or folder. Correct the path.")
     return _hub_dataset(section, section.path)
 
 
 def _file_rows(path: Path, label: str) -> FileRows:
-    if path.suffix not in SUFFIXES:
+    if suffix_of(path) not in SUFFIXES:
         raise DataError(f"{label} ends in {path.suffix or 'nothing'}; expected one of {', '.join(SUFFIXES)}.")
     return FileRows(path, label)
 
 
-def _split_folder(folder: Path, label: str) -> _Splits:
-    files: dict[str, Path] = {}
-    for path in sorted(folder.iterdir()):
-        if path.suffix not in SUFFIXES or not path.is_file():
-            continue
-        if path.stem in files:
-            raise DataError(f"{label} has both {files[path.stem].name} and {path.name}. Remove one of them.")
-        files[path.stem] = path
+def _at_address(address: str, cache_dir: str) -> _Splits:
+    if suffix_of(name_of(address)) in SUFFIXES:
+        source = RemoteRows("data.path", address, cache_dir)
+        return _Splits(_ONE_FILE, source.label, ["train"], lambda _: source)
+    found = names_at("data.path", address)
+    return _split_folder(
+        without_passwords(address), list(found), lambda name: RemoteRows("data.path", found[name], cache_dir)
+    )
+
+
+def _local_folder(folder: Path, label: str) -> _Splits:
+    names = sorted(path.name for path in folder.iterdir() if suffix_of(path) in SUFFIXES and path.is_file())
+    return _split_folder(label, names, lambda name: FileRows(folder / name, f"{label.rstrip('/')}/{name}"))
+
+
+def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], RowSource]) -> _Splits:
+    files: dict[str, str] = {}
+    for name in names:
+        split = stem_of(PurePath(name))
+        if split in files:
+            raise DataError(f"{label} has both {files[split]} and {name}. Remove one of them.")
+        files[split] = name
     if not files:
         expected = " or ".join(f"train{suffix}" for suffix in SUFFIXES)
         raise DataError(f"data.path is {label}, a folder without data files. Expected {expected} in it.")
-    return _Splits(
-        "a folder",
-        label,
-        list(files),
-        lambda name: FileRows(files[name], f"{label.rstrip('/')}/{files[name].name}"),
-    )
+    return _Splits("a folder", label, list(files), lambda split: open_file(files[split]))
 
 
 def _saved_datasets(folder: Path, label: str) -> _Splits:

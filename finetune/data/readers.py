@@ -7,13 +7,15 @@ import csv
 import hashlib
 import json
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
+from finetune.data.compressed import is_compressed, opened, suffix_of
 from finetune.errors import DataError
 from finetune.logs import hear_libraries
 from finetune.runs.durable import describe_os_error
@@ -47,7 +49,7 @@ class FileRows:
 
     def place(self, number: int) -> str:
         """Name one row: `orders/train.jsonl:17`, or `orders/train.csv row 17`."""
-        has_lines = self.path.suffix in (".jsonl", ".json") and not self.is_copy
+        has_lines = suffix_of(self.path) in (".jsonl", ".json") and not self.is_copy
         return f"{self.label}:{number}" if has_lines else f"{self.label} row {number}"
 
     def check(self) -> None:
@@ -70,13 +72,10 @@ class FileRows:
         """Yield every row, also rows that cannot be read.
 
         Raises:
-            DataError: the file as a whole does not have the format of its suffix.
+            DataError: the file as a whole does not have the format of its suffix, or cannot be decompressed.
         """
-        if self.path.suffix == ".jsonl":
-            return _read_json_lines(self.path)
-        if self.path.suffix == ".json":
-            return _read_json(self.path, self.label)
-        return _read_table(self.path, self.label)
+        read = {".jsonl": _read_json_lines, ".json": _read_json}.get(suffix_of(self.path), _read_table)
+        return read(self.path, self.label)
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[BufferedReader]:
@@ -113,13 +112,26 @@ class DatasetRows:
         return (RawRow(number, row) for number, row in enumerate(self.dataset, start=1))
 
 
-RowSource = FileRows | DatasetRows
-"""The rows of one split."""
+class RowSource(Protocol):
+    """The rows of one split, wherever they are; see `FileRows`."""
+
+    @property
+    def label(self) -> str:
+        """The file or split as the user would name it."""
+
+    def place(self, number: int) -> str:
+        """Name one row."""
+
+    def digest(self) -> str:
+        """Compute a SHA-256 over the rows."""
+
+    def rows(self) -> Iterator[RawRow]:
+        """Yield every row, also rows that cannot be read."""
 
 
-def _read_json_lines(path: Path) -> Iterator[RawRow]:
+def _read_json_lines(path: Path, label: str) -> Iterator[RawRow]:
     """Read one row per line; blank lines are skipped but counted."""
-    with path.open("rb") as file:
+    with opened(path, label) as file:
         for number, line in enumerate(file, start=1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
@@ -150,12 +162,13 @@ def _refuse_constant(word: str) -> NoReturn:
 def _read_json(path: Path, label: str) -> Iterator[RawRow]:
     """Read a list of rows, an object `{"data": [rows]}`, or JSON lines with this suffix (common on the hub)."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with opened(path, label) as file:
+            text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{label}: byte {error.start + 1} is not UTF-8. Save the file as UTF-8.") from None
     start = _LIST_START.match(text)
     if start is None:
-        return _read_json_lines(path)
+        return _read_json_lines(path, label)
     return _read_json_list(text, start.end(), label, is_wrapped=start.group(1) is not None)
 
 
@@ -203,6 +216,11 @@ def _after_space(text: str, position: int) -> int:
 def _read_table(path: Path, label: str) -> Iterator[RawRow]:
     """Read a CSV or Parquet file with `datasets`, without leaving anything in its cache."""
     with tempfile.TemporaryDirectory(prefix="finetune-table-") as folder, quiet_datasets():
+        if is_compressed(path):
+            plain = Path(folder) / path.stem
+            with opened(path, label) as file, plain.open("wb") as copy:
+                shutil.copyfileobj(file, copy)
+            path = plain
         dataset = _load_table(path, label, folder)
         for number, row in enumerate(dataset, start=1):
             yield RawRow(number, row)
@@ -214,14 +232,14 @@ def _load_table(path: Path, label: str, cache_dir: str) -> Iterable[dict[str, An
     loaded: Iterable[dict[str, Any]]
     try:
         if path.suffix == ".parquet":
-            loaded = Dataset.from_parquet(str(path), cache_dir=cache_dir, keep_in_memory=True)
+            loaded = Dataset.from_parquet(str(path), cache_dir=cache_dir, keep_in_memory=False)
             return loaded
         with path.open(encoding="utf-8-sig", newline="") as file:
             header = next(csv.reader(file), [])
         # Every cell is text: otherwise `007` becomes 7 and a cell with `null` becomes nothing.
         columns = Features({name: Value("string") for name in header})
         loaded = Dataset.from_csv(
-            str(path), features=columns, cache_dir=cache_dir, keep_in_memory=True, keep_default_na=False
+            str(path), features=columns, cache_dir=cache_dir, keep_in_memory=False, keep_default_na=False
         )
         return loaded
     except Exception as error:  # pandas, pyarrow and datasets raise many types

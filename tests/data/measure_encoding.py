@@ -16,6 +16,7 @@ from finetune.config.schema import DataSection
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.encode import encode_rows
 from finetune.data.examples import load_examples
+from finetune.data.row_file import rows_in_memory
 from finetune.data.rows import Examples
 from finetune.data.templates import AnswerTokens, mark_targets, render_examples, tokenize
 from finetune.fallbacks import Fallbacks
@@ -62,7 +63,7 @@ def say_what_takes_time(examples: Examples, tokens: AnswerTokens) -> None:
 def measure(examples: Examples, tokens: AnswerTokens, section: DataSection, num_rows: int) -> None:
     """One encoding of all rows."""
     before, own, wall = resource.getrusage(resource.RUSAGE_CHILDREN), time.process_time(), time.perf_counter()
-    encode_rows(examples, tokens, section, Fallbacks(strict=True))
+    rows_in_memory(lambda writer: encode_rows(examples, tokens, section, Fallbacks(strict=True), writer))
     after, own, wall = (
         resource.getrusage(resource.RUSAGE_CHILDREN),
         time.process_time() - own,

@@ -2,21 +2,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 
 from finetune.config.schema import DataSection
 from finetune.data import templates
 from finetune.data.cache import load_or_encode
 from finetune.data.encode import encode_examples
-from finetune.data.encoded import EncodedExamples, EncodedRows
+from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
+from finetune.data.row_file import RowFacts, RowWriter
 from finetune.data.rows import Examples
+from finetune.data.templates import TokenisedRow
 from finetune.errors import ConfigError, DataError
 from finetune.fallbacks import Fallbacks
 from tests.tiny import tiny_tokenizer
@@ -63,7 +66,7 @@ def test_a_second_time_nothing_is_parsed_or_tokenised(
 ) -> None:
     first = encode(section)
     assert times_tokenised() == 1
-    monkeypatch.setattr(Examples, "rows", property(lambda self: pytest.fail("the file was parsed")))
+    monkeypatch.setattr(Examples, "read", lambda self: pytest.fail("the file was parsed"))
     second = encode(section)
     assert times_tokenised() == 1
     as_first = "3 rows of chat messages (format messages, columns messages)"
@@ -159,31 +162,63 @@ def test_a_cache_that_cannot_be_written_is_done_without_and_recorded(section: Da
         encode(section, Fallbacks(strict=True))
 
 
-def test_a_disk_that_fills_up_while_writing_is_a_fallback_too(
-    section: DataSection, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", ["fsync", "write"])
+def test_a_disk_that_fills_up_while_writing_is_a_fallback_to_memory(
+    section: DataSection, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    def full(path: Path, data: bytes) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("finetune.data.cache.replace_file", full)
+    whole = encode(section)
+    cache_files(section)[0].unlink()
+    if call == "fsync":
+        monkeypatch.setattr("finetune.runs.durable.os.fsync", full)
+    else:
+        monkeypatch.setattr("finetune.data.row_file.tempfile.TemporaryFile", lambda **_: OnlyFull())
     fallbacks = Fallbacks()
-    assert len(encode(section, fallbacks)) == 3
-    assert fallbacks.as_records()[0]["why"] == "No space left on device (ENOSPC)"
+    rows = encode(section, fallbacks)
+    assert [list(row.input_ids) for row in rows] == [list(row.input_ids) for row in whole]
+    assert rows.fingerprint == whole.fingerprint
+    assert cache_files(section) == []
+    assert [(record["what"], record["why"]) for record in fallbacks.as_records()] == [
+        ("data.cache_dir", "No space left on device (ENOSPC)"),
+        ("the encoded rows", "No space left on device (ENOSPC)"),
+    ]
+
+
+class OnlyFull(BytesIO):
+    """A file on a full disk."""
+
+    def write(self, data: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_without_a_cache_rows_are_mapped_from_a_file_that_is_gone(section: DataSection, tmp_path: Path) -> None:
+    whole = encode(section)
+    (tmp_path / "file").touch()
+    fallbacks = Fallbacks()
+    rows = encode(section.model_copy(update={"cache_dir": str(tmp_path / "file")}), fallbacks)
+    assert [record["what"] for record in fallbacks.as_records()] == ["data.cache_dir"]
+    assert rows.fingerprint == whole.fingerprint
+    mapped = Path("/proc/self/maps")
+    if mapped.exists():
+        assert "finetune-rows-" in mapped.read_text()
+    assert list(Path(tempfile.gettempdir()).glob("finetune-rows-*")) == []
 
 
 ENCODE = """
 import sys, time
 from pathlib import Path
-import torch
 from finetune.data.cache import load_or_encode
-from finetune.data.encoded import EncodedRows
+from finetune.data.row_file import RowFacts
+from finetune.data.templates import TokenisedRow
 from finetune.fallbacks import Fallbacks
 
-def encode():
+def encode(writer):
     print("encoding", flush=True)
     time.sleep(float(sys.argv[2]))
-    one = torch.zeros(1, dtype=torch.int32)
-    return EncodedRows(one, one.bool(), torch.arange(2), one.long() * 0 + 1, one.bool(), one.long() * 0, one.bool())
+    writer.add(1, TokenisedRow([0], bytearray(1)), max_length=9)
+    return RowFacts()
 
 rows = load_or_encode(Path(sys.argv[1]), "0" * 64, encode, Fallbacks(strict=True), "rows")
 print("rows", len(rows.token_ids), flush=True)
@@ -203,7 +238,7 @@ def start_encoding(tmp_path: Path, seconds: float) -> subprocess.Popen[str]:
 def test_while_one_process_encodes_another_waits_and_reads(tmp_path: Path, logged: Callable[[], list[str]]) -> None:
     other = start_encoding(tmp_path, 0.5)
     rows = load_or_encode(
-        tmp_path / "cache", "0" * 64, lambda: pytest.fail("encoded twice"), Fallbacks(strict=True), "rows"
+        tmp_path / "cache", "0" * 64, lambda _: pytest.fail("encoded twice"), Fallbacks(strict=True), "rows"
     )
     assert rows.token_ids.tolist() == [0]
     assert other.communicate(timeout=60)[0] == "rows 1\n"
@@ -215,10 +250,11 @@ def test_a_process_killed_while_encoding_leaves_the_work_to_the_next(tmp_path: P
     killed = start_encoding(tmp_path, 60)
     killed.kill()
     killed.communicate()
-    one = torch.ones(1, dtype=torch.int32)
-    made = EncodedRows(
-        one, one.bool(), torch.tensor([0, 1]), torch.tensor([1]), one.bool(), torch.tensor([0]), one.bool()
-    )
-    rows = load_or_encode(tmp_path / "cache", "0" * 64, lambda: made, Fallbacks(strict=True), "rows")
+
+    def encode(writer: RowWriter) -> RowFacts:
+        writer.add(1, TokenisedRow([1], bytearray([1])), max_length=9)
+        return RowFacts()
+
+    rows = load_or_encode(tmp_path / "cache", "0" * 64, encode, Fallbacks(strict=True), "rows")
     assert rows.token_ids.tolist() == [1]
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".safetensors"]

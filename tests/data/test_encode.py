@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from finetune.config.schema import DataSection
 from finetune.data.encode import describe, encode_examples
-from finetune.data.encoded import EncodedExamples, EncodedSplits
+from finetune.data.encoded import EncodedExamples, EncodedSplits, digest_tensors
 from finetune.data.examples import load_examples
 from finetune.errors import DataError
 from tests.tiny import Style, tiny_tokenizer
@@ -189,6 +190,32 @@ def test_the_fingerprint_is_of_tokens_and_targets_alone(make_section: Make, writ
     other = encode(make_section(path=write_jsonl([TWO_ANSWERS, CHAT], "other.jsonl"))).train
     assert first.fingerprint == moved.fingerprint
     assert first.fingerprint != other.fingerprint
+
+
+def flat_fingerprint(examples: EncodedExamples) -> str:
+    """The definition: a digest of the rows as tensors that lie end to end."""
+    rows = [examples[row] for row in range(len(examples))]
+    offsets = torch.tensor([0, *accumulate(len(row.input_ids) for row in rows)])
+    tensors = [torch.cat([row.input_ids for row in rows]).int(), torch.cat([row.is_target for row in rows]), offsets]
+    if examples.has_branches:
+        tensors.append(examples.rows.example_of)
+    return digest_tensors(tensors)
+
+
+def test_chosen_and_joined_rows_have_the_fingerprint_of_a_copy(make_section: Make, write_jsonl: Write) -> None:
+    first = encode(make_section(path=write_jsonl([CHAT, TWO_ANSWERS, CHAT, TWO_ANSWERS, CHAT]))).train
+    second = encode(make_section(path=write_jsonl([TWO_ANSWERS, CHAT], "other.jsonl"), train_on="each_turn")).train
+    joined = EncodedExamples.joined([first.select([3, 0, 1, 1]), second, first])
+    assert joined.has_branches
+    for examples in (first, first.select([4, 0]), second, joined, joined.select_examples([6, 2, 4]), joined.select([])):
+        assert examples.fingerprint == flat_fingerprint(examples) if len(examples) else not len(examples)
+        assert examples.num_targets.tolist() == [
+            int(row.is_target.sum()) for row in map(examples.__getitem__, range(len(examples)))
+        ]
+    assert [joined.source(row) for row in (0, 4)] == [first.source(3), second.source(0)]
+    assert joined.select([5]).tokens(0).tolist() == second.tokens(1).tolist()
+    one_source = {source.token_ids.data_ptr() for source in (*first.sources, *second.sources)}
+    assert {source.token_ids.data_ptr() for source in joined.select([1, 5]).sources} == one_source
 
 
 def test_rows_made_by_hand() -> None:

@@ -147,18 +147,14 @@ def test_a_tokenizer_of_a_class_of_ones_own_is_encoded_with_by_one_process(secti
 
 
 def test_several_processes_are_taken_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rows(count: int, characters: int) -> list[Example]:
-        one = Example(kind="text", source="", number=1, text="x" * -(-characters // count))
-        return [one] * count
-
     monkeypatch.setattr(parallel, "num_cores", lambda: 8)
-    assert choose_processes(rows(4096, PAYS_FROM_CHARACTERS), None, 512) == 8
-    assert choose_processes(rows(1536, PAYS_FROM_CHARACTERS), None, 512) == 3
-    assert choose_processes(rows(4096, PAYS_FROM_CHARACTERS // 2), None, 512) == 1
-    assert choose_processes(rows(100, PAYS_FROM_CHARACTERS), None, 512) == 1
-    assert choose_processes(rows(4096, 4096), 3, 512) == 3
+    assert choose_processes(4096, PAYS_FROM_CHARACTERS, None, 512) == 8
+    assert choose_processes(1536, PAYS_FROM_CHARACTERS, None, 512) == 3
+    assert choose_processes(4096, PAYS_FROM_CHARACTERS // 2, None, 512) == 1
+    assert choose_processes(100, PAYS_FROM_CHARACTERS, None, 512) == 1
+    assert choose_processes(4096, 4096, 3, 512) == 3
     monkeypatch.setattr(parallel, "num_cores", lambda: 1)
-    assert choose_processes(rows(4096, PAYS_FROM_CHARACTERS), None, 512) == 1
+    assert choose_processes(4096, PAYS_FROM_CHARACTERS, None, 512) == 1
 
 
 ENCODE_FOR_EVER = """

@@ -1,0 +1,61 @@
+"""Files that are compressed: which suffixes there are, and how a file is read through its compression."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import zlib
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import IO
+
+from finetune.errors import DataError
+
+_MODULES = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "backports.zstd"}
+"""The module that opens each. The package zstandard is no choice for the last: it takes a file that was cut short for a
+whole one."""
+
+
+def suffix_of(path: PurePath | str) -> str:
+    """Return the suffix that says what a file holds: `.jsonl` for `rows.jsonl` and for `rows.jsonl.gz`."""
+    path = PurePath(path)
+    return PurePath(path.stem).suffix if path.suffix in _MODULES else path.suffix
+
+
+def stem_of(path: PurePath) -> str:
+    """Return the name of a file without its suffixes."""
+    return PurePath(path.stem).stem if path.suffix in _MODULES else path.stem
+
+
+def is_compressed(path: PurePath) -> bool:
+    """Whether the suffix of a file says that it is compressed."""
+    return path.suffix in _MODULES
+
+
+@contextlib.contextmanager
+def opened(path: Path, label: str) -> Iterator[IO[bytes]]:
+    """Open a file, through its compression if it has one. Memory does not grow with its size.
+
+    Raises:
+        DataError: also inside the block: it is cut short or damaged, or a package is missing.
+    """
+    if not is_compressed(path):
+        with path.open("rb") as file:
+            yield file
+        return
+    try:
+        module = importlib.import_module(_MODULES[path.suffix])
+    except ModuleNotFoundError:
+        raise DataError(
+            f"{label} is compressed with Zstandard, which Python reads from 3.14 on. Run `pip install 'finetune[zstd]'`, "
+            "or compress the file with gzip."
+        ) from None
+    own = tuple(getattr(module, name) for name in ("LZMAError", "ZstdError") if hasattr(module, name))
+    try:
+        with module.open(path, "rb") as file:
+            yield file
+    except (EOFError, OSError, zlib.error, *own) as error:
+        raise DataError(
+            f"{label} cannot be decompressed ({error}): it is cut short, damaged, or no {path.suffix} file. Copy or "
+            "compress it again."
+        ) from error

@@ -1,0 +1,177 @@
+"""Rows at an address (`s3://…`, `https://…`), which fsspec opens.
+
+They are copied into `data.cache_dir` first: rows are read several times and by every process of a node, and must have
+the same bytes each time. The name of a copy is a digest of the address and of what tells its versions apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from finetune.data.compressed import is_compressed, suffix_of
+from finetune.data.readers import SUFFIXES, FileRows, RawRow
+from finetune.errors import DataError, first_line
+from finetune.logs import waiting
+from finetune.runs.durable import describe_os_error, in_units, replacing
+from finetune.runs.file_lock import file_lock
+from finetune.terminal import without_passwords
+
+_log = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
+
+_SAME_IN_ALL_VERSIONS = {"name", "type", "size", "url", "mimetype", "partial"}
+"""What fsspec tells about a file that does not change with its content."""
+_PIECE_BYTES = 1 << 20
+_LOCAL = "file://"
+
+
+def is_address(path: str) -> bool:
+    """Whether a path is an address, and not a file or folder of this machine."""
+    return "://" in path and not path.startswith(_LOCAL)
+
+
+def local_path(path: str) -> Path:
+    """Return the path of a file or folder of this machine, which may be written `file:///rows.jsonl`."""
+    return Path(path.removeprefix(_LOCAL)).expanduser()
+
+
+@dataclass(frozen=True)
+class RemoteRows:
+    """The rows of a file at an address. It is copied on first use.
+
+    Attributes:
+        key: the key that names it, for messages.
+        address: of the file.
+        cache_dir: the folder of the copy.
+    """
+
+    key: str
+    address: str
+    cache_dir: str
+
+    @property
+    def label(self) -> str:
+        """The address as it may be shown."""
+        return without_passwords(self.address)
+
+    def place(self, number: int) -> str:
+        """See `FileRows.place`."""
+        return FileRows(Path(name_of(self.address)), self.label).place(number)
+
+    def check(self) -> None:
+        """Refuse what is not there or cannot be asked for. Raises the errors of `digest`."""
+        self._ask(lambda files, path: files.info(path))
+
+    def digest(self) -> str:
+        """See `FileRows.digest`.
+
+        Raises:
+            DataError: there is no such file, it cannot be read, or its copy cannot be written.
+        """
+        return self._copy.digest()
+
+    def rows(self) -> Iterator[RawRow]:
+        """See `FileRows.rows`. Raises the errors of `digest`."""
+        return self._copy.rows()
+
+    @cached_property
+    def _copy(self) -> FileRows:
+        info = self._ask(lambda files, path: files.info(path))
+        version = {key: value for key, value in info.items() if key not in _SAME_IN_ALL_VERSIONS and value is not None}
+        known = json.dumps([self.address, info.get("size"), version], sort_keys=True, default=str)
+        name = name_of(self.address)
+        suffix = suffix_of(name) + (PurePosixPath(name).suffix if is_compressed(PurePosixPath(name)) else "")
+        folder = Path(self.cache_dir).expanduser()
+        file = folder / f"fetched-{hashlib.sha256(known.encode()).hexdigest()[:32]}{suffix}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with file_lock(file.with_suffix(".lock"), waiting_for=f"the copy of {self.label}"):
+                if version and file.exists():
+                    _log.info("%s: copied before, to %s", self.label, file)
+                else:
+                    self._fetch(file, info.get("size"))
+        except OSError as error:
+            raise DataError(
+                f"data.cache_dir is {self.cache_dir}, where {self.label} is copied to, and it cannot be written: "
+                f"{describe_os_error(error)}. Give another folder, or make room."
+            ) from error
+        return FileRows(file, self.label)
+
+    def _fetch(self, file: Path, size: int | None) -> None:
+        """Copy the file piece by piece."""
+        with waiting(f"copying {self.label}"), replacing(file) as copy:
+            for piece in self._pieces():
+                copy.write(piece)
+            copied = copy.tell()
+            if size is not None and copied != size:
+                raise DataError(f"{self.label} ended after {copied:,} of {size:,} bytes. Start again.")
+        _log.info("%s: %s copied to %s", self.label, in_units(copied), file)
+
+    def _pieces(self) -> Iterator[bytes]:
+        remote = self._ask(lambda files, path: files.open(path, "rb"))
+        try:
+            while piece := self._ask(lambda *_: remote.read(_PIECE_BYTES)):
+                yield piece
+        finally:
+            remote.close()
+
+    def _ask(self, question: Callable[[Any, str], _Answer]) -> _Answer:
+        return ask(self.key, self.address, question)
+
+
+def names_at(key: str, address: str) -> dict[str, str]:
+    """Return the data files of a folder at an address: their own addresses, by name.
+
+    Raises:
+        DataError: there is no such folder, or it cannot be read.
+    """
+
+    def listed(files: Any, path: str) -> dict[str, str]:
+        return {name_of(one): files.unstrip_protocol(one) for one in sorted(files.ls(path, detail=False))}
+
+    found = ask(key, address, listed)
+    return {name: one for name, one in found.items() if suffix_of(name) in SUFFIXES}
+
+
+def name_of(address: str) -> str:
+    """Return the name of the file at an address."""
+    parts = urlsplit(address.partition("::")[0])
+    return PurePosixPath(parts.netloc + parts.path).name
+
+
+def ask(key: str, address: str, question: Callable[[Any, str], _Answer]) -> _Answer:
+    """Call fsspec, and turn its errors into one sentence that holds no secret.
+
+    Args:
+        key: the key that names the address.
+        address: of a file or a folder.
+        question: the call, given the file system and the path there.
+
+    Raises:
+        DataError: there is no such scheme, file or folder, a package is missing, or the server refuses.
+    """
+    import fsspec
+
+    what = f"{key} is {without_passwords(address)}"
+    try:
+        return question(*fsspec.core.url_to_fs(address))
+    except ImportError as error:
+        package = " Run `pip install 'finetune[http]'`." if address.startswith("http") else ""
+        raise DataError(f"{what}, which needs a package that is not installed ({error}).{package}") from None
+    except FileNotFoundError:
+        raise DataError(f"{what}, but there is no such file or folder. Correct the address.") from None
+    except Exception as error:  # each scheme has errors of its own
+        why = without_passwords(first_line(error))
+        raise DataError(
+            f"{what}, which cannot be read ({type(error).__name__}: {why}). Check the address, and the credentials that "
+            "its scheme takes from the environment."
+        ) from None
