@@ -16,8 +16,14 @@ if TYPE_CHECKING:
 
 _STEERS_READING = frozenset("\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Characters that reorder or break the text around them, so that it could look like another text."""
-USER_IN_ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s@]+@")
+_USER_IN_ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s@]+@")
 """The part of an address that may hold a password; its first group is the scheme."""
+_QUERY_OF_ADDRESS = re.compile(r"://[^\s\"'?]*\?[^\s\"']*")
+_SECRET_IN_QUERY = re.compile(
+    r"([?&][^\s=&]*(?:sig|token|secret|password|credential|key)[^\s=&]*=)[^&]+", re.IGNORECASE
+)
+"""A value in the query of an address that lets anybody read it, as those of signed addresses do; the first group is its
+name."""
 _NOT_ESCAPED_BY_JSON = re.compile("[\u007f-\u009f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _USUAL_WIDTH = 80
@@ -38,8 +44,9 @@ def visible(text: str, *, also_unseen: bool = False) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """Remove user names, passwords and tokens from the addresses in a text."""
-    return USER_IN_ADDRESS.sub(r"\1…@", text)
+    """Remove user names, passwords, tokens and signatures from the addresses in a text."""
+    text = _USER_IN_ADDRESS.sub(r"\1…@", text)
+    return _QUERY_OF_ADDRESS.sub(lambda query: _SECRET_IN_QUERY.sub(r"\1…", query[0]), text)
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:

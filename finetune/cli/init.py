@@ -14,7 +14,9 @@ from finetune.config.compose import compose, list_configs
 from finetune.config.config_files import GROUPS, is_path
 from finetune.config.render import commented_run_file
 from finetune.config.shipped_files import resolve_shipped
+from finetune.data.compressed import suffix_of
 from finetune.data.readers import SUFFIXES
+from finetune.data.remote import is_address
 from finetune.errors import ConfigError
 from finetune.terminal import say
 
@@ -105,8 +107,8 @@ def _existing(group: str, answer: str) -> str:
         raise typer.BadParameter(str(error).removeprefix("command line: ")) from None
     if path is None:
         raise typer.BadParameter(f"{answer} leaves {group}.path open. Give a path or a hub id.")
-    if not where.exists():
-        if path.startswith((".", "/", "~")) or path.count("/") != 1 or where.suffix in SUFFIXES:
+    if not where.exists() and not is_address(path):
+        if path.startswith((".", "/", "~")) or path.count("/") != 1 or suffix_of(where) in SUFFIXES:
             raise typer.BadParameter(f"there is no file or folder {path} (looked in {Path.cwd()}).")
         say(f"{path} is not a folder here: it is read from the Hugging Face Hub.")
     return answer

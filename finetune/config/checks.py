@@ -20,7 +20,7 @@ from finetune.config.keys import (
 from finetune.config.schema import Config, is_allowed_object, refused_object
 from finetune.config.yaml_reader import DottedName, Setting
 from finetune.errors import ConfigError
-from finetune.terminal import USER_IN_ADDRESS, without_passwords
+from finetune.terminal import without_passwords
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -181,10 +181,9 @@ def _password_problem(setting: Setting) -> str:
     """Refuse secrets in addresses: config.yaml, run.json and log.txt hold every value."""
     if setting.dotted == "model.chat_template":
         return ""
-    found = USER_IN_ADDRESS.search(str(setting.value))
-    if not found:
+    address = without_passwords(str(setting.value))
+    if address == str(setting.value):
         return ""
-    address = without_passwords(setting.value) if isinstance(setting.value, str) else f"{found[1]}…@"
     return (
         f"{address} contains a user name, a password or a token, which config.yaml, run.json and log.txt would repeat. "
         "Give the address without it; for the hub, set HF_TOKEN in the environment."

@@ -47,8 +47,8 @@ def opened(path: Path, label: str) -> Iterator[IO[bytes]]:
         module = importlib.import_module(_MODULES[path.suffix])
     except ModuleNotFoundError:
         raise DataError(
-            f"{label} is compressed with Zstandard, which Python reads from 3.14 on. Run `pip install 'finetune[zstd]'`, "
-            "or compress the file with gzip."
+            f"{label} is compressed with Zstandard, which needs the package backports.zstd. Run "
+            "`pip install 'finetune[zstd]'`, or compress the file with gzip."
         ) from None
     own = tuple(getattr(module, name) for name in ("LZMAError", "ZstdError") if hasattr(module, name))
     try:

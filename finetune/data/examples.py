@@ -69,8 +69,22 @@ def load_examples(section: DataSection) -> ExampleSplits:
     return ExampleSplits(**_load_source(section))
 
 
+def missing_here(section: DataSection) -> list[str]:
+    """Describe each file and folder that the data section names on this machine and that is not there."""
+    missing = []
+    for source in _sources_of(section):
+        path = source.path
+        if path is not None and not (is_address(path) or is_hub_id(path)) and not _is_here(path):
+            missing.append(_no_such_path(path))
+        for split in SPLIT_NAMES:
+            wanted = getattr(source, split)
+            if wanted is not None and suffix_of(wanted) in SUFFIXES and not (is_address(wanted) or _is_here(wanted)):
+                missing.append(_no_such_file(split, wanted))
+    return list(dict.fromkeys(missing))
+
+
 def check_local_rows(section: DataSection, *, has_format: bool) -> None:
-    """Refuse files that are not here or cannot be read, before anything is downloaded. The hub is not asked.
+    """Refuse files that are not there or cannot be read, before anything is downloaded. The hub is not asked.
 
     Args:
         section: the rows of a run.
@@ -80,7 +94,7 @@ def check_local_rows(section: DataSection, *, has_format: bool) -> None:
         ConfigError: see `load_examples`.
         DataError: a file or a folder is not there, cannot be read, or has rows of no known format.
     """
-    for source in [_section_of(section, keys) for keys in section.mixture] or [section]:
+    for source in _sources_of(section):
         if source.path is not None and (is_hub_id(source.path) or (source.stream and Path(source.path).is_dir())):
             continue
         for rows in _find_sources(source).sources.values():
@@ -88,6 +102,25 @@ def check_local_rows(section: DataSection, *, has_format: bool) -> None:
                 rows.check()
             if has_format and isinstance(rows, FileRows) and suffix_of(rows.path) in (".jsonl", ".json"):
                 _as_examples(rows, source).check_format()
+
+
+def _sources_of(section: DataSection) -> list[DataSection]:
+    return [_section_of(section, keys) for keys in section.mixture] or [section]
+
+
+def _is_here(path: str) -> bool:
+    try:
+        return local_path(resolve_shipped(path)).exists()
+    except OSError:
+        return True  # it cannot be looked at, which is said when it is read
+
+
+def _no_such_path(path: str) -> str:
+    return f"data.path is {path}, but there is no such file or folder. Correct the path."
+
+
+def _no_such_file(split: str, path: str) -> str:
+    return f"data.{split} is {path}, but there is no such file. Correct the path."
 
 
 def is_hub_id(path: str) -> bool:
@@ -152,7 +185,9 @@ def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sourc
     wanted = {split: getattr(section, split) for split in SPLIT_NAMES if split not in without}
     shares = {split: share for split, text in wanted.items() if (share := _share_of(split, text, at_path)) is not None}
     cache_dir = section.cache_dir
-    sources = {split: _find_split(split, text, at_path, cache_dir) for split, text in wanted.items() if split not in shares}
+    sources = {
+        split: _find_split(split, text, at_path, cache_dir) for split, text in wanted.items() if split not in shares
+    }
     return _Sources(at_path, shares, sources)
 
 
@@ -191,7 +226,7 @@ def _find_split(split: str, wanted: str | None, at_path: _Splits | None, cache_d
     if path.is_file():
         return _file_rows(path, wanted)
     if suffix_of(path) in SUFFIXES or at_path is None:
-        raise DataError(f"data.{split} is {wanted}, but there is no such file. Correct the path.")
+        raise DataError(_no_such_file(split, wanted))
     raise DataError(
         f"data.{split} is {wanted}, which is neither a file nor a split of {at_path.label} ({at_path.what} with "
         f"{', '.join(at_path.names)}). Name one of these, or a file ({', '.join(SUFFIXES)})."
@@ -235,7 +270,7 @@ def _find_splits(section: DataSection) -> _Splits | None:
     if path.is_dir():
         return _local_folder(path, section.path)
     if not is_hub_id(section.path):
-        raise DataError(f"data.path is {section.path}, but there is no such file or folder. Correct the path.")
+        raise DataError(_no_such_path(section.path))
     return _hub_dataset(section, section.path)
 
 

@@ -167,11 +167,12 @@ def ask(key: str, address: str, question: Callable[[Any, str], _Answer]) -> _Ans
     except ImportError as error:
         package = " Run `pip install 'finetune[http]'`." if address.startswith("http") else ""
         raise DataError(f"{what}, which needs a package that is not installed ({error}).{package}") from None
-    except FileNotFoundError:
-        raise DataError(f"{what}, but there is no such file or folder. Correct the address.") from None
-    except Exception as error:  # each scheme has errors of its own
-        why = without_passwords(first_line(error))
+    except Exception as error:  # each scheme has errors of its own, and that of http tells only the cause of its own
+        cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
+        if isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) == 404:
+            raise DataError(f"{what}, but there is no such file or folder. Correct the address.") from None
+        why = without_passwords(first_line(cause))
         raise DataError(
-            f"{what}, which cannot be read ({type(error).__name__}: {why}). Check the address, and the credentials that "
-            "its scheme takes from the environment."
+            f"{what}, which cannot be read ({type(cause).__name__}: {why}). Check the address, and the credentials "
+            "that its scheme takes from the environment."
         ) from None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.data.cells import BadRowError, parse_text, quote
 from finetune.data.chat_template import key_in_words
+from finetune.data.compressed import suffix_of
 from finetune.data.formats import Example, detect_format, parse_row
 from finetune.data.readers import SUFFIXES, FileRows, RawRow
 from finetune.data.rows import RowProblems
@@ -84,7 +85,7 @@ def read_file(path: Path) -> list[Prompt]:
         raise DataError(
             f"--from is {path}, but that file does not exist. Correct the path, or give - for standard input."
         )
-    if path.suffix not in SUFFIXES:
+    if suffix_of(path) not in SUFFIXES:
         raise DataError(f"--from is {path}, which ends in {path.suffix or 'nothing'}; expected {', '.join(SUFFIXES)}.")
     rows = FileRows(path, str(path))
     return read_rows(rows.rows(), str(path))

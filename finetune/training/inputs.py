@@ -6,12 +6,36 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from finetune.config.hub import Repository
-from finetune.data.examples import check_local_rows
+from finetune.data.examples import check_local_rows, missing_here
+from finetune.errors import DataError, ModelError
 from finetune.model.base import locate
 from finetune.model.from_hub import Part, has_to_use_cache, missing_from_cache, repository_of
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, ModelSection
+
+
+def check_paths(config: Config) -> None:
+    """Refuse files and folders that are not on this machine, all of them at once. Nothing is read and nothing asked.
+
+    Args:
+        config: the whole run.
+
+    Raises:
+        DataError: rows are not here, and perhaps the model is not either.
+        ModelError: a folder of the model is not here.
+    """
+    problems = missing_here(config.data)
+    try:
+        list(_parts_at_hub(config.model, needs_weights=True))
+    except ModelError as error:
+        if not problems:
+            raise
+        problems.append(str(error))
+    if len(problems) > 1:
+        raise DataError("\n  ".join([f"the run has {len(problems)} problems:", *problems]))
+    if problems:
+        raise DataError(problems[0])
 
 
 def check_inputs(config: Config, *, needs_weights: bool) -> None:
@@ -27,6 +51,7 @@ def check_inputs(config: Config, *, needs_weights: bool) -> None:
         DataError: rows are not here, cannot be read or have no known format.
         ModelError: a folder is not here, or the hub does not give the model and its cache does not have all of it.
     """
+    check_paths(config)
     at_hub = list(_parts_at_hub(config.model, needs_weights=needs_weights))
     is_to_download = any(missing_from_cache(repository, part) for repository, part, _ in at_hub)
     check_local_rows(config.data, has_format=is_to_download and config.training.objective == "sft")

@@ -59,7 +59,7 @@ def plan_batches(
             "micro-batch. Remove training.packing=false, or set data.train_on=all."
         )
     return BatchRule(
-        lengths=rows.lengths.tolist(),
+        lengths=rows.lengths.numpy().data,  # a list of numbers would take five times the memory
         global_batch_size=global_batch_size,
         batch_size=training.batch_size,
         max_tokens=training.max_tokens_per_microbatch,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.objective import encode_for_objective
+from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
 from finetune.model.base import build_base_model
@@ -12,7 +14,7 @@ from finetune.model.lora import add_lora
 from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
 from finetune.runs.folder import RunFolder
-from finetune.training.inputs import check_inputs
+from finetune.training.inputs import check_inputs, check_paths
 from finetune.training.preference_trainer import PreferenceTrainer, check_preferences
 from finetune.training.trainer import Trainer
 from finetune.training.validating import check_metrics
@@ -28,6 +30,8 @@ def train(config: Config) -> None:
 
     Collective: every process of the launch.
     """
+    if read_environment(os.environ).world_size == 1:  # several ranks check after they have met: none waits for another
+        check_paths(config)
     with launch(config) as runtime:
         trainer = build_trainer(runtime, config)
         train_loader, val_loader, test_loader = trainer.prepare_dataloaders()

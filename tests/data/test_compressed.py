@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from backports import zstd
+
+from finetune.config.schema import DataSection
+from finetune.data.encode import encode_examples
+from finetune.data.examples import load_examples
+from finetune.data.readers import FileRows
+from finetune.errors import DataError
+from tests.tiny import tiny_tokenizer
+
+WITH_CHECKSUM = {zstd.CompressionParameter.checksum_flag: 1}  # as the command zstd writes by default
+COMPRESS = {
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": partial(zstd.compress, options=WITH_CHECKSUM),
+}
+LINES = b'{"prompt": "a", "completion": "b"}\n\n{"prompt": "c", "completion": 5\n{"prompt": "d", "completion": "e"}\n'
+TABLE = b'prompt,completion\n"a, b",007\n'
+
+Make = Callable[..., DataSection]
+
+
+def file_rows(path: Path, content: bytes) -> FileRows:
+    path.write_bytes(content)
+    return FileRows(path, path.name)
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+def test_rows_and_their_numbers_are_those_of_the_file_itself(tmp_path: Path, suffix: str) -> None:
+    plain = file_rows(tmp_path / "a.jsonl", LINES)
+    compressed = file_rows(tmp_path / f"a.jsonl{suffix}", COMPRESS[suffix](LINES))
+    assert list(compressed.rows()) == list(plain.rows())
+    assert [row.number for row in compressed.rows() if row.problem] == [3]
+    assert compressed.place(3) == f"a.jsonl{suffix}:3"
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.json", b'[{"text": "a"},\n{"text": "b"}]'), ("a.csv", TABLE)])
+def test_json_and_csv_files_may_be_compressed_too(tmp_path: Path, name: str, content: bytes) -> None:
+    plain = file_rows(tmp_path / name, content)
+    compressed = file_rows(tmp_path / f"{name}.gz", gzip.compress(content))
+    assert list(compressed.rows()) == list(plain.rows()) != []
+    assert compressed.place(1) == plain.place(1).replace(name, f"{name}.gz")
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("damage", ["cut", "flipped", "other"])
+def test_a_damaged_file_is_refused_and_none_of_its_rows_lost_in_silence(
+    tmp_path: Path, suffix: str, damage: str
+) -> None:
+    whole = COMPRESS[suffix](LINES * 500)
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 0xFF]) + whole[middle + 1 :]
+    rows = file_rows(tmp_path / f"a.jsonl{suffix}", {"cut": whole[:-9], "flipped": flipped, "other": LINES}[damage])
+    with pytest.raises(DataError, match=rf"a\.jsonl{suffix} cannot be decompressed \(.+\): it is cut short, damaged"):
+        list(rows.rows())
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "backports.zstd", None)
+    with pytest.raises(DataError, match=r"needs the package backports.zstd. Run `pip install 'finetune\[zstd\]'`"):
+        list(file_rows(tmp_path / "a.jsonl.zst", zstd.compress(LINES)).rows())
+
+
+def test_a_compressed_split_encodes_to_the_same_rows(make_section: Make, tmp_path: Path) -> None:
+    line = b'{"prompt": "Hi", "completion": "yes"}\n'
+    for folder, pack in (("plain", bytes), ("packed", gzip.compress)):
+        (tmp_path / folder).mkdir()
+        for split in ("train", "dev"):
+            suffix = "" if folder == "plain" else ".gz"
+            (tmp_path / folder / f"{split}.jsonl{suffix}").write_bytes(pack(line * (2 if split == "train" else 1)))
+    found = []
+    for folder in ("plain", "packed"):
+        section = make_section(path=str(tmp_path / folder), on_overlap="warn")
+        splits = encode_examples(load_examples(section), tiny_tokenizer(), section)
+        assert splits.validation is not None
+        found.append((splits.train.fingerprint, splits.validation.fingerprint))
+    assert found[0] == found[1]
+    assert splits.train.source(1) == f"{tmp_path}/packed/train.jsonl.gz:2"

@@ -1,0 +1,187 @@
+"""Rows at an address: from a server that the test starts, and from fsspec's memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from finetune.config.schema import DataSection
+from finetune.data.encode import encode_examples
+from finetune.data.encoded import EncodedExamples
+from finetune.data.examples import check_local_rows, load_examples
+from finetune.data.remote import RemoteRows
+from finetune.errors import DataError
+from tests.tiny import tiny_tokenizer
+
+ROW = {"prompt": "Hi", "completion": "yes"}
+SIGNED = "?X-Amz-Credential=AKIA1&X-Amz-Signature=5ecret"
+
+Make = Callable[..., DataSection]
+Write = Callable[..., str]
+
+
+class Server(ThreadingHTTPServer):
+    """Serves a folder and counts the requests for its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.gets: list[str] = []
+        self.folder = folder
+        super().__init__(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(SimpleHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self.server.gets.append(self.path)
+        if self.path.startswith("/forbidden"):
+            self.send_error(403)
+        else:
+            super().do_GET()
+
+    def do_HEAD(self) -> None:
+        if self.path.startswith("/forbidden"):
+            self.send_error(403)
+        else:
+            super().do_HEAD()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    (tmp_path / "served").mkdir()
+    with Server(tmp_path / "served") as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield running
+        running.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def memory() -> Iterator[Callable[[str, bytes], None]]:
+    files = fsspec.filesystem("memory")
+    yield files.pipe
+    files.rm("/rows", recursive=True)
+
+
+def lines(count: int) -> bytes:
+    return (json.dumps(ROW) + "\n").encode() * count
+
+
+def encode(section: DataSection) -> EncodedExamples:
+    return encode_examples(load_examples(section), tiny_tokenizer(), section).train
+
+
+def test_rows_of_a_server_are_copied_once_until_they_change(
+    server: Server, make_section: Make, write_jsonl: Write, logged: Callable[[], list[str]]
+) -> None:
+    file = server.folder / "rows.jsonl"
+    file.write_bytes(lines(2))
+    section = make_section(path=f"{server.address}/rows.jsonl")
+    first = encode(section)
+    assert first.fingerprint == encode(make_section(path=write_jsonl([ROW] * 2))).fingerprint
+    assert first.source(1) == f"{server.address}/rows.jsonl:2"
+    asked = len(server.gets)
+    assert encode(section).fingerprint == first.fingerprint
+    assert len(server.gets) == asked
+    assert any(f"{section.path}: copied before" in line for line in logged())
+    file.write_bytes(lines(3))
+    assert len(encode(section)) == 3
+    assert len(server.gets) > asked
+
+
+def test_a_compressed_file_and_a_validation_file_at_addresses(server: Server, make_section: Make) -> None:
+    (server.folder / "rows.jsonl.gz").write_bytes(gzip.compress(lines(3)))
+    (server.folder / "dev.csv").write_bytes(b"prompt,completion\nWhat,no\n")
+    section = make_section(path=f"{server.address}/rows.jsonl.gz?download=1", validation=f"{server.address}/dev.csv")
+    splits = encode_examples(load_examples(section), tiny_tokenizer(), section)
+    assert splits.validation is not None
+    assert (len(splits.train), len(splits.validation)) == (3, 1)
+    assert splits.validation.source(0) == f"{server.address}/dev.csv row 1"
+
+
+def test_a_folder_of_split_files_in_memory(memory: Callable[[str, bytes], None], make_section: Make) -> None:
+    memory("/rows/train.jsonl", lines(3))
+    memory("/rows/dev.jsonl", lines(1).replace(b"Hi", b"Bye"))
+    memory("/rows/notes.txt", b"no rows")
+    splits = load_examples(make_section(path="memory://rows"))
+    assert splits.validation is not None
+    assert (len(splits.train), len(splits.validation), splits.test) == (3, 1, None)
+    assert splits.train.parts[0].source.place(2).endswith("/rows/train.jsonl:2")
+
+
+def test_a_file_may_be_written_as_an_address(make_section: Make, write_jsonl: Write) -> None:
+    path = write_jsonl([ROW])
+    assert len(load_examples(make_section(path=f"file://{path}")).train) == 1
+    with pytest.raises(DataError, match=r"data\.path is file:///nowhere\.jsonl, but there is no such file or folder"):
+        load_examples(make_section(path="file:///nowhere.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("{server}/gone.jsonl", "data.path is {server}/gone.jsonl, but there is no such file or folder"),
+        (
+            "{server}/forbidden.jsonl",
+            "data.path is {server}/forbidden.jsonl, which cannot be read (ClientResponseError: 403",
+        ),
+        ("memory://gone.jsonl", "data.path is memory://gone.jsonl, but there is no such file or folder"),
+        ("memory://nowhere", "data.path is memory://nowhere, but there is no such file or folder"),
+        ("http://127.0.0.1:1/rows.jsonl", "which cannot be read (ClientConnectorError: Cannot connect to host"),
+        ("s3://bucket/rows.jsonl", "which needs a package that is not installed (Install s3fs to access S3)"),
+        ("nosuch://rows.jsonl", "which cannot be read (ValueError: Protocol not known: nosuch)"),
+    ],
+)
+def test_what_is_not_there_is_told_before_anything_is_copied(
+    server: Server, make_section: Make, path: str, message: str
+) -> None:
+    section = make_section(path=path.format(server=server.address))
+    with pytest.raises(DataError) as caught:
+        check_local_rows(section, has_format=False)
+    assert message.format(server=server.address) in str(caught.value)
+    assert not Path(section.cache_dir).exists()
+
+
+def test_a_signature_is_never_shown(server: Server, tmp_path: Path) -> None:
+    rows = RemoteRows("data.path", f"{server.address}/gone.jsonl{SIGNED}", str(tmp_path / "cache"))
+    with pytest.raises(DataError) as caught:
+        rows.check()
+    shown = f"{rows.label} {rows.place(1)} {caught.value}"
+    assert "X-Amz-Signature=…" in shown
+    assert "5ecret" not in shown
+    assert "AKIA1" not in shown
+
+
+def test_a_copy_that_ends_early_is_refused(
+    memory: Callable[[str, bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory("/rows/train.jsonl", lines(3))
+    rows = RemoteRows("data.path", "memory://rows/train.jsonl", str(tmp_path / "cache"))
+    files = fsspec.filesystem("memory")
+    info = files.info("/rows/train.jsonl")
+    monkeypatch.setattr(type(files), "info", lambda *_, **__: {**info, "size": 10_000})
+    with pytest.raises(DataError, match=r"rows/train\.jsonl ended after \d+ of 10,000 bytes"):
+        rows.digest()
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] in ([], [".lock"])
+
+
+def test_a_cache_that_cannot_be_written_is_named(memory: Callable[[str, bytes], None], tmp_path: Path) -> None:
+    memory("/rows/train.jsonl", lines(3))
+    (tmp_path / "cache").touch()
+    with pytest.raises(DataError, match=r"data\.cache_dir is .+cache, where memory://rows/train\.jsonl is copied to"):
+        RemoteRows("data.path", "memory://rows/train.jsonl", str(tmp_path / "cache")).digest()
