@@ -1,7 +1,7 @@
-"""Measure how much memory rows take: `python -m benchmarks.rows_memory`, or `… --rows 400000 --words 0` for 2 GB of them.
+"""Measure how much memory rows take: `python -m benchmarks.rows_memory`; with `--rows 400000 --words 0`, 2 GB of rows.
 
-Each phase runs in a process of its own, and its memory is compared with that of the same process before it, after torch,
-transformers and the tokenizer were loaded. RssAnon is the memory that the kernel cannot take back (/proc/self/status).
+Each phase runs in a process of its own, and its memory is compared with that of the same process before it, after
+torch, transformers and the tokenizer were loaded. RssAnon (/proc/self/status) is memory that is no page of a file.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class DataSection(Section):
     """The rows to train, validate and test on, and how they become tokens."""
 
     path: RowKey[str | None] = None
-    """A JSONL, JSON, CSV or Parquet file, a folder of them, an address of one (`s3://…`), a hub id, or `shipped:orders`."""
+    """A JSONL, JSON, CSV or Parquet file, a folder of them, the address of either, a hub id, or `shipped:orders`."""
     mixture: RowKey[list[dict[str, Any]]] = Field(default_factory=list)
     """Several sources instead of `path`: `[{path: a.jsonl, weight: 2}, {path: b.jsonl}]`; weight 2: twice an epoch."""
     name: RowKey[str | None] = None

@@ -99,7 +99,7 @@ def _read(path: Path, what: str) -> EncodedRows | None:
         return None
     try:
         rows = map_rows(path)
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
         _log.warning("%s is damaged (%s); %s is encoded again", path, error, what)
         return None
     _log.info("%s: %s; encoded before, read from %s", what, rows.read_as or kind_in_words(rows.kind), path)

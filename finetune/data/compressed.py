@@ -22,6 +22,12 @@ def suffix_of(path: PurePath | str) -> str:
     return PurePath(path.stem).suffix if path.suffix in _MODULES else path.suffix
 
 
+def suffixes_of(path: PurePath | str) -> str:
+    """Return the suffixes that say how to read a file: `.jsonl.gz` for `rows.jsonl.gz`."""
+    path = PurePath(path)
+    return suffix_of(path) + (path.suffix if is_compressed(path) else "")
+
+
 def stem_of(path: PurePath) -> str:
     """Return the name of a file without its suffixes."""
     return PurePath(path.stem).stem if path.suffix in _MODULES else path.stem

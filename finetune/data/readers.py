@@ -15,7 +15,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from finetune.data.compressed import is_compressed, opened, suffix_of
+from finetune.data.compressed import is_compressed, opened, suffix_of, suffixes_of
 from finetune.errors import DataError
 from finetune.logs import hear_libraries
 from finetune.runs.durable import describe_os_error
@@ -58,14 +58,14 @@ class FileRows:
             pass
 
     def digest(self) -> str:
-        """Compute a SHA-256 over the suffix and the bytes of the file.
+        """Compute a SHA-256 over the suffixes and the bytes of the file.
 
         Raises:
             DataError: the file cannot be read.
         """
         with self._open() as file:
             digest = hashlib.file_digest(file, "sha256")
-        digest.update(self.path.suffix.encode())
+        digest.update(suffixes_of(self.path).encode())
         return digest.hexdigest()
 
     def rows(self) -> Iterator[RawRow]:

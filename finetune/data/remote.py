@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from finetune.data.compressed import is_compressed, suffix_of
+from finetune.data.compressed import suffix_of, suffixes_of
 from finetune.data.readers import SUFFIXES, FileRows, RawRow
 from finetune.errors import DataError, first_line
 from finetune.logs import waiting
@@ -88,10 +88,8 @@ class RemoteRows:
         info = self._ask(lambda files, path: files.info(path))
         version = {key: value for key, value in info.items() if key not in _SAME_IN_ALL_VERSIONS and value is not None}
         known = json.dumps([self.address, info.get("size"), version], sort_keys=True, default=str)
-        name = name_of(self.address)
-        suffix = suffix_of(name) + (PurePosixPath(name).suffix if is_compressed(PurePosixPath(name)) else "")
         folder = Path(self.cache_dir).expanduser()
-        file = folder / f"fetched-{hashlib.sha256(known.encode()).hexdigest()[:32]}{suffix}"
+        file = folder / f"fetched-{hashlib.sha256(known.encode()).hexdigest()[:32]}{suffixes_of(name_of(self.address))}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with file_lock(file.with_suffix(".lock"), waiting_for=f"the copy of {self.label}"):

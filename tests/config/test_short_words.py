@@ -146,6 +146,15 @@ def test_a_password_in_a_path_is_refused_and_not_repeated() -> None:
     assert "hunter2" not in problem
 
 
+def test_a_signed_address_is_refused_like_a_password() -> None:
+    signed = "https://host/rows.jsonl?X-Amz-Date=1&X-Amz-Signature=5ecret"
+    problem = problem_of(f"data.path={signed}")
+    assert "rows.jsonl?X-Amz-Date=1&X-Amz-Signature=… contains a user name, a password or a token" in problem
+    in_mixture = problem_of(f"data.mixture=[{{path: '{signed}'}}]")
+    assert "5ecret" not in problem + in_mixture
+    assert "X-Amz-Signature=… contains" not in problem_of("data.path=https://host/rows.txt?download=1", "seed=x")
+
+
 def test_the_folder_of_a_run_resolves_to_the_same(write: Write) -> None:
     """What a run keeps has no short words, so a file that comes later under a name changes nothing."""
     write("chats.jsonl")

@@ -49,6 +49,7 @@ def test_rows_and_their_numbers_are_those_of_the_file_itself(tmp_path: Path, suf
 def test_json_and_csv_files_may_be_compressed_too(tmp_path: Path, name: str, content: bytes) -> None:
     plain = file_rows(tmp_path / name, content)
     compressed = file_rows(tmp_path / f"{name}.gz", gzip.compress(content))
+    assert compressed.digest() != file_rows(tmp_path / "a.jsonl.gz", gzip.compress(content)).digest()
     assert list(compressed.rows()) == list(plain.rows()) != []
     assert compressed.place(1) == plain.place(1).replace(name, f"{name}.gz")
 

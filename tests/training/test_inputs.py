@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finetune.config import load_config
+from finetune.errors import DataError, FinetuneError, ModelError
+from finetune.training import train as training
+from finetune.training.inputs import check_paths
+
+NO_ROWS = "data.path is nowhere.jsonl, but there is no such file or folder. Correct the path."
+NO_DEV = "data.validation is gone.csv.gz, but there is no such file. Correct the path."
+NO_MODEL = "model.path is does/not/exist, but there is no such folder."
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "message"),
+    [
+        (["data.path=nowhere.jsonl", "model.path=org/model"], DataError, NO_ROWS),
+        (["data.path=rows.jsonl", "model.path=does/not/exist"], ModelError, NO_MODEL),
+        (
+            ["data.path=nowhere.jsonl", "data.validation=gone.csv.gz", "model.path=does/not/exist"],
+            DataError,
+            f"the run has 3 problems:\n  {NO_ROWS}\n  {NO_DEV}\n  {NO_MODEL}",
+        ),
+        (
+            [
+                "data.mixture=[{path: nowhere.jsonl}, {path: rows.jsonl, validation: gone.csv.gz}]",
+                "model.path=org/model",
+            ],
+            DataError,
+            f"the run has 2 problems:\n  {NO_ROWS}\n  {NO_DEV}",
+        ),
+    ],
+)
+def test_a_path_that_is_not_here_is_told_before_the_group_the_model_and_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], kind: type[FinetuneError], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("not looked at")
+    monkeypatch.setattr(training, "launch", lambda _: pytest.fail("the world was joined first"))
+    with pytest.raises(kind) as caught:
+        training.train(load_config(["task=finetune_lora", "output_dir=run", *words]))
+    assert str(caught.value).startswith(message)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_what_may_be_elsewhere_is_no_missing_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for data in ("org/rows", "s3://bucket/rows.jsonl", "shipped:orders"):
+        words = ["task=finetune_lora", "model.path=org/model", f"data.path={data}", "data.validation=0.05"]
+        check_paths(load_config([*words, "data.test=memory://dev.jsonl"]))
