@@ -163,8 +163,8 @@ def ask(key: str, address: str, question: Callable[[Any, str], _Answer]) -> _Ans
     try:
         return question(*fsspec.core.url_to_fs(address))
     except ImportError as error:
-        package = " Run `pip install 'finetune[http]'`." if address.startswith("http") else ""
-        raise DataError(f"{what}, which needs a package that is not installed ({error}).{package}") from None
+        fix = "Run `pip install 'finetune[http]'`" if address.startswith("http") else "Install it into this environment"
+        raise DataError(f"{what}, which needs a package that is not installed ({error}). {fix}.") from None
     except Exception as error:  # each scheme has errors of its own, and that of http tells only the cause of its own
         cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
         if isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) == 404:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from finetune.config.hub import find_fault, what_to_do
+from finetune.data.examples import check_local_rows
 from finetune.errors import CheckpointError, FinetuneError
 from finetune.findings import Finding, ok, problem, warning
 from finetune.runs.durable import describe_os_error
@@ -20,7 +21,7 @@ from finetune.runs.file_lock import file_lock, try_file_lock
 from finetune.runs.folder import RunFolder, existing_folder
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config
+    from finetune.config.schema import Config, DataSection
 
 AREA = "Folders"
 _LEAST_BYTES = 100 * 2**20
@@ -32,8 +33,13 @@ _PREFIX = ".finetune-doctor-"
 
 
 def check_folders(config: Config) -> list[Finding]:
-    """Check output_dir, the cache of encoded data and the hub's cache. Nothing is left in them."""
-    return [*_check_output_dir(config), _check_cache(config.data.cache_dir), *_check_hub(config)]
+    """Check output_dir, the cache of encoded data, the rows' own files and the hub's cache. Nothing is left in them."""
+    return [
+        *_check_output_dir(config),
+        _check_cache(config.data.cache_dir),
+        *_check_rows(config.data),
+        *_check_hub(config),
+    ]
 
 
 def file_system(path: Path) -> str:
@@ -91,6 +97,18 @@ def sees_token(token: Path) -> bool:
         if time.monotonic() > until:
             return False
         time.sleep(0.2)
+
+
+def _check_rows(section: DataSection) -> list[Finding]:
+    """Look for the files of rows, also at addresses, whose package may be missing. The hub is not asked."""
+    if not (section.path or section.mixture or section.train):
+        return []
+    try:
+        check_local_rows(section, has_format=False)
+    except FinetuneError as error:
+        what, _, fix = str(error).rstrip(".").rpartition(". ")
+        return [problem(AREA, what, fix)]
+    return []
 
 
 def _check_output_dir(config: Config) -> list[Finding]:

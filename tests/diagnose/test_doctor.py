@@ -433,6 +433,16 @@ def test_a_cache_that_cannot_be_used_is_a_problem(tmp_path):
     assert (found.level, "data.cache_dir=/proc/cache cannot be used" in found.what) == ("problem", True)
 
 
+def test_rows_that_are_not_there_and_packages_that_their_address_needs_are_problems(tmp_path):
+    gone = only_bad(folder_findings(tmp_path, "data.path=gone.jsonl"))
+    assert (gone.level, gone.fix) == ("problem", "Correct the path")
+    assert gone.what == "data.path is gone.jsonl, but there is no such file or folder"
+    package = only_bad(folder_findings(tmp_path, "data.path=s3://bucket/rows.jsonl"))
+    assert package.what.endswith("which needs a package that is not installed (Install s3fs to access S3)")
+    assert package.fix == "Install it into this environment"
+    assert set(levels(folder_findings(tmp_path, "data=orders"))) == {"ok"}
+
+
 def test_a_model_that_is_not_here_is_found(tmp_path, monkeypatch):
     gone = only_bad(folder_findings(tmp_path, f"model.path={tmp_path / 'gone'}"))
     assert (gone.level, "no such folder" in gone.what) == ("problem", True)
