@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from finetune.errors import RunFailedError
-from finetune.export.plain_reload import prompt_ids
 
-PROBE_TEXTS = ("What is the capital of Portugal?", "Write one short sentence about three crates of oranges.")
-"""User turns to compare on; the other prompts are random tokens."""
-_RANDOM_PROMPTS = 4
-_RANDOM_LENGTH = 24
 MOST_DIFFERENCE = {"float64": 1e-4, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1.25e-1}
 """The largest relative difference for each type of the stored weights. For 16-bit types it is 16 steps of the type at 1
 (2^-10 and 2^-7); for wider types it is what the order of additions can make of many layers."""
@@ -50,27 +43,13 @@ class Difference:
         )
 
 
-def probe_prompts(tokenizer: Any, num_rows: int, seed: int = 0) -> list[list[int]]:
-    """Prompts as token ids: `PROBE_TEXTS` in the chat template, then random tokens.
-
-    Args:
-        tokenizer: the run's.
-        num_rows: rows of the embedding; every token id is below.
-        seed: for the random tokens.
-    """
-    rng = random.Random(seed)
-    ceiling = min(num_rows, len(tokenizer))
-    noise = [[rng.randrange(ceiling) for _ in range(_RANDOM_LENGTH)] for _ in range(_RANDOM_PROMPTS)]
-    return [*(prompt_ids(tokenizer, text) for text in PROBE_TEXTS), *noise]
-
-
 def compare_logits(merged: torch.Tensor, tuned: torch.Tensor, base: torch.Tensor | None) -> Difference:
     """Compare (positions, vocabulary) logits of the merged model, of base and adapter, and of the base alone."""
-    error = _centred(merged) - _centred(tuned)
-    effect = 0.0 if base is None else float((_centred(tuned) - _centred(base)).norm())
+    error = centred(merged) - centred(tuned)
+    effect = 0.0 if base is None else float((centred(tuned) - centred(base)).norm())
     return Difference(
         max_abs=float((merged - tuned).abs().max()),
-        relative=float(error.norm() / _centred(tuned).norm().clamp_min(1e-30)),
+        relative=float(error.norm() / centred(tuned).norm().clamp_min(1e-30)),
         same_greedy=float((merged.argmax(dim=-1) == tuned.argmax(dim=-1)).float().mean()),
         lost=float(error.norm()) / effect if effect else None,
         num_positions=len(tuned),
@@ -102,6 +81,7 @@ def refuse_far(difference: Difference, dtype: str, most: float | None = None) ->
         )
 
 
-def _centred(logits: torch.Tensor) -> torch.Tensor:
+def centred(logits: torch.Tensor) -> torch.Tensor:
+    """Take the mean off the logits of each position, in float64: a shift of all of them changes no probability."""
     wide = logits.double()
     return wide - wide.mean(dim=-1, keepdim=True)

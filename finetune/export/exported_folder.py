@@ -11,6 +11,7 @@ from finetune.errors import CheckpointError, ConfigError
 from finetune.export.gguf import Gguf, convert
 from finetune.export.ollama import modelfile
 from finetune.export.out_folder import new_folder
+from finetune.export.vectors import copy_vectors
 
 GGUF_FILE = "model.gguf"
 _COPY_BYTES = 1 << 22
@@ -50,6 +51,7 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
                     writer.write(GGUF_FILE, iter(lambda: file.read(_COPY_BYTES), b""))
         if text is not None:
             writer.write("Modelfile", [text.encode()])
+        copy_vectors(model, writer)
     return num_tensors
 
 

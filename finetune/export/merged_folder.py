@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from finetune.errors import ModelError, RunFailedError
 from finetune.export import plain_reload
-from finetune.export.comparison import PROBE_TEXTS, Difference, compare_logits, probe_prompts, refuse_far
+from finetune.export.comparison import Difference, compare_logits, refuse_far
 from finetune.export.merge import convert_weights, is_tied, merge_adapter
 from finetune.export.model_card import merged_card
 from finetune.export.out_folder import new_folder
-from finetune.export.plain_reload import logits_in_fp32, prompt_ids
+from finetune.export.plain_reload import logits_in_fp32
+from finetune.export.vectors import Asked, digest_files, digest_tensors, make_vectors, prompts_to_ask, write_vectors
 from finetune.inference.finished_run import FinishedRun, put_adapter_on
 from finetune.model.base import build_base_model
 from finetune.model.new_tokens import build_run_tokenizer
@@ -49,6 +50,7 @@ class Merged:
         is_tied: whether input embeddings and output head are one tensor.
         stop_ids: the tokens at which generation ends.
         difference: the result of the comparison.
+        vectors_sha256: the digest of the test vectors beside the model.
     """
 
     folder: Path
@@ -57,6 +59,7 @@ class Merged:
     is_tied: bool
     stop_ids: list[int]
     difference: Difference
+    vectors_sha256: str
 
 
 def write_merged(
@@ -79,15 +82,17 @@ def write_merged(
     model = load_tuned_model(run)
     _refuse_foreign_code(model)
     target = _type_to_store(model, dtype)
-    prompts = probe_prompts(tokenizer, model.get_input_embeddings().weight.shape[0])
+    asked = prompts_to_ask(tokenizer, model)
+    prompts = [one.token_ids for one in asked]
     tuned, base = logits_in_fp32(model, prompts), None
+    stops = agree_on_tokens(model, tokenizer)
+    vectors = make_vectors(model, asked, tuned, stop_ids=stops, has_template=tokenizer.chat_template is not None)
     if run.is_full:
         convert_weights(model, target)
     else:
         with model.disable_adapter():
             base = logits_in_fp32(model, prompts)
         model = merge_adapter(model, target)
-    stops = agree_on_tokens(model, tokenizer)
     model.generation_config._from_model_config = False  # or transformers would make it anew
     files = {**encode_full_model(model), **encode_tokenizer(tokenizer)}
     weights = files.pop(_WEIGHTS)
@@ -97,12 +102,15 @@ def write_merged(
         for file, content in [*files.items(), *_sharded(weights).items()]:
             writer.write(file, content)
         del model, weights, files, content  # the reload needs the memory
-        report, logits = _reload(writer.path, prompts)
-        texts = [prompt_ids(tokenizer, text) for text in PROBE_TEXTS]
-        _refuse_other(report, problems={}, dtypes=[name], is_tied=tied, stop_ids=stops, texts=texts)
+        report, logits = _reload(writer.path, asked)
+        rendered = [[one.text, one.token_ids] for one in asked if one.turns is not None]
+        _refuse_other(report, problems={}, dtypes=[name], is_tied=tied, stop_ids=stops, rendered=rendered)
         difference = compare_logits(logits, tuned, base)
         refuse_far(difference, name, most_difference)
-        card = merged_card(run, dtype=name, is_tied=tied, stop_ids=stops, difference=difference)
+        written, others = digest_tensors(writer.path), digest_files(writer.path)
+        vectors = replace(vectors, stored_as=name, trained=digest_tensors(run.weights), written=written, files=others)
+        sha256 = write_vectors(writer, vectors)
+        card = merged_card(run, dtype=name, is_tied=tied, stop_ids=stops, difference=difference, vectors_sha256=sha256)
         writer.write("README.md", [card.encode()])
     return Merged(
         folder=out.expanduser().absolute(),
@@ -111,6 +119,7 @@ def write_merged(
         is_tied=tied,
         stop_ids=stops,
         difference=difference,
+        vectors_sha256=sha256,
     )
 
 
@@ -167,7 +176,7 @@ def _sharded(weights: TensorFile) -> dict[str, Chunks]:
     return files
 
 
-def _reload(folder: Path, prompts: Sequence[Sequence[int]]) -> tuple[dict[str, Any], torch.Tensor]:
+def _reload(folder: Path, asked: Sequence[Asked]) -> tuple[dict[str, Any], torch.Tensor]:
     """Load the folder in another process, by transformers alone. Returns its report and its logits.
 
     Raises:
@@ -175,9 +184,10 @@ def _reload(folder: Path, prompts: Sequence[Sequence[int]]) -> tuple[dict[str, A
     """
     with tempfile.TemporaryDirectory() as scratch:
         request, report, logits = (Path(scratch, name) for name in ("request.json", "report.json", "logits"))
-        asked = {"folder": folder, "prompts": prompts, "texts": PROBE_TEXTS}
-        asked |= {"logits_file": logits, "report_file": report}
-        request.write_text(json.dumps(asked, default=str))
+        wanted = {"folder": folder, "prompts": [one.token_ids for one in asked]}
+        wanted |= {"turns": [one.turns for one in asked if one.turns is not None]}
+        wanted |= {"logits_file": logits, "report_file": report}
+        request.write_text(json.dumps(wanted, default=str))
         # -P: a folder that happens to be the current one must not supply modules.
         command = [sys.executable, "-P", str(plain_reload.__file__), str(request)]
         done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)

@@ -50,7 +50,9 @@ class _Trained(NamedTuple):
     recorded: RecordedRun
 
 
-def merged_card(run: FinishedRun, *, dtype: str, is_tied: bool, stop_ids: list[int], difference: Difference) -> str:
+def merged_card(
+    run: FinishedRun, *, dtype: str, is_tied: bool, stop_ids: list[int], difference: Difference, vectors_sha256: str
+) -> str:
     """The card of a merged or fully tuned model: its weights' type, its ties, its stop ids, and how it compares."""
     trained = _read(run)
     base = _base_name(trained.config)
@@ -58,6 +60,7 @@ def merged_card(run: FinishedRun, *, dtype: str, is_tied: bool, stop_ids: list[i
     facts = {
         "weights": f"{dtype}, embeddings {'tied' if is_tied else 'not tied'}",
         "generation stops at": ", ".join(map(str, stop_ids)),
+        "test vectors": f"test_vectors.json, SHA-256 {vectors_sha256}",
     }
     about = [
         f"{'Full fine-tuning of' if run.is_full else 'A LoRA adapter merged into'} {base}.",

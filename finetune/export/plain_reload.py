@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -27,24 +27,26 @@ def logits_in_fp32(model: Any, prompts: Sequence[Sequence[int]]) -> Any:
     import torch
 
     model.eval()
-    with torch.no_grad(), _weights_in_fp32(model):
+    with torch.no_grad(), weights_in_fp32(model):
         return torch.cat([model(input_ids=torch.tensor([ids]), use_cache=False).logits[0] for ids in prompts]).float()
 
 
-def prompt_ids(tokenizer: Any, text: str) -> list[int]:
-    """Encode a user turn with the header of the answer, or the bare text if there is no chat template."""
-    rendered = text
+def render(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> tuple[str, list[int]]:
+    """Render a conversation with the header of the next answer, and encode it.
+
+    Without a chat template, the text is that of the last turn.
+    """
+    text = turns[-1]["content"]
     if tokenizer.chat_template is not None:
-        turns = [{"role": "user", "content": text}]
-        rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    ids: list[int] = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-    return ids
+        text = tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, tokenize=False)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return text, ids
 
 
 def main(request_file: str) -> None:
-    """Answer a request: an object with `folder`, `prompts` (token ids), `texts`, `logits_file` and `report_file`.
+    """Answer a request: an object with `folder`, `prompts` (token ids), `turns`, `logits_file` and `report_file`.
 
-    The logits of `prompts` go to one file; the other gets what was loaded, and `texts` rendered and encoded here.
+    The logits of `prompts` go to one file; the other gets what was loaded, and the conversations `turns` rendered here.
     """
     for name in ("finetune", "peft"):
         sys.modules[name] = None  # type: ignore[assignment]  # importing it fails
@@ -63,14 +65,14 @@ def main(request_file: str) -> None:
         "dtypes": sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()}),
         "is_tied": tied,
         "stop_ids": model.generation_config.eos_token_id,
-        "texts": [prompt_ids(tokenizer, text) for text in request["texts"]],
+        "rendered": [list(render(tokenizer, turns)) for turns in request["turns"]],
     }
     save_file({"logits": logits_in_fp32(model, request["prompts"])}, request["logits_file"])
     Path(request["report_file"]).write_text(json.dumps(report), encoding="utf-8")
 
 
 @contextmanager
-def _weights_in_fp32(model: Any) -> Iterator[None]:
+def weights_in_fp32(model: Any) -> Iterator[None]:
     """Widen each module's own weights while it runs, so that the whole model is never copied."""
     import torch
 

@@ -45,6 +45,8 @@ class Decoding:
     max_new_tokens: int
     sampling: Sampling | None = None
     """None: the most likely token each time."""
+    keeps_stop: bool = False
+    """Whether an answer ends with the stop token where it came, instead of before it."""
 
 
 def generate_answers(
@@ -82,7 +84,7 @@ def generate_answers(
         tokens = _generate(model, prompts, rows, decoding, runtime=runtime)
         if is_mine:
             for row, answer in zip(rows, tokens, strict=True):
-                answers[row] = _until_stop(answer, decoding.stop_ids)
+                answers[row] = _until_stop(answer, decoding)
     return answers if runtime is None else _shared(runtime, answers, decoding.max_new_tokens)
 
 
@@ -161,7 +163,7 @@ def stream_answer(
     _refuse_too_long([prompt], max_context(model))
     watcher = _TokenWatcher(lambda token: None if token in decoding.stop_ids else on_token(token))
     (tokens,) = _generate(model, [prompt], [0], decoding, streamer=watcher)
-    return _until_stop(tokens, decoding.stop_ids)
+    return _until_stop(tokens, decoding)
 
 
 def _generate(
@@ -284,5 +286,6 @@ def _refuse_too_long(prompts: Sequence[Sequence[int]], context: int | None) -> N
             )
 
 
-def _until_stop(tokens: Sequence[int], stop_ids: Sequence[int]) -> list[int]:
-    return list(takewhile(lambda token: token not in stop_ids, tokens))
+def _until_stop(tokens: Sequence[int], decoding: Decoding) -> list[int]:
+    answer = list(takewhile(lambda token: token not in decoding.stop_ids, tokens))
+    return list(tokens[: len(answer) + 1]) if decoding.keeps_stop else answer

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -121,9 +122,26 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     Raises:
         CheckpointError: the file is missing or is not a safetensors file.
     """
+    with _opened(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+
+
+def each_tensor(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read the tensors of a file to the host, one after the other.
+
+    Raises:
+        CheckpointError: the file is missing or is not a safetensors file.
+    """
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118
+            yield name, file.get_tensor(name)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+            yield file
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {describe_os_error(error)}.") from error
     except SafetensorError as error:

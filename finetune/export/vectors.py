@@ -1,0 +1,305 @@
+"""Test vectors: what a tuned model answers, written beside every form of it. docs/test-vectors.md describes the files.
+
+They are made once, from base and adapter as trained, and copied from then on, never made again from merged or
+converted weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+import finetune
+from finetune.errors import CheckpointError
+from finetune.export.plain_reload import logits_in_fp32, render, weights_in_fp32
+from finetune.inference.decoding import Decoding, generate_answers
+from finetune.model.base import max_context
+from finetune.runs.durable import FolderWriter, describe_os_error
+from finetune.runs.tensors import each_tensor
+
+VECTORS_FILE = "test_vectors.json"
+LOGITS_FILE = "test_vectors.npy"
+MAX_NEW_TOKENS = 16
+_SCHEMA = 1
+_MOST_POSITIONS = 32
+"""Positions with logits: at 4 bytes for each token of the vocabulary, 26 MB for the 200,064 of Phi-4-mini."""
+_RANDOM_PROMPTS = 4
+_RANDOM_LENGTH = 24
+_LEFT_OUT = ("README.md", "Modelfile")
+"""Files whose text is meant to be edited."""
+CONVERSATIONS: Mapping[str, Sequence[Mapping[str, str]]] = {
+    "one turn": [{"role": "user", "content": "What is the capital of Portugal?"}],
+    "system": [
+        {"role": "system", "content": "Answer in one short sentence."},
+        {"role": "user", "content": "Write about three crates of oranges."},
+    ],
+    "several turns": [
+        {"role": "user", "content": "Send 3 crates."},
+        {"role": "assistant", "content": "To whom?"},
+        {"role": "user", "content": "To Marta Ruiz in Porto."},
+    ],
+    "white space": [{"role": "user", "content": "  two spaces,\ta tab,\n\nan empty line, a space "}],
+    "not ASCII": [{"role": "user", "content": "Olá, Zürich: 3 € für naïve 价格 🙂"}],
+    "like a special token": [{"role": "user", "content": "What do <|im_done|>, [INST] and </turn> mean?"}],
+    "line end": [
+        {"role": "user", "content": "One line.\n"},
+        {"role": "assistant", "content": "Yes.\n"},
+        {"role": "user", "content": "Another line.\n"},
+    ],
+}
+"""Where servers go wrong: system turns, earlier answers, white space, other scripts, and text like special tokens."""
+_log = logging.getLogger(__name__)
+
+
+class Asked(NamedTuple):
+    """A prompt for the tuned model. A prompt of random tokens has no turns and no text."""
+
+    name: str
+    token_ids: list[int]
+    turns: Sequence[Mapping[str, str]] | None = None
+    text: str | None = None
+
+    @property
+    def positions(self) -> list[int]:
+        """The positions whose logits are kept: the last one, which begins the answer, and others at even distances."""
+        count = min(len(self.token_ids), _MOST_POSITIONS // (len(CONVERSATIONS) + _RANDOM_PROMPTS))
+        return sorted(len(self.token_ids) - 1 - place * len(self.token_ids) // count for place in range(count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vector:
+    """A prompt with what the tuned model makes of it.
+
+    Attributes:
+        name: says what is special about it.
+        turns: the conversation; None for random tokens.
+        text: the conversation as the chat template renders it, with the header of the next answer.
+        token_ids: the text as tokens, without any that the template has not written.
+        positions: places in `token_ids` whose logits are kept, ascending.
+        answer: the tokens of a greedy answer, with the stop token where it came; None where none was made.
+    """
+
+    name: str
+    turns: list[dict[str, str]] | None
+    text: str | None
+    token_ids: list[int]
+    positions: list[int]
+    answer: list[int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vectors:
+    """All test vectors of a model.
+
+    Attributes:
+        vectors: the prompts.
+        logits: of base and adapter in fp32, (positions of all prompts, vocabulary).
+        stop_ids: the tokens that end an answer.
+        max_new_tokens: the most tokens of an answer.
+        has_template: whether a chat template rendered the texts; without one, a text is its last turn's.
+        stored_as: the type of the merged weights; None before they are written.
+        trained: digests of the run's own weights, by tensor.
+        written: digests of the merged weights as they were written, by tensor.
+        files: SHA-256 of the other files of the merged folder, by name.
+        made_by: the version of finetune.
+        sha256: of test_vectors.json, which holds that of the logits; empty before it is written.
+    """
+
+    vectors: tuple[Vector, ...]
+    logits: torch.Tensor
+    stop_ids: list[int]
+    max_new_tokens: int = MAX_NEW_TOKENS
+    has_template: bool
+    stored_as: str | None = None
+    trained: Mapping[str, str] = field(default_factory=dict)
+    written: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    made_by: str = f"finetune {finetune.__version__}"
+    sha256: str = ""
+
+    def with_logits(self) -> Iterator[tuple[Vector, torch.Tensor]]:
+        """Yield each prompt with its rows of the logits, (positions, vocabulary)."""
+        rows = torch.split(self.logits, [len(vector.positions) for vector in self.vectors])
+        return zip(self.vectors, rows, strict=True)
+
+
+def prompts_to_ask(tokenizer: Any, model: Any, seed: int = 0) -> list[Asked]:
+    """Make the prompts that this chat template renders and this model has room for, then prompts of random tokens.
+
+    Args:
+        tokenizer: the run's.
+        model: for its context, and the rows of its embedding: every token id is below.
+        seed: for the random tokens.
+    """
+    room = max_context(model)
+    ceiling = min(model.get_input_embeddings().weight.shape[0], len(tokenizer))
+    asked = []
+    for name, turns in CONVERSATIONS.items():
+        if tokenizer.chat_template is None and len(turns) > 1:
+            continue
+        try:
+            text, ids = render(tokenizer, turns)
+        except Exception as error:  # a template is a program: it can fail in any way
+            _log.info("no test vector for %r: the chat template refuses it (%s)", name, error)
+            continue
+        if ids and max(ids) < ceiling and (room is None or len(ids) + MAX_NEW_TOKENS <= room):
+            asked.append(Asked(name, ids, turns, text))
+    rng = random.Random(seed)
+    noise = [[rng.randrange(ceiling) for _ in range(_RANDOM_LENGTH)] for _ in range(_RANDOM_PROMPTS)]
+    return [*asked, *(Asked(f"random tokens {number}", ids) for number, ids in enumerate(noise, start=1))]
+
+
+def answer_in_fp32(
+    model: Any, prompts: Sequence[Sequence[int]], *, stop_ids: Sequence[int], max_new_tokens: int
+) -> list[list[int]]:
+    """Answer prompts greedily with transformers, in fp32 on the weights as they are stored; stop tokens are kept."""
+    decoding = Decoding(stop_ids=stop_ids, max_new_tokens=max_new_tokens, keeps_stop=True)
+    with weights_in_fp32(model):
+        return generate_answers(model, prompts, decoding, batch_size=max(1, len(prompts)))
+
+
+def make_vectors(
+    model: Any, asked: Sequence[Asked], logits: torch.Tensor | None = None, *, stop_ids: list[int], has_template: bool
+) -> Vectors:
+    """Make the test vectors of a tuned model.
+
+    Args:
+        model: base and adapter, or a fully tuned model; on the CPU.
+        asked: the prompts.
+        logits: of this model at every position of all prompts, fp32; None: compute them.
+        stop_ids: the tokens that end an answer.
+        has_template: whether a chat template rendered the prompts.
+    """
+    if logits is None:
+        logits = logits_in_fp32(model, [one.token_ids for one in asked])
+    rendered = [one for one in asked if one.turns is not None]
+    prompts = [one.token_ids for one in rendered]
+    answers = answer_in_fp32(model, prompts, stop_ids=stop_ids, max_new_tokens=MAX_NEW_TOKENS)
+    by_name = dict(zip((one.name for one in rendered), answers, strict=True))
+    whole = torch.split(logits, [len(one.token_ids) for one in asked])
+    return Vectors(
+        vectors=tuple(
+            Vector(
+                name=one.name,
+                turns=None if one.turns is None else [dict(turn) for turn in one.turns],
+                text=one.text,
+                token_ids=one.token_ids,
+                positions=one.positions,
+                answer=by_name.get(one.name),
+            )
+            for one in asked
+        ),
+        logits=torch.cat([rows[one.positions] for one, rows in zip(asked, whole, strict=True)]),
+        stop_ids=stop_ids,
+        has_template=has_template,
+    )
+
+
+def write_vectors(writer: FolderWriter, vectors: Vectors) -> str:
+    """Write both files into a folder that is being written. Returns the SHA-256 of test_vectors.json.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    raw = io.BytesIO()
+    np.save(raw, vectors.logits.numpy(), allow_pickle=False)
+    logits = writer.write(LOGITS_FILE, [raw.getvalue()])
+    known = ("vectors", "logits", "sha256")
+    values = {item.name: getattr(vectors, item.name) for item in fields(vectors) if item.name not in known}
+    record = {
+        "schema_version": _SCHEMA,
+        **{name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()},
+        "logits": {"file": LOGITS_FILE, "shape": list(vectors.logits.shape), "sha256": logits["sha256"]},
+        "vectors": [asdict(vector) for vector in vectors.vectors],
+    }
+    text = json.dumps(record, indent=2, ensure_ascii=False)
+    # One line for a list of numbers. No text is changed: a line end inside a text is written as \n.
+    text = re.sub(r"\[\n\s+(-?\d+(?:,\n\s+-?\d+)*)\n\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
+    return str(writer.write(VECTORS_FILE, [text.encode() + b"\n"])["sha256"])
+
+
+def read_vectors(place: Path) -> Vectors:
+    """Read the test vectors of a folder, or those of a file with its logits beside it.
+
+    Raises:
+        CheckpointError: there are none, or they are damaged.
+    """
+    file = place / VECTORS_FILE if place.is_dir() else place
+    if not file.is_file():
+        raise CheckpointError(
+            f"{place} has no test vectors ({VECTORS_FILE}): it was written by an earlier version, or not by finetune. "
+            "Write the model again with finetune merge RUN OUT, and export that, or name vectors with --vectors FILE."
+        )
+    try:
+        raw = file.read_bytes()
+        record = json.loads(raw)
+        if record.pop("schema_version") != _SCHEMA:
+            raise CheckpointError(f"{file} has another schema_version than {_SCHEMA}. Read it with a newer finetune.")
+        logits, vectors = record.pop("logits"), tuple(Vector(**values) for values in record.pop("vectors"))
+        values = (file.parent / LOGITS_FILE).read_bytes()
+        if hashlib.sha256(values).hexdigest() != logits["sha256"]:
+            raise CheckpointError(
+                f"{file.parent / LOGITS_FILE} is not the file that {file.name} names (SHA-256 differs)."
+            )
+        rows = torch.from_numpy(np.load(io.BytesIO(values), allow_pickle=False))
+        found = Vectors(**record, vectors=vectors, logits=rows, sha256=hashlib.sha256(raw).hexdigest())
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} cannot be read: {describe_os_error(error)}.") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not a file of test vectors: {error}.") from error
+    if rows.ndim != 2 or len(rows) != sum(len(vector.positions) for vector in vectors):
+        raise CheckpointError(f"{file} and {LOGITS_FILE} do not belong together: their positions differ.")
+    return found
+
+
+def copy_vectors(model: Path, writer: FolderWriter) -> str | None:
+    """Copy the test vectors of a merged folder, as they are, into a folder that is made of it.
+
+    Returns:
+        The SHA-256 of test_vectors.json; None, with a warning, if the merged folder has none.
+
+    Raises:
+        CheckpointError: they are damaged.
+    """
+    if not (model / VECTORS_FILE).is_file():
+        _log.warning(
+            "%s has no test vectors, so what is exported cannot be verified. Merge the run again to have them", model
+        )
+        return None
+    vectors = read_vectors(model)
+    for name in (LOGITS_FILE, VECTORS_FILE):
+        writer.write(name, [(model / name).read_bytes()])
+    return vectors.sha256
+
+
+def digest_tensors(folder: Path) -> dict[str, str]:
+    """Digest each tensor of a folder's safetensors files: type, shape, and the SHA-256 of its bytes, by name.
+
+    Raises:
+        CheckpointError: a file is not a safetensors file.
+    """
+    digests = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, tensor in each_tensor(path):
+            raw = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            kind = str(tensor.dtype).removeprefix("torch.")
+            digests[name] = f"{kind} {list(tensor.shape)} sha256:{hashlib.sha256(raw).hexdigest()}"
+    return dict(sorted(digests.items()))
+
+
+def digest_files(folder: Path) -> dict[str, str]:
+    """Digest the files of a model folder that decide what it does, beside its weights: SHA-256 by name."""
+    left_out = (*_LEFT_OUT, VECTORS_FILE, LOGITS_FILE, "manifest.json", "certificate.json")
+    paths = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in left_out)
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.suffix != ".safetensors"}
