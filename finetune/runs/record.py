@@ -46,6 +46,8 @@ class RunRecord:
         fingerprints: Mapping[str, str],
         sharding: str = "none",
         shard_size: int | None = None,
+        device: str | None = None,
+        precision: str | None = None,
         started_with: Mapping[str, Any] | None = None,
         resume_changes: Sequence[Mapping[str, str]] = (),
     ) -> None:
@@ -62,6 +64,8 @@ class RunRecord:
             fingerprints: digests by name, for example of the data and the configuration.
             sharding: how frozen weights are shared out among the processes, `none` or `fsdp2`.
             shard_size: processes that share one copy of them; None: each has its own.
+            device: the kind of device that computes: `cpu`, `cuda`.
+            precision: `fp32` or `bf16`.
             started_with: the values with which `training.resume` compares the next start.
             resume_changes: changes that `resume.allow` let through; added to those of earlier starts.
 
@@ -83,6 +87,8 @@ class RunRecord:
             "threads": dict(threads),
             "sharding": sharding,
             "shard_size": shard_size,
+            "device": device,
+            "precision": precision,
             "global_batch": dict(global_batch),
             "fallbacks": fallbacks,
             "versions": read_versions(),

@@ -51,7 +51,7 @@ class Journal:
     Args:
         config: the whole run.
         fallbacks: recorded in run.json.
-        world: world_size, processes_started, launcher, backend, threads, sharding and shard_size.
+        world: world_size, processes_started, launcher, backend, threads, sharding, shard_size, device and precision.
         global_batch: the parts of the global batch size.
         fingerprints: digests of data, template and configuration.
 
@@ -285,9 +285,18 @@ class Journal:
             if error is None:
                 raise  # else report the first error: a full disk refuses run.json too
         finally:
-            self._metrics.close()
-            stop_logging_to(self._log_file)
-            self.folder.close()
+            self._release()
+
+    def abandon(self) -> None:
+        """Release the folder and record nothing: what was computed is not to be kept."""
+        self.is_closed = True
+        self._saver.close(None)
+        self._release()
+
+    def _release(self) -> None:
+        self._metrics.close()
+        stop_logging_to(self._log_file)
+        self.folder.close()
 
     def _note_saved(self, saved: list[Saved]) -> None:
         for one in saved:

@@ -328,6 +328,8 @@ class Trainer:
                 "threads": self.runtime.threads,
                 "sharding": "none" if self.runtime.shard_size is None else self.config.parallel.sharding,
                 "shard_size": self.runtime.shard_size,
+                "device": self.runtime.device.type,
+                "precision": self.runtime.precision,
             },
             global_batch={
                 "global_batch_size": self.global_batch_size,

@@ -1,0 +1,279 @@
+"""Compute recorded steps of a run again, in one process and in a folder that is thrown away, and compare their losses.
+
+A step can be replayed if the weights before it can be reached: from the start of the run, or from a checkpoint that is
+kept, in at most one save interval.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.config.compose import load_config
+from finetune.config.schema import ParallelSection
+from finetune.data.batches import TrainLoader
+from finetune.distributed.launch import launch
+from finetune.errors import CheckpointError, ConfigError
+from finetune.model.lora import without_adapter
+from finetune.runs.checkpoints import load_checkpoint
+from finetune.runs.model_files import load_model
+from finetune.runs.recorded_run import RecordedRun, finite, text, whole
+from finetune.runs.verification import whole_checkpoints
+from finetune.training.fit import named_splits
+from finetune.training.loop import Cadence
+from finetune.training.memory_choice import MemoryChoice, masks_follow_the_cut
+from finetune.training.optim import build_optimizer, learning_rate_at
+from finetune.training.step import train_step
+from finetune.training.train import build_trainer
+from finetune.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    import torch
+
+    from finetune.config.schema import Config
+
+MOST_APART = {"fp32": 1e-6, "bf16": 2.0**-7}
+"""The largest difference of two losses, over max(1, loss): promise 1, and for bf16 one step of the type at 1."""
+_log = logging.getLogger(__name__)
+
+
+class Replayed(NamedTuple):
+    """A step that was computed again. Losses are in nats per target token."""
+
+    step: int
+    recorded: float
+    computed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """The result of a replay.
+
+    Attributes:
+        steps: those that were chosen, ascending.
+        bound: see `MOST_APART`.
+        precision: the precision of both computations.
+        device: the kind of device here.
+        notes: which steps cannot be replayed, and what differs from the run's machine, one sentence each.
+    """
+
+    steps: tuple[Replayed, ...]
+    bound: float
+    precision: str
+    device: str
+    notes: tuple[str, ...]
+
+    @property
+    def most_apart(self) -> float:
+        """The largest difference, relative to max(1, |recorded|)."""
+        return max(abs(one.computed - one.recorded) / max(1.0, abs(one.recorded)) for one in self.steps)
+
+    def as_record(self) -> dict[str, Any]:
+        """Convert to plain values for certificate.json."""
+        steps = [one._asdict() for one in self.steps]
+        return {"steps": steps, "bound": self.bound, "precision": self.precision, "device": self.device}
+
+    @property
+    def mismatches(self) -> list[str]:
+        """A sentence for each step whose loss differs by more than the bound."""
+        return [
+            f"step {one.step}: the loss is {one.computed!r} again, but {one.recorded!r} was recorded; expected a "
+            f"difference of at most {self.bound:.3g} x max(1, loss)"
+            for one in self.steps
+            if not abs(one.computed - one.recorded) <= self.bound * max(1.0, abs(one.recorded))
+        ]
+
+
+def replay(path: Path, num_steps: int) -> Replay:
+    """Compute some recorded steps of a run again. Nothing in its folder is changed.
+
+    Args:
+        path: the run's folder.
+        num_steps: how many to compare: the first after the start and after each kept checkpoint, then the second of
+            each, and so on.
+
+    Raises:
+        CheckpointError: no step can be replayed, or the rows or the device are not those of the run.
+        ConfigError: this machine cannot compute what the run did.
+    """
+    run = RecordedRun(path)
+    folder, config = run.folder, _config_of(run)
+    losses = dict(finite(run.points("step", "loss")))
+    if not losses:
+        raise CheckpointError(f"{path} has no recorded step to replay. Name the folder of a run that has trained.")
+    starts: dict[int, Path | None] = {0: None}
+    starts |= {int(found.name.removeprefix("step-")): found for found in reversed(list(whole_checkpoints(folder)))}
+    with tempfile.TemporaryDirectory() as scratch:
+        config = config.model_copy(update={"output_dir": str(Path(scratch, "run"))})
+        with launch(config, trains=False) as runtime:
+            _refuse_other_device(run, config, runtime.device.type)
+            trainer = build_trainer(runtime, config)
+            assert trainer.journal is not None  # one process is the main one
+            _refuse_other_rows(run, trainer)
+            if folder.base.is_dir():
+                load_model(without_adapter(trainer.model), folder.base)
+            loader, *_ = trainer.prepare_dataloaders()
+            cadence = Cadence.of(config, loader.rule.steps_per_epoch)
+            reach = _save_interval(cadence)
+            chosen, notes = _choose(sorted(losses), sorted(starts), reach, num_steps)
+            computed = _compute(trainer, loader, cadence, starts, chosen)
+            trainer.journal.abandon()
+        notes += _other_machine(run, runtime.device.type, runtime.precision)
+    return Replay(
+        steps=tuple(Replayed(step, losses[step], computed[step]) for step in sorted(computed)),
+        bound=MOST_APART[runtime.precision],
+        precision=runtime.precision,
+        device=runtime.device.type,
+        notes=tuple(notes),
+    )
+
+
+def _config_of(run: RecordedRun) -> Config:
+    """Return the run's configuration for one process, with what the run has settled.
+
+    Raises:
+        CheckpointError: it changed while the run went on.
+    """
+    path = run.folder.path
+    if not run.folder.config_file.is_file():
+        raise CheckpointError(
+            f"{path} is not the folder of a run: it has no config.yaml. Name one, like runs/quickstart."
+        )
+    if changes := run.entries("resume_changes"):
+        keys = sorted({str(change.get("key")) for change in changes if isinstance(change, dict)})
+        raise CheckpointError(
+            f"{path} cannot be replayed: it was resumed with other values of {', '.join(keys)}, so that no one "
+            "configuration describes all of its steps."
+        )
+    config = load_config([], run=str(run.folder.config_file))
+    memory = MemoryChoice.from_record(run.part("memory"), config)
+    config = config if memory is None else memory.settle(config)
+    settled: dict[str, object] = {
+        "training.precision": text(run.record.get("precision")) or config.training.precision,
+        "training.global_batch_size": whole(run.part("global_batch").get("global_batch_size"))
+        or config.training.global_batch_size,
+        "training.report_to": [],
+        "training.profile": 0,
+        "training.num_workers": 0,
+        "training.prefetch_factor": None,
+    }
+    config = config.with_values({key: (value, "run.json") for key, value in settled.items()})
+    return config.model_copy(update={"parallel": ParallelSection(), "ddp": False, "resume": "never"})
+
+
+def _save_interval(cadence: Cadence) -> int:
+    """The most steps between two checkpoints."""
+    by_epochs = cadence.save_every_epochs and cadence.save_every_epochs * cadence.steps_per_epoch
+    return min(filter(None, (cadence.save_every, by_epochs)), default=cadence.num_steps)
+
+
+def _choose(
+    recorded: Sequence[int], starts: Sequence[int], reach: int, num_steps: int
+) -> tuple[dict[int, list[int]], list[str]]:
+    """Choose steps by the start from which they are reached. Returns them, and which cannot be replayed.
+
+    Raises:
+        CheckpointError: no recorded step is in reach.
+    """
+    ends = [*starts[1:], math.inf]
+    reachable = {
+        start: [step for step in recorded if start < step <= min(start + reach, end)]
+        for start, end in zip(starts, ends, strict=True)
+    }
+    in_turn = [step for steps in itertools.zip_longest(*reachable.values()) for step in steps if step is not None]
+    if not in_turn:
+        raise CheckpointError("no recorded step is within one save interval after the start or a kept checkpoint.")
+    wanted = set(in_turn[:num_steps])
+    notes = []
+    if out_of_reach := sorted(set(recorded) - set(in_turn)):
+        notes.append(
+            f"steps {_ranges(out_of_reach)} cannot be replayed: the checkpoints before them were removed "
+            "(checkpoint.save_total_limit)"
+        )
+    if len(wanted) < num_steps:
+        notes.append(f"{num_steps} steps were asked for, but only {len(wanted)} can be replayed")
+    chosen = {start: [step for step in steps if step in wanted] for start, steps in reachable.items()}
+    return {start: steps for start, steps in chosen.items() if steps}, notes
+
+
+def _compute(
+    trainer: Trainer,
+    loader: TrainLoader,
+    cadence: Cadence,
+    starts: Mapping[int, Path | None],
+    chosen: Mapping[int, Sequence[int]],
+) -> dict[int, float]:
+    """Train from each start as far as the chosen steps are. Returns their losses."""
+    optimizer = trainer.runtime.prepare_optimizer(build_optimizer(trainer.model, trainer.config.optim))
+    trainer.model.train()
+    losses = {}
+    for start, steps in chosen.items():
+        found = starts[start]
+        if found is not None:
+            load_checkpoint(found, model=trainer.model, optimizer=optimizer)
+        for step in range(start + 1, steps[-1] + 1):
+            loss = _step(trainer, loader, cadence, optimizer, step)
+            if step in steps:
+                losses[step] = loss
+    return losses
+
+
+def _step(
+    trainer: Trainer, loader: TrainLoader, cadence: Cadence, optimizer: torch.optim.Optimizer, step: int
+) -> float:
+    epoch, place = divmod(step - 1, cadence.steps_per_epoch)
+    config = trainer.config
+    result = train_step(
+        trainer.runtime,
+        trainer.model,
+        optimizer,
+        next(loader.steps(epoch, place)),
+        step=step,
+        learning_rate=learning_rate_at(step, cadence.num_steps, config.optim),
+        max_grad_norm=config.optim.max_grad_norm,
+        seed=config.seed,
+        compute=trainer.loss_function,
+    )
+    return result.loss
+
+
+def _refuse_other_rows(run: RecordedRun, trainer: Trainer) -> None:
+    recorded = run.part("fingerprints").get("data.train")
+    found = named_splits(trainer.splits)["train"].fingerprint
+    if recorded != found:
+        raise CheckpointError(
+            f"{run.folder.path} cannot be replayed: its training rows are not those that it was trained on (their "
+            f"fingerprint is {found[:12]}, and run.json has {str(recorded)[:12]}). Give it the rows of then."
+        )
+
+
+def _refuse_other_device(run: RecordedRun, config: Config, kind: str) -> None:
+    recorded = text(run.record.get("device"))
+    if recorded is not None and recorded != kind and masks_follow_the_cut(config):
+        raise ConfigError(
+            f"{run.folder.path} drops tokens by random masks, which {recorded} draws otherwise than {kind}. Replay it "
+            f"on a machine with {recorded}."
+        )
+
+
+def _other_machine(run: RecordedRun, kind: str, precision: str) -> Iterator[str]:
+    device = text(run.record.get("device"))
+    if device is None:
+        yield f"run.json does not say on which device the run computed; here it is {kind}, in {precision}"
+    elif device != kind:
+        yield f"the run computed on {device}, and this is {kind}, whose kernels may differ by more than the bound"
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Write ascending numbers as ranges: `3-5, 8`."""
+    parts: list[Any] = []
+    for _, group in itertools.groupby(enumerate(steps), key=lambda pair: pair[1] - pair[0]):
+        numbers = [step for _, step in group]
+        parts.append(f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else str(numbers[0]))
+    return ", ".join(parts)

@@ -1,0 +1,147 @@
+"""Recorded steps are computed again from the start and from kept checkpoints, with the losses that were recorded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from finetune.errors import CheckpointError
+from finetune.training.replay import MOST_APART, Replay, Replayed, _choose, _ranges, replay
+from tests.in_process import run_finetune
+from tests.launches import run_command
+from tests.tiny_runs import random_model_words, write_base, write_rows
+
+pytestmark = pytest.mark.trains
+
+
+def words_of(place: Path, *more: str) -> list[str]:
+    write_base(place / "tokenizer")
+    return [
+        *("task=finetune_lora", *random_model_words(place / "tokenizer"), f"output_dir={place / 'run'}"),
+        *(f"data.path={write_rows(place / 'rows')}", f"data.cache_dir={place / 'cache'}", "training.max_steps=9"),
+        *("training.batch_size=2", "optim.learning_rate=1e-2", "training.device=cpu", "testing.num_samples=0"),
+        *("checkpoint.save_every=3", "checkpoint.save_total_limit=1", "data.on_overlap=warn", *more),
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nine steps, with dropout; of the checkpoints, only the best of step 6 is left, if it was the best."""
+    place = tmp_path_factory.mktemp("replay")
+    done = run_finetune("train", *words_of(place, "lora.dropout=0.1", "validation.validate_every=6"))
+    assert done.returncode == 0, done.stdout
+    shutil.rmtree(place / "run" / "checkpoints" / "step-000009")  # of which no step follows
+    return place / "run"
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def with_record(run: Path, copy: Path, **values: object) -> Path:
+    """A copy of a run whose record says something else."""
+    shutil.copytree(run, copy)
+    record = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps({**record, **values}))
+    return copy
+
+
+def test_losses_come_out_again_to_the_last_bit_and_the_run_stays_as_it_is(trained, capsys):
+    before = content(trained)
+    found = replay(trained, 4)
+    assert content(trained) == before
+    steps = [one.step for one in found.steps]
+    kept = [int(path.name[5:]) for path in sorted((trained / "checkpoints").iterdir())]
+    assert steps[0] == 1
+    assert steps == sorted(steps)
+    assert all(one.computed == one.recorded for one in found.steps), found
+    assert (found.mismatches, found.most_apart, found.bound) == ([], 0.0, 1e-6)
+    assert all(step <= 3 or any(start < step <= start + 3 for start in kept) for step in steps)
+    assert "Written to" not in capsys.readouterr().out
+
+
+def test_steps_far_from_a_checkpoint_are_named(trained, tmp_path):
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    shutil.rmtree(copy / "checkpoints")
+    found = replay(copy, 5)
+    assert [one.step for one in found.steps] == [1, 2, 3]
+    assert found.notes[0].startswith("steps 4-9 cannot be replayed: the checkpoints before them were removed")
+    assert found.notes[1] == "5 steps were asked for, but only 3 can be replayed"
+
+
+@pytest.mark.process
+def test_a_loss_that_was_written_otherwise_is_named_and_ends_with_exit_code_3(trained, tmp_path):
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    lines = (copy / "metrics.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    next(event for event in events if event["event"] == "step" and event["step"] == 1)["loss"] += 1e-4
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    done = run_finetune("verify", copy, "--replay", "1")
+    assert done.returncode == 3, done.stdout
+    assert "step 1: the loss is" in done.errors
+    written = json.loads((copy / "adapter" / "certificate.json").read_text())
+    assert written["verdict"] == "differs"
+    assert [step["step"] for step in written["replay"]["steps"]] == [1]
+
+
+def test_other_rows_are_refused(trained, tmp_path):
+    fingerprints = json.loads((trained / "run.json").read_text())["fingerprints"]
+    copy = with_record(trained, tmp_path / "copy", fingerprints={**fingerprints, "data.train": "0" * 64})
+    with pytest.raises(CheckpointError, match="its training rows are not those that it was trained on"):
+        replay(copy, 1)
+
+
+def test_masks_of_another_device_are_refused(trained, tmp_path):
+    done = run_finetune("verify", with_record(trained, tmp_path / "copy", device="cuda"), "--replay", "1")
+    assert done.returncode == 2
+    assert "drops tokens by random masks, which cuda draws otherwise than cpu" in done.errors
+
+
+def test_a_run_whose_configuration_changed_is_refused(trained, tmp_path):
+    change = {"at": "2026-01-01", "key": "optim.learning_rate", "before": "1", "now": "2"}
+    with pytest.raises(CheckpointError, match=r"it was resumed with other values of optim\.learning_rate"):
+        replay(with_record(trained, tmp_path / "copy", resume_changes=[change]), 1)
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="is not the folder of a run: it has no"):
+        replay(tmp_path, 1)
+
+
+@pytest.mark.launch
+def test_what_two_processes_recorded_comes_out_again_in_one(tmp_path):
+    words = words_of(tmp_path, "parallel.num_processes=2", "training.global_batch_size=4")
+    done = run_command(["finetune", "train", *words])
+    assert done.returncode == 0, done.stdout
+    found = replay(tmp_path / "run", 4)
+    assert found.mismatches == []
+    assert found.most_apart <= MOST_APART["fp32"]
+
+
+def test_steps_are_chosen_in_turn_from_each_start():
+    chosen, notes = _choose(range(1, 21), [0, 10, 20], 4, 5)
+    assert (chosen, notes) == ({0: [1, 2, 3], 10: [11, 12]}, [notes[0]])
+    assert notes[0].startswith("steps 5-10, 15-20 cannot be replayed")
+    chosen, _ = _choose(range(1, 9), [0, 4], 100, 100)
+    assert chosen == {0: [1, 2, 3, 4], 4: [5, 6, 7, 8]}
+    with pytest.raises(CheckpointError, match="no recorded step is within one save interval"):
+        _choose([7, 8], [0], 3, 2)
+
+
+def test_ranges():
+    assert _ranges([1, 2, 3, 5, 8, 9]) == "1-3, 5, 8-9"
+
+
+def test_the_bound_is_promise_1_and_a_loss_that_is_no_number_is_a_mismatch():
+    losses = [(1, 4.0, 4.0 + 3e-6), (2, 0.5, 0.5), (3, 0.5, 0.5 + 3e-6), (4, 1.0, float("nan"))]
+    steps = tuple(Replayed(*values) for values in losses)
+    found = Replay(steps=steps, bound=MOST_APART["fp32"], precision="fp32", device="cpu", notes=())
+    assert [line.partition(":")[0] for line in found.mismatches] == ["step 3", "step 4"]
