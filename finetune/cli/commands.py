@@ -18,6 +18,7 @@ from finetune.cli.generate import generate
 from finetune.cli.report import report
 from finetune.cli.run_options import JsonOption
 from finetune.cli.runs import runs
+from finetune.cli.verify import verify
 from finetune.cli.watch import watch
 from finetune.terminal import fold, print_json, say
 
@@ -101,6 +102,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(merge)
 app.command()(export)
+app.command()(verify)
 app.command()(push)
 app.command()(watch)
 app.command()(runs)

@@ -9,9 +9,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from finetune.cli.run_options import BaseOption, CheckpointOption, RunFolderArgument, refuse_password
-from finetune.distributed.environment import read_environment
-from finetune.errors import ConfigError
+from finetune.cli.run_options import (
+    BaseOption,
+    CheckpointOption,
+    RunFolderArgument,
+    refuse_password,
+    refuse_several_processes,
+)
 from finetune.logs import configure_logs, waiting
 from finetune.runs.durable import in_units
 from finetune.terminal import say
@@ -40,7 +44,7 @@ def merge(
     from finetune.export.out_folder import refuse_taken
     from finetune.inference.finished_run import find_run
 
-    _refuse_several_processes("merge")
+    refuse_several_processes("merge")
     configure_logs(rank=0)
     refuse_taken(out)
     run = find_run(run_folder, base=base, checkpoint=checkpoint, is_alone=True)
@@ -59,7 +63,8 @@ def merge(
     )
     against = "the run" if run.is_full else "base and adapter"
     say(f"Reloaded by transformers alone, against {against}: {merged.difference}")
-    say(f"Next: finetune export {out} GGUF_FOLDER --gguf, or finetune push {out} OWNER/NAME")
+    say(f"Test vectors: {out}/test_vectors.json, SHA-256 {merged.vectors_sha256}")
+    say(f"Next: finetune verify {out}, finetune export {out} GGUF_FOLDER --gguf, or finetune push {out} OWNER/NAME")
 
 
 def export(
@@ -86,7 +91,7 @@ def export(
     from finetune.export.exported_folder import GGUF_FILE, export_model
     from finetune.export.gguf import Gguf, find_converter
 
-    _refuse_several_processes("export")
+    refuse_several_processes("export")
     configure_logs(rank=0)
     wanted = Gguf(converter=find_converter(llama_cpp, os.environ), kind=gguf_type, base=base) if gguf else None
     with waiting(f"exporting to {out}"):
@@ -129,7 +134,7 @@ def push(
     from finetune.export.push import pack, plan_upload
     from finetune.export.push import push as send
 
-    _refuse_several_processes("push")
+    refuse_several_processes("push")
     upload = plan_upload(pack(source, base=base), repository, private=private, replace=replace)
     say(str(upload))
     sys.stdout.flush()
@@ -142,16 +147,3 @@ def push(
     with waiting(f"sending to {repository}"):
         sent = send(upload, message)
     say(f"Sent: {sent}")
-
-
-def _refuse_several_processes(command: str) -> None:
-    """Refuse to run in several processes, which would all write the same folder.
-
-    Raises:
-        ConfigError: several processes were started; printed once.
-    """
-    started = read_environment(os.environ).world_size
-    if started > 1:
-        raise ConfigError(
-            f"finetune {command} needs one process, but {started} were started. Run it without a launcher."
-        )

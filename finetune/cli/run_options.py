@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from finetune.distributed.environment import read_environment
 from finetune.errors import ConfigError
 
 
@@ -87,3 +89,16 @@ def read_tools_option(file: str | None) -> str | None:
     from finetune.inference.prompts import read_tools
 
     return read_tools(Path(file).expanduser()) if file else file
+
+
+def refuse_several_processes(command: str) -> None:
+    """Refuse to run in several processes, which would all write the same folder.
+
+    Raises:
+        ConfigError: several processes were started; printed once.
+    """
+    started = read_environment(os.environ).world_size
+    if started > 1:
+        raise ConfigError(
+            f"finetune {command} needs one process, but {started} were started. Run it without a launcher."
+        )

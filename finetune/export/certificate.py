@@ -6,29 +6,43 @@ docs/test-vectors.md describes the file, and says what it proves.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from finetune.errors import CheckpointError
-from finetune.export.comparison import centred
-from finetune.export.served_model import ServedModel
+from finetune.errors import CheckpointError, first_line
+from finetune.export.comparison import centred, relative_by_position
+from finetune.export.served_model import ServedModel, Turns
 from finetune.export.vectors import Vector, Vectors
-from finetune.runs.durable import MANIFEST, disk_failures_end_the_run, replace_file
+from finetune.runs.durable import MANIFEST, describe_os_error, disk_failures_end_the_run, replace_file
+from finetune.runs.metrics import as_json
 
 CERTIFICATE = "certificate.json"
+CERTIFICATE_HEAD = "## Certificate\n"
 _SCHEMA = 1
 _AROUND = 20
 """Characters shown of two texts from where they differ."""
 _TIE = 4.0
 """Two tokens count as equally likely if their logits are this many bounds apart, in standard deviations of all logits:
 twice the bound for each of the two, since a single logit may be further off than all of them are on average."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """How many were compared, and how many of them are equal."""
+
+    compared: int = 0
+    equal: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.equal} of {self.compared}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +52,12 @@ class Comparison:
     Attributes:
         runtime: its name and version.
         bound: the largest relative difference of the logits of a position.
-        num_rendered: conversations whose text and tokens were compared.
-        num_positions: positions whose logits were compared.
-        num_answers: greedy answers compared.
-        num_near_ties: answers that part where two tokens are about equally likely.
-        num_tensors: tensors whose bytes were compared.
-        num_files: other files whose bytes were compared.
+        rendered: conversations whose text and tokens were compared.
+        answers: greedy answers.
+        near_ties: answers that part where the runtime finds two tokens about equally likely; they count as equal.
+        tensors: tensors whose bytes were compared.
+        files: other files whose bytes were compared.
+        positions: positions whose logits were compared; those within the bound count as equal.
         relative: the largest relative difference of the logits of a position.
         max_abs: the largest difference of a logit.
         same_greedy: share of positions with the same most likely token.
@@ -52,16 +66,16 @@ class Comparison:
 
     runtime: str
     bound: float
-    num_rendered: int
-    num_positions: int
-    num_answers: int
-    num_near_ties: int
+    rendered: Count
+    answers: Count
+    near_ties: int
+    tensors: Count = Count()
+    files: Count = Count()
+    positions: Count
     relative: float
     max_abs: float
     same_greedy: float
     mismatches: tuple[str, ...]
-    num_tensors: int = 0
-    num_files: int = 0
 
     @property
     def is_same(self) -> bool:
@@ -81,45 +95,44 @@ def compare(served: ServedModel, vectors: Vectors, *, bound: float) -> Compariso
         vectors: made from base and adapter as trained.
         bound: what fits the type of the served weights and the runtime's arithmetic.
     """
-    problems: list[str] = []
-    texts = answers = ties = 0
+    problems: dict[str, list[str]] = {"stop ids": [], "text": [], "logits": [], "answer": []}
+    rendered = answers = ties = 0
     theirs, ours = [], []
     if set(served.stop_ids) != set(vectors.stop_ids):
-        problems.append(f"it stops at {sorted(served.stop_ids)}, expected {sorted(vectors.stop_ids)}")
+        problems["stop ids"].append(f"it stops at {sorted(served.stop_ids)}, expected {sorted(vectors.stop_ids)}")
     for vector, expected in vectors.with_logits():
-        where = f'prompt "{vector.name}"'
+
+        def note(kind: str, found: str | None, name: str = vector.name) -> None:
+            problems[kind] += [f'prompt "{name}": {found}'] if found else []
+
         if vector.turns is not None and vectors.has_template:
-            texts += 1
-            rendered = served.render(vector.turns)
-            found = _other_text(rendered.text, str(vector.text)) or _other_ids(rendered.token_ids, vector.token_ids)
-            problems += [f"{where}: {found}"] if found else []
+            rendered += 1
+            note("text", _other_rendering(served, vector, vector.turns))
         logits = served.logits(vector.token_ids).float().cpu()
-        if logits.shape != (len(vector.token_ids), expected.shape[1]):
-            got = [*logits.shape]
-            problems.append(f"{where}: logits are {got}, expected {[len(vector.token_ids), expected.shape[1]]}")
+        shape = (len(vector.token_ids), expected.shape[1])
+        if logits.shape != shape:
+            note("logits", f"logits are {list(logits.shape)}, expected {list(shape)}")
             continue
-        logits = logits[vector.positions]
-        theirs.append(logits)
+        theirs.append(logits[vector.positions])
         ours.append(expected)
-        found = _other_logits(logits, expected, vector.positions, bound)
-        problems += [f"{where}: {found}"] if found else []
+        note("logits", _other_logits(theirs[-1], expected, vector.positions, bound))
         if vector.answer is not None:
             answers += 1
             parting = _parting(served, vector, vectors.max_new_tokens, bound)
             ties += parting == ""
-            problems += [f"{where}: {parting}"] if parting else []
-    relative, max_abs, same_greedy = _figures(theirs, ours)
+            note("answer", parting)
+    figures = _figures(theirs, ours, bound)
     return Comparison(
         runtime=served.runtime,
         bound=bound,
-        num_rendered=texts,
-        num_positions=sum(map(len, ours)),
-        num_answers=answers,
-        num_near_ties=ties,
-        relative=relative,
-        max_abs=max_abs,
-        same_greedy=same_greedy,
-        mismatches=tuple(problems),
+        rendered=Count(rendered, rendered - len(problems["text"])),
+        answers=Count(answers, answers - len(problems["answer"])),
+        near_ties=ties,
+        positions=figures.positions,
+        relative=figures.relative,
+        max_abs=figures.max_abs,
+        same_greedy=figures.same_greedy,
+        mismatches=tuple(itertools.chain(*problems.values())),
     )
 
 
@@ -143,33 +156,36 @@ def other_digests(found: Mapping[str, str], expected: Mapping[str, str], what: s
     ]
 
 
-def write_certificate(file: Path, folder: Path, comparison: Comparison, vectors: Vectors) -> dict[str, Any]:
-    """Write certificate.json, also where something differs. Returns its content.
+def write_certificate(
+    file: Path, folder: Path, figures: Mapping[str, Any], mismatches: Sequence[str]
+) -> dict[str, Any]:
+    """Write certificate.json, also where something differs; an earlier one is replaced. Returns its content.
 
     Args:
-        file: to write, replaced in one step.
+        file: to write.
         folder: what was verified; the certificate names the digest of its list of checksums.
-        comparison: the result.
-        vectors: what was compared with.
+        figures: what was compared, by name.
+        mismatches: what differs, one sentence each.
 
     Raises:
         RunFailedError: the disk refused.
     """
-    content = {
+    figures = {
         "schema_version": _SCHEMA,
-        "verdict": "same" if comparison.is_same else "differs",
+        "verdict": "differs" if mismatches else "same",
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "vectors_sha256": vectors.sha256 or None,
         "manifest_sha256": _digest_manifest(folder),
-        **asdict(comparison),
+        **figures,
+        "mismatches": list(mismatches),
     }
+    content = {name: as_json(value) for name, value in figures.items()}
     with disk_failures_end_the_run("Writing", file):
         replace_file(file, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
     return content
 
 
-def read_certificate(folder: Path) -> dict[str, Any] | None:
-    """Read a folder's certificate; None if it has none.
+def read_certificate(folder: Path) -> str | None:
+    """Read a folder's certificate as a section of its model card; None if it has none.
 
     Raises:
         CheckpointError: it is damaged, says that something differs, or is of other files than those in the folder.
@@ -177,61 +193,64 @@ def read_certificate(folder: Path) -> dict[str, Any] | None:
     file = folder / CERTIFICATE
     if not file.is_file():
         return None
+    again = f"Make it again with finetune verify {folder}."
     try:
         content = json.loads(file.read_bytes())
-        verdict, manifest, differences = (content[name] for name in ("verdict", "manifest_sha256", "mismatches"))
-        read_as_markdown(content)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise CheckpointError(
-            f"{file} is not a certificate: {error}. Make it again with finetune verify {folder}."
-        ) from error
-    if verdict != "same":
-        raise CheckpointError(
-            f"{file} says that this model is not the one that was trained: {'; '.join(differences[:1])}. "
-            "Write the model again, or remove the certificate."
-        )
-    if manifest != _digest_manifest(folder):
-        raise CheckpointError(
-            f"{file} is of other files than those in the folder. Make it again with finetune verify {folder}."
-        )
-    return dict(content)
+        if content["verdict"] != "same":
+            raise CheckpointError(
+                f"{file} says that this model is not the one that was trained: {content['mismatches'][0]}. Write the "
+                "model again, or remove the certificate."
+            )
+        if content["manifest_sha256"] != _digest_manifest(folder):
+            raise CheckpointError(f"{file} is of other files than those in the folder. {again}")
+        return _as_markdown(content)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {describe_os_error(error)}.") from error
+    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not a certificate: {error}. {again}") from error
 
 
-def read_as_markdown(content: Mapping[str, Any]) -> str:
-    """Put a certificate into words, for a model card."""
+def _as_markdown(content: Mapping[str, Any]) -> str:
     figures = {
         "runtime": content["runtime"],
-        "rendered conversations": content["num_rendered"],
-        "logits": f"{content['num_positions']} positions, relative difference at most {content['relative']:.3g} "
-        f"(bound {content['bound']:.3g})",
-        "greedy answers": f"{content['num_answers']}, {content['num_near_ties']} of them parting at a near tie",
-        "bytes": f"{content['num_tensors']} tensors, {content['num_files']} files",
-        "test vectors": f"SHA-256 {content['vectors_sha256']}",
+        "rendered conversations": Count(**content["rendered"]),
+        "positions with logits": f"{Count(**content['positions'])}, relative difference at most "
+        f"{content['relative']:.3g} (bound {content['bound']:.3g})",
+        "greedy answers": f"{Count(**content['answers'])}, {content['near_ties']} of them up to a near tie",
+        "tensors": Count(**content["tensors"]),
+        "other files": Count(**content["files"]),
+        "test vectors": f"SHA-256 {content['vectors_sha256']}" if content["vectors_sha256"] else "made by the run",
         "made": content["made"],
     }
+    if replay := content["replay"]:
+        figures["losses computed again"] = f"{len(replay['steps'])} steps, within {replay['bound']:.3g} x max(1, loss)"
     rows = "\n".join(f"| {name} | {value} |" for name, value in figures.items())
-    about = "Compared with base and adapter as trained, by `finetune verify`."
-    return f"## Certificate\n\n{about}\n\n| | |\n|---|---|\n{rows}\n"
+    about = "Compared by `finetune verify` with the run as it was trained."
+    return f"{CERTIFICATE_HEAD}\n{about}\n\n| | |\n|---|---|\n{rows}\n"
 
 
-def _figures(theirs: Sequence[torch.Tensor], ours: Sequence[torch.Tensor]) -> tuple[float, float, float]:
-    """The largest relative difference of a position, that of a logit, and the share of equal greedy tokens."""
+class _Figures(NamedTuple):
+    positions: Count
+    relative: float
+    max_abs: float
+    same_greedy: float
+
+
+def _figures(theirs: Sequence[torch.Tensor], ours: Sequence[torch.Tensor], bound: float) -> _Figures:
     if not ours:
-        return math.inf, math.inf, 0.0
+        return _Figures(Count(), math.inf, math.inf, 0.0)
     found, expected = torch.cat(list(theirs)), torch.cat(list(ours))
-    same = float((found.argmax(-1) == expected.argmax(-1)).double().mean())
-    return float(_relative(found, expected).max()), float((found - expected).abs().max()), same
-
-
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """The relative difference at each position; not a number counts as infinitely far."""
-    wanted = centred(expected)
-    apart = (centred(found) - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-30)
-    return torch.nan_to_num(apart, nan=torch.inf)
+    relative = relative_by_position(found, expected)
+    return _Figures(
+        Count(len(expected), int((relative <= bound).sum())),
+        float(relative.max()),
+        float((found - expected).abs().max()),
+        float((found.argmax(-1) == expected.argmax(-1)).double().mean()),
+    )
 
 
 def _other_logits(found: torch.Tensor, expected: torch.Tensor, positions: Sequence[int], bound: float) -> str:
-    relative = _relative(found, expected)
+    relative = relative_by_position(found, expected)
     far = (relative > bound).nonzero().flatten().tolist()
     if not far:
         return ""
@@ -242,6 +261,14 @@ def _other_logits(found: torch.Tensor, expected: torch.Tensor, positions: Sequen
         f"{bound:.3g}; the most at token {token}: {float(found[first, token]):.4g}, expected "
         f"{float(expected[first, token]):.4g}"
     )
+
+
+def _other_rendering(served: ServedModel, vector: Vector, turns: Turns) -> str:
+    try:
+        text, token_ids = served.render(turns)
+    except Exception as error:  # a template is a program: it can fail in any way
+        return f"its chat template refuses the conversation: {first_line(error)}"
+    return _other_text(text, str(vector.text)) or _other_ids(token_ids, vector.token_ids)
 
 
 def _other_text(found: str, expected: str) -> str:

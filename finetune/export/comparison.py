@@ -85,3 +85,10 @@ def centred(logits: torch.Tensor) -> torch.Tensor:
     """Take the mean off the logits of each position, in float64: a shift of all of them changes no probability."""
     wide = logits.double()
     return wide - wide.mean(dim=-1, keepdim=True)
+
+
+def relative_by_position(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return the relative difference of logits (positions, vocabulary) at each position; infinite for not a number."""
+    wanted = centred(expected)
+    apart = (centred(found) - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-30)
+    return torch.nan_to_num(apart, nan=torch.inf)

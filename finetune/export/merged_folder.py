@@ -19,12 +19,12 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from finetune.errors import ModelError, RunFailedError
 from finetune.export import plain_reload
-from finetune.export.comparison import Difference, compare_logits, refuse_far
+from finetune.export.comparison import Difference, compare_logits, refuse_far, relative_by_position
 from finetune.export.merge import convert_weights, is_tied, merge_adapter
 from finetune.export.model_card import merged_card
 from finetune.export.out_folder import new_folder
 from finetune.export.plain_reload import logits_in_fp32
-from finetune.export.vectors import Asked, digest_files, digest_tensors, make_vectors, prompts_to_ask, write_vectors
+from finetune.export.vectors import Vector, digest_files, digest_tensors, make_vectors, prompts_to_ask, write_vectors
 from finetune.inference.finished_run import FinishedRun, put_adapter_on
 from finetune.model.base import build_base_model
 from finetune.model.new_tokens import build_run_tokenizer
@@ -107,8 +107,14 @@ def write_merged(
         _refuse_other(report, problems={}, dtypes=[name], is_tied=tied, stop_ids=stops, rendered=rendered)
         difference = compare_logits(logits, tuned, base)
         refuse_far(difference, name, most_difference)
-        written, others = digest_tensors(writer.path), digest_files(writer.path)
-        vectors = replace(vectors, stored_as=name, trained=digest_tensors(run.weights), written=written, files=others)
+        vectors = replace(
+            vectors,
+            stored_as=name,
+            rounding=float(relative_by_position(logits, tuned).max()),
+            trained=digest_tensors(run.weights),
+            written=digest_tensors(writer.path),
+            files=digest_files(writer.path),
+        )
         sha256 = write_vectors(writer, vectors)
         card = merged_card(run, dtype=name, is_tied=tied, stop_ids=stops, difference=difference, vectors_sha256=sha256)
         writer.write("README.md", [card.encode()])
@@ -176,7 +182,7 @@ def _sharded(weights: TensorFile) -> dict[str, Chunks]:
     return files
 
 
-def _reload(folder: Path, asked: Sequence[Asked]) -> tuple[dict[str, Any], torch.Tensor]:
+def _reload(folder: Path, asked: Sequence[Vector]) -> tuple[dict[str, Any], torch.Tensor]:
     """Load the folder in another process, by transformers alone. Returns its report and its logits.
 
     Raises:

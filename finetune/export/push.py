@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
+from finetune.export.certificate import CERTIFICATE_HEAD, read_certificate
 from finetune.export.exported_folder import refuse_no_model
 from finetune.export.model_card import HUB_ID, adapter_card, hub_base
 from finetune.inference.finished_run import find_run
@@ -187,7 +188,7 @@ def _pack_adapter(source: Path, base: str | None) -> Package:
     config = json.loads((run.weights / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
     config["base_model_name_or_path"] = found
     files[_ADAPTER_CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    files[_CARD] = adapter_card(run, found).encode()
+    files[_CARD] = _with_certificate(adapter_card(run, found), run.weights).encode()
     return Package(kind="adapter", base=found, files=files)
 
 
@@ -201,7 +202,21 @@ def _pack_model(source: Path) -> Package:
     files: dict[str, Content] = {
         path.name: path for path in source.iterdir() if path.is_file() and path.name != MANIFEST
     }
+    if (source / _CARD).is_file():
+        files[_CARD] = _with_certificate((source / _CARD).read_text(encoding="utf-8"), source).encode()
     return Package(kind="model", base=_one(header.get("base_model")), files=files, licence=header.get("license"))
+
+
+def _with_certificate(card: str, folder: Path) -> str:
+    """Put the folder's certificate at the end of a card, in place of an earlier one.
+
+    Raises:
+        CheckpointError: see `read_certificate`.
+    """
+    section = read_certificate(folder)
+    before, _, after = card.partition(CERTIFICATE_HEAD)
+    _, head, rest = after.partition("\n## ")
+    return card if section is None else f"{before.rstrip()}\n\n{section}{head}{rest}"
 
 
 def _card_header(card: Path) -> dict[str, Any]:

@@ -13,20 +13,21 @@ import logging
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 import finetune
 from finetune.errors import CheckpointError
-from finetune.export.plain_reload import logits_in_fp32, render, weights_in_fp32
+from finetune.export.plain_reload import render, weights_in_fp32
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.model.base import max_context
 from finetune.runs.durable import FolderWriter, describe_os_error
 from finetune.runs.tensors import each_tensor
+from finetune.runs.verification import OPTIMIZER_FILE
 
 VECTORS_FILE = "test_vectors.json"
 LOGITS_FILE = "test_vectors.npy"
@@ -62,21 +63,6 @@ CONVERSATIONS: Mapping[str, Sequence[Mapping[str, str]]] = {
 _log = logging.getLogger(__name__)
 
 
-class Asked(NamedTuple):
-    """A prompt for the tuned model. A prompt of random tokens has no turns and no text."""
-
-    name: str
-    token_ids: list[int]
-    turns: Sequence[Mapping[str, str]] | None = None
-    text: str | None = None
-
-    @property
-    def positions(self) -> list[int]:
-        """The positions whose logits are kept: the last one, which begins the answer, and others at even distances."""
-        count = min(len(self.token_ids), _MOST_POSITIONS // (len(CONVERSATIONS) + _RANDOM_PROMPTS))
-        return sorted(len(self.token_ids) - 1 - place * len(self.token_ids) // count for place in range(count))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Vector:
     """A prompt with what the tuned model makes of it.
@@ -91,11 +77,11 @@ class Vector:
     """
 
     name: str
-    turns: list[dict[str, str]] | None
-    text: str | None
+    turns: list[dict[str, str]] | None = None
+    text: str | None = None
     token_ids: list[int]
     positions: list[int]
-    answer: list[int] | None
+    answer: list[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +95,8 @@ class Vectors:
         max_new_tokens: the most tokens of an answer.
         has_template: whether a chat template rendered the texts; without one, a text is its last turn's.
         stored_as: the type of the merged weights; None before they are written.
+        rounding: the largest relative difference of a position's logits that the merge caused, see
+            `relative_by_position`; measured by transformers on the written folder.
         trained: digests of the run's own weights, by tensor.
         written: digests of the merged weights as they were written, by tensor.
         files: SHA-256 of the other files of the merged folder, by name.
@@ -122,6 +110,7 @@ class Vectors:
     max_new_tokens: int = MAX_NEW_TOKENS
     has_template: bool
     stored_as: str | None = None
+    rounding: float = 0.0
     trained: Mapping[str, str] = field(default_factory=dict)
     written: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
@@ -134,13 +123,16 @@ class Vectors:
         return zip(self.vectors, rows, strict=True)
 
 
-def prompts_to_ask(tokenizer: Any, model: Any, seed: int = 0) -> list[Asked]:
+def prompts_to_ask(tokenizer: Any, model: Any, seed: int = 0) -> list[Vector]:
     """Make the prompts that this chat template renders and this model has room for, then prompts of random tokens.
 
     Args:
         tokenizer: the run's.
         model: for its context, and the rows of its embedding: every token id is below.
         seed: for the random tokens.
+
+    Returns:
+        Prompts without answers.
     """
     room = max_context(model)
     ceiling = min(model.get_input_embeddings().weight.shape[0], len(tokenizer))
@@ -154,10 +146,20 @@ def prompts_to_ask(tokenizer: Any, model: Any, seed: int = 0) -> list[Asked]:
             _log.info("no test vector for %r: the chat template refuses it (%s)", name, error)
             continue
         if ids and max(ids) < ceiling and (room is None or len(ids) + MAX_NEW_TOKENS <= room):
-            asked.append(Asked(name, ids, turns, text))
+            own = [dict(turn) for turn in turns]
+            asked.append(Vector(name=name, turns=own, text=text, token_ids=ids, positions=_positions(ids)))
     rng = random.Random(seed)
-    noise = [[rng.randrange(ceiling) for _ in range(_RANDOM_LENGTH)] for _ in range(_RANDOM_PROMPTS)]
-    return [*asked, *(Asked(f"random tokens {number}", ids) for number, ids in enumerate(noise, start=1))]
+    for number in range(1, _RANDOM_PROMPTS + 1):
+        ids = [rng.randrange(ceiling) for _ in range(_RANDOM_LENGTH)]
+        asked.append(Vector(name=f"random tokens {number}", token_ids=ids, positions=_positions(ids)))
+    return asked
+
+
+def _positions(token_ids: Sequence[int]) -> list[int]:
+    """Choose the positions whose logits are kept: the last one, which begins the answer, and others evenly spaced."""
+    length = len(token_ids)
+    count = min(length, _MOST_POSITIONS // (len(CONVERSATIONS) + _RANDOM_PROMPTS))
+    return sorted(length - 1 - place * length // count for place in range(count))
 
 
 def answer_in_fp32(
@@ -170,36 +172,22 @@ def answer_in_fp32(
 
 
 def make_vectors(
-    model: Any, asked: Sequence[Asked], logits: torch.Tensor | None = None, *, stop_ids: list[int], has_template: bool
+    model: Any, asked: Sequence[Vector], logits: torch.Tensor, *, stop_ids: list[int], has_template: bool
 ) -> Vectors:
     """Make the test vectors of a tuned model.
 
     Args:
         model: base and adapter, or a fully tuned model; on the CPU.
         asked: the prompts.
-        logits: of this model at every position of all prompts, fp32; None: compute them.
+        logits: of this model at every position of all prompts, fp32.
         stop_ids: the tokens that end an answer.
         has_template: whether a chat template rendered the prompts.
     """
-    if logits is None:
-        logits = logits_in_fp32(model, [one.token_ids for one in asked])
-    rendered = [one for one in asked if one.turns is not None]
-    prompts = [one.token_ids for one in rendered]
-    answers = answer_in_fp32(model, prompts, stop_ids=stop_ids, max_new_tokens=MAX_NEW_TOKENS)
-    by_name = dict(zip((one.name for one in rendered), answers, strict=True))
+    prompts = [one.token_ids for one in asked if one.turns is not None]
+    answers = iter(answer_in_fp32(model, prompts, stop_ids=stop_ids, max_new_tokens=MAX_NEW_TOKENS))
     whole = torch.split(logits, [len(one.token_ids) for one in asked])
     return Vectors(
-        vectors=tuple(
-            Vector(
-                name=one.name,
-                turns=None if one.turns is None else [dict(turn) for turn in one.turns],
-                text=one.text,
-                token_ids=one.token_ids,
-                positions=one.positions,
-                answer=by_name.get(one.name),
-            )
-            for one in asked
-        ),
+        vectors=tuple(one if one.turns is None else replace(one, answer=next(answers)) for one in asked),
         logits=torch.cat([rows[one.positions] for one, rows in zip(asked, whole, strict=True)]),
         stop_ids=stop_ids,
         has_template=has_template,
@@ -284,13 +272,13 @@ def copy_vectors(model: Path, writer: FolderWriter) -> str | None:
 
 
 def digest_tensors(folder: Path) -> dict[str, str]:
-    """Digest each tensor of a folder's safetensors files: type, shape, and the SHA-256 of its bytes, by name.
+    """Digest each weight in a folder's safetensors files: type, shape, and the SHA-256 of its bytes, by name.
 
     Raises:
         CheckpointError: a file is not a safetensors file.
     """
     digests = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(set(folder.glob("*.safetensors")) - {folder / OPTIMIZER_FILE}):
         for name, tensor in each_tensor(path):
             raw = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             kind = str(tensor.dtype).removeprefix("torch.")
@@ -301,5 +289,9 @@ def digest_tensors(folder: Path) -> dict[str, str]:
 def digest_files(folder: Path) -> dict[str, str]:
     """Digest the files of a model folder that decide what it does, beside its weights: SHA-256 by name."""
     left_out = (*_LEFT_OUT, VECTORS_FILE, LOGITS_FILE, "manifest.json", "certificate.json")
-    paths = (path for path in sorted(folder.iterdir()) if path.is_file() and path.name not in left_out)
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.suffix != ".safetensors"}
+    digests = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.name not in left_out and path.suffix != ".safetensors":
+            with path.open("rb") as file:
+                digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests

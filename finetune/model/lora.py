@@ -84,7 +84,7 @@ def attach_adapter(
 
     config = _adapter_config(model, section, targets, list(ids))
     try:
-        with _quiet_peft():
+        with quiet_peft():
             adapted: PeftModel = get_peft_model(model, config)
     except ValueError as error:
         raise ModelError(
@@ -102,7 +102,7 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
     tokens = getattr(PeftConfig.from_pretrained(str(folder)), "trainable_token_indices", None) or {}
     rows = tokens.values() if isinstance(tokens, dict) else [tokens]
     grow_embeddings(base, max((max(ids) + 1 for ids in rows), default=0))
-    with _quiet_peft():
+    with quiet_peft():
         return PeftModel.from_pretrained(base, str(folder), is_trainable=True)
 
 
@@ -145,7 +145,7 @@ def _method_in_words(section: LoraSection) -> str:
 
 
 @contextmanager
-def _quiet_peft() -> Iterator[None]:
+def quiet_peft() -> Iterator[None]:
     """Silence the warning that peft 0.21 causes by using a deprecated name of transformers 5."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)

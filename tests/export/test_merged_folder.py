@@ -20,7 +20,7 @@ from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import merged_folder, out_folder
 from finetune.export.merged_folder import load_tuned_model, write_merged
 from finetune.export.model_card import adapter_card
-from finetune.export.vectors import Asked
+from finetune.export.vectors import Vector
 from tests.export.finished_runs import write_run
 from tests.in_process import run_finetune
 from tests.launches import free_port, place_variables, run_command
@@ -185,7 +185,7 @@ def test_a_folder_that_transformers_cannot_load_is_said(merged, tmp_path):
     torn = shutil.copytree(merged.folder, tmp_path / "torn")
     os.truncate(torn / "model.safetensors", 100)
     with pytest.raises(RunFailedError, match=r"transformers alone cannot load it: .+ It was removed again"):
-        merged_folder._reload(torn, [Asked("random tokens", [1, 2])])
+        merged_folder._reload(torn, [Vector(name="random tokens", token_ids=[1, 2], positions=[1])])
 
 
 def test_too_small_a_disk_is_said_before_anything_is_written(run, tmp_path, monkeypatch):

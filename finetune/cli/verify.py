@@ -1,0 +1,110 @@
+"""`finetune verify`: compare what a runtime serves, and on request recorded losses, with what was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from finetune.cli.run_options import BaseOption, CheckpointOption, JsonOption, refuse_several_processes
+from finetune.errors import ConfigError
+from finetune.logs import configure_logs, waiting
+from finetune.terminal import print_json, print_table, say
+from finetune.training.progress import shown_folder
+
+if TYPE_CHECKING:
+    from finetune.export.verifying import Verified
+
+
+def verify(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER_OR_RUN",
+            help="A run's folder, or one that `finetune merge` or `finetune export` wrote.",
+            show_default=False,
+        ),
+    ],
+    vectors: Annotated[
+        Path | None,
+        typer.Option(
+            help="Take the test vectors from this file or folder. Default: those in the folder; a run makes its own.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The certificate to write. Default: certificate.json beside the weights.", show_default=False
+        ),
+    ] = None,
+    max_difference: Annotated[
+        float | None,
+        typer.Option(
+            help="The largest relative difference of a position's logits. Default: a bound that fits the runtime.",
+            min=0,
+        ),
+    ] = None,
+    replay: Annotated[
+        int, typer.Option(metavar="N", help="Compute N recorded steps of a run again, and compare their losses.", min=0)
+    ] = 0,
+    base: BaseOption = None,
+    checkpoint: CheckpointOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare a run or a model, in the runtime that serves it, with what was trained, and write certificate.json."""
+    refuse_several_processes("verify")
+    configure_logs(rank=0)
+    is_run = (source.expanduser() / "config.yaml").is_file()
+    if not is_run and (replay or base or checkpoint):
+        raise ConfigError(
+            f"--replay, --base and --checkpoint are for the folder of a run, but {source} has no config.yaml. Name the "
+            "run's folder, or drop the option."
+        )
+
+    from finetune.export.certificate import CERTIFICATE
+    from finetune.export.verifying import certify, refuse_differences, verify_folder, verify_run
+
+    with waiting("comparing with what was trained"):
+        if is_run:
+            found = verify_run(source, base=base, checkpoint=checkpoint, vectors=vectors, bound=max_difference)
+        else:
+            found = verify_folder(source, vectors=vectors, bound=max_difference)
+    if replay:
+        from finetune.training.replay import replay as compute_again
+
+        found = replace(found, replay=compute_again(source, replay))
+    file = out or found.folder / CERTIFICATE
+    content = certify(found, file)
+    if as_json:
+        print_json(content)
+    else:
+        _show(found)
+        say(f"Written: {shown_folder(file)}")
+    refuse_differences(found, file)
+
+
+def _show(found: Verified) -> None:
+    title = f"{shown_folder(found.folder)} in {found.comparison.runtime}, against {found.source}"
+    print_table(("compared", "equal", "apart by at most"), list(_rows(found)), right=("equal",), title=title)
+    for note in (*found.notes, *(found.replay.notes if found.replay else ())):
+        say(f"Note: {note}.")
+    if found.vectors.sha256:
+        say(f"The test vectors have SHA-256 {found.vectors.sha256}.")
+
+
+def _rows(found: Verified) -> Iterator[list[str]]:
+    it, replay = found.comparison, found.replay
+    yield ["conversations as text and tokens", str(it.rendered), ""]
+    yield ["logits at positions", str(it.positions), f"{it.relative:.3g} (bound {it.bound:.3g})"]
+    yield ["greedy answers", str(it.answers), f"near ties in {it.near_ties}" if it.near_ties else ""]
+    for name, count in (("tensors", it.tensors), ("other files", it.files)):
+        if count.compared:
+            yield [name, str(count), ""]
+    if replay is not None:
+        steps = len(replay.steps)
+        equal = f"{steps - len(replay.mismatches)} of {steps}"
+        yield ["losses of steps", equal, f"{replay.most_apart:.3g} (bound {replay.bound:.3g}, {replay.precision})"]

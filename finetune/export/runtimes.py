@@ -1,0 +1,162 @@
+"""The runtimes that serve a tuned model: which one a folder is for, and how it loads the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from finetune.errors import CheckpointError, RunFailedError, first_line
+from finetune.export.comparison import MOST_DIFFERENCE
+from finetune.export.plain_reload import logits_in_fp32, render
+from finetune.export.served_model import Rendered, ServedModel, Turns
+from finetune.export.vectors import Vectors, answer_in_fp32
+from finetune.model.lora import quiet_peft
+
+ADAPTER_CONFIG = "adapter_config.json"
+_IN_FP32 = MOST_DIFFERENCE["float32"]
+
+
+class Runtime(NamedTuple):
+    """A runtime, and the folders that are for it."""
+
+    name: str
+    marks: tuple[str, ...]
+    """Patterns; a folder is for this runtime if it has a file for each."""
+    load: Callable[[Path], ServedModel]
+    bound: Callable[[Vectors], float]
+    """The largest relative difference of a position's logits that its arithmetic and the stored type explain."""
+    has_written_weights: bool = False
+    """Whether the folder's safetensors files are those that `finetune merge` wrote."""
+
+
+class ServedByTransformers:
+    """A model in transformers, perhaps with an adapter of PEFT on it. It computes in fp32 on the weights as stored.
+
+    Args:
+        model: on the CPU.
+        tokenizer: from the same folder.
+        stop_ids: of the folder's generation_config.json.
+        runtime: name and version.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, stop_ids: list[int], runtime: str) -> None:
+        self.runtime = runtime
+        self.stop_ids = stop_ids
+        self._model = model.eval()
+        self._tokenizer = tokenizer
+
+    def render(self, turns: Turns) -> Rendered:
+        """Render with the folder's chat template, and encode with its tokenizer."""
+        return Rendered(*render(self._tokenizer, turns))
+
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Compute logits at every position, (tokens, vocabulary)."""
+        logits: torch.Tensor = logits_in_fp32(self._model, [token_ids])
+        return logits
+
+    def answer(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+        """Answer greedily with `generate`, up to a stop id of the folder."""
+        (answer,) = answer_in_fp32(
+            self._model, [token_ids], stop_ids=self.stop_ids or [-1], max_new_tokens=max_new_tokens
+        )
+        return answer
+
+
+def load_transformers(folder: Path) -> ServedModel:
+    """Load a model folder with transformers.
+
+    Raises:
+        RunFailedError: it cannot be loaded.
+    """
+    import transformers
+
+    model, tokenizer = _or_failure(folder, lambda: _load(folder, folder))
+    return ServedByTransformers(model, tokenizer, _stop_ids(model.generation_config), _named(transformers))
+
+
+def load_peft(folder: Path, base: str | None = None) -> ServedModel:
+    """Load an adapter with PEFT, on its base.
+
+    Args:
+        folder: the adapter's.
+        base: a folder or hub id; None: the one that the adapter names.
+
+    Raises:
+        RunFailedError: the adapter or its base cannot be loaded.
+    """
+    import peft
+    import transformers
+
+    def load() -> tuple[Any, Any, list[int]]:
+        named = base or peft.PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
+        model, tokenizer = _load(named, folder)
+        if len(tokenizer) > len(model.get_input_embeddings().weight):
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        own = folder if (folder / "generation_config.json").is_file() else named
+        stops = _stop_ids(transformers.GenerationConfig.from_pretrained(own, local_files_only=True))
+        with quiet_peft():
+            return peft.PeftModel.from_pretrained(model, str(folder)), tokenizer, stops
+
+    model, tokenizer, stops = _or_failure(folder, load)
+    return ServedByTransformers(model, tokenizer, stops, f"{_named(peft)} on {_named(transformers)}")
+
+
+RUNTIMES = (
+    Runtime("PEFT", (ADAPTER_CONFIG,), load_peft, lambda vectors: _IN_FP32, has_written_weights=True),
+    Runtime(
+        "transformers",
+        ("config.json", "*.safetensors"),
+        load_transformers,
+        lambda vectors: 2 * vectors.rounding + _IN_FP32,
+        has_written_weights=True,
+    ),
+)
+"""The first one whose marks are all in a folder serves it. Another runtime is one more entry, with its package imported
+by its `load`; if its folders have a config.json and safetensors files too, it comes before transformers."""
+
+
+def runtime_of(folder: Path) -> Runtime:
+    """Find the runtime that serves a folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for runtime in RUNTIMES:
+        if all(any(folder.glob(mark)) for mark in runtime.marks):
+            return runtime
+    known = "; ".join(f"{runtime.name}: {' and '.join(runtime.marks)}" for runtime in RUNTIMES)
+    raise CheckpointError(
+        f"{folder} is neither a run nor a model: no runtime serves what lies in it ({known}). Name the folder of a "
+        "run, or one that finetune merge or finetune export wrote."
+    )
+
+
+def _load(model_folder: Path | str, tokenizer_folder: Path) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    auto: Any = AutoModelForCausalLM
+    # A folder that is to be verified may be hostile.
+    safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    model = auto.from_pretrained(model_folder, use_safetensors=True, dtype="auto", **safe)
+    return model, AutoTokenizer.from_pretrained(tokenizer_folder, **safe)
+
+
+def _or_failure(folder: Path, load: Callable[[], Any]) -> Any:
+    try:
+        return load()
+    except Exception as error:  # of several libraries, for files that were changed in any way
+        raise RunFailedError(f"{folder} cannot be loaded by the runtime that serves it: {first_line(error)}") from error
+
+
+def _stop_ids(generation_config: Any) -> list[int]:
+    ids = generation_config.eos_token_id
+    return [ids] if isinstance(ids, int) else list(ids or ())
+
+
+def _named(module: Any) -> str:
+    return f"{module.__name__} {module.__version__}"

@@ -1,0 +1,276 @@
+"""Verify a run or a model folder: compare what its runtime serves with test vectors, and write the certificate."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from finetune.config.schema import TrainingSection
+from finetune.data.encoded import EncodedExample
+from finetune.engine.layout import PackedMicrobatch
+from finetune.engine.loss import before_head
+from finetune.errors import CheckpointError, RunFailedError
+from finetune.export.certificate import Comparison, Count, compare, other_digests, write_certificate
+from finetune.export.merged_folder import load_tuned_model
+from finetune.export.plain_reload import logits_in_fp32
+from finetune.export.runtimes import ADAPTER_CONFIG, load_peft, runtime_of
+from finetune.export.served_model import ServedModel
+from finetune.export.vectors import Vectors, digest_files, digest_tensors, make_vectors, prompts_to_ask, read_vectors
+from finetune.inference.finished_run import FinishedRun, find_run
+from finetune.model.base import locate_model
+from finetune.model.new_tokens import build_run_tokenizer
+from finetune.model.tokens import agree_on_tokens
+from finetune.runs.folder import RunFolder
+from finetune.runs.recorded_run import RecordedRun, whole
+from finetune.runs.verification import STATE_FILE
+from finetune.training.forward import choose_forward
+from finetune.training.replay import Replay
+
+_MOST_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """The result of a verification.
+
+    Attributes:
+        folder: that holds the weights.
+        source: the origin of the test vectors, in words.
+        vectors: the test vectors.
+        comparison: what was compared, and what differs.
+        notes: what could not be compared, and why, one sentence each.
+        replay: of recorded steps, where one was asked for.
+    """
+
+    folder: Path
+    source: str
+    vectors: Vectors
+    comparison: Comparison
+    notes: tuple[str, ...] = ()
+    replay: Replay | None = None
+
+    @property
+    def mismatches(self) -> list[str]:
+        """What differs, one sentence each."""
+        return [*self.comparison.mismatches, *(self.replay.mismatches if self.replay else ())]
+
+    def as_record(self) -> dict[str, Any]:
+        """Convert to plain values for certificate.json."""
+        compared = asdict(self.comparison)
+        return {
+            "vectors_sha256": self.vectors.sha256 or None,
+            **compared,
+            "mismatches": self.mismatches,
+            "notes": [*self.notes, *(self.replay.notes if self.replay else ())],
+            "replay": self.replay.as_record() if self.replay else None,
+        }
+
+
+def verify_folder(folder: Path, *, vectors: Path | None = None, bound: float | None = None) -> Verified:
+    """Compare a model folder, in the runtime that serves it, with its test vectors.
+
+    Args:
+        folder: written by `finetune merge` or `finetune export`, or an adapter with vectors from elsewhere.
+        vectors: a file or folder with the test vectors; None: those in `folder`.
+        bound: the largest relative difference of a position's logits; None: what fits the runtime and the type.
+
+    Raises:
+        CheckpointError: no runtime serves the folder, or there are no test vectors.
+        RunFailedError: the runtime cannot load the folder.
+    """
+    folder = folder.expanduser().absolute()
+    runtime, known = runtime_of(folder), read_vectors(vectors or folder)
+    kept = _Kept()
+    if runtime.has_written_weights:
+        is_adapter = (folder / ADAPTER_CONFIG).is_file()
+        kept = _Kept(known.trained) if is_adapter else _Kept(known.written, known.files)
+    comparison = _compare(runtime.load, folder, known, runtime.bound(known) if bound is None else bound, kept)
+    notes = (
+        () if kept.weights else (f"{runtime.name} has converted weights, so their bytes were compared with nothing",)
+    )
+    return Verified(
+        folder=folder, source=str(vectors or "its test vectors"), vectors=known, comparison=comparison, notes=notes
+    )
+
+
+def verify_run(
+    path: Path,
+    *,
+    base: str | None = None,
+    checkpoint: str | None = None,
+    vectors: Path | None = None,
+    bound: float | None = None,
+) -> Verified:
+    """Compare a run's weights, in plain PEFT or transformers, with what the engine that trained them computes.
+
+    Their bytes are compared with those of the checkpoint that they were published from.
+
+    Args:
+        path: the run's folder.
+        base: see `find_run`.
+        checkpoint: see `find_run`.
+        vectors: test vectors that a merge of this run wrote, instead of fresh ones from the run itself.
+        bound: see `verify_folder`.
+
+    Raises:
+        CheckpointError: the run is damaged or has no weights.
+        RunFailedError: a damaged tensor, another chat template, or weights that the runtime cannot load.
+    """
+    try:
+        run = find_run(path, base=base, checkpoint=checkpoint, is_alone=True)
+    except CheckpointError as error:
+        folder = RunFolder(path)
+        kept = _published_from(folder) if checkpoint is None and folder.adapter.is_dir() else _Kept()
+        if changed := kept.differences(folder.adapter):
+            raise RunFailedError(f"{path} is not what was trained: {in_words(changed)}.") from error
+        raise
+    _refuse_other_template(run)
+    if vectors is not None:
+        known = read_vectors(vectors)
+        kept = _Kept(known.trained)
+    else:
+        known = vectors_of_run(run)
+        kept = _published_from(run.folder) if checkpoint is None else _Kept()
+
+    def load(folder: Path) -> ServedModel:
+        return runtime_of(folder).load(folder) if run.is_full else load_peft(folder, locate_model(run.config.model))
+
+    bound = runtime_of(run.weights).bound(known) if bound is None else bound
+    found = _compare(load, run.weights, known, bound, kept)
+    unknown = "no checkpoint holds another copy of these weights, so their bytes were compared with nothing"
+    return Verified(
+        folder=run.weights,
+        source=str(vectors) if vectors else "the engine that trained it",
+        vectors=known,
+        comparison=found,
+        notes=() if kept.weights else (unknown,),
+    )
+
+
+def vectors_of_run(run: FinishedRun) -> Vectors:
+    """Make test vectors of a run by the engine that trained it, in fp32.
+
+    Raises:
+        ModelError: the base cannot be loaded, or the adapter does not fit it.
+    """
+    tokenizer, model = build_run_tokenizer(run.config), load_tuned_model(run)
+    asked = prompts_to_ask(tokenizer, model)
+    stops = agree_on_tokens(model, tokenizer)
+    logits = engine_logits(run.config.training, model.float(), [one.token_ids for one in asked])
+    return make_vectors(model, asked, logits, stop_ids=stops, has_template=tokenizer.chat_template is not None)
+
+
+def engine_logits(section: TrainingSection, model: Any, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Compute logits at every position with the forward that a run uses: the engine's, or else the model's own.
+
+    Args:
+        section: `kernels` and `packing`, which choose the forward.
+        model: base and adapter in fp32, on the CPU.
+        prompts: token ids.
+
+    Returns:
+        (tokens of all prompts, vocabulary)
+    """
+    collate = choose_forward(section, model).collate
+    rows = []
+    for ids in prompts:
+        # One more token, so that each token of the prompt predicts one.
+        longer = torch.tensor([*ids, 0])
+        microbatch = collate([EncodedExample(longer, torch.arange(len(longer)) > 0)])
+        if not isinstance(microbatch, PackedMicrobatch):
+            rows.append(logits_in_fp32(model, [ids]))
+            continue
+        with torch.no_grad():
+            hidden, head = before_head(model.eval(), microbatch)
+            rows.append(torch.nn.functional.linear(hidden, head.weight, head.bias)[microbatch.target_term])
+    return torch.cat(rows)
+
+
+def certify(verified: Verified, file: Path) -> dict[str, Any]:
+    """Write the certificate of a verification, also where something differs. Returns its content.
+
+    Raises:
+        RunFailedError: the disk refused.
+    """
+    return write_certificate(file, verified.folder, verified.as_record(), verified.mismatches)
+
+
+def refuse_differences(verified: Verified, file: Path) -> None:
+    """Refuse a model that is not the one that was trained.
+
+    Raises:
+        RunFailedError: names the first differences, and the certificate that lists all of them.
+    """
+    if verified.mismatches:
+        raise RunFailedError(
+            f"{verified.folder} is not what was trained: {in_words(verified.mismatches)}. {file} lists all differences."
+        )
+
+
+def in_words(mismatches: Sequence[str]) -> str:
+    """Join the first differences into one sentence, without a full stop."""
+    more = len(mismatches) - _MOST_SHOWN
+    return "; ".join(mismatches[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+
+
+class _Kept(NamedTuple):
+    """Digests that were recorded elsewhere, by name; empty where there are none."""
+
+    weights: Mapping[str, str] = {}
+    files: Mapping[str, str] = {}
+
+    def differences(self, folder: Path) -> list[str]:
+        """Compare a folder with them; one sentence for each tensor or file that differs."""
+        changed = other_digests(digest_tensors(folder), self.weights, "tensor") if self.weights else []
+        if self.files:
+            present = {name: digest for name, digest in digest_files(folder).items() if name in self.files}
+            changed += other_digests(present, self.files, "file")
+        return changed
+
+
+def _compare(
+    load: Callable[[Path], ServedModel], folder: Path, known: Vectors, bound: float, kept: _Kept
+) -> Comparison:
+    """Compare bytes, then load and compare answers; changed bytes are named also where the folder cannot be loaded."""
+    changed = kept.differences(folder)
+    try:
+        served = load(folder)
+    except RunFailedError as error:
+        raise RunFailedError("; ".join([str(error), *changed[:_MOST_SHOWN]])) from error
+    found = compare(served, known, bound=bound)
+    return replace(
+        found,
+        tensors=_count(kept.weights, changed, "tensor"),
+        files=_count(kept.files, changed, "file"),
+        mismatches=(*changed, *found.mismatches),
+    )
+
+
+def _refuse_other_template(run: FinishedRun) -> None:
+    """Compare the chat template beside the weights, which the run's own vectors are rendered with, with run.json."""
+    recorded = RecordedRun(run.folder.path).part("fingerprints").get("chat_template")
+    found = hashlib.sha256(str(build_run_tokenizer(run.config).chat_template).encode()).hexdigest()
+    if recorded is not None and recorded != found:
+        raise RunFailedError(
+            f"{run.weights} is not what was trained: its chat template has SHA-256 {found[:12]}, and run.json has "
+            f"{str(recorded)[:12]} of the training."
+        )
+
+
+def _count(recorded: Mapping[str, str], changed: Sequence[str], what: str) -> Count:
+    return Count(len(recorded), max(0, len(recorded) - sum(line.startswith(what) for line in changed)))
+
+
+def _published_from(folder: RunFolder) -> _Kept:
+    """Digest the checkpoint that `adapter/` was published from, if it is kept."""
+    best = whole(RecordedRun(folder.path).result.get("best_step"))
+    if best is None or best not in folder.checkpoint_steps():
+        return _Kept()
+    checkpoint = folder.checkpoint(best)
+    files = {name: digest for name, digest in digest_files(checkpoint).items() if name != STATE_FILE}
+    return _Kept(digest_tensors(checkpoint), files)

@@ -1,0 +1,365 @@
+"""What a runtime serves is compared with what was trained: a change of any kind is named, and ends with exit code 3."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from finetune.export.certificate import Comparison, compare, read_certificate
+from finetune.export.push import pack
+from finetune.export.served_model import Rendered
+from finetune.export.vectors import Vector, Vectors, digest_tensors, read_vectors
+from finetune.runs.durable import MANIFEST, find_damage
+from tests.export.finished_runs import write_run
+from tests.in_process import run_finetune
+from tests.tiny_runs import random_model_words, write_base, write_rows
+
+pytestmark = pytest.mark.trains
+WEIGHT = "model.layers.0.mlp.down_proj.weight"
+LORA = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
+
+
+class Made(NamedTuple):
+    """A run that was trained here, with a checkpoint that is kept, and its merged model."""
+
+    run: Path
+    merged: Path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    place = tmp_path_factory.mktemp("made")
+    write_base(place / "tokenizer")
+    words = [
+        *("task=finetune_lora", *random_model_words(place / "tokenizer"), f"output_dir={place / 'run'}"),
+        *(f"data.path={write_rows(place / 'rows')}", f"data.cache_dir={place / 'cache'}", "training.max_steps=8"),
+        *("training.batch_size=4", "optim.learning_rate=1e-2", "training.device=cpu", "testing.num_samples=0"),
+        *("checkpoint.save_every=2", "checkpoint.save_total_limit=2", "data.on_overlap=warn"),
+    ]
+    for command in (["train", *words], ["merge", place / "run", place / "merged"]):
+        done = run_finetune(*command)
+        assert done.returncode == 0, done.stdout
+    return Made(place / "run", place / "merged")
+
+
+@pytest.fixture
+def merged(made: Made, tmp_path: Path) -> Path:
+    """A copy to spoil."""
+    return shutil.copytree(made.merged, tmp_path / "merged")
+
+
+@pytest.fixture
+def run(made: Made, tmp_path: Path) -> Path:
+    return shutil.copytree(made.run, tmp_path / "run")
+
+
+def rewrite_checksums(folder: Path) -> None:
+    """What somebody does who changes a file and does not want to be found."""
+    record = json.loads((folder / MANIFEST).read_text())
+    for name, entry in record["files"].items():
+        raw = (folder / name).read_bytes()
+        entry.update(size=len(raw), sha256=hashlib.sha256(raw).hexdigest())
+    (folder / MANIFEST).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+    assert find_damage(folder) == []
+
+
+def nudge(file: Path, name: str) -> None:
+    """Move one value of one tensor to its neighbour."""
+    tensors = load_file(file)
+    flat = tensors[name].view(-1)
+    flat[0] = torch.nextafter(flat[0], torch.tensor(math.inf))
+    save_file(tensors, file, {"format": "pt"})
+
+
+def edit(file: Path, **values: object) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}, indent=2))
+
+
+def certificate(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "certificate.json").read_text())
+
+
+@pytest.mark.process
+def test_a_merged_model_equals_the_run_in_transformers_and_says_what_was_compared(made, merged):
+    done = run_finetune("verify", merged)
+    assert done.returncode == 0, done.stdout
+    found = certificate(merged)
+    assert (found["verdict"], found["mismatches"]) == ("same", [])
+    assert found["runtime"].startswith("transformers ")
+    assert found["rendered"] == found["answers"] == {"compared": 7, "equal": 7}
+    assert found["tensors"] == {"compared": 14, "equal": 14}
+    assert found["relative"] < 1e-5 < found["bound"]
+    vectors = (made.merged / "test_vectors.json").read_bytes()
+    assert found["vectors_sha256"] == hashlib.sha256(vectors).hexdigest()
+    assert found["vectors_sha256"] in (merged / "README.md").read_text()
+
+
+@pytest.mark.process
+def test_a_run_equals_itself_in_peft_by_its_own_engine_and_by_the_vectors_of_its_merge(made, run):
+    done = run_finetune("verify", run, "--json")
+    assert done.returncode == 0, done.stdout
+    found = json.loads(done.answer)
+    assert found["runtime"].startswith("peft ")
+    assert (found["verdict"], found["vectors_sha256"]) == ("same", None)
+    assert found["tensors"] == {"compared": 16, "equal": 16}
+    assert found == certificate(run / "adapter")
+    done = run_finetune("verify", run, "--vectors", made.merged)
+    assert done.returncode == 0, done.stdout
+    assert certificate(run / "adapter")["vectors_sha256"] is not None
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "is_hidden",
+    [
+        pytest.param(True, id="checksums rewritten"),
+        pytest.param(False, id="checksums as they were", marks=pytest.mark.slow),
+    ],
+)
+def test_the_smallest_change_of_one_weight_is_found_and_the_tensor_named(merged, run, is_hidden):
+    nudge(merged / "model.safetensors", WEIGHT)
+    nudge(run / "adapter" / "adapter_model.safetensors", LORA)
+    for source, folder, tensor in ((merged, merged, WEIGHT), (run, run / "adapter", LORA)):
+        if is_hidden:
+            rewrite_checksums(folder)
+        done = run_finetune("verify", source)
+        assert done.returncode == 3, done.stdout
+        assert f"tensor {tensor} is not the one that was written" in done.errors
+        if is_hidden:
+            assert certificate(folder)["verdict"] == "differs"
+
+
+def spoil_template(folder: Path) -> None:
+    file = folder / "chat_template.jinja"
+    file.write_text(file.read_text().replace("<|assistant|>", "<|assistant|> "))
+
+
+def spoil_tokenizer(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    record = json.loads(file.read_text())
+    record["normalizer"] = {"type": "Lowercase"}
+    file.write_text(json.dumps(record))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda it: (it / "chat_template.jinja").write_text("{{ raise_exception('no') }}"), "refuses the conversation"),
+        (spoil_template, r'prompt "one turn": the rendered text differs from character'),
+        (spoil_tokenizer, r'prompt "one turn": token \d+ of the prompt is'),
+        (lambda it: edit(it / "generation_config.json", eos_token_id=[320]), r"it stops at \[320\], expected \[2, 320"),
+        (lambda it: edit(it / "config.json", rms_norm_eps=0.5), r'prompt "one turn": logits at position \d+ differ by'),
+    ],
+    ids=["a template that fails", "template", "tokenizer", "stop ids", "configuration"],
+)
+def test_what_else_decides_an_answer_is_found_and_the_prompt_named(merged, spoil, expected):
+    spoil(merged)
+    rewrite_checksums(merged)
+    done = run_finetune("verify", merged)
+    assert done.returncode == 3, done.stdout
+    found = certificate(merged)["mismatches"]
+    assert any(re.search(expected, line) for line in found), found
+    assert found[0].startswith("file ")
+    assert "is not what was trained" in done.errors
+
+
+@pytest.mark.slow
+def test_vectors_from_elsewhere_find_a_forger_who_rewrote_those_of_the_folder(made, merged):
+    nudge(merged / "model.safetensors", WEIGHT)
+    file = merged / "test_vectors.json"
+    edit(file, written=digest_tensors(merged))
+    rewrite_checksums(merged)
+    assert run_finetune("verify", merged).returncode == 0, "nothing in the folder says otherwise"
+    done = run_finetune("verify", merged, "--vectors", made.merged)
+    assert done.returncode == 3
+    assert f"tensor {WEIGHT}" in done.errors
+
+
+@pytest.mark.process
+def test_a_run_s_template_is_compared_with_the_one_that_trained_it(run):
+    spoil_template(run / "adapter")
+    rewrite_checksums(run / "adapter")
+    done = run_finetune("verify", run)
+    assert done.returncode == 3, done.stdout
+    assert "its chat template has SHA-256" in done.errors
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda it: (it / "test_vectors.json").unlink(), "has no test vectors"),
+        (lambda it: (it / "test_vectors.json").write_text("{"), "is not a file of test vectors"),
+        (lambda it: (it / "test_vectors.npy").write_bytes(b""), "is not the file that test_vectors.json names"),
+        (lambda it: (it / "config.json").unlink(), "is neither a run nor a model"),
+        (lambda it: edit(it / "test_vectors.json", schema_version=2), "another schema_version"),
+    ],
+)
+def test_what_cannot_be_compared_is_the_user_s_to_mend(made, tmp_path, spoil, reason):
+    folder = shutil.copytree(made.merged, tmp_path / "folder")
+    spoil(folder)
+    done = run_finetune("verify", folder)
+    assert (done.returncode, reason in done.errors) == (2, True), done.stdout
+
+
+def test_options_of_a_run_are_refused_for_a_model(made):
+    done = run_finetune("verify", made.merged, "--replay", "2")
+    assert done.returncode == 2
+    assert "--replay, --base and --checkpoint are for the folder of a run" in done.errors
+
+
+def test_an_adapter_without_all_stop_ids_is_told_so(tmp_path):
+    """Plain PEFT takes them from the folder."""
+    adapter = write_run(tmp_path / "run").weights
+    edit(adapter / "generation_config.json", eos_token_id=320)
+    rewrite_checksums(adapter)
+    done = run_finetune("verify", tmp_path / "run")
+    assert done.returncode == 3
+    assert "it stops at [320], expected [320, 321]" in done.errors
+
+
+def test_vectors_are_whole_rows_of_the_vocabulary_that_numpy_reads(made):
+    vectors = read_vectors(made.merged)
+    rows = np.load(made.merged / "test_vectors.npy", allow_pickle=False)
+    assert rows.dtype == np.float32
+    assert rows.shape == (sum(len(it.positions) for it in vectors.vectors), 336)
+    assert len(rows) <= 32
+    assert all(it.positions[-1] == len(it.token_ids) - 1 for it in vectors.vectors)
+    text = (made.merged / "test_vectors.json").read_text()
+    assert "Olá, Zürich" in text
+    assert '"stop_ids": [321, 320, 2]' in text, "one line for a list of numbers"
+
+
+class Recorded:
+    """A runtime that answers as the vectors say, but for what a test changes. It computes nothing."""
+
+    runtime = "recorded 1"
+
+    def __init__(self, vectors: Vectors, *, tie: float = 5.0, answer: list[int] | None = None) -> None:
+        self.stop_ids = vectors.stop_ids
+        self._vectors = vectors
+        self._tie = tie
+        self._answer = answer
+
+    def render(self, turns):
+        vector = next(it for it in self._vectors.vectors if it.turns == list(turns))
+        return Rendered(vector.text, vector.token_ids)
+
+    def logits(self, token_ids):
+        logits = self._vectors.logits[:1].repeat(len(token_ids), 1)
+        if len(token_ids) > 4:  # of the answer
+            logits[-1, 7] = logits[-1, 6] + self._tie
+        return logits
+
+    def answer(self, token_ids, max_new_tokens):
+        return self._answer or self._vectors.vectors[0].answer
+
+
+def answered(**changes: object) -> Comparison:
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    turns = [{"role": "user", "content": "a"}]
+    vector = Vector(name="a", turns=turns, text="<a>", token_ids=[1, 2, 3, 4], positions=[3], answer=[5, 6, 2])
+    vectors = Vectors(vectors=(vector,), logits=logits, stop_ids=[2], has_template=True)
+    return compare(Recorded(vectors, **changes), vectors, bound=1e-2)
+
+
+def test_an_answer_may_part_at_a_near_tie_and_nowhere_else():
+    assert answered().is_same
+    parted = answered(answer=[5, 7, 7], tie=1e-3)
+    assert (parted.is_same, parted.near_ties, parted.answers.equal) == (True, 1, 1)
+    parted = answered(answer=[5, 7, 7])
+    assert parted.mismatches[0].startswith(
+        'prompt "a": token 1 of the answer is 7, expected 6; their logits are 5 apart'
+    )
+    parted = answered(answer=[5, 6, 2, 9])
+    assert parted.mismatches == ('prompt "a": the answer has 4 tokens, expected 3',)
+
+
+def test_logits_that_are_not_numbers_are_a_difference():
+    found = answered()
+    logits = torch.full((1, 50), math.nan)
+    turns = [{"role": "user", "content": "a"}]
+    vector = Vector(name="a", turns=turns, text="<a>", token_ids=[1, 2, 3, 4], positions=[3], answer=None)
+    vectors = Vectors(vectors=(vector,), logits=torch.ones(1, 50).cumsum(1), stop_ids=[2], has_template=True)
+    broken = Vectors(vectors=(vector,), logits=logits, stop_ids=[2], has_template=True)
+    assert found.is_same
+    assert "differ by inf of their norm" in compare(Recorded(broken), vectors, bound=1e-2).mismatches[0]
+
+
+def test_a_certificate_of_other_files_or_of_a_difference_is_refused(made, merged):
+    run_finetune("verify", merged)
+    assert "## Certificate" in read_certificate(merged)
+    edit(merged / "config.json", note="changed since")
+    rewrite_checksums(merged)
+    done = run_finetune("push", merged, "me/orders")
+    assert (done.returncode, "is of other files than those in the folder" in done.errors) == (2, True), done.stdout
+    assert run_finetune("verify", merged).returncode == 3
+    done = run_finetune("push", merged, "me/orders")
+    assert "says that this model is not the one that was trained: file config.json" in done.errors
+
+
+def test_a_push_sends_the_certificate_and_puts_it_into_the_card_once(merged, run):
+    assert run_finetune("verify", merged).returncode == 0
+    package = pack(merged)
+    assert {"certificate.json", "test_vectors.json", "test_vectors.npy"} <= package.files.keys()
+    card = package.files["README.md"]
+    assert isinstance(card, bytes)
+    assert card.startswith((merged / "README.md").read_bytes().rstrip())
+    assert "| other files | 5 of 5 |" in card.decode()
+    (merged / "README.md").write_text(card.decode().replace("5 of 5", "old") + "\n## Mine\n\nWritten by hand.\n")
+    again = pack(merged).files["README.md"].decode()
+    assert again == card.decode() + "\n## Mine\n\nWritten by hand.\n"
+
+    assert run_finetune("verify", run).returncode == 0
+    package = pack(run, base="owner/base")
+    assert "certificate.json" in package.files
+    assert "| test vectors | made by the run |" in package.files["README.md"].decode()
+
+
+def test_an_export_has_the_vectors_of_the_merge_or_says_that_there_are_none(made, tmp_path, merged, caplog):
+    done = run_finetune("export", made.merged, tmp_path / "out")
+    assert done.returncode == 0, done.stdout
+    for name in ("test_vectors.json", "test_vectors.npy"):
+        assert (tmp_path / "out" / name).read_bytes() == (made.merged / name).read_bytes()
+    (merged / "test_vectors.json").unlink()
+    done = run_finetune("export", merged, tmp_path / "without")
+    assert done.returncode == 0, done.stdout
+    assert "has no test vectors, so what is exported cannot be verified. Merge the run again" in done.errors
+    assert not (tmp_path / "without" / "test_vectors.npy").exists()
+
+
+@pytest.mark.slow
+def test_a_fully_tuned_run_is_verified_in_transformers(tmp_path):
+    write_run(tmp_path / "run", full=True)
+    done = run_finetune("verify", tmp_path / "run", "--json")
+    found = json.loads(done.answer)
+    assert found["runtime"].startswith("transformers ")
+    assert found["mismatches"] == []
+    assert found["notes"][0].startswith("no checkpoint holds another copy of these weights")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_dora": True}, {"kind": "phi"}, {"dtype": torch.bfloat16}, {"style": "phi3"}],
+    ids=lambda it: next(iter(it)),
+)
+def test_other_adapters_and_templates_are_verified_too(tmp_path, settings):
+    """DoRA, which the engine leaves to PEFT, a family without fused layers, narrow weights, another template."""
+    write_run(tmp_path / "run", **settings)
+    for command in (["verify", tmp_path / "run"], ["merge", tmp_path / "run", tmp_path / "merged"]):
+        run_finetune(*command)
+    found = certificate(tmp_path / "run" / "adapter")
+    assert found["mismatches"] == []
+    done = run_finetune("verify", tmp_path / "merged")
+    assert done.returncode == 0, done.stdout
