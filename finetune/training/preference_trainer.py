@@ -122,9 +122,10 @@ def check_preferences(config: Config) -> None:
             a key of the section `preference` is set that belongs to another objective.
     """
     objective = OBJECTIVES[config.training.objective]
-    for key in type(config.preference).model_fields:
+    for key, field in type(config.preference).model_fields.items():
         origin = config.origin(f"preference.{key}")
-        if key not in objective.keys and origin != "default":
+        # A run's config.yaml names every key, those that it did not set with their defaults.
+        if key not in objective.keys and origin != "default" and getattr(config.preference, key) != field.default:
             users = [other.name for other in OBJECTIVES.values() if key in other.keys]
             raise ConfigError(
                 f"preference.{key} is {getattr(config.preference, key)} ({origin}), but training.objective is "

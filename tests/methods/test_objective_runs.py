@@ -10,6 +10,7 @@ import pytest
 
 from finetune.cli.train import train_from_words
 from finetune.training.preference_losses import FIGURES, KTO_FIGURES
+from finetune.training.replay import MOST_APART, replay
 from tests.in_process import run_finetune
 from tests.launches import run_launched
 from tests.methods import tiny_training
@@ -58,6 +59,7 @@ def test_a_run_learns_and_records_its_figures(trained):
     name, run = trained
     steps, validations = curve(run), events(run, "validation")
     assert steps[-1]["loss"] < steps[0]["loss"]
+    assert replay(run, 2).most_apart <= MOST_APART["fp32"], "from its config.yaml, which names every key"
     assert validations[-1]["reward_margin"] > 0
     assert validations[-1]["reward_accuracy"] > 0.5
     figures = KTO_FIGURES if name == "kto" else FIGURES
