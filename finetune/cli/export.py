@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -16,10 +17,12 @@ from finetune.cli.run_options import (
     refuse_password,
     refuse_several_processes,
 )
+from finetune.errors import ConfigError
 from finetune.logs import configure_logs, waiting
 from finetune.runs.durable import in_units
 from finetune.terminal import say
 
+_log = logging.getLogger(__name__)
 OutArgument = Annotated[
     Path,
     typer.Argument(metavar="OUT", help="The folder to write. It must not exist, or be empty.", show_default=False),
@@ -77,22 +80,39 @@ def export(
         Path | None,
         typer.Option(help="A checkout of llama.cpp. Default: LLAMA_CPP_DIR.", show_default=False),
     ] = None,
-    gguf_type: Annotated[
-        Literal["auto", "f32", "f16", "bf16", "q8_0"],
-        typer.Option("--type", help="The type of the GGUF file's weights. `auto` takes the model's 16-bit type."),
+    onnx: Annotated[bool, typer.Option("--onnx", help="Build an ONNX model for onnxruntime-genai.")] = False,
+    kind: Annotated[
+        Literal["auto", "f32", "f16", "bf16", "q8_0", "int4"],
+        typer.Option(
+            "--type",
+            help="The type of the weights: f32, f16, bf16 or q8_0 with --gguf, f32 or int4 with --onnx. `auto` is the "
+            "model's 16-bit type in a GGUF file, and f32 in an ONNX model.",
+        ),
     ] = "auto",
+    max_difference: Annotated[
+        float | None,
+        typer.Option(help="--onnx: the largest relative difference of logits. Default: one that fits the type.", min=0),
+    ] = None,
+    allow_differences: Annotated[
+        bool, typer.Option("--allow-differences", help="--onnx: keep a model that answers otherwise than the run.")
+    ] = False,
     base: Annotated[
         Path | None,
         typer.Option(help="The base's folder, for its tokenizer.model (Phi-3 and Phi-3.5).", show_default=False),
     ] = None,
     modelfile: Annotated[bool, typer.Option("--modelfile/--no-modelfile", help="Write an Ollama Modelfile.")] = True,
 ) -> None:
-    """Export a merged model for Ollama, and with --gguf for llama.cpp: OUT/Modelfile and OUT/model.gguf."""
+    """Export a merged model for Ollama, with --gguf for llama.cpp, or with --onnx for onnxruntime-genai."""
+    refuse_several_processes("export")
+    _refuse_other_formats(gguf=gguf, onnx=onnx, kind=kind)
+    configure_logs(rank=0)
+    if onnx:
+        _export_onnx(model_folder, out, "int4" if kind == "int4" else "f32", max_difference, allow_differences)
+        return
     from finetune.export.exported_folder import GGUF_FILE, export_model
     from finetune.export.gguf import Gguf, find_converter
 
-    refuse_several_processes("export")
-    configure_logs(rank=0)
+    gguf_type = "auto" if kind == "int4" else kind
     wanted = Gguf(converter=find_converter(llama_cpp, os.environ), kind=gguf_type, base=base) if gguf else None
     with waiting(f"exporting to {out}"):
         num_tensors = export_model(model_folder, out, gguf=wanted, with_modelfile=modelfile)
@@ -147,3 +167,39 @@ def push(
     with waiting(f"sending to {repository}"):
         sent = send(upload, message)
     say(f"Sent: {sent}")
+
+
+def _refuse_other_formats(*, gguf: bool, onnx: bool, kind: str) -> None:
+    """Refuse two formats at once, and a type that the format does not have.
+
+    Raises:
+        ConfigError: says which.
+    """
+    if gguf and onnx:
+        raise ConfigError("--gguf and --onnx were both given, but a folder has one format. Run finetune export twice.")
+    types = {"--gguf": ("f32", "f16", "bf16", "q8_0"), "--onnx": ("f32", "int4")}
+    chosen = "--onnx" if onnx else "--gguf"
+    if kind != "auto" and (kind not in types[chosen] or not (gguf or onnx)):
+        fits = " or ".join(name for name, known in types.items() if kind in known)
+        raise ConfigError(f"--type {kind} needs {fits}; {chosen if gguf or onnx else 'neither'} was given.")
+
+
+def _export_onnx(
+    model: Path, out: Path, kind: Literal["f32", "int4"], max_difference: float | None, allow_differences: bool
+) -> None:
+    from finetune.export.onnx import Onnx, export_onnx
+
+    onnx = Onnx(kind=kind, most_difference=max_difference, allows_differences=allow_differences)
+    with waiting("building an ONNX model, and comparing it with the run"):
+        comparison = export_onnx(model, out, onnx)
+    size = sum(path.stat().st_size for path in out.expanduser().glob("model.onnx*"))
+    say(f"Written to {out}: an ONNX model of {in_units(size)}, matrices as {kind}")
+    say(
+        f"Loaded by {comparison.runtime}, against base and adapter: logits relative {comparison.relative:.3g} at most "
+        f"(bound {comparison.bound:.3g}), same greedy token {comparison.same_greedy:.1%} of {comparison.positions.compared} "
+        f"positions, greedy answers {comparison.answers} equal, near ties in {comparison.near_ties}, text and tokens of "
+        f"conversations {comparison.rendered} equal"
+    )
+    for mismatch in comparison.mismatches:
+        _log.warning("kept though it differs: %s", mismatch)
+    say(f"Next: finetune verify {out}, or serve it (docs/tasks/serve.md)")

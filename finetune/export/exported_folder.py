@@ -14,7 +14,7 @@ from finetune.export.out_folder import new_folder
 from finetune.export.vectors import copy_vectors
 
 GGUF_FILE = "model.gguf"
-_COPY_BYTES = 1 << 22
+COPY_BYTES = 1 << 22
 
 
 def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: bool = True) -> int | None:
@@ -48,7 +48,7 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
                 made = Path(aside, GGUF_FILE)
                 num_tensors = convert(model, made, gguf)
                 with made.open("rb") as file:
-                    writer.write(GGUF_FILE, iter(lambda: file.read(_COPY_BYTES), b""))
+                    writer.write(GGUF_FILE, iter(lambda: file.read(COPY_BYTES), b""))
         if text is not None:
             writer.write("Modelfile", [text.encode()])
         copy_vectors(model, writer)

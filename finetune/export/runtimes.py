@@ -10,6 +10,7 @@ import torch
 
 from finetune.errors import CheckpointError, RunFailedError, first_line
 from finetune.export.comparison import MOST_DIFFERENCE
+from finetune.export.onnx_served import GENAI_CONFIG, largest_difference, load_onnx
 from finetune.export.plain_reload import logits_in_fp32, render
 from finetune.export.served_model import Rendered, ServedModel, Turns
 from finetune.export.vectors import Vectors, answer_in_fp32
@@ -26,7 +27,7 @@ class Runtime(NamedTuple):
     marks: tuple[str, ...]
     """Patterns; a folder is for this runtime if it has a file for each."""
     load: Callable[[Path], ServedModel]
-    bound: Callable[[Vectors], float]
+    bound: Callable[[Vectors, Path], float]
     """The largest relative difference of a position's logits that its arithmetic and the stored type explain."""
     has_written_weights: bool = False
     """Whether the folder's safetensors files are those that `finetune merge` wrote."""
@@ -105,14 +106,15 @@ def load_peft(folder: Path, base: str | None = None) -> ServedModel:
 
 
 RUNTIMES = (
-    Runtime("PEFT", (ADAPTER_CONFIG,), load_peft, lambda vectors: _IN_FP32, has_written_weights=True),
+    Runtime("PEFT", (ADAPTER_CONFIG,), load_peft, lambda vectors, folder: _IN_FP32, has_written_weights=True),
     Runtime(
         "transformers",
         ("config.json", "*.safetensors"),
         load_transformers,
-        lambda vectors: 2 * vectors.rounding + _IN_FP32,
+        lambda vectors, folder: 2 * vectors.rounding + _IN_FP32,
         has_written_weights=True,
     ),
+    Runtime("onnxruntime-genai", (GENAI_CONFIG,), load_onnx, largest_difference),
 )
 """The first one whose marks are all in a folder serves it. Another runtime is one more entry, with its package imported
 by its `load`; if its folders have a config.json and safetensors files too, it comes before transformers."""

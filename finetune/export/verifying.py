@@ -89,7 +89,8 @@ def verify_folder(folder: Path, *, vectors: Path | None = None, bound: float | N
     if runtime.has_written_weights:
         is_adapter = (folder / ADAPTER_CONFIG).is_file()
         kept = _Kept(known.trained) if is_adapter else _Kept(known.written, known.files)
-    comparison = _compare(runtime.load, folder, known, runtime.bound(known) if bound is None else bound, kept)
+    bound = runtime.bound(known, folder) if bound is None else bound
+    comparison = _compare(runtime.load, folder, known, bound, kept)
     notes = (
         () if kept.weights else (f"{runtime.name} has converted weights, so their bytes were compared with nothing",)
     )
@@ -140,7 +141,7 @@ def verify_run(
     def load(folder: Path) -> ServedModel:
         return runtime_of(folder).load(folder) if run.is_full else load_peft(folder, locate_model(run.config.model))
 
-    bound = runtime_of(run.weights).bound(known) if bound is None else bound
+    bound = runtime_of(run.weights).bound(known, run.weights) if bound is None else bound
     found = _compare(load, run.weights, known, bound, kept)
     unknown = "no checkpoint holds another copy of these weights, so their bytes were compared with nothing"
     return Verified(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -64,10 +66,11 @@ def write_run(
     full: bool = False,
     words: tuple[str, ...] = (),
     scale: float = 0.1,
+    base_sizes: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> FinishedRun:
     """Write the folder of a finished run and, beside it, that of its base."""
-    base, tokenizer = build_base(kind, dtype), tiny_tokenizer(style)
+    base, tokenizer = build_base(kind, dtype, **base_sizes), tiny_tokenizer(style)
     base_folder = folder.with_name(f"{folder.name}-base")
     base.save_pretrained(base_folder)
     tokenizer.save_pretrained(base_folder)

@@ -1,0 +1,104 @@
+"""An ONNX model in onnxruntime-genai: its own tokenizer, chat template, weights and stop ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from finetune.errors import ConfigError, RunFailedError, first_line
+from finetune.export.served_model import Rendered, ServedModel, Turns
+from finetune.export.vectors import Vectors
+
+GENAI_CONFIG = "genai_config.json"
+OnnxType = Literal["f32", "int4"]
+MOST_DIFFERENCE: dict[OnnxType, float] = {"f32": 1e-3, "int4": 0.5}
+"""The largest relative difference of a position's logits. f32: what approximations of GELU make of it."""
+
+
+def refuse_missing_packages() -> None:
+    """Refuse to go on without the runtime or what its builder imports.
+
+    Raises:
+        ConfigError: names what is missing and the command that installs it.
+    """
+    modules = {"onnxruntime_genai": "onnxruntime-genai", "onnx_ir": "onnx-ir"}
+    missing = [package for module, package in modules.items() if find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"an ONNX model needs {' and '.join(missing)}, not installed here. Run pip install 'finetune[onnx]'."
+        )
+
+
+def load_onnx(folder: Path) -> ServedModel:
+    """Load a folder that `finetune export --onnx` wrote.
+
+    Raises:
+        ConfigError: onnxruntime-genai is not installed.
+        RunFailedError: it cannot load the folder; the message repeats its reason.
+    """
+    refuse_missing_packages()
+    import onnxruntime_genai
+
+    try:
+        return OnnxModel(onnxruntime_genai, folder)
+    except RuntimeError as error:
+        raise RunFailedError(f"{folder} cannot be loaded by onnxruntime-genai: {first_line(error)}") from error
+
+
+def largest_difference(vectors: Vectors, folder: Path) -> float:
+    """The relative difference of a position's logits that rounding explains: the merge's, and that of the type."""
+    return 2 * vectors.rounding + MOST_DIFFERENCE[type_of(folder)]
+
+
+def type_of(folder: Path) -> OnnxType:
+    """The type of a folder's matrices: the graph, whose weights lie in a file beside it, names its operators."""
+    return "int4" if b"MatMulNBits" in (folder / "model.onnx").read_bytes() else "f32"
+
+
+class OnnxModel:
+    """A `ServedModel` on the CPU.
+
+    Args:
+        library: the module onnxruntime_genai.
+        folder: the model's.
+    """
+
+    def __init__(self, library: Any, folder: Path) -> None:
+        self.runtime = f"onnxruntime-genai {library.__version__}"
+        self._library = library
+        self._model = library.Model(str(folder))
+        self._tokenizer = library.Tokenizer(self._model)
+        self.stop_ids = [int(token_id) for token_id in self._tokenizer.eos_token_ids]
+
+    def render(self, turns: Turns) -> Rendered:
+        """Render a conversation as the runtime does, and encode the text with its tokenizer."""
+        text = self._tokenizer.apply_chat_template(json.dumps(list(turns)), add_generation_prompt=True)
+        return Rendered(text, [int(token_id) for token_id in self._tokenizer.encode(text)])
+
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Compute logits at every position of a prompt, fp32, (tokens, vocabulary)."""
+        return torch.from_numpy(self._prompted(token_ids, max_new_tokens=1).get_output("logits")).float()[0]
+
+    def answer(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+        """Answer a prompt greedily. Returns the new tokens, the stop token included where it came."""
+        generator = self._prompted(token_ids, max_new_tokens)
+        new: list[int] = []
+        while not generator.is_done() and len(new) < max_new_tokens:
+            generator.generate_next_token()
+            new.append(int(generator.get_next_tokens()[0]))
+        return new
+
+    def _prompted(self, token_ids: Sequence[int], max_new_tokens: int) -> Any:
+        """Give the model a prompt. No option of genai_config.json changes which token is the most likely."""
+        params = self._library.GeneratorParams(self._model)
+        params.set_search_options(
+            do_sample=False, num_beams=1, repetition_penalty=1.0, max_length=len(token_ids) + max_new_tokens
+        )
+        generator = self._library.Generator(self._model, params)
+        generator.append_tokens(list(token_ids))
+        return generator

@@ -1,0 +1,237 @@
+"""An ONNX model in onnxruntime-genai equals base and adapter, or is refused; the runtime is the real one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from finetune.cli import main as finetune
+from finetune.errors import CheckpointError, RunFailedError
+from finetune.export import onnx, onnx_served
+from finetune.export.certificate import CERTIFICATE
+from finetune.export.merged_folder import write_merged
+from finetune.export.onnx import Onnx, as_the_builder_reads, export_onnx
+from finetune.export.onnx_served import load_onnx, type_of
+from finetune.export.verifying import verify_folder
+from finetune.inference.decoding import Decoding, generate_answers
+from finetune.model.new_tokens import build_run_tokenizer
+from tests.export.finished_runs import write_run
+
+WINDOW = 9
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "sliding_window": WINDOW}
+"""The runtime rotates multiples of 16 numbers of a head: here half of 64. All prompts are longer than the window."""
+PHI3 = {"model_type": "phi3", "max_position_embeddings": 4096, "num_hidden_layers": 2}
+needs_runtime = pytest.mark.skipif(
+    any(find_spec(name) is None for name in ("onnxruntime_genai", "onnx_ir")),
+    reason='onnxruntime-genai is installed with: pip install -e ".[onnx]"',
+)
+
+
+def command(*words) -> int:
+    try:
+        finetune([str(word) for word in words])
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("run") / "orders", base_sizes=SIZES)
+
+
+@pytest.fixture(scope="module")
+def merged(run, tmp_path_factory):
+    return write_merged(run, tmp_path_factory.mktemp("merged") / "out").folder
+
+
+@pytest.fixture(scope="module")
+def exported(merged, tmp_path_factory):
+    out = tmp_path_factory.mktemp("onnx") / "out"
+    export_onnx(merged, out, Onnx())
+    return out
+
+
+@pytest.fixture
+def built_before(exported, monkeypatch):
+    """Have the files of `exported` built again, without the builder's seconds. Returns a list of what spoils them."""
+    spoils = []
+
+    def copy(model, out, kind):
+        for name in ("model.onnx", "model.onnx.data", "genai_config.json", "tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(exported / name, out)
+        shutil.copy(exported / "chat_template.jinja", out)
+        for spoil in spoils:
+            spoil(out)
+
+    monkeypatch.setattr(onnx, "_build", copy)
+    monkeypatch.setattr(onnx, "_compare_elsewhere", onnx._compare_here)
+    return spoils
+
+
+@needs_runtime
+@pytest.mark.slow
+def test_logits_answers_tokens_and_stops_are_those_of_base_and_adapter(run, merged, exported):
+    """Against PEFT's own forward, beside the test vectors: with windows, partial rotary and tied embeddings."""
+    served, tuned, tokenizer = load_onnx(exported), _tuned(run), build_run_tokenizer(run.config)
+    generator = torch.Generator().manual_seed(5)
+    for length in (1, WINDOW - 1, WINDOW + 1, 40):
+        ids = torch.randint(0, len(tokenizer), (length,), generator=generator).tolist()
+        with torch.no_grad():
+            expected = tuned(input_ids=torch.tensor([ids])).logits[0]
+        assert float((served.logits(ids) - expected).norm() / expected.norm()) < 1e-5
+        decoding = Decoding(stop_ids=served.stop_ids, max_new_tokens=12, keeps_stop=True)
+        assert [served.answer(ids, 12)] == generate_answers(tuned, [ids], decoding, batch_size=1)
+    turns = [{"role": "user", "content": "3 crates for Marta,\n\n  and größer 東京"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert served.render(turns) == (text, tokenizer(text, add_special_tokens=False)["input_ids"])
+    said = json.loads((merged / "generation_config.json").read_text())["eos_token_id"]
+    assert sorted(served.stop_ids) == sorted(said)
+    assert len(said) == 2
+    assert type_of(exported) == "f32"
+
+
+@needs_runtime
+@pytest.mark.slow
+def test_the_folder_is_certified_and_verifies_again(exported):
+    certificate = json.loads((exported / CERTIFICATE).read_text())
+    assert certificate["verdict"] == "same"
+    assert certificate["runtime"].startswith("onnxruntime-genai 0.")
+    verified = verify_folder(exported)
+    assert verified.comparison.is_same
+    assert verified.comparison.answers.compared > 3
+    assert "onnxruntime-genai has converted weights" in verified.notes[0]
+
+
+@needs_runtime
+@pytest.mark.slow
+def test_int4_is_compared_too_and_rounds(merged, tmp_path, capsys):
+    # Weights that were drawn suffer more from rounding than trained ones.
+    assert command("export", merged, tmp_path / "out", "--onnx", "--type", "int4", "--max-difference", "0.9") == 0
+    printed = capsys.readouterr().out
+    assert "matrices as int4" in printed
+    assert re.search(r"relative 0\.\d+ at most \(bound 0\.9\), same greedy token \d+\.\d% of \d+ positions", printed)
+    assert type_of(tmp_path / "out") == "int4"
+    assert verify_folder(tmp_path / "out", bound=1e-3).comparison.mismatches
+
+
+def drop_merges(folder):
+    record = json.loads((folder / "tokenizer.json").read_text())
+    record["model"]["merges"] = record["model"]["merges"][:3]
+    (folder / "tokenizer.json").write_text(json.dumps(record))
+
+
+def change_stops(folder):
+    record = json.loads((folder / "genai_config.json").read_text())
+    record["model"]["eos_token_id"] = record["model"]["eos_token_id"][:1]
+    (folder / "genai_config.json").write_text(json.dumps(record))
+
+
+def change_template(folder):
+    text = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(text.replace("<|end|>", "<|end|>\n"))
+
+
+def flip_weights(folder):
+    data = bytearray((folder / "model.onnx.data").read_bytes())
+    data[3::4] = bytes(byte ^ 0x80 for byte in data[3::4])
+    (folder / "model.onnx.data").write_bytes(data)
+
+
+@needs_runtime
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (drop_merges, r'prompt "one turn": token \d+ of the prompt is \[\d+\], expected \[\d+\].* Encode prompts with'),
+        (change_stops, r"it stops at \[\d+\], expected \[\d+, \d+\]"),
+        (change_template, r'prompt "one turn": the rendered text differs from character'),
+        (flip_weights, r"logits at position \d+ differ by .* Export with --type f32"),
+        (lambda folder: (folder / "model.onnx").write_bytes(b"not a graph"), "cannot be loaded by onnxruntime-genai"),
+    ],
+)
+def test_what_answers_otherwise_is_refused_and_nothing_stays(merged, built_before, tmp_path, spoil, reason):
+    built_before.append(spoil)
+    with pytest.raises(RunFailedError, match=reason):
+        export_onnx(merged, tmp_path / "out", Onnx())
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_runtime
+@pytest.mark.slow
+def test_what_differs_can_be_kept_and_its_certificate_says_so(merged, built_before, tmp_path):
+    built_before.append(drop_merges)
+    comparison = export_onnx(merged, tmp_path / "out", Onnx(allows_differences=True))
+    certificate = json.loads((tmp_path / "out" / CERTIFICATE).read_text())
+    assert certificate["verdict"] == "differs"
+    assert certificate["mismatches"] == list(comparison.mismatches) != []
+
+
+@pytest.mark.slow
+def test_a_runtime_that_ends_its_process_does_not_end_this_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx, "_compare_here", _die)
+    with pytest.raises(RunFailedError, match="onnxruntime-genai ended its process"):
+        onnx._compare_elsewhere(tmp_path, 1e-3)
+
+
+@pytest.mark.trains
+def test_a_folder_without_vectors_is_told_to_be_merged_again(merged, tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx, "refuse_missing_packages", lambda: None)
+    older = shutil.copytree(merged, tmp_path / "older")
+    (older / "test_vectors.json").unlink()
+    with pytest.raises(CheckpointError, match="Write the model again with finetune merge RUN OUT"):
+        export_onnx(older, tmp_path / "out", Onnx())
+
+
+def test_a_missing_runtime_is_said_with_the_command_that_installs_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(onnx_served, "find_spec", lambda name: None)
+    assert command("export", tmp_path, tmp_path / "out", "--onnx") == 2
+    assert "pip install 'finetune[onnx]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--gguf", "--onnx"), "--gguf and --onnx were both given, but a folder has one format"),
+        (("--onnx", "--type", "q8_0"), "--type q8_0 needs --gguf; --onnx was given"),
+        (("--gguf", "--type", "int4"), "--type int4 needs --onnx; --gguf was given"),
+        (("--type", "f32"), "--type f32 needs --gguf or --onnx; neither was given"),
+    ],
+)
+def test_a_folder_has_one_format_and_a_type_that_it_knows(tmp_path, capsys, words, reason):
+    assert command("export", tmp_path, tmp_path / "out", *words) == 2
+    assert reason in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_builder_is_told_which_layers_have_a_window():
+    """Without layer_types it builds all layers without one, and answers differ beyond the window."""
+    assert as_the_builder_reads({**PHI3, "sliding_window": 2047})["layer_types"] == ["sliding_attention"] * 2
+    for other in ({"sliding_window": None}, {"sliding_window": 262144}, {"sliding_window": 9, "model_type": "llama"}):
+        assert "layer_types" not in as_the_builder_reads({**PHI3, **other})
+
+
+def test_the_builder_is_told_which_phi3_has_longrope():
+    long = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    config = {**PHI3, "original_max_position_embeddings": 1024}
+    read = as_the_builder_reads({**config, "rope_parameters": long})
+    assert read["rope_parameters"]["type"] == "longrope"
+    assert read["original_max_position_embeddings"] == 1024
+    read = as_the_builder_reads({**config, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+    assert read["original_max_position_embeddings"] == 4096
+
+
+def _tuned(run):
+    from finetune.export.merged_folder import load_tuned_model
+
+    return load_tuned_model(run).eval()
+
+
+def _die(folder, bound):
+    import os
+
+    os._exit(134)
