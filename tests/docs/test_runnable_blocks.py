@@ -60,6 +60,8 @@ def test_the_readme_leads_from_a_clone_to_the_report():
 def _require_the_extra_of(command: str) -> None:
     if command.startswith("finetune report"):
         pytest.importorskip("vl_convert", reason='a report is made with: pip install -e ".[report]"')
+    if command.startswith("finetune export") and "--onnx" in command:
+        pytest.importorskip("onnxruntime_genai", reason='an ONNX model is built with: pip install -e ".[onnx]"')
 
 
 def _commands(block: Block) -> list[str]:
