@@ -48,7 +48,8 @@ def test_transformers_serve_answers_like_the_run(tmp_path):
     prompt = json.loads(re.search(r"'(\{.*\})'", ask, re.DOTALL)[1])["messages"][0]["content"]
     ours = run_finetune("generate", run.folder.path, prompt, "--json")
     assert ours.returncode == 0, ours.stdout
-    assert answered == json.loads(ours.answer.splitlines()[-1])["answer"]
+    # finetune cuts white space off an answer, and Python counts some control characters as that.
+    assert answered.strip() == json.loads(ours.answer.splitlines()[-1])["answer"]
     assert len(answered) > 20
 
 
