@@ -194,11 +194,12 @@ def _export_onnx(
         comparison = export_onnx(model, out, onnx)
     size = sum(path.stat().st_size for path in out.expanduser().glob("model.onnx*"))
     say(f"Written to {out}: an ONNX model of {in_units(size)}, matrices as {kind}")
+    same, parting = comparison.answers.equal - comparison.near_ties, comparison.near_ties
     say(
         f"Loaded by {comparison.runtime}, against base and adapter: logits relative {comparison.relative:.3g} at most "
-        f"(bound {comparison.bound:.3g}), same greedy token {comparison.same_greedy:.1%} of {comparison.positions.compared} "
-        f"positions, greedy answers {comparison.answers} equal, near ties in {comparison.near_ties}, text and tokens of "
-        f"conversations {comparison.rendered} equal"
+        f"(bound {comparison.bound:.3g}), same greedy token at {comparison.same_greedy:.1%} of "
+        f"{comparison.positions.compared} positions, {same} of {comparison.answers.compared} greedy answers the same "
+        f"and {parting} parting at a near tie, {comparison.rendered} conversations with the same text and tokens"
     )
     for mismatch in comparison.mismatches:
         _log.warning("kept though it differs: %s", mismatch)

@@ -115,7 +115,7 @@ def test_int4_is_compared_too_and_what_differs_can_be_kept(merged, tmp_path, cap
     assert command("export", merged, tmp_path / "out", "--onnx", "--type", "int4", "--allow-differences") == 0
     printed = capsys.readouterr()
     assert "matrices as int4" in printed.out
-    assert re.search(r"logits relative \d\.\d+ at most \(bound 0\.5\), same greedy token \d+\.\d%", printed.out)
+    assert re.search(r"logits relative \d\.\d+ at most \(bound 0\.5\), same greedy token at \d+\.\d%", printed.out)
     assert "kept though it differs: prompt" in printed.err
     assert type_of(tmp_path / "out") == "int4"
     certificate = json.loads((tmp_path / "out" / CERTIFICATE).read_text())
