@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from finetune.engine.decoder import FAMILIES, SLIDING
 from finetune.errors import ModelError, RunFailedError
@@ -33,11 +33,6 @@ _PRECISION: dict[OnnxType, str] = {"f32": "fp32", "int4": "int4"}
 _SAME_SPLITS = {r"\p{L}+|\p{N}|[^\p{L}\p{N}]+": r"[\p{L}]+|[\p{N}]"}
 """Patterns by which a tokenizer splits text, in a form that the runtime knows: what lies between two matches is a piece
 as well. The first is phi_tiny's."""
-_TROUBLE: dict[Literal["ids", "logits"], str] = {
-    "ids": "The runtime's own tokenizer makes other tokens of this text. Encode prompts with the tokenizer of "
-    "transformers and give their ids to the runtime, or serve the merged folder",
-    "logits": "Export with --type f32, or set another bound with --max-difference",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,17 +176,27 @@ def _compare_here(folder: Path, bound: float) -> Comparison:
 def _refusal(mismatches: Sequence[str], model: Path) -> str:
     """What differs first, and what to do about it."""
     more = f"; and {len(mismatches) - 1} more" if len(mismatches) > 1 else ""
-    trouble = _TROUBLE["ids" if "of the prompt is" in mismatches[0] else "logits"]
-    left = _stripped_before(model) if "of the prompt is" in mismatches[0] else []
-    if left:
-        trouble = (
-            f"The tokenizer drops white space before {', '.join(left[:3])}, and the runtime does not: cut white space "
-            "off the ends of messages before you send them"
-        )
     return (
-        f"the ONNX model does not answer like base and adapter: {mismatches[0]}{more}. Nothing was written. {trouble}. "
-        "--allow-differences keeps the model all the same, and its certificate lists all differences."
+        f"the ONNX model does not answer like base and adapter: {mismatches[0]}{more}. Nothing was written. "
+        f"{_what_to_do(mismatches[0], model)}. --allow-differences keeps the model all the same, and its certificate "
+        "lists all differences."
     )
+
+
+def _what_to_do(mismatch: str, model: Path) -> str:
+    if "of the prompt is" in mismatch and (tokens := _stripped_before(model)):
+        return (
+            f"The tokenizer drops white space before {', '.join(tokens[:3])}, and the runtime keeps it: cut white "
+            "space off the ends of messages before you send them"
+        )
+    if "of the prompt is" in mismatch or "rendered text" in mismatch:
+        return (
+            "The runtime renders or splits text in its own way. Render and encode prompts with the tokenizer of "
+            "transformers and give the runtime their ids, or serve the merged folder"
+        )
+    if "it stops at" in mismatch:
+        return "The runtime stops where eos_token_id in its genai_config.json says"
+    return "Export with --type f32, or set another bound with --max-difference"
 
 
 def _stripped_before(model: Path) -> list[str]:

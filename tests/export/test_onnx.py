@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from importlib.resources import files
 from importlib.util import find_spec
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from finetune.cli import main as finetune
 from finetune.errors import CheckpointError, RunFailedError
@@ -151,7 +153,10 @@ def flip_weights(folder):
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (drop_merges, r'prompt "one turn": token \d+ of the prompt is \[\d+\], expected \[\d+\].* Encode prompts with'),
+        (
+            drop_merges,
+            r'prompt "one turn": token \d+ of the prompt is \[\d+\], expected \[\d+\].* Render and encode prompts',
+        ),
         (change_stops, r"it stops at \[\d+\], expected \[\d+, \d+\]"),
         (change_template, r'prompt "one turn": the rendered text differs from character'),
         (flip_weights, r"logits at position \d+ differ by .* Export with --type f32"),
@@ -216,6 +221,27 @@ def test_the_builder_is_told_which_phi3_has_longrope():
     assert read["original_max_position_embeddings"] == 1024
     read = as_the_builder_reads({**config, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
     assert read["original_max_position_embeddings"] == 4096
+
+
+def test_a_pattern_that_the_runtime_knows_splits_like_phi_tinys():
+    text = (files("finetune") / "assets" / "phi_tiny" / "tokenizer.json").read_text(encoding="utf-8")
+    rewritten = json.dumps(onnx._as_the_runtime_splits(json.loads(text)))
+    assert r"[^\\p{L}\\p{N}]+" in text
+    assert r"[^\\p{L}\\p{N}]+" not in rewritten
+    ours, theirs = Tokenizer.from_str(text), Tokenizer.from_str(rewritten)
+    for line in (
+        "3 crates, 12 boxes!\n\n  Olá, Zürich: 3 € für 价格 🙂",
+        '{"a1": 0.25}\tdon\'t ½ ② ٣',
+        "<|end|>\n<|user|> x ",
+    ):
+        assert ours.encode(line).ids == theirs.encode(line).ids
+
+
+def test_white_space_that_the_tokenizer_drops_is_named_as_the_cause(tmp_path):
+    tokens = [{"content": "<|im_end|>", "lstrip": True}, {"content": "<|endoftext|>", "lstrip": False}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    said = onnx._refusal(['prompt "line end": token 9 of the prompt is [198], expected [100265]'], tmp_path)
+    assert "drops white space before <|im_end|>, and the runtime keeps it" in said
 
 
 def _tuned(run):
