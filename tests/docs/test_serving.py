@@ -22,7 +22,7 @@ from tests.in_process import run_finetune
 from tests.launches import free_port, run_command, start_command
 
 PAGE = (DOCS / "tasks" / "serve.md").read_text(encoding="utf-8")
-_LONGEST_SECONDS = 120
+_LONGEST_SECONDS = 300
 
 
 @pytest.mark.slow
