@@ -25,7 +25,6 @@ from finetune.export.exported_folder import COPY_BYTES, refuse_no_model
 from finetune.export.onnx_served import OnnxType, largest_difference, load_onnx, refuse_missing_packages
 from finetune.export.out_folder import new_folder
 from finetune.export.vectors import copy_vectors, read_vectors
-from finetune.export.verifying import Verified, certify
 
 _BUILDER = "onnxruntime_genai.models.builder"
 _PRECISION: dict[OnnxType, str] = {"f32": "fp32", "int4": "int4"}
@@ -82,6 +81,8 @@ def export_onnx(model: Path, out: Path, onnx: Onnx) -> Comparison:
         comparison = _compare_elsewhere(writer.path, bound)
         if not comparison.is_same and not onnx.allows_differences:
             raise RunFailedError(_refusal(comparison.mismatches, model))
+    from finetune.export.verifying import Verified, certify  # here: the process that compares needs no training code
+
     out = out.expanduser().absolute()
     certify(Verified(folder=out, source=str(model), vectors=vectors, comparison=comparison), out / CERTIFICATE)
     return comparison

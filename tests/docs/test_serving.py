@@ -32,7 +32,7 @@ _LONGEST_SECONDS = 300
 )
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_transformers_serve_answers_like_the_run(tmp_path):
-    run = write_run(tmp_path / "orders")
+    run = write_run(tmp_path / "orders", base_sizes={"max_position_embeddings": 512})  # room for the page's 256 tokens
     write_merged(run, tmp_path / "merged")
     serve, ask = (_block(first) for first in ("transformers serve ", "curl "))
     port = str(free_port())
