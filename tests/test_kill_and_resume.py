@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_runs import write_base, write_rows
-
-pytestmark = pytest.mark.promise
+from tests.tiny_runs import conversation_words, write_base, write_rows
 
 
 def start(words: list[str], output_dir: Path, *more: str) -> subprocess.Popen[str]:
@@ -35,10 +33,26 @@ def steps_in(folder: Path) -> list[tuple[int, float]]:
     return [(event["step"], event["loss"]) for event in events if event["event"] == "step"]
 
 
-def test_killed_in_mid_epoch_and_resumed(tmp_path):
+def plain_words(folder: Path) -> list[str]:
+    return [f"data.path={write_rows(folder, train=60)}"]
+
+
+def words_of_each_turn(folder: Path) -> list[str]:
+    """The answers of a conversation do not fit into one micro-batch."""
+    return [*conversation_words(folder, train=60), "training.max_tokens_per_microbatch=100"]
+
+
+@pytest.mark.parametrize(
+    "words_of_rows",
+    [
+        pytest.param(plain_words, marks=pytest.mark.promise),
+        pytest.param(words_of_each_turn, marks=[pytest.mark.process, pytest.mark.slow]),
+    ],
+)
+def test_killed_in_mid_epoch_and_resumed(tmp_path, words_of_rows):
     words = [
         *("task=finetune_lora", f"model.path={write_base(tmp_path / 'base')}"),
-        *(f"data.path={write_rows(tmp_path / 'rows', train=60)}", f"data.cache_dir={tmp_path / 'cache'}"),
+        *(*words_of_rows(tmp_path / "rows"), f"data.cache_dir={tmp_path / 'cache'}"),
         *("training.batch_size=4", "training.num_epochs=6", "checkpoint.save_every=4", "checkpoint.save_total_limit=3"),
         *("lora.dropout=0.1", "training.num_workers=1", "testing.num_samples=0", "training.log_every=1"),
     ]

@@ -20,13 +20,16 @@ from tests.curves import (
     SPLITS,
     Case,
     assert_cases,
+    assert_one_curve,
     curve_alone,
     read_run,
+    recipe_words,
     reports_of_run,
     run_and_report,
     runs_alone,
 )
-from tests.launches import LAUNCHERS, free_port, launcher_with_port
+from tests.launches import LAUNCHERS, free_port, launcher_with_port, run_launched
+from tests.tiny_runs import conversation_words
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 
@@ -169,6 +172,20 @@ def test_a_script_starts_processes_through_torch_multiprocessing(tmp_path):
     recipe = ["recipes.train_ddp_standalone:start", "parallel.num_processes=2", f"parallel.master_port={free_port()}"]
     run_and_report(LAUNCHERS["python"], tmp_path, PLAIN_CASES, *AS_THE_OTHER_RECIPE, recipe=recipe)
     assert_cases(TORCH_SPAWN, tmp_path, PLAIN_CASES, world_size=2, launcher="spawn")
+
+
+def test_each_turn_gives_one_curve_on_two_ranks_and_in_smaller_micro_batches(tmp_path):
+    rows = conversation_words(tmp_path / "rows")
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    done = run_launched("python", recipe_words(alone, *rows))
+    assert done.returncode == 0, done.stdout
+    assert "are cut into several micro-batches" not in done.stdout
+    cut = ["training.batch_size=2", "training.max_tokens_per_microbatch=100"]
+    done = run_launched("torchrun", recipe_words(shared, *rows, *cut))
+    assert done.returncode == 0, done.stdout
+    assert "are cut into several micro-batches" in done.stdout
+    assert read_run(shared).record["world_size"] == 2
+    assert_one_curve(read_run(shared), read_run(alone))
 
 
 def test_the_page_has_these_rows():

@@ -126,7 +126,7 @@ def build_loaders(runtime: Runtime, config: Config, splits: Any, *, collate: Col
     return loaders
 
 
-def _log_cut_examples(rule: BatchRule) -> None:
+def log_cut_examples(rule: BatchRule) -> None:
     """Log the cost of examples whose rows do not fit into one micro-batch."""
     if rule.examples is None or rule.tokens is None or (rule.max_tokens is None and rule.boundary is None):
         return
@@ -152,7 +152,7 @@ def log_batches(config: Config, rule: BatchRule, *, num_steps: int, world_size: 
         rule.steps_per_epoch,
         num_steps,
     )
-    _log_cut_examples(rule)
+    log_cut_examples(rule)
 
 
 def log_traffic(rule: BatchRule, *, received_bytes: int, world_size: int) -> None:

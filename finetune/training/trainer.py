@@ -43,7 +43,14 @@ from finetune.training.fit import check_fit, named_splits
 from finetune.training.forward import agree_on_forward
 from finetune.training.journal import Journal
 from finetune.training.keeping import log_disk_need, publish_best
-from finetune.training.loaders import build_loaders, global_batch_size, log_batches, log_share, log_traffic
+from finetune.training.loaders import (
+    build_loaders,
+    global_batch_size,
+    log_batches,
+    log_cut_examples,
+    log_share,
+    log_traffic,
+)
 from finetune.training.loop import Actions, Cadence, run_loop
 from finetune.training.memory_choice import MemoryChoice, agree_on_memory, choose, masks_follow_the_cut, shards_of
 from finetune.training.memory_need import copy_without_data
@@ -447,6 +454,7 @@ class Trainer:
         else:
             _log.warning("out of memory in step %d, which is tried again: %s", step, self._memory)
         self._on_main(lambda journal: journal.record_memory(self._memory), "recording the choice by memory")
+        log_cut_examples(smaller)
         loader.rule = smaller
         self._shares = loader.steps(epoch, place)
         return next(self._shares)

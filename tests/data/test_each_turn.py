@@ -27,26 +27,11 @@ from finetune.training.loaders import log_batches, plan_batches
 from tests.launches import REPOSITORY
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config
+from tests.tiny_runs import conversation, sentence
 
 Make = Callable[..., DataSection]
 Write = Callable[..., str]
 TEMPLATE = REPOSITORY / "finetune/data/chat_templates/phi4_mini.jinja"
-_WORDS = ["oranges", "crates", "Porto", "Friday", "please", "send", "three", "to", "the", "answer"]
-
-
-def sentence(rng: random.Random, words: int) -> str:
-    return " ".join(rng.choice(_WORDS) for _ in range(words))
-
-
-def conversation(turns: int, seed: int, *, thinking: int = 24, answer: int = 8, question: int = 6) -> dict[str, Any]:
-    rng = random.Random(seed)
-    messages: list[dict[str, Any]] = [{"role": "system", "content": sentence(rng, 12)}]
-    for _ in range(turns):
-        messages.append({"role": "user", "content": sentence(rng, question)})
-        thought = {"reasoning_content": sentence(rng, thinking)} if thinking else {}
-        messages.append({"role": "assistant", "content": sentence(rng, answer), **thought})
-    return {"messages": messages}
-
 
 @pytest.fixture
 def encode(make_section: Make, write_jsonl: Write) -> Callable[..., EncodedExamples]:

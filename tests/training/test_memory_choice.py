@@ -35,7 +35,7 @@ from tests.in_process import Ended, run_script
 from tests.launches import REPOSITORY, run_launched
 from tests.model.variants import VARIANTS
 from tests.tiny_models import build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
-from tests.tiny_runs import write_base, write_rows
+from tests.tiny_runs import conversation_words, write_base, write_rows
 
 WITHOUT = Need(Size(1000, 1_000), Size(16_000, 16_000))
 WITH_IT = Need(Size(1000, 200), Size(16_000, 3_200))
@@ -354,6 +354,17 @@ def test_memory_that_runs_out_in_the_first_step_makes_micro_batches_smaller(
     assert again.returncode == 0, again.stdout
     assert "out of memory" not in again.stdout, "the limit that worked is there from the start"
     assert record_of(run)["memory"]["max_tokens"] == limit
+
+
+@pytest.mark.trains
+def test_memory_that_runs_out_says_what_it_costs_to_cut_conversations(words: list[str], tmp_path: Path) -> None:
+    rows = conversation_words(tmp_path / "rows", train=16)
+    done = train_short(words, tmp_path / "run", "0:150", *rows, "training.max_steps=1")
+    assert done.returncode == 0, done.stdout
+    before, _, after = done.stdout.partition("out of memory in step 1, which is tried again")
+    limit = record_of(tmp_path / "run")["memory"]["max_tokens"]
+    assert "their answers are cut into several micro-batches" not in before
+    assert f"of 16 conversations exceed training.max_tokens_per_microbatch={limit}: their answers are cut" in after
 
 
 @pytest.mark.slow
