@@ -162,6 +162,29 @@ def plan(
     raise typer.Exit(plan_from_words(words or [], device=device, is_probed=probe, as_json=as_json))
 
 
+@app.command()
+def rehearse(
+    words: Words = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to take.", min=1)] = 6,
+    minutes: Annotated[float, typer.Option(help="End a stage that runs so many minutes after the start.", min=0)] = 15,
+    processes: Annotated[
+        int | None, typer.Option(help="Processes of the real launch. Default: as the WORDS say.", min=1)
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Plan for this device: 'H100 80GB'. Default: the device of this machine.")
+    ] = None,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Rehearse in this new folder, and leave it.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the whole job in minutes on a tiny random model: train, kill, resume, merge. Takes the WORDS of train."""
+    from finetune.cli.rehearse import rehearse_from_words
+
+    sizes = {"steps": steps, "minutes": minutes, "processes": processes}
+    raise typer.Exit(rehearse_from_words(words or [], sizes, device=device, keep=keep, as_json=as_json))
+
+
 @config_app.command("show")
 def config_show(
     words: Words = None,

@@ -36,7 +36,7 @@ def check_folders(config: Config) -> list[Finding]:
     """Check output_dir, the cache of encoded data, the rows' own files and the hub's cache. Nothing is left in them."""
     return [
         *_check_output_dir(config),
-        _check_cache(config.data.cache_dir),
+        check_cache(config.data.cache_dir),
         *_check_rows(config.data),
         *_check_hub(config),
     ]
@@ -155,7 +155,8 @@ def _needed_bytes(config: Config) -> int | None:
     return num_parameters * _BYTES_PER_PARAMETER * (config.checkpoint.save_total_limit + 2) or None
 
 
-def _check_cache(cache_dir: str) -> Finding:
+def check_cache(cache_dir: str) -> Finding:
+    """Check that encoded data can be written and locked in a folder. Nothing is left in it."""
     folder = Path(cache_dir).expanduser().absolute()
     place = existing_folder(folder)
     kind = file_system(place.resolve())

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from finetune.config.hub import find_fault
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.examples import check_local_rows
 from finetune.data.objective import AnySplits, encode_for_objective
@@ -30,13 +29,11 @@ from finetune.model.base import (
     build_base_model,
     checkpoint_gradients,
     count_parameters,
-    locate_model,
     longrope_boundary,
 )
-from finetune.model.from_hub import missing_from_cache, repository_of
 from finetune.model.lora import attach_adapter
 from finetune.model.new_tokens import build_run_tokenizer
-from finetune.model.published import published_sizes
+from finetune.model.published import published_sizes, with_sizes_here
 from finetune.model.targets import resolve_targets
 from finetune.model.training_mode import add_embedding_noise
 from finetune.runs.disk_space import DiskNeed
@@ -253,18 +250,11 @@ class _Planner:
 
     def _choose_sizes(self) -> ModelSection:
         """Return the model to plan. If the hub does not give it, but its sizes are shipped: these, with a finding."""
-        section = self._config.model
-        published = published_sizes(section)
-        repository = None if published is None else repository_of(locate_model(section), section.revision)
-        if published is None or repository is None or missing_from_cache(repository, "config") is None:
-            return section
-        fault = find_fault(repository)
-        if fault is None:
-            return section
-        what = f"{fault.text}, so the sizes of {section.path} are those shipped with finetune ({published.source})"
-        fix = "to plan with the model's own files, give model.path=FOLDER, or plan where the hub can be reached"
-        self.findings.append(warning("Model", what, fix))
-        return section.model_copy(update={"config": published.as_config()})
+        section, why = with_sizes_here(self._config.model)
+        if why is not None:
+            fix = "to plan with the model's own files, give model.path=FOLDER, or plan where the hub can be reached"
+            self.findings.append(warning("Model", why, fix))
+        return section
 
     def _compare_sizes(self) -> None:
         """Add a finding for each size of the model that differs from the shipped one."""
@@ -305,7 +295,8 @@ class _Planner:
             return None
         try:
             check_local_rows(data, has_format=False)
-            return encode_for_objective(config, build_run_tokenizer(config), fallbacks=Fallbacks(strict=config.strict))
+            tokenizer = build_run_tokenizer(config.model_copy(update={"model": self._sizes}))
+            return encode_for_objective(config, tokenizer, fallbacks=Fallbacks(strict=config.strict))
         except (DataError, ModelError) as error:
             first = on_one_line(first_line(error)).rstrip(".")
             if isinstance(error, ModelError) and self._sizes is not config.model:

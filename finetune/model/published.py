@@ -1,4 +1,4 @@
-"""The sizes of published models that are shipped with finetune, for `finetune plan` where the hub cannot be asked."""
+"""The sizes of published models that are shipped with finetune, for `plan` and `rehearse` where the hub cannot be asked."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
+
+from finetune.config.hub import find_fault
+from finetune.model.base import locate_model
+from finetune.model.from_hub import missing_from_cache, repository_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -51,6 +55,23 @@ def published_sizes(section: ModelSection) -> Published | None:
     """Return what is shipped about the model of this section; None for another model, or another revision of it."""
     found = None if section.config or section.revision is not None else _all().get(section.path or "")
     return None if found is None else Published(found["source"], found["config"])
+
+
+def with_sizes_here(section: ModelSection) -> tuple[ModelSection, str | None]:
+    """Return the section with sizes that can be read here, and why they are those shipped with finetune, if they are.
+
+    Raises:
+        ModelError: `model.path` names no model.
+    """
+    published = published_sizes(section)
+    repository = None if published is None else repository_of(locate_model(section), section.revision)
+    if published is None or repository is None or missing_from_cache(repository, "config") is None:
+        return section, None
+    fault = find_fault(repository)
+    if fault is None:
+        return section, None
+    why = f"{fault.text}, so the sizes of {section.path} are those shipped with finetune ({published.source})"
+    return section.model_copy(update={"config": published.as_config()}), why
 
 
 @cache

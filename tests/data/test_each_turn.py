@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +26,12 @@ from finetune.training.loaders import log_batches, plan_batches
 from tests.launches import REPOSITORY
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config
-from tests.tiny_runs import conversation, sentence
+from tests.tiny_runs import conversation
 
 Make = Callable[..., DataSection]
 Write = Callable[..., str]
 TEMPLATE = REPOSITORY / "finetune/data/chat_templates/phi4_mini.jinja"
+
 
 @pytest.fixture
 def encode(make_section: Make, write_jsonl: Write) -> Callable[..., EncodedExamples]:

@@ -1,0 +1,121 @@
+"""`finetune rehearse`: a job's dress rehearsal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from finetune.cli.export import _refuse_several_processes
+from finetune.cli.plan import show_plan
+from finetune.cli.words import config_from_words
+from finetune.findings import count, exit_code
+from finetune.logs import configure_logs
+from finetune.terminal import print_json, print_table, say
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+    from finetune.diagnose.rehearsal import Rehearsal
+
+
+def rehearse_from_words(
+    words: Sequence[str],
+    sizes: Mapping[str, Any],
+    *,
+    device: str | None = None,
+    keep: Path | None = None,
+    as_json: bool = False,
+) -> int:
+    """Rehearse a run and print what became of it.
+
+    Args:
+        words: as for `finetune train`.
+        sizes: `steps`, `minutes` and `processes` of `finetune.diagnose.rehearsal.Rehearser`.
+        device: the name of the device to plan for; by default the one at hand.
+        keep: the folder to use, which stays.
+        as_json: write the result as JSON.
+
+    Returns:
+        The exit code of the first stage that failed, else that of the plan.
+    """
+    _refuse_several_processes("rehearse")
+    config = config_from_words(words, command="rehearse")
+    configure_logs(0, level=logging.ERROR)  # what matters is in the table, and in the logs of the stages
+
+    from finetune.diagnose.plan_devices import find_device, read_device
+    from finetune.diagnose.rehearsal import Rehearser, rehearsal_folder, remove_logs
+
+    where = find_device(config.training.device) if device is None else read_device(device)
+    with rehearsal_folder(config, keep) as folder:
+        rehearsal = Rehearser(config, words, folder, device=where, can_verify=_can_verify(), **sizes).run()
+    if keep is None and not rehearsal.failed:
+        remove_logs(rehearsal)
+    code = _exit_code(rehearsal, config)
+    if as_json:
+        print_json({**rehearsal.as_record(), "exit_code": code}, indent=None)
+    else:
+        _show(rehearsal, config)
+    sys.stdout.flush()
+    return code
+
+
+def _can_verify() -> bool:
+    from finetune.cli.commands import app
+
+    return any(
+        command.callback is not None and command.callback.__name__ == "verify" for command in app.registered_commands
+    )
+
+
+def _exit_code(rehearsal: Rehearsal, config: Config) -> int:
+    if rehearsal.failed:
+        return rehearsal.failed[0].exit_code
+    return 0 if rehearsal.plan is None else exit_code(rehearsal.plan.findings, strict=config.strict)
+
+
+def _show(rehearsal: Rehearsal, config: Config) -> None:
+    rows = [
+        (stage.name, f"{stage.seconds:.1f}", "failed: see below" if stage.outcome == "failed" else _said(stage))
+        for stage in rehearsal.stages
+    ]
+    print_table(("stage", "seconds", "what happened"), rows, right=("seconds",))
+    _list("Other than in the real run", [str(change) for change in rehearsal.changes if not change.missed])
+    missed = [*rehearsal.missed, *(str(change) for change in rehearsal.changes if change.missed)]
+    _list("Not rehearsed", missed)
+    _list(
+        "Would have failed",
+        [
+            f"{stage.name} (exit code {stage.exit_code}): {stage.what}"
+            + (f"\n    log: {stage.log}" if stage.log else "")
+            for stage in rehearsal.failed
+        ],
+    )
+    if rehearsal.plan is not None:
+        say("\nPlan of the real run")
+        show_plan(rehearsal.plan, Console())
+    say(f"\n{_verdict(rehearsal, config)}")
+
+
+def _said(stage: Any) -> str:
+    return stage.what if stage.outcome == "ok" else f"not run: {stage.what}"
+
+
+def _list(title: str, lines: Sequence[str]) -> None:
+    if lines:
+        say(f"\n{title}")
+        for line in lines:
+            say(f"  {line}", indent="    ")
+
+
+def _verdict(rehearsal: Rehearsal, config: Config) -> str:
+    names = ", ".join(stage.name for stage in rehearsal.failed)
+    if names:
+        return f"The real run would fail: {names}. Nothing of it was written but the cache of encoded rows."
+    planned = "" if rehearsal.plan is None else f"; the plan has {count(rehearsal.plan.findings)}"
+    if _exit_code(rehearsal, config):
+        return f"All stages of the rehearsal succeeded{planned}: see Plan."
+    return f"All stages of the rehearsal succeeded{planned}."
