@@ -181,7 +181,8 @@ def rehearse(
     """Run the whole job in minutes on a tiny random model: train, kill, resume, merge. Takes the WORDS of train."""
     from finetune.cli.rehearse import rehearse_from_words
 
-    sizes = {"steps": steps, "minutes": minutes, "processes": processes}
+    can_verify = any(getattr(each.callback, "__name__", "") == "verify" for each in app.registered_commands)
+    sizes = {"steps": steps, "minutes": minutes, "processes": processes, "can_verify": can_verify}
     raise typer.Exit(rehearse_from_words(words or [], sizes, device=device, keep=keep, as_json=as_json))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ def rehearse_from_words(
 
     Args:
         words: as for `finetune train`.
-        sizes: `steps`, `minutes` and `processes` of `finetune.diagnose.rehearsal.Rehearser`.
+        sizes: `steps`, `minutes`, `processes`, `can_verify` of `finetune.diagnose.rehearsal.Rehearser`.
         device: the name of the device to plan for; by default the one at hand.
         keep: the folder to use, which stays.
         as_json: write the result as JSON.
@@ -47,13 +48,13 @@ def rehearse_from_words(
     configure_logs(0, level=logging.ERROR)  # what matters is in the table, and in the logs of the stages
 
     from finetune.diagnose.plan_devices import find_device, read_device
-    from finetune.diagnose.rehearsal import Rehearser, rehearsal_folder, remove_logs
+    from finetune.diagnose.rehearsal import Rehearser, rehearsal_folder
 
     where = find_device(config.training.device) if device is None else read_device(device)
     with rehearsal_folder(config, keep) as folder:
-        rehearsal = Rehearser(config, words, folder, device=where, can_verify=_can_verify(), **sizes).run()
+        rehearsal = Rehearser(config, words, folder, device=where, **sizes).run()
     if keep is None and not rehearsal.failed:
-        remove_logs(rehearsal)
+        shutil.rmtree(rehearsal.folder)  # only the logs are left
     code = _exit_code(rehearsal, config)
     if as_json:
         print_json({**rehearsal.as_record(), "exit_code": code}, indent=None)
@@ -61,14 +62,6 @@ def rehearse_from_words(
         _show(rehearsal, config)
     sys.stdout.flush()
     return code
-
-
-def _can_verify() -> bool:
-    from finetune.cli.commands import app
-
-    return any(
-        command.callback is not None and command.callback.__name__ == "verify" for command in app.registered_commands
-    )
 
 
 def _exit_code(rehearsal: Rehearsal, config: Config) -> int:

@@ -20,7 +20,7 @@ import psutil
 
 from finetune.diagnose.folder_checks import check_cache
 from finetune.diagnose.plan import Plan, make_plan
-from finetune.diagnose.rehearsal_words import Change, Scale, changes, goes_on
+from finetune.diagnose.rehearsal_words import Change, Scale, changes
 from finetune.distributed.device import accelerator_kind
 from finetune.errors import CheckpointError, FinetuneError, RunFailedError
 from finetune.logs import waiting
@@ -139,7 +139,7 @@ class Rehearser:
         self._run("folders", self._check_folders)
         if not self._run("stand-in", self._write_stand_in):
             return self.result
-        if goes_on(self._config):
+        if self._config.resume == "auto" and RunFolder(self._config.output_dir).checkpoint_steps():
             self.result.missed.append("the run would go on from the checkpoints in output_dir: here it begins anew")
         before = ""
         for name, run in self._in_order():
@@ -340,13 +340,8 @@ def rehearsal_folder(config: Config, keep: Path | None) -> Iterator[Path]:
                 shutil.rmtree(inside)
 
 
-def remove_logs(rehearsal: Rehearsal) -> None:
-    """Remove what `rehearsal_folder` leaves for a reader of errors."""
-    shutil.rmtree(rehearsal.folder)
-
-
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command and all that it started: workers have sessions of their own, which a signal to its group misses."""
+    """Kill a command and all that it started, also the workers, which are not in its process group."""
     with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(process.pid)
         for each in (parent, *parent.children(recursive=True)):

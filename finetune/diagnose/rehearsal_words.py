@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from finetune.distributed.device import accelerator_kind
-from finetune.runs.folder import RunFolder
 from finetune.training.loaders import global_batch_size
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def _world(config: Config, scale: Scale) -> Iterator[Change]:
 
 
 def _most_processes(config: Config) -> int:
-    """Return how many processes this machine can start: one for each GPU, or on a CPU one for each core and at least two."""
+    """Return how many processes to start here at most: one for each GPU, or for each core, and on one core two."""
     if config.training.device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
     return max(2, os.cpu_count() or 1)
@@ -141,8 +140,3 @@ def _lengths(config: Config, scale: Scale) -> Iterator[Change]:
 
 def _capped(value: int, most: int) -> tuple[int, int]:
     return value, min(value, most)
-
-
-def goes_on(config: Config) -> bool:
-    """Whether the real run would go on from checkpoints."""
-    return config.resume == "auto" and bool(RunFolder(config.output_dir).checkpoint_steps())

@@ -1,4 +1,4 @@
-"""The sizes of published models that are shipped with finetune, for `plan` and `rehearse` where the hub cannot be asked."""
+"""The sizes of published models that are shipped with finetune, for commands that can do without the hub."""
 
 from __future__ import annotations
 

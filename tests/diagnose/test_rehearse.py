@@ -1,0 +1,171 @@
+"""`finetune rehearse`: a whole job in miniature, and what would have failed in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.config.compose import compose, list_configs
+from finetune.config.schema import LoraSection
+from finetune.diagnose.rehearsal_words import MOST_ROWS, Scale, changes
+from finetune.model.base import longrope_boundary
+from finetune.model.published import published_sizes
+from finetune.model.stand_in import HEAD_SIZE, shrink, write_stand_in
+from finetune.model.targets import resolve_targets
+from tests.in_process import Ended, run_finetune
+from tests.tiny_models import LLAMA_KIN
+from tests.tiny_runs import write_base, write_rows
+
+PRESETS = [name for name, _ in list_configs()["model"] if name != "phi_tiny"]
+SCALE = Scale(steps=6, real_steps=600, processes=1, measured_rows=0, minutes=15.0)
+
+
+def on_meta(keys: dict[str, Any]) -> Any:
+    with torch.device("meta"):
+        rest = {key: value for key, value in keys.items() if key != "model_type"}
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(keys["model_type"], **rest))
+
+
+def target_names(model: Any) -> set[str]:
+    return {name.rpartition(".")[2] for name in resolve_targets(model, LoraSection().target_modules)}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_stand_in_is_of_the_same_family(name: str) -> None:
+    published = published_sizes(compose([f"model={name}"], complete=False).model)
+    assert published is not None
+    real = on_meta(published.as_config())
+    tiny = on_meta(shrink(real.config.to_dict()))
+    assert sum(weight.numel() for weight in tiny.parameters()) < 30e6
+    assert target_names(tiny) == target_names(real)
+    assert longrope_boundary(tiny) == longrope_boundary(real)
+    kept = (
+        "model_type",
+        "vocab_size",
+        "max_position_embeddings",
+        "sliding_window",
+        "tie_word_embeddings",
+        "eos_token_id",
+    )
+    assert {key: getattr(tiny.config, key, None) for key in kept} == {
+        key: getattr(real.config, key, None) for key in kept
+    }
+    heads, groups = tiny.config.num_attention_heads, tiny.config.num_key_value_heads
+    assert heads / groups == real.config.num_attention_heads / real.config.num_key_value_heads
+    assert groups >= 2
+    assert tiny.config.hidden_size == heads * HEAD_SIZE
+
+
+def test_a_stand_in_has_a_layer_of_each_kind() -> None:
+    keys = LLAMA_KIN["qwen3"].to_dict()
+    layer_types = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2
+    tiny = on_meta(shrink({**keys, "num_hidden_layers": 6, "layer_types": layer_types}))
+    assert tiny.config.layer_types == ["sliding_attention", "full_attention"]
+    assert len(tiny.model.layers) == 2
+    every_second = LLAMA_KIN["smollm3"].to_dict()
+    assert on_meta(shrink(every_second)).config.no_rope_layers == [1, 0]
+
+
+def test_a_stand_in_keeps_the_type_of_the_weights_and_what_ends_an_answer(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [320, 321]}))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    section = compose([f"model.path={base}"], complete=False).model
+    write_stand_in(section, tmp_path / "one", seed=1, least_width=100)
+    write_stand_in(section, tmp_path / "same", seed=1, least_width=100)
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+    assert made.dtype == torch.bfloat16
+    assert made.generation_config.eos_token_id == [320, 321]
+    assert made.config.num_key_value_heads * HEAD_SIZE >= 100
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "same/model.safetensors").read_bytes()
+
+
+def changed(*words: str, scale: Scale = SCALE) -> dict[str, Any]:
+    config = compose(["model=phi_tiny", "data=orders", *words])
+    return {change.key: change.rehearsed for change in changes(config, scale, stand_in=Path("/stand-in"))}
+
+
+def test_what_is_counted_in_steps_is_scaled_and_the_rest_is_kept() -> None:
+    found = changed("optim.warmup_steps=150", "training.batch_size=4", "validation.metrics=exact_match")
+    assert found.pop("model.path") == "/stand-in"
+    assert found == {
+        **{"training.max_steps": 6, "optim.warmup_steps": 2, "checkpoint.save_every": 2},
+        **{"validation.validate_every": 2, "testing.max_new_tokens": 16},
+        **{"validation.max_new_tokens": 16, "validation.num_samples": 8},
+    }
+    assert changed(scale=SCALE._replace(measured_rows=10_000))["data.max_rows"] == MOST_ROWS
+    assert "data.max_rows" not in changed("data.validation=500", scale=SCALE._replace(measured_rows=10_000))
+
+
+def test_a_world_that_this_machine_cannot_start_is_smaller_and_keeps_the_global_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    words = ["parallel.world_size=16", "parallel.sharding=fsdp2", "parallel.shard_size=8", "training.batch_size=4"]
+    words += ["training.device=cpu", "parallel.backend=nccl", "lora.quantize=nf4"]
+    config = compose(["model=phi_tiny", "data=orders", *words])
+    found = {change.key: change for change in changes(config, SCALE._replace(processes=16), stand_in=Path("/s"))}
+    assert found["parallel.num_processes"].rehearsed == 4
+    assert "a world of 16 is not rehearsed" in str(found["parallel.num_processes"])
+    assert found["parallel.world_size"].rehearsed is found["parallel.shard_size"].rehearsed is None
+    assert found["training.global_batch_size"].rehearsed == 64
+    assert "parallel.sharding" not in found
+    if not torch.cuda.is_available():
+        assert found["parallel.backend"].word == "parallel.backend=auto"
+        assert found["lora.quantize"].missed == "weights in 4 bits need CUDA and bitsandbytes"
+
+
+Job = Callable[..., list[str]]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """The words of a job that can be trained, its rows changed by a function and its words by others."""
+
+    def make(*words: str, change: Callable[[dict[str, list[Any]]], object] | None = None) -> list[str]:
+        base, rows = write_base(tmp_path / "base"), write_rows(tmp_path / "rows")
+        splits = {path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in rows.iterdir()}
+        if change is not None:
+            change(splits)
+        for name, of_split in splits.items():
+            (rows / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_split))
+        own = [f"model.path={base}", f"data.path={rows}", f"data.cache_dir={tmp_path / 'cache'}"]
+        return [*own, f"output_dir={tmp_path / 'runs/run'}", "training.batch_size=4", *words]
+
+    return make
+
+
+def rehearse(words: list[str], *options: str) -> tuple[Ended, dict[str, dict[str, Any]]]:
+    """Run the command; return its end, and its stages by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        ended = run_finetune("rehearse", *words, "--json", *options)
+    assert ended.answer, ended.stdout
+    record = json.loads(ended.answer)
+    assert record["exit_code"] == ended.returncode
+    return ended, {stage["name"]: stage for stage in record["stages"]}
+
+
+def outcomes(stages: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {name: stage["outcome"] for name, stage in stages.items()}
+
+
+@pytest.mark.process
+def test_a_bad_row_of_the_validation_split_would_have_failed(job: Job, tmp_path: Path) -> None:
+    def break_row(splits: dict[str, list[Any]]) -> None:
+        splits["validation"][3] = {"messages": [{"role": "user", "content": 5}]}
+
+    ended, stages = rehearse(job(change=break_row))
+    assert ended.returncode == 2
+    assert stages["data"]["outcome"] == "failed"
+    assert "validation.jsonl, row 4" in stages["data"]["what"] or "validation.jsonl:4" in stages["data"]["what"]
+    assert outcomes(stages)["train"] == "not run"
+    assert not (tmp_path / "runs" / "run").exists()
+    assert [path.name for path in Path(stages["data"]["log"]).parent.parent.iterdir()] == ["logs"]
