@@ -90,8 +90,8 @@ SHOWN = {
 """Words of each command, and values that must be whole."""
 CODES = {"diff": 1, "push": 2}
 """There are differences; there is no token for the hub."""
-ELSEWHERE = {"train", "recipes copy", "config schema"}
-"""Training has a test of its own, below; the others write a path, and JSON."""
+ELSEWHERE = {"train", "rehearse", "recipes copy", "config schema"}
+"""Training has a test of its own, below, and a rehearsal in tests/diagnose; the others write a path, and JSON."""
 
 
 def test_every_command_is_tried():

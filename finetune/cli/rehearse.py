@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -16,7 +18,8 @@ from finetune.cli.plan import show_plan
 from finetune.cli.words import config_from_words
 from finetune.findings import count, exit_code
 from finetune.logs import configure_logs
-from finetune.terminal import print_json, print_table, say
+from finetune.signals import Terminated, stop_signals_go_to
+from finetune.terminal import print_json, say
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -51,7 +54,8 @@ def rehearse_from_words(
     from finetune.diagnose.rehearsal import Rehearser, rehearsal_folder
 
     where = find_device(config.training.device) if device is None else read_device(device)
-    with rehearsal_folder(config, keep) as folder:
+    # A signal leaves neither the folder nor a process of a stage behind.
+    with stop_signals_go_to(_stop), rehearsal_folder(config, keep) as folder:
         rehearsal = Rehearser(config, words, folder, device=where, **sizes).run()
     if keep is None and not rehearsal.failed:
         shutil.rmtree(rehearsal.folder)  # only the logs are left
@@ -64,6 +68,10 @@ def rehearse_from_words(
     return code
 
 
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
+
+
 def _exit_code(rehearsal: Rehearsal, config: Config) -> int:
     if rehearsal.failed:
         return rehearsal.failed[0].exit_code
@@ -71,11 +79,9 @@ def _exit_code(rehearsal: Rehearsal, config: Config) -> int:
 
 
 def _show(rehearsal: Rehearsal, config: Config) -> None:
-    rows = [
-        (stage.name, f"{stage.seconds:.1f}", "failed: see below" if stage.outcome == "failed" else _said(stage))
-        for stage in rehearsal.stages
-    ]
-    print_table(("stage", "seconds", "what happened"), rows, right=("seconds",))
+    for stage in rehearsal.stages:
+        what = {"ok": stage.what, "failed": "failed, see below", "not run": f"not run: {stage.what}"}[stage.outcome]
+        say(f"{stage.name:<9} {stage.seconds:>6.1f} s  {what}", indent=" " * 20)
     _list("Other than in the real run", [str(change) for change in rehearsal.changes if not change.missed])
     missed = [*rehearsal.missed, *(str(change) for change in rehearsal.changes if change.missed)]
     _list("Not rehearsed", missed)
@@ -91,10 +97,6 @@ def _show(rehearsal: Rehearsal, config: Config) -> None:
         say("\nPlan of the real run")
         show_plan(rehearsal.plan, Console())
     say(f"\n{_verdict(rehearsal, config)}")
-
-
-def _said(stage: Any) -> str:
-    return stage.what if stage.outcome == "ok" else f"not run: {stage.what}"
 
 
 def _list(title: str, lines: Sequence[str]) -> None:

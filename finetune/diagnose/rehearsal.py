@@ -141,13 +141,13 @@ class Rehearser:
             return self.result
         if self._config.resume == "auto" and RunFolder(self._config.output_dir).checkpoint_steps():
             self.result.missed.append("the run would go on from the checkpoints in output_dir: here it begins anew")
-        before = ""
+        failed = ""
         for name, run in self._in_order():
-            if before:
-                what = f"it needs what `{before}` makes"
+            if failed:
+                what = f"it needs what `{failed}` makes"
                 self.result.stages.append(Stage(name=name, seconds=0.0, outcome="not run", what=what))
             elif not self._run(name, run):
-                before = name
+                failed = name
         return self.result
 
     def _in_order(self) -> Iterator[tuple[str, Callable[[Path], str]]]:
@@ -243,8 +243,7 @@ class Rehearser:
             while not folder.checkpoint_steps() and process.poll() is None:
                 self._refuse_overtime("train")
                 time.sleep(_POLL_SECONDS)
-            if process.poll():
-                raise _StageError(_error_in(log), process.returncode)
+            _refuse_failure(process, log)
             if process.poll() == 0:
                 self.result.missed.append(
                     "a kill in mid-run: the run ended before it could be killed (try more --steps)"
@@ -285,9 +284,7 @@ class Rehearser:
                 process.wait(max(0.0, self._until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 self._refuse_overtime(arguments[0])
-        if process.returncode:
-            code = process.returncode
-            raise _StageError(_error_in(log), code if code > 0 else RunFailedError.exit_code)
+        _refuse_failure(process, log)
 
     @contextmanager
     def _started(self, log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
@@ -348,6 +345,12 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
             with suppress(psutil.NoSuchProcess):
                 each.kill()
     process.wait()
+
+
+def _refuse_failure(process: subprocess.Popen[bytes], log: Path) -> None:
+    if process.poll():
+        code = process.returncode
+        raise _StageError(_error_in(log), code if code > 0 else RunFailedError.exit_code)
 
 
 def _digests(run: Path) -> dict[str, str]:

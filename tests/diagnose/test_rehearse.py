@@ -19,6 +19,7 @@ from finetune.model.published import published_sizes
 from finetune.model.stand_in import HEAD_SIZE, shrink, write_stand_in
 from finetune.model.targets import resolve_targets
 from tests.in_process import Ended, run_finetune
+from tests.tiny import tiny_tokenizer
 from tests.tiny_models import LLAMA_KIN
 from tests.tiny_runs import write_base, write_rows
 
@@ -169,3 +170,127 @@ def test_a_bad_row_of_the_validation_split_would_have_failed(job: Job, tmp_path:
     assert outcomes(stages)["train"] == "not run"
     assert not (tmp_path / "runs" / "run").exists()
     assert [path.name for path in Path(stages["data"]["log"]).parent.parent.iterdir()] == ["logs"]
+
+
+def without_answers(splits: dict[str, list[Any]]) -> None:
+    for row in splits["train"]:
+        row["messages"][1]["weight"] = 0
+
+
+def with_long_answers(splits: dict[str, list[Any]]) -> None:
+    for row in splits["train"]:
+        row["messages"][1]["content"] = "send three crates of oranges " * 40
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("change", "words", "said"),
+    [
+        pytest.param(without_answers, [], "no token that carries loss", id="no-targets"),
+        pytest.param(with_long_answers, ["data.max_length=24"], "data.max_length", id="all-cut"),
+    ],
+)
+def test_rows_that_teach_nothing_would_have_failed_and_so_would_a_folder(
+    job: Job, tmp_path: Path, change: Any, words: list[str], said: str
+) -> None:
+    (tmp_path / "file").touch()
+    ended, stages = rehearse([*job(*words, change=change), f"output_dir={tmp_path / 'file/run'}"])
+    assert ended.returncode == 2
+    assert outcomes(stages) == {
+        **{"plan": "ok", "folders": "failed", "stand-in": "ok", "data": "failed"},
+        **dict.fromkeys(["train", "kill", "resume", "merge"], "not run"),
+    }
+    assert "a part of the path is a file" in stages["folders"]["what"]
+    assert said in stages["data"]["what"]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_template_that_does_not_open_an_answer_would_have_failed(job: Job, tmp_path: Path) -> None:
+    template = tmp_path / "closed.jinja"
+    template.write_text("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}")
+    ended, stages = rehearse(job(f"data.chat_template={template}"))
+    assert (ended.returncode, stages["data"]["outcome"]) == (2, "failed")
+    assert "add_generation_prompt" in stages["data"]["what"] or "generation prompt" in stages["data"]["what"]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_metric_that_raises_would_have_failed_in_training(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/scores_of_mine.py").write_text("def ratio(answer, expected):\n    return len(answer) / 0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"))
+    monkeypatch.syspath_prepend(tmp_path / "own")
+    words = ["validation.metrics=scores_of_mine.ratio", "validation.metrics_from=scores_of_mine"]
+    ended, stages = rehearse(job(*words))
+    assert ended.returncode == stages["train"]["exit_code"] != 0
+    assert outcomes(stages) == {
+        **dict.fromkeys(["plan", "folders", "stand-in", "data"], "ok"),
+        "train": "failed",
+        **dict.fromkeys(["kill", "resume", "merge"], "not run"),
+    }
+    assert "division by zero" in stages["train"]["what"]
+    assert "ratio" in Path(stages["train"]["log"]).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_a_world_that_does_not_start_would_have_failed(job: Job) -> None:
+    ended, stages = rehearse(job("parallel.num_processes=2", "parallel.sharding=fsdp2", "parallel.shard_size=3"))
+    assert ended.returncode == 2
+    assert (stages["plan"]["outcome"], stages["train"]["outcome"]) == ("failed", "failed")
+    assert "parallel.shard_size is 3" in stages["train"]["what"]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_command_that_does_not_end_in_time_is_ended(job: Job) -> None:
+    ended, stages = rehearse(job(), "--minutes", "0.01")
+    assert ended.returncode == stages["data"]["exit_code"] == 3
+    assert "finetune preview had not ended 0.01 minutes after the start" in stages["data"]["what"]
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+def test_a_job_of_two_processes_is_rehearsed_to_its_end(job: Job, tmp_path: Path) -> None:
+    keep = tmp_path / "kept"
+    words = [
+        "parallel.world_size=2",
+        "training.num_epochs=4",
+        "validation.metrics=exact_match",
+        "lora.new_tokens=[<a>,<b>]",
+        "lora.dropout=0.1",
+    ]
+    ended, stages = rehearse(job(*words), "--keep", str(keep))
+    assert ended.returncode == 0, ended.stdout
+    assert set(outcomes(stages).values()) == {"ok"}
+    assert stages["train"]["what"].startswith("6 steps, loss ")
+    assert "3 validations, 3 checkpoints, tested" in stages["train"]["what"]
+    assert "SIGKILL to all processes" in stages["kill"]["what"]
+    assert stages["resume"]["what"].startswith("the same bytes as the run that was not killed: adapter/")
+    assert "resumed from step=" in (keep / "logs/resume.log").read_text()
+    assert json.loads((keep / "whole/run.json").read_text())["world_size"] == 2
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_preset_is_rehearsed_without_the_hub(job: Job, tmp_path: Path) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    words = [word for word in job() if not word.startswith("model.path=")]
+    preset = ["model=phi4_mini", f"model.tokenizer={tmp_path / 'tokenizer'}", "training.batch_size=2"]
+    ended = run_finetune("rehearse", *words, *preset, "--device", "H100 80GB", "--steps", "4")
+    assert ended.returncode == 0, ended.stdout
+    shown = " ".join(ended.stdout.split())
+    assert "phi3, 2 layers, hidden size 96, " in shown
+    assert (
+        "HF_HUB_OFFLINE is set, so the sizes of microsoft/Phi-4-mini-instruct are those shipped with finetune" in shown
+    )
+    assert "the weights themselves are not rehearsed" in shown
+    assert "Plan of the real run Model phi3, 32 layers, 3,8" in shown
+    assert "All stages of the rehearsal succeeded; the plan has 0 problems" in shown
+    assert not (tmp_path / "runs").exists()
+    assert not list(tmp_path.glob("*.rehearsal-*"))
