@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.cells import BadRowError
-from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, text_turn
+from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, dialogue_of, text_turn
 from finetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,6 +63,21 @@ class ChatTemplate:
     def ignored(self, dialogue: Dialogue) -> set[RowKey]:
         """Return the keys of a conversation that the template does not render."""
         return {key for key in _keys_of(dialogue) if not any(self.renders(name) for name in _names_of(key))}
+
+    def unopened_header(self) -> str:
+        """Return the header of an answer if no generation prompt opens it, so that the model must write it; else ''."""
+        asked = (text_turn("user", "probe-1"),)
+        answered = (*asked, text_turn("assistant", "probe-2"))
+        prompt, closed, whole = (
+            self.render([dialogue_of(turns)], with_prompt=with_prompt)[0]
+            for turns, with_prompt in ((asked, True), (asked, False), (answered, False))
+        )
+        if not (isinstance(prompt, str) and isinstance(closed, str) and isinstance(whole, str)):
+            return ""
+        if not (closed.startswith(prompt) and whole.startswith(prompt)):
+            return ""
+        header, found, _ = whole.removeprefix(prompt).partition("probe-2")
+        return header.strip() if found else ""
 
     def has_foreign_header(self, role: str, text: str) -> bool:
         """Whether the template wrote a marker like `<|developer|>` for a role, which is no token of the tokenizer."""

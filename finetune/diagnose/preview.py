@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.data import gates
+from finetune.data.chat_template import ChatTemplate
 from finetune.data.encoded import EncodedExamples
 from finetune.data.labelled import EncodedLabelled
 from finetune.data.objective import AnySplits, encode_for_objective
@@ -187,6 +188,7 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
         rows=[side for row in wanted for side in reader.read(row)],
         findings=[
             *verdict,
+            *_judge_template(found, tokenizer),
             *_judge_fit(found, model, tokenizer),
             *_judge_duplicates(summaries),
             *_judge_equal_answers(found),
@@ -356,6 +358,17 @@ def _judge_fit(
             token = on_one_line(str(tokenizer.convert_ids_to_tokens(largest)))
             what = f"{name}: the token {token} has the id {largest}, but the model has {num_rows:,} embeddings"
             yield problem("Data", what, "use the model's own tokenizer (model.tokenizer)")
+
+
+def _judge_template(splits: dict[SplitName, Rows], tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+    """Find a chat template that leaves it to the model to open its answers."""
+    is_chat = tokenizer.chat_template is not None and any(rows.kind != "text" for rows in splits.values())
+    header = ChatTemplate(tokenizer).unopened_header() if is_chat else ""
+    if header:
+        shown = on_one_line(header)
+        what = f"the chat template has no generation prompt: {shown} carries loss, and no prompt will end with it"
+        fix = "give a template that renders it if add_generation_prompt is true (data.chat_template)"
+        yield problem("Data", what, fix)
 
 
 def _judge_duplicates(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding]:
