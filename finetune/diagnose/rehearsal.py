@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import psutil
-
 from finetune.diagnose.folder_checks import check_cache
 from finetune.diagnose.plan import Plan, make_plan
+from finetune.diagnose.rehearsal_commands import Commands, StageError, kill_tree, refuse_failure
 from finetune.diagnose.rehearsal_words import Change, Scale, changes
 from finetune.distributed.device import accelerator_kind
 from finetune.errors import CheckpointError, FinetuneError, RunFailedError
@@ -37,9 +33,6 @@ if TYPE_CHECKING:
 STEPS = 6
 """Three saves, and time for a kill after the first."""
 _POLL_SECONDS = 0.005
-_MOST_LINES = 12
-_OUR_ERROR = re.compile(r"^(\[\S+\]:)?finetune: ")
-_ANY_ERROR = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +77,6 @@ class Rehearsal:
         }
 
 
-class _StageError(Exception):
-    """A stage failed: the error in words, and the exit code of its command."""
-
-    def __init__(self, what: str, exit_code: int) -> None:
-        super().__init__(what)
-        self.exit_code = exit_code
-
-
 class Rehearser:
     """Rehearse one run.
 
@@ -124,7 +109,7 @@ class Rehearser:
         self._device = device
         self._steps = steps
         self._minutes = minutes
-        self._until = time.monotonic() + 60 * minutes
+        self._commands = Commands(minutes)
         parallel = config.parallel
         self._processes = processes or parallel.world_size or parallel.num_processes or 1
         self._measured_rows = 0
@@ -166,7 +151,7 @@ class Rehearser:
         try:
             with waiting(f"rehearsing: {name}"):
                 what = stage(log)
-        except _StageError as error:
+        except StageError as error:
             what, code = str(error), error.exit_code
         except FinetuneError as error:
             what, code = f"{type(error).__name__}: {error}", error.exit_code
@@ -215,11 +200,11 @@ class Rehearser:
     def _read_data(self, log: Path) -> str:
         """Encode and check all rows of all splits, which fills the cache of the real run."""
         try:
-            self._finetune(log, "preview", *self._words, *self._changed, "--rows", "0", "--json")
-        except _StageError as error:
+            self._commands.run(log, "preview", *self._words, *self._changed, "--rows", "0", "--json")
+        except StageError as error:
             found = _last_json(log).get("findings", [])
             problems = [f"{each['what']}. Fix: {each['fix']}." for each in found if each["level"] == "problem"]
-            raise _StageError("\n".join(problems) or str(error), error.exit_code) from None
+            raise StageError("\n".join(problems) or str(error), error.exit_code) from None
         record = _last_json(log)
         splits = {name: split["rows"] for name, split in record["splits"].items() if split is not None}
         self._measured_rows = max((rows for name, rows in splits.items() if name != "train"), default=0)
@@ -227,7 +212,7 @@ class Rehearser:
         return ", ".join(f"{name}: {rows:,} rows" for name, rows in splits.items()) + _warnings(record)
 
     def _train(self, log: Path) -> str:
-        self._finetune(log, "train", *self._training_words("whole"))
+        self._commands.run(log, "train", *self._training_words("whole"))
         run = RecordedRun(self._folder / "whole")
         losses = [value for _, value in run.points("step", "loss")]
         counted = {name: len(run.of(name)) for name in ("validation", "checkpoint")}
@@ -239,21 +224,21 @@ class Rehearser:
     def _kill(self, log: Path) -> str:
         """Train again, and kill all processes as soon as a checkpoint is committed."""
         folder = RunFolder(self._folder / "killed")
-        with self._started(log, "train", *self._training_words("killed")) as process:
+        with self._commands.started(log, "train", *self._training_words("killed")) as process:
             while not folder.checkpoint_steps() and process.poll() is None:
-                self._refuse_overtime("train")
+                self._commands.refuse_overtime("train")
                 time.sleep(_POLL_SECONDS)
-            _refuse_failure(process, log)
+            refuse_failure(process, log)
             if process.poll() == 0:
                 self.result.missed.append(
                     "a kill in mid-run: the run ended before it could be killed (try more --steps)"
                 )
                 return "the run ended before it could be killed"
-            _kill_tree(process)
+            kill_tree(process)
         return f"SIGKILL to all processes once the checkpoint of step {folder.checkpoint_steps()[-1]} was committed"
 
     def _resume(self, log: Path) -> str:
-        self._finetune(log, "train", *self._training_words("killed"), "resume=auto")
+        self._commands.run(log, "train", *self._training_words("killed"), "resume=auto")
         whole, killed = (_digests(self._folder / name) for name in ("whole", "killed"))
         differing = [name for name in whole if killed.get(name) != whole[name]]
         if not differing:
@@ -261,49 +246,21 @@ class Rehearser:
         what = f"{', '.join(differing)} differ from those of the run that was not killed"
         training = self._config.training
         if training.deterministic or training.device == "cpu" or accelerator_kind() is None:
-            raise _StageError(
+            raise StageError(
                 f"{what}. docs/checkpoints.md has the limits of an exact resume.", RunFailedError.exit_code
             )
         return f"{what}, as a GPU's kernels may: training.deterministic=true repeats them exactly"
 
     def _merge(self, log: Path) -> str:
-        self._finetune(log, "merge", str(self._folder / "killed"), str(self._folder / "merged"))
+        self._commands.run(log, "merge", str(self._folder / "killed"), str(self._folder / "merged"))
         return next((line for line in log.read_text().splitlines() if line.startswith("Reloaded by")), "merged")
 
     def _verify(self, log: Path) -> str:
-        self._finetune(log, "verify", str(self._folder / "merged"))
+        self._commands.run(log, "verify", str(self._folder / "merged"))
         return "the merged folder answers as the run does"
 
     def _training_words(self, name: str) -> list[str]:
         return [*self._words, *self._changed, f"output_dir={self._folder / name}", "resume=never"]
-
-    def _finetune(self, log: Path, *arguments: str) -> None:
-        """Run a command of finetune to its end, as its user would."""
-        with self._started(log, *arguments) as process:
-            try:
-                process.wait(max(0.0, self._until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                self._refuse_overtime(arguments[0])
-        _refuse_failure(process, log)
-
-    @contextmanager
-    def _started(self, log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Start a command in a block, and leave none of its processes behind."""
-        command = [sys.executable, "-m", "finetune", *arguments]
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                _kill_tree(process)
-
-    def _refuse_overtime(self, command: str) -> None:
-        if time.monotonic() >= self._until:
-            text = f"finetune {command} had not ended {self._minutes:g} minutes after the start: it hangs, or is slow. "
-            raise _StageError(f"{text}Give it more with --minutes, or set a smaller training.global_batch_size.", 3)
 
 
 @contextmanager
@@ -337,38 +294,11 @@ def rehearsal_folder(config: Config, keep: Path | None) -> Iterator[Path]:
                 shutil.rmtree(inside)
 
 
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command and all that it started, also the workers, which are not in its process group."""
-    with suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(process.pid)
-        for each in (parent, *parent.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
-    process.wait()
-
-
-def _refuse_failure(process: subprocess.Popen[bytes], log: Path) -> None:
-    if process.poll():
-        code = process.returncode
-        raise _StageError(_error_in(log), code if code > 0 else RunFailedError.exit_code)
-
-
 def _digests(run: Path) -> dict[str, str]:
     """Return digests of the trained weights and of the last optimizer state, by name."""
     last = RunFolder(run).checkpoint(RunFolder(run).checkpoint_steps()[-1])
     files = [*sorted((run / "adapter").glob("*.safetensors")), *sorted(last.glob(OPTIMIZER_FILE))]
     return {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
-def _error_in(log: Path) -> str:
-    """Return the error that a command ended with, from its output."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    first = next((place for place, line in enumerate(lines) if _OUR_ERROR.match(line)), None)
-    if first is not None:
-        text = "\n".join(lines[first : first + _MOST_LINES])
-        return _OUR_ERROR.sub("", text)
-    raised = [line for line in lines if _ANY_ERROR.match(line)]
-    return (raised or [line for line in lines if line.strip()] or ["it ended without a word"])[-1]
 
 
 def _last_json(log: Path) -> dict[str, Any]:

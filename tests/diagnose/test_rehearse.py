@@ -268,7 +268,7 @@ def test_a_job_of_two_processes_is_rehearsed_to_its_end(job: Job, tmp_path: Path
     assert ended.returncode == 0, ended.stdout
     assert set(outcomes(stages).values()) == {"ok"}
     assert stages["train"]["what"].startswith("6 steps, loss ")
-    assert "3 validations, 3 checkpoints, tested" in stages["train"]["what"]
+    assert "3 validations, 4 checkpoints, tested" in stages["train"]["what"]
     assert "SIGKILL to all processes" in stages["kill"]["what"]
     assert stages["resume"]["what"].startswith("the same bytes as the run that was not killed: adapter/")
     assert "resumed from step=" in (keep / "logs/resume.log").read_text()
