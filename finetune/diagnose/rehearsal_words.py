@@ -39,10 +39,12 @@ class Change(NamedTuple):
         return f"{self.key}={self.rehearsed if isinstance(self.rehearsed, str) else json.dumps(self.rehearsed)}"
 
     def __str__(self) -> str:
-        real, rehearsed = (
-            value if isinstance(value, str) else json.dumps(value) for value in (self.real, self.rehearsed)
-        )
-        return f"{self.key}: {real} in the real run, {rehearsed} here" + (f"; {self.missed}" if self.missed else "")
+        real, rehearsed = (_in_words(value) for value in (self.real, self.rehearsed))
+        return f"{self.key}: {rehearsed} here, {real} in the real run" + (f"; {self.missed}" if self.missed else "")
+
+
+def _in_words(value: Any) -> str:
+    return "not set" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 class Scale(NamedTuple):

@@ -158,6 +158,7 @@ def outcomes(stages: dict[str, dict[str, Any]]) -> dict[str, str]:
     return {name: stage["outcome"] for name, stage in stages.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_bad_row_of_the_validation_split_would_have_failed(job: Job, tmp_path: Path) -> None:
     def break_row(splits: dict[str, list[Any]]) -> None:
