@@ -178,11 +178,10 @@ def rehearse(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the whole job in minutes on a tiny random model: train, kill, resume, merge. Takes the WORDS of train."""
+    """Run the whole job in minutes on a tiny random model: train, kill, resume, merge, verify. Takes the WORDS of train."""
     from finetune.cli.rehearse import rehearse_from_words
 
-    can_verify = any(getattr(each.callback, "__name__", "") == "verify" for each in app.registered_commands)
-    sizes = {"steps": steps, "minutes": minutes, "processes": processes, "can_verify": can_verify}
+    sizes = {"steps": steps, "minutes": minutes, "processes": processes}
     raise typer.Exit(rehearse_from_words(words or [], sizes, device=device, keep=keep, as_json=as_json))
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from finetune.cli.export import _refuse_several_processes
 from finetune.cli.plan import show_plan
+from finetune.cli.run_options import refuse_several_processes
 from finetune.cli.words import config_from_words
 from finetune.findings import count, exit_code
 from finetune.logs import configure_logs
@@ -38,7 +38,7 @@ def rehearse_from_words(
 
     Args:
         words: as for `finetune train`.
-        sizes: `steps`, `minutes`, `processes`, `can_verify` of `finetune.diagnose.rehearsal.Rehearser`.
+        sizes: `steps`, `minutes` and `processes` of `finetune.diagnose.rehearsal.Rehearser`.
         device: the name of the device to plan for; by default the one at hand.
         keep: the folder to use, which stays.
         as_json: write the result as JSON.
@@ -46,7 +46,7 @@ def rehearse_from_words(
     Returns:
         The exit code of the first stage that failed, else that of the plan.
     """
-    _refuse_several_processes("rehearse")
+    refuse_several_processes("rehearse")
     config = config_from_words(words, command="rehearse")
     configure_logs(0, level=logging.ERROR)  # what matters is in the table, and in the logs of the stages
 

@@ -88,7 +88,6 @@ class Rehearser:
         steps: optimizer steps to take, at most.
         minutes: end a stage that still runs after so many minutes since the start.
         processes: of the real launch; None: as the configuration says.
-        can_verify: the command `finetune verify` exists.
     """
 
     def __init__(
@@ -101,7 +100,6 @@ class Rehearser:
         steps: int = STEPS,
         minutes: float = 15.0,
         processes: int | None = None,
-        can_verify: bool = False,
     ) -> None:
         self._config = config
         self._words = list(words)
@@ -113,7 +111,6 @@ class Rehearser:
         parallel = config.parallel
         self._processes = processes or parallel.world_size or parallel.num_processes or 1
         self._measured_rows = 0
-        self._can_verify = can_verify
         self._changed: list[str] = []
         self.result = Rehearsal(folder=folder)
 
@@ -142,8 +139,7 @@ class Rehearser:
         yield "kill", self._kill
         yield "resume", self._resume
         yield "merge", self._merge
-        if self._can_verify:
-            yield "verify", self._verify
+        yield "verify", self._verify
 
     def _run(self, name: str, stage: Callable[[Path], str]) -> bool:
         """Run a stage, record what happened, and return whether all went well."""

@@ -200,7 +200,7 @@ def test_rows_that_teach_nothing_would_have_failed_and_so_would_a_folder(
     assert ended.returncode == 2
     assert outcomes(stages) == {
         **{"plan": "ok", "folders": "failed", "stand-in": "ok", "data": "failed"},
-        **dict.fromkeys(["train", "kill", "resume", "merge"], "not run"),
+        **dict.fromkeys(["train", "kill", "resume", "merge", "verify"], "not run"),
     }
     assert "a part of the path is a file" in stages["folders"]["what"]
     assert said in stages["data"]["what"]
@@ -231,7 +231,7 @@ def test_a_metric_that_raises_would_have_failed_in_training(
     assert outcomes(stages) == {
         **dict.fromkeys(["plan", "folders", "stand-in", "data"], "ok"),
         "train": "failed",
-        **dict.fromkeys(["kill", "resume", "merge"], "not run"),
+        **dict.fromkeys(["kill", "resume", "merge", "verify"], "not run"),
     }
     assert "division by zero" in stages["train"]["what"]
     assert "ratio" in Path(stages["train"]["log"]).read_text()
