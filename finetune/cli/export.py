@@ -72,10 +72,17 @@ def merge(
 
 def export(
     model_folder: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="A folder that `finetune merge` wrote.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="MODEL", help="A folder that `finetune merge` wrote; with --lora, a run's.", show_default=False
+        ),
     ],
     out: OutArgument,
     gguf: Annotated[bool, typer.Option("--gguf", help="Convert to GGUF with llama.cpp's converter.")] = False,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="With --gguf: convert a run's adapter, and its base beside it.")
+    ] = False,
+    adapter_only: Annotated[bool, typer.Option("--adapter-only", help="With --lora: leave out the base.")] = False,
     llama_cpp: Annotated[
         Path | None,
         typer.Option(help="A checkout of llama.cpp. Default: LLAMA_CPP_DIR.", show_default=False),
@@ -94,33 +101,54 @@ def export(
         typer.Option(help="--onnx: the largest relative difference of logits. Default: one that fits the type.", min=0),
     ] = None,
     allow_differences: Annotated[
-        bool, typer.Option("--allow-differences", help="--onnx: keep a model that answers otherwise than the run.")
+        bool,
+        typer.Option(
+            "--allow-differences",
+            help="Keep a model although its runtime answers otherwise than the run, or reads chats as other token ids.",
+        ),
     ] = False,
     base: Annotated[
         Path | None,
-        typer.Option(help="The base's folder, for its tokenizer.model (Phi-3 and Phi-3.5).", show_default=False),
+        typer.Option(
+            help="The base's folder, for its tokenizer.model (Phi-3, Phi-3.5), and for --lora.", show_default=False
+        ),
     ] = None,
     modelfile: Annotated[bool, typer.Option("--modelfile/--no-modelfile", help="Write an Ollama Modelfile.")] = True,
 ) -> None:
-    """Export a merged model for Ollama, with --gguf for llama.cpp, or with --onnx for onnxruntime-genai."""
+    """Export a merged model for Ollama, with --gguf for llama.cpp, or with --onnx for onnxruntime-genai.
+
+    With --gguf --lora, export a run's adapter instead: OUT/adapter.gguf, OUT/base.gguf and OUT/Modelfile.
+    """
     refuse_several_processes("export")
     _refuse_other_formats(gguf=gguf, onnx=onnx, kind=kind)
+    if (lora and not gguf) or (adapter_only and not lora):
+        raise ConfigError("--lora needs --gguf, and --adapter-only needs --lora. Add what is missing.")
     configure_logs(rank=0)
     if onnx:
         _export_onnx(model_folder, out, "int4" if kind == "int4" else "f32", max_difference, allow_differences)
         return
-    from finetune.export.exported_folder import GGUF_FILE, export_model
+    from finetune.export.exported_folder import export_model
     from finetune.export.gguf import Gguf, find_converter
+    from finetune.export.gguf_lora import export_lora
+    from finetune.inference.finished_run import find_run
 
-    gguf_type = "auto" if kind == "int4" else kind
-    wanted = Gguf(converter=find_converter(llama_cpp, os.environ), kind=gguf_type, base=base) if gguf else None
+    wanted = None
+    if gguf:
+        converter, gguf_type = find_converter(llama_cpp, os.environ), "auto" if kind == "int4" else kind
+        wanted = Gguf(converter=converter, kind=gguf_type, base=base, allows_differences=allow_differences)
     with waiting(f"exporting to {out}"):
-        num_tensors = export_model(model_folder, out, gguf=wanted, with_modelfile=modelfile)
-    files = [path for name in (GGUF_FILE, "Modelfile") if (path := out.expanduser() / name).is_file()]
+        if lora and wanted:
+            run = find_run(model_folder, is_alone=True)
+            exported = export_lora(run, out, gguf=wanted, with_base=not adapter_only, with_modelfile=modelfile)
+        else:
+            exported = export_model(model_folder, out, gguf=wanted, with_modelfile=modelfile)
+    files = [path for path in sorted(out.expanduser().iterdir()) if path.suffix == ".gguf" or path.name == "Modelfile"]
     say(f"Written to {out}: {', '.join(f'{path.name} ({in_units(path.stat().st_size)})' for path in files)}")
-    if num_tensors is not None:
-        say(f"The GGUF file holds {num_tensors} tensors.")
-    if modelfile:
+    if exported.num_tensors is not None:
+        say(f"The GGUF file holds {exported.num_tensors} tensors.")
+    if gguf:
+        say(exported.token_ids)
+    if (out.expanduser() / "Modelfile").is_file():
         say(f"Next: cd {out} && ollama create my-model -f Modelfile")
 
 

@@ -3,21 +3,56 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
 from finetune.errors import CheckpointError, ConfigError
-from finetune.export.gguf import Gguf, convert
+from finetune.export.gguf import Gguf, GgufType, convert, keys_for_llama_cpp, refuse_other_tokens
+from finetune.export.gguf_file import with_keys
+from finetune.export.gguf_served import MODEL_FILE, GgufFiles, check_in_llama_cpp, installed_version
+from finetune.export.gguf_tokens import Reading, find_rules, refuse_other_ids
 from finetune.export.ollama import modelfile
 from finetune.export.out_folder import new_folder
 from finetune.export.vectors import copy_vectors
+from finetune.runs.durable import FolderWriter
 
-GGUF_FILE = "model.gguf"
 COPY_BYTES = 1 << 22
+_log = logging.getLogger(__name__)
 
 
-def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: bool = True) -> int | None:
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        num_tensors: in the GGUF file; None without one.
+        reading: how llama.cpp reads chats, by its rules; None without a GGUF file.
+        runtime: the llama.cpp in which the same was seen; None if it is not installed.
+    """
+
+    num_tensors: int | None = None
+    reading: Reading | None = None
+    runtime: str | None = None
+
+    @property
+    def token_ids(self) -> str:
+        """Whether llama.cpp reads chats as in training, and how that is known."""
+        if self.reading is None:
+            return "Token ids were not compared, because the base was not exported."
+        others, num = len(self.reading.plain) + len(self.reading.edges), len(self.reading.chats)
+        same = f"{num - others} of {num} texts as the token ids of training"
+        if self.runtime is not None:
+            return f"{self.runtime} reads {same}, and stops where the run's model does."
+        return f"By its rules llama.cpp reads {same}. Install llama-cpp-python to have it checked in llama.cpp itself."
+
+
+def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: bool = True) -> Exported:
     """Write a folder with a GGUF file, a Modelfile, or both; all of it or nothing.
 
     Args:
@@ -26,33 +61,61 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
         gguf: None makes no GGUF file; the Modelfile then names the merged folder, which Ollama imports itself.
         with_modelfile: write a Modelfile.
 
-    Returns:
-        The number of tensors in the GGUF file; None without one.
-
     Raises:
         CheckpointError: `out` is taken, or `model` is not a merged folder.
         ConfigError: there is nothing to write.
-        ModelError: llama.cpp or Ollama does not support the model.
+        ModelError: llama.cpp or Ollama does not support the model, or llama.cpp would read chats as other tokens.
         RunFailedError: the disk has too little room, or failed.
     """
     model = model.expanduser().absolute()
     refuse_no_model(model)
     if gguf is None and not with_modelfile:
         raise ConfigError("there is nothing to export: add --gguf, or leave out --no-modelfile.")
-    text = _modelfile(model, f"./{GGUF_FILE}" if gguf else str(model)) if with_modelfile else None
-    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    num_tensors = None
-    with new_folder(out, (4 if gguf and gguf.kind == "f32" else 2) * size if gguf else 0) as writer:
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+    stops = stored_stop_ids(model) or [it for it in [tokenizer.eos_token_id] if it is not None]
+    named = f"./{MODEL_FILE}" if gguf else str(model)
+    text = modelfile(tokenizer, named, stops) if with_modelfile else None
+    exported = Exported()
+    with new_folder(out, gguf_bytes(model, gguf.kind) if gguf else 0) as writer:
         if gguf is not None:
-            with tempfile.TemporaryDirectory(dir=writer.path.parent) as aside:
-                made = Path(aside, GGUF_FILE)
-                num_tensors = convert(model, made, gguf)
-                with made.open("rb") as file:
-                    writer.write(GGUF_FILE, iter(lambda: file.read(COPY_BYTES), b""))
+            exported = write_gguf(model, writer, MODEL_FILE, gguf, tokenizer, stops)
         if text is not None:
             writer.write("Modelfile", [text.encode()])
         copy_vectors(model, writer)
-    return num_tensors
+    return exported
+
+
+def gguf_bytes(model: Path, kind: GgufType) -> int:
+    """About the size of the GGUF file of a model; the model may be stored in 16 bits."""
+    return (4 if kind == "f32" else 2) * sum(path.stat().st_size for path in model.glob("*.safetensors"))
+
+
+def write_gguf(
+    model: Path, writer: FolderWriter, name: str, gguf: Gguf, tokenizer: Any, stop_ids: Sequence[int]
+) -> Exported:
+    """Convert a model into a folder, so that llama.cpp reads chats as the tokenizer does.
+
+    Where llama-cpp-python is installed, the file is loaded, and encodes the same chats.
+
+    Raises:
+        ModelError: llama.cpp does not support the model, or would read chats as other tokens.
+    """
+    reading = find_rules(tokenizer)
+    if not gguf.allows_differences:
+        refuse_other_ids(reading)
+    with tempfile.TemporaryDirectory(dir=writer.path.parent) as aside:
+        made = Path(aside, name)
+        header = convert(model, made, gguf, reading.rules)
+        refuse_other_tokens(header, tokenizer)
+        writer.write(name, with_keys(made, header, keys_for_llama_cpp(reading.rules, header, stop_ids)))
+    if others := [*reading.plain, *reading.edges]:
+        causes = "; ".join(reading.causes) or "not known"
+        say = "llama.cpp reads %d of %d texts as other tokens than training did. The first: %s. Cause: %s"
+        _log.warning(say, len(others), len(reading.chats), others[0], causes)
+    files, runtime = GgufFiles(writer.path / name), None
+    if installed_version() is not None:
+        runtime = check_in_llama_cpp(files, reading, tokenizer, stop_ids)
+    return Exported(num_tensors=header.num_tensors, reading=reading, runtime=runtime)
 
 
 def refuse_no_model(model: Path) -> None:
@@ -70,16 +133,8 @@ def refuse_no_model(model: Path) -> None:
     )
 
 
-def _modelfile(model: Path, named: str) -> str:
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
-    return modelfile(tokenizer, named, _stop_ids(model, tokenizer))
-
-
-def _stop_ids(model: Path, tokenizer: Any) -> list[int]:
-    """The stop ids of generation_config.json, which a merged folder holds as a list."""
+def stored_stop_ids(model: Path) -> list[int]:
+    """The stop ids of generation_config.json, which a merged folder holds as a list; empty if it names none."""
     file = model / "generation_config.json"
     found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
-    ids = [found] if isinstance(found, int) else found or [tokenizer.eos_token_id]
-    return [int(token_id) for token_id in ids if token_id is not None]
+    return [found] if isinstance(found, int) else [int(token_id) for token_id in found or []]

@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from finetune.errors import ConfigError, ModelError, RunFailedError
+from finetune.errors import ConfigError, ModelError
+from finetune.export.gguf_file import Header, read_header
+from finetune.export.gguf_tokens import TokenRules, is_byte_level
 
 LLAMA_CPP_VARIABLE = "LLAMA_CPP_DIR"
 CONVERTER = "convert_hf_to_gguf.py"
 GgufType = Literal["auto", "f32", "f16", "bf16", "q8_0"]
 _HOW_TO_GET_IT = (
-    "Get llama.cpp (git clone https://github.com/ggml-org/llama.cpp), install the packages that its "
-    "requirements/requirements-convert_hf_to_gguf.txt names (at least gguf and sentencepiece), and say where it is "
-    f"with --llama-cpp FOLDER or {LLAMA_CPP_VARIABLE}"
+    "Get llama.cpp (git clone https://github.com/ggml-org/llama.cpp, or vendor/llama.cpp in the source package of "
+    "llama-cpp-python: pip download --no-deps --no-binary :all: llama-cpp-python), install sentencepiece, and say "
+    f"where it is with --llama-cpp FOLDER or {LLAMA_CPP_VARIABLE}"
 )
 
 
@@ -38,11 +39,13 @@ class Gguf:
         converter: llama.cpp's script, see `find_converter`.
         kind: the type of the weights; auto is the model's own 16-bit type.
         base: a folder with the base's tokenizer.model, which a sentencepiece tokenizer needs.
+        allows_differences: write the file even if llama.cpp reads chats as other tokens than the run trained on.
     """
 
     converter: Path
     kind: GgufType
     base: Path | None = None
+    allows_differences: bool = False
 
 
 def find_converter(folder: Path | None, environment: Mapping[str, str]) -> Path:
@@ -64,49 +67,80 @@ def find_converter(folder: Path | None, environment: Mapping[str, str]) -> Path:
     return script
 
 
-def convert(model: Path, out: Path, gguf: Gguf) -> int:
-    """Run the converter on a merged folder, and check the file it wrote. Returns the number of tensors in `out`.
+def convert(model: Path, out: Path, gguf: Gguf, rules: TokenRules) -> Header:
+    """Run the converter on a merged folder. Returns the header of the file that it wrote.
+
+    Args:
+        model: a merged folder.
+        out: the file to write.
+        gguf: the settings.
+        rules: how llama.cpp is to read texts. The file's name tells it a part; `keys_for_llama_cpp` has the rest.
 
     Raises:
         ModelError: the converter does not support the model or its tokenizer; the message repeats its reason.
         RunFailedError: it wrote no complete file.
     """
-    name = str(json.loads((model / "config.json").read_text(encoding="utf-8")).get("model_type", "model"))
+    kind = str(json.loads((model / "config.json").read_text(encoding="utf-8")).get("model_type", "model"))
     with tempfile.TemporaryDirectory() as scratch:
         _link_model(model, Path(scratch), gguf.base)
-        command = [sys.executable, str(gguf.converter), scratch, "--outfile", str(out)]
-        command += ["--outtype", gguf.kind, "--model-name", name]
-        done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise ModelError(_refusal(done.stderr, scratch))
-    return count_tensors(out)
+        words = [scratch, "--outtype", gguf.kind, "--model-name", _name(kind, rules)]
+        run_converter(gguf.converter, words, out, scratch)
+    return read_header(out)
 
 
-def count_tensors(path: Path) -> int:
-    """The number of tensors that the header of a GGUF file states.
+def run_converter(script: Path, words: Sequence[str], out: Path, scratch: str) -> None:
+    """Run a script of llama.cpp in a process of its own, which asks no hub.
 
     Raises:
-        RunFailedError: it is not a GGUF file, or holds nothing.
+        ModelError: it refuses; the message repeats its reason.
     """
-    with path.open("rb") as file:
-        header = file.read(24)
-    if len(header) < 24 or header[:4] != b"GGUF":
-        raise RunFailedError(f"the converter reported success, but {path.name} is not a GGUF file. It was removed.")
-    _version, num_tensors, _num_metadata = struct.unpack("<IQQ", header[4:])
-    if not num_tensors:
-        raise RunFailedError(f"the converter reported success, but {path.name} holds no tensors. It was removed.")
-    return int(num_tensors)
+    command = [sys.executable, str(script), *words, "--outfile", str(out)]
+    done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ModelError(_refusal(done.stderr, scratch))
 
 
-def is_byte_level(model: Path) -> bool:
-    """Whether a folder's tokenizer is byte-level BPE, like those of GPT-2, phi-2, phi-4 and Phi-4-mini."""
+def keys_for_llama_cpp(rules: TokenRules, header: Header, stop_ids: Sequence[int]) -> dict[str, bool | int]:
+    """Keys that the converter does not write as the run needs them.
+
+    A chat template renders the whole text, so llama.cpp must add no token before it. llama.cpp ends an answer at eos,
+    end of turn and end of message, and at tokens whose text it knows.
+    """
+    eos = header.keys.get("tokenizer.ggml.eos_token_id")
+    ends = [token_id for token_id in stop_ids if token_id != eos]
+    keys = dict(zip(("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"), ends, strict=False))
+    return {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": rules.puts_space, **keys}
+
+
+def refuse_other_tokens(header: Header, tokenizer: Any) -> None:
+    """Refuse a file whose tokens are not the tokenizer's, as when tokenizer.model is another model's.
+
+    Raises:
+        ModelError: names the first token that differs.
+    """
+    there = header.keys.get("tokenizer.ggml.tokens", [])
+    ours = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    for token_id, token in enumerate(ours):
+        if token is not None and there[token_id : token_id + 1] != [token]:
+            other = there[token_id] if token_id < len(there) else "missing"
+            raise ModelError(
+                f"token {token_id} is {token!r} in the model's tokenizer.json, but {other!r} in the GGUF file: "
+                "tokenizer.model belongs to another tokenizer. Take that of the base (--base). Nothing was written."
+            )
+
+
+def _name(kind: str, rules: TokenRules) -> str:
+    """A name for the file; llama.cpp reads from it whether special tokens strip white space, see `TokenRules`."""
+    if rules.strips:
+        return "phi-3"
+    return "phi" if kind.startswith("phi3") else kind
+
+
+def _is_byte_level(model: Path) -> bool:
     try:
-        record = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
+        return is_byte_level(json.loads((model / "tokenizer.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return False
-    decoder = record.get("decoder") or {}
-    parts = [decoder, *decoder.get("decoders", ())]
-    return record.get("model", {}).get("type") == "BPE" and any(part.get("type") == "ByteLevel" for part in parts)
 
 
 def _link_model(model: Path, scratch: Path, base: Path | None) -> None:
@@ -116,7 +150,7 @@ def _link_model(model: Path, scratch: Path, base: Path | None) -> None:
             (scratch / path.name).symlink_to(path.resolve())
     if not (scratch / "tokenizer.model").exists() and base is not None and (base / "tokenizer.model").is_file():
         (scratch / "tokenizer.model").symlink_to((base / "tokenizer.model").resolve())
-    if is_byte_level(model) and not (scratch / "tokenizer.model").exists():
+    if _is_byte_level(model) and not (scratch / "tokenizer.model").exists():
         described = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
         described["tokenizer_class"] = "GPT2Tokenizer"
         (scratch / "tokenizer_config.json").unlink()

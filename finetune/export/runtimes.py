@@ -10,6 +10,7 @@ import torch
 
 from finetune.errors import CheckpointError, RunFailedError, first_line
 from finetune.export.comparison import MOST_DIFFERENCE
+from finetune.export.gguf_served import gguf_bound, load_gguf
 from finetune.export.onnx_served import GENAI_CONFIG, largest_difference, load_onnx
 from finetune.export.plain_reload import logits_in_fp32, render
 from finetune.export.served_model import Rendered, ServedModel, Turns
@@ -106,6 +107,7 @@ def load_peft(folder: Path, base: str | None = None) -> ServedModel:
 
 
 RUNTIMES = (
+    Runtime("llama.cpp", ("*.gguf",), load_gguf, lambda vectors, folder: gguf_bound(folder) + 2 * vectors.rounding),
     Runtime("PEFT", (ADAPTER_CONFIG,), load_peft, lambda vectors, folder: _IN_FP32, has_written_weights=True),
     Runtime(
         "transformers",

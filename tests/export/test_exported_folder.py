@@ -20,7 +20,8 @@ from safetensors.torch import load_file
 from finetune.cli import main as finetune
 from finetune.errors import ModelError, RunFailedError
 from finetune.export.exported_folder import export_model
-from finetune.export.gguf import Gguf, count_tensors, find_converter, is_byte_level
+from finetune.export.gguf import Gguf, find_converter
+from finetune.export.gguf_tokens import is_byte_level
 from tests.export.finished_runs import write_run
 from tests.model.variants import VARIANTS
 from tests.tiny import tiny_tokenizer
@@ -147,7 +148,9 @@ def test_what_the_real_converter_refuses_is_said_in_words(llama_cpp, tmp_path, n
 def test_without_llama_cpp_it_is_said_how_to_get_it(model, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("LLAMA_CPP_DIR", raising=False)
     assert command("export", model, tmp_path / "out", "--gguf") == 2
-    assert "git clone https://github.com/ggml-org/llama.cpp" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "git clone https://github.com/ggml-org/llama.cpp" in said
+    assert "vendor/llama.cpp in the source package of llama-cpp-python" in said
     assert command("export", model, tmp_path / "out", "--gguf", "--llama-cpp", tmp_path) == 2
     assert "has no convert_hf_to_gguf.py" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -174,11 +177,6 @@ def test_a_file_that_is_no_model_is_not_taken_for_one(tmp_path, written):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["convert_hf_to_gguf.py", "merged"]
 
 
-def test_the_number_of_tensors_is_read_from_the_header(tmp_path):
-    (tmp_path / "a.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "little") + (7).to_bytes(8, "little") + bytes(8) + b"x")
-    assert count_tensors(tmp_path / "a.gguf") == 7
-
-
 def test_a_modelfile_alone_names_the_merged_folder(model, tmp_path, capsys):
     assert command("export", model, tmp_path / "out") == 0
     assert "ollama create" in capsys.readouterr().out
@@ -197,9 +195,7 @@ def test_a_run_is_told_to_be_merged_first(tmp_path, capsys):
     assert "is not a model folder" in said
 
 
-def test_byte_level_tokenizers_are_told_from_others(tmp_path):
-    tiny_tokenizer("phi4").save_pretrained(tmp_path / "bytes")
-    VARIANTS["Phi-3-mini-4k"].tokenizer().save_pretrained(tmp_path / "pieces")
-    assert is_byte_level(tmp_path / "bytes")
-    assert not is_byte_level(tmp_path / "pieces")
-    assert not is_byte_level(tmp_path)
+def test_byte_level_tokenizers_are_told_from_others():
+    assert is_byte_level(json.loads(tiny_tokenizer("phi4").backend_tokenizer.to_str()))
+    assert not is_byte_level(json.loads(VARIANTS["Phi-3-mini-4k"].tokenizer().backend_tokenizer.to_str()))
+    assert not is_byte_level({})

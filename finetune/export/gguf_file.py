@@ -1,0 +1,126 @@
+"""The header of a GGUF file: read its keys, and write the file again with keys set.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, with numbers in little-endian order.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from finetune.errors import RunFailedError
+
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_INT, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
+_COPY_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a GGUF file says of itself.
+
+    Attributes:
+        version: of the format.
+        num_tensors: how many tensors it holds.
+        keys: its metadata.
+        spans: where each key begins and ends, with its value.
+        tensors: where the list of tensors begins and ends. Their data begin at the next multiple of the alignment.
+    """
+
+    version: int
+    num_tensors: int
+    keys: dict[str, Any]
+    spans: dict[str, tuple[int, int]]
+    tensors: tuple[int, int]
+
+    @property
+    def alignment(self) -> int:
+        """Tensors begin at multiples of it, in bytes."""
+        return int(self.keys.get("general.alignment", 32))
+
+
+def read_header(path: Path) -> Header:
+    """Read the header of a GGUF file.
+
+    Raises:
+        RunFailedError: it is not a GGUF file, holds no tensors, or ends within its header.
+    """
+    with path.open("rb") as file:
+        start = file.read(24)
+        if len(start) < 24 or start[:4] != b"GGUF":
+            raise RunFailedError(f"the converter reported success, but {path.name} is not a GGUF file. It was removed.")
+        version, num_tensors, num_keys = struct.unpack("<IQQ", start[4:])
+        if not num_tensors:
+            raise RunFailedError(f"the converter reported success, but {path.name} holds no tensors. It was removed.")
+        try:
+            keys, spans = _read_keys(file, num_keys)
+            tensors_at = file.tell()
+            for _ in range(num_tensors):
+                _skip_tensor(file)
+        except (struct.error, KeyError, OverflowError, MemoryError) as error:
+            raise RunFailedError(
+                f"the converter reported success, but the header of {path.name} cannot be read ({error}). "
+                "It was removed."
+            ) from error
+        places = (tensors_at, file.tell())
+    return Header(version=version, num_tensors=num_tensors, keys=keys, spans=spans, tensors=places)
+
+
+def with_keys(path: Path, header: Header, keys: Mapping[str, bool | int]) -> Iterator[bytes]:
+    """Yield the bytes of the file with these keys set, in place of those that it has under the same names."""
+    kept = [span for name, span in header.spans.items() if name not in keys]
+    with path.open("rb") as file:
+        start = struct.pack("<4sIQQ", b"GGUF", header.version, header.num_tensors, len(kept) + len(keys))
+        parts = [start, *(_encode(name, value) for name, value in keys.items())]
+        for begin, end in [*kept, header.tensors]:
+            file.seek(begin)
+            parts.append(file.read(end - begin))
+        size = sum(map(len, parts))
+        yield b"".join([*parts, bytes(-size % header.alignment)])
+        file.seek(header.tensors[1] + -header.tensors[1] % header.alignment)
+        yield from iter(lambda: file.read(_COPY_BYTES), b"")
+
+
+def _encode(name: str, value: bool | int) -> bytes:
+    text = name.encode()
+    kind = _BOOL if isinstance(value, bool) else _INT
+    return struct.pack(f"<Q{len(text)}sI{_NUMBERS[kind]}", len(text), text, kind, value)
+
+
+def _read_keys(file: BinaryIO, count: int) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
+    keys, spans = {}, {}
+    for _ in range(count):
+        begin = file.tell()
+        name = _text(file)
+        keys[name] = _value(file, _numbers(file, "I")[0])
+        spans[name] = (begin, file.tell())
+    return keys, spans
+
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    if kind == _STRING:
+        return _text(file)
+    if kind != _ARRAY:
+        return _numbers(file, _NUMBERS[kind])[0]
+    inner, count = _numbers(file, "IQ")
+    if inner in _NUMBERS:
+        return list(_numbers(file, f"{count}{_NUMBERS[inner]}"))
+    return [_value(file, inner) for _ in range(count)]
+
+
+def _skip_tensor(file: BinaryIO) -> None:
+    _text(file)
+    (num_dimensions,) = _numbers(file, "I")
+    _numbers(file, f"{num_dimensions}QIQ")  # its shape, type and place
+
+
+def _text(file: BinaryIO) -> str:
+    (length,) = _numbers(file, "Q")
+    return file.read(length).decode("utf-8", errors="replace")
+
+
+def _numbers(file: BinaryIO, kinds: str) -> tuple[Any, ...]:
+    return struct.unpack(f"<{kinds}", file.read(struct.calcsize(f"<{kinds}")))

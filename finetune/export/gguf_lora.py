@@ -1,0 +1,155 @@
+"""Convert a run's adapter to a GGUF LoRA beside its base, for servers that keep one base and several adapters.
+
+Facts: ggml-org/llama.cpp, convert_lora_to_gguf.py (it carries pairs of lora_A and lora_B alone) and
+src/llama-adapter.h (`get_scale`: the update is scaled by alpha / rank).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from finetune.config.hub import cached_file
+from finetune.data.templates import stop_ids
+from finetune.errors import ConfigError, ModelError
+from finetune.export.exported_folder import Exported, gguf_bytes, stored_stop_ids, write_gguf
+from finetune.export.gguf import Gguf, run_converter
+from finetune.export.gguf_file import read_header
+from finetune.export.gguf_served import ADAPTER_FILE, BASE_FILE, GgufFiles, check_in_llama_cpp
+from finetune.export.ollama import modelfile
+from finetune.export.out_folder import new_folder
+from finetune.inference.finished_run import FinishedRun
+from finetune.model.base import locate_model
+from finetune.model.from_hub import missing_from_cache, repository_of
+from finetune.model.new_tokens import build_run_tokenizer
+from finetune.runs.durable import FolderWriter
+from finetune.runs.model_files import encode_tokenizer
+
+LORA_CONVERTER = "convert_lora_to_gguf.py"
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def export_lora(run: FinishedRun, out: Path, *, gguf: Gguf, with_base: bool, with_modelfile: bool) -> Exported:
+    """Write a folder with the adapter as a GGUF LoRA and, beside it, its base as a GGUF file and a Modelfile.
+
+    The base's file has the run's tokenizer, chat template and stop ids.
+
+    Args:
+        run: a run with an adapter.
+        out: a folder that does not exist or is empty.
+        gguf: its type is that of the base's weights; those of the adapter are fp32.
+        with_base: convert the base too. Without it llama.cpp cannot be asked how it reads chats.
+        with_modelfile: write a Modelfile for both, if the base is written.
+
+    Raises:
+        CheckpointError: `out` is taken.
+        ConfigError: the run has no adapter.
+        ModelError: a GGUF LoRA cannot carry the adapter, or llama.cpp does not support the base.
+        RunFailedError: the disk has too little room, or failed.
+    """
+    if run.is_full:
+        raise ConfigError(
+            f"{run.folder.path} trained every weight, so there is no adapter. Merge it, and export without --lora: "
+            "finetune merge RUN MODEL, finetune export MODEL OUT --gguf."
+        )
+    record = _refuse_what_is_lost(run.weights)
+    base, tokenizer = gguf.base or _base_folder(run), build_run_tokenizer(run.config)
+    size = (run.weights / _WEIGHTS).stat().st_size + (gguf_bytes(base, gguf.kind) if with_base else 0)
+    with new_folder(out, size) as writer, tempfile.TemporaryDirectory(dir=writer.path.parent) as aside:
+        num_tensors = _write_adapter(run.weights, record, base, writer, Path(aside), gguf)
+        if not with_base:
+            return Exported(num_tensors=num_tensors)
+        ends = stop_ids(tokenizer, stored_stop_ids(base))
+        model = _with_tokenizer_of_run(base, tokenizer, Path(aside))
+        exported = write_gguf(model, writer, BASE_FILE, gguf, tokenizer, ends)
+        if with_modelfile:
+            text = modelfile(tokenizer, f"./{BASE_FILE}\nADAPTER ./{ADAPTER_FILE}", ends)
+            writer.write("Modelfile", [text.encode()])
+        if exported.runtime is not None and exported.reading is not None:
+            files = GgufFiles(writer.path / BASE_FILE, writer.path / ADAPTER_FILE)
+            check_in_llama_cpp(files, exported.reading, tokenizer, ends)
+    return exported
+
+
+def _refuse_what_is_lost(adapter: Path) -> dict[str, Any]:
+    """Refuse an adapter with more than lora_A and lora_B of linear layers. Returns its configuration.
+
+    Raises:
+        ModelError: names what would be lost.
+    """
+    record: dict[str, Any] = json.loads((adapter / _CONFIG).read_text(encoding="utf-8"))
+    with safe_open(adapter / _WEIGHTS, framework="pt") as file:
+        other = sorted(name for name in file.keys() if not name.endswith((".lora_A.weight", ".lora_B.weight")))  # noqa: SIM118
+    patterns = [name for name in ("rank_pattern", "alpha_pattern") if record.get(name)]
+    if not other and not patterns:
+        return record
+    kinds = {
+        "lora_magnitude_vector": "DoRA's magnitudes",
+        "trainable_tokens": "new tokens",
+        "embed_tokens": "trained embeddings",
+    }
+    what = [next((words for part, words in kinds.items() if part in name), "weights of another kind") for name in other]
+    lost = ", ".join(dict.fromkeys([*what, *patterns]))
+    example = f" ({other[0]})" if other else ""
+    raise ModelError(
+        f"a GGUF LoRA holds lora_A and lora_B alone, and this adapter also has {lost}{example}. Merge it, and export "
+        "the merged model: finetune merge RUN MODEL, finetune export MODEL OUT --gguf."
+    )
+
+
+def _write_adapter(
+    adapter: Path, record: dict[str, Any], base: Path, writer: FolderWriter, aside: Path, gguf: Gguf
+) -> int:
+    """Run llama.cpp's script on the adapter. Returns the number of tensors written."""
+    source, made = aside / "adapter", aside / ADAPTER_FILE
+    source.mkdir()
+    (source / _WEIGHTS).symlink_to((adapter / _WEIGHTS).resolve())
+    (source / _CONFIG).write_text(json.dumps({**record, "lora_alpha": _alpha(record)}), encoding="utf-8")
+    script = gguf.converter.with_name(LORA_CONVERTER)
+    run_converter(script, [str(source), "--base", str(base), "--outtype", "f32"], made, str(aside))
+    header = read_header(made)
+    writer.write(ADAPTER_FILE, [made.read_bytes()])
+    return header.num_tensors
+
+
+def _alpha(record: dict[str, Any]) -> float:
+    """The alpha for which alpha / rank is the run's scale. rsLoRA scales by alpha / sqrt(rank)."""
+    alpha = float(record["lora_alpha"])
+    return alpha * math.sqrt(record["r"]) if record.get("use_rslora") else alpha
+
+
+def _base_folder(run: FinishedRun) -> Path:
+    """The folder of the run's base, in the hub's cache if it came from the hub.
+
+    Raises:
+        ModelError: its files are not here.
+    """
+    where = locate_model(run.config.model)
+    repository = repository_of(where, run.config.model.revision)
+    if repository is None:
+        return Path(where)
+    lacking, config = missing_from_cache(repository, "weights"), cached_file(repository, "config.json")
+    if lacking is not None or config is None:
+        raise ModelError(
+            f"the base {where} is not complete in the hub's cache ({lacking} is missing). Download it (hf download "
+            f"{where}), or name its folder with --base."
+        )
+    return config.parent
+
+
+def _with_tokenizer_of_run(base: Path, tokenizer: Any, aside: Path) -> Path:
+    """A folder with the base's weights and the run's tokenizer."""
+    model = aside / "base"
+    model.mkdir()
+    for path in base.iterdir():
+        if path.suffix == ".safetensors" or path.name in ("config.json", "tokenizer.model") or "index" in path.name:
+            (model / path.name).symlink_to(path.resolve())
+    for name, chunks in encode_tokenizer(tokenizer).items():
+        if not (model / name).exists():
+            (model / name).write_bytes(b"".join(chunks))
+    return model

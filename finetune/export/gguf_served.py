@@ -1,0 +1,218 @@
+"""A GGUF file in llama.cpp, through llama-cpp-python: its tokenizer, chat template, weights and ends of an answer.
+
+Prompts are made by the chat handler that llama-cpp-python's own server calls.
+Source: abetlen/llama-cpp-python, llama_cpp/llama.py (`create_chat_completion`) and llama_chat_format.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from finetune.errors import ConfigError, ModelError
+from finetune.export.gguf_file import read_header
+from finetune.export.gguf_tokens import OtherIds, Reading
+from finetune.export.served_model import Rendered, Turns
+
+PACKAGE = "llama-cpp-python"
+MODEL_FILE, BASE_FILE, ADAPTER_FILE = "model.gguf", "base.gguf", "adapter.gguf"
+_BOUNDS = {0: 2e-3, 1: 3e-3, 32: 2e-2, 7: 8e-2}
+"""The largest relative difference of logits by `general.file_type`: f32, f16, bf16 and q8_0. llama.cpp keeps keys and
+values in 16 bits whatever the weights are, and computes with 8-bit activations where weights have 8 bits."""
+MOST_TOKENS = 2048
+"""Of a prompt with its answer. llama-cpp-python holds logits of so many positions."""
+
+
+class GgufFiles(NamedTuple):
+    """What llama.cpp loads from a folder.
+
+    Attributes:
+        model: the model, or the base of `adapter`.
+        adapter: a GGUF LoRA, or None.
+    """
+
+    model: Path
+    adapter: Path | None = None
+
+
+def find_gguf(folder: Path) -> GgufFiles | None:
+    """Find the GGUF files that an export wrote: a model, or a base with its adapter. None if there are none."""
+    if (folder / MODEL_FILE).is_file():
+        return GgufFiles(folder / MODEL_FILE)
+    if (folder / BASE_FILE).is_file() and (folder / ADAPTER_FILE).is_file():
+        return GgufFiles(folder / BASE_FILE, folder / ADAPTER_FILE)
+    return None
+
+
+def installed_version() -> str | None:
+    """The version of llama-cpp-python, or None if it is not installed."""
+    try:
+        return version(PACKAGE)
+    except PackageNotFoundError:
+        return None
+
+
+def gguf_bound(folder: Path) -> float:
+    """The largest relative difference of a position's logits that llama.cpp's arithmetic and the type explain."""
+    files = find_gguf(folder)
+    kind = None if files is None else read_header(files.model).keys.get("general.file_type")
+    return _BOUNDS.get(kind if isinstance(kind, int) else -1, max(_BOUNDS.values()))
+
+
+def load_gguf(folder: Path) -> LlamaCpp:
+    """Load what `finetune export --gguf` wrote.
+
+    Raises:
+        ConfigError: llama-cpp-python is not installed, or the folder holds no GGUF file that it can load alone.
+        ModelError: llama.cpp does not load the file.
+    """
+    files = find_gguf(folder)
+    if files is None:
+        raise ConfigError(
+            f"{folder} has no {MODEL_FILE}, and no {BASE_FILE} with an {ADAPTER_FILE}. Name a folder that "
+            "`finetune export --gguf` wrote."
+        )
+    if installed_version() is None:
+        raise ConfigError(f"{files.model.name} runs in llama.cpp, which is not installed: pip install {PACKAGE}.")
+    return LlamaCpp(files)
+
+
+def check_in_llama_cpp(files: GgufFiles, reading: Reading, tokenizer: Any, stop_ids: Sequence[int]) -> str:
+    """Load what was written, and encode the chats of `find_rules` in llama.cpp itself. Returns its name and version.
+
+    Raises:
+        ModelError: llama.cpp does not load it, renders or reads a chat in another way than its rules say, or does not
+            end an answer at a stop id.
+    """
+    served = LlamaCpp(files)
+    try:
+        wrong = next(_find_surprises(served, reading, tokenizer, stop_ids), None)
+    finally:
+        served.close()
+    if wrong is not None:
+        raise ModelError(f"{served.runtime} does not serve the model as it was trained: {wrong} Nothing was written.")
+    return served.runtime
+
+
+def _find_surprises(served: LlamaCpp, reading: Reading, tokenizer: Any, stop_ids: Sequence[int]) -> Iterator[str]:
+    known = {other.text for other in [*reading.plain, *reading.edges]}
+    for turns, text in reading.chats:
+        if tokenizer.chat_template is not None and (rendered := served.render(turns).text) != text:
+            yield f"it renders a chat as {rendered!r}, and the chat template as {text!r}. Use another llama.cpp."
+        ids, read = tokenizer(text, add_special_tokens=False)["input_ids"], served.encode(text)
+        if text not in known and ids != read:
+            trained, other = (list(map(str, tokenizer.convert_ids_to_tokens(each))) for each in (ids, read))
+            yield (
+                f"{OtherIds(text=text, trained=trained, served=other)}. Its rules are not those that were expected: "
+                "tell the authors of finetune which tokenizer this is, and send token ids instead of text."
+            )
+    for token_id in stop_ids:
+        if token_id not in served.ends:
+            yield (
+                f"it does not end an answer at {tokenizer.convert_ids_to_tokens(token_id)} ({token_id}). Give it as "
+                "`stop` in each request."
+            )
+
+
+class LlamaCpp:
+    """A model in llama.cpp. See `ServedModel`. `close()` frees its memory.
+
+    Attributes:
+        stop_ids: the ends of an answer that the file names.
+        ends: those, and tokens that llama.cpp takes for ends because it knows their text, `</s>` for example.
+
+    Raises:
+        ModelError: llama.cpp does not load the files.
+    """
+
+    def __init__(self, files: GgufFiles) -> None:
+        import llama_cpp
+
+        self._library: Any = llama_cpp
+        self._files = files
+        adapter = None if files.adapter is None else str(files.adapter)
+        settings = {"n_ctx": MOST_TOKENS, "n_batch": MOST_TOKENS, "logits_all": True, "verbose": False}
+        try:
+            self._llama: Any = llama_cpp.Llama(str(files.model), lora_path=adapter, **settings)
+        except (ValueError, RuntimeError) as error:
+            named = " and ".join(path.name for path in files if path is not None)
+            raise ModelError(
+                f"llama.cpp does not load {named} in {files.model.parent}: {error}. Its reasons are in the log of: "
+                f'python -c "import llama_cpp; llama_cpp.Llama({str(files.model)!r})"'
+            ) from error
+        self.close = weakref.finalize(self, self._llama.close)  # not in __del__: at the end, its library is gone before
+        self.runtime = f"{PACKAGE} {llama_cpp.__version__}"
+        vocabulary, ids = llama_cpp.llama_model_get_vocab(self._llama.model), range(self._llama.n_vocab())
+        stated = {self._llama.metadata.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")}
+        self.ends = [token_id for token_id in ids if llama_cpp.llama_vocab_is_eog(vocabulary, token_id)]
+        self.stop_ids = [token_id for token_id in self.ends if str(token_id) in stated]
+
+    def render(self, turns: Turns) -> Rendered:
+        """Render and encode a conversation through the chat handler of llama-cpp-python's server."""
+        asked = _AskedPrompt(self._llama)
+        try:
+            self._chat_handler()(llama=asked, messages=[dict(turn) for turn in turns])
+        except _PromptIsMade:
+            return Rendered(asked.text, asked.token_ids)
+        raise AssertionError("the chat handler asked for no completion")
+
+    def encode(self, text: str) -> list[int]:
+        """Encode a rendered chat, as the chat handler does."""
+        return list(map(int, self._llama.tokenize(text.encode(), add_bos=False, special=True)))
+
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Compute logits at every position of a prompt, fp32, shape (tokens, vocabulary)."""
+        self._refuse_long(len(token_ids))
+        self._llama.reset()
+        self._llama.eval(list(token_ids))
+        return torch.from_numpy(self._llama.scores[: len(token_ids)].copy())
+
+    def answer(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
+        """Answer a prompt greedily, without a repetition penalty."""
+        self._refuse_long(len(token_ids) + max_new_tokens)
+        answer: list[int] = []
+        self._llama.reset()
+        for token_id in islice(self._llama.generate(list(token_ids), temp=0.0, repeat_penalty=1.0), max_new_tokens):
+            answer.append(int(token_id))
+            if token_id in self.ends:
+                break
+        return answer
+
+    def _chat_handler(self) -> Any:
+        """As `Llama.create_chat_completion` chooses it."""
+        llama, formats = self._llama, self._library.llama_chat_format
+        own = llama.chat_handler or llama._chat_handlers.get(llama.chat_format)
+        return own or formats.get_chat_completion_handler(llama.chat_format)
+
+    def _refuse_long(self, num_tokens: int) -> None:
+        if num_tokens > MOST_TOKENS:
+            raise ModelError(f"a prompt and its answer have {num_tokens} tokens; at most {MOST_TOKENS} are compared.")
+
+
+class _PromptIsMade(Exception):
+    """The chat handler has asked for a completion: its prompt is known."""
+
+
+class _AskedPrompt:
+    """Stands for a `Llama` before a chat handler, and keeps the prompt instead of completing it."""
+
+    verbose = False
+    text = ""
+    token_ids: list[int]
+
+    def __init__(self, llama: Any) -> None:
+        self._llama = llama
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        self.text = text.decode()
+        return list(self._llama.tokenize(text, add_bos=add_bos, special=special))
+
+    def create_completion(self, prompt: list[int], **_: Any) -> None:
+        self.token_ids = list(map(int, prompt))
+        raise _PromptIsMade

@@ -1,0 +1,31 @@
+"""Write small GGUF files, as https://github.com/ggml-org/ggml/blob/master/docs/gguf.md describes them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def write_gguf(path: Path, keys: Mapping[str, bool | int | str | list[str]], data: bytes = bytes(32)) -> Path:
+    """A file with one tensor of bytes."""
+    content = b"GGUF" + struct.pack("<IQQ", 3, 1, len(keys))
+    for name, value in keys.items():
+        content += _text(name) + _value(value)
+    content += _text("tensor") + struct.pack("<IQIQ", 1, len(data), 24, 0)
+    path.write_bytes(content + bytes(-len(content) % 32) + data)
+    return path
+
+
+def _value(value: bool | int | str | list[str]) -> bytes:
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, int):
+        return struct.pack("<II", 4, value)
+    if isinstance(value, str):
+        return struct.pack("<I", 8) + _text(value)
+    return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_text, value))
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
