@@ -4,6 +4,7 @@
     pytest                 those, and each promise once with real processes: a few minutes
     pytest --everything    all tests
     pytest --rest          what `pytest` left out, for CI
+    pytest --llama-cpp     only the tests that run llama.cpp, which they build first; no other command runs them
 
 Tests that are named (a file, `-k`, `-m`) run whatever their tier.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 
-LONG = {"launch", "slow", "slurm", "sweep"}
+LONG = {"launch", "llama_cpp", "slow", "slurm", "sweep"}
 """Markers of tests that `pytest` alone leaves out, unless they are marked `promise` too."""
 NOT_FAST = {*LONG, "promise", "process", "trains"}
 _PROGRAMS = re.compile(r"python.*|finetune|torchrun|accelerate|mpirun|srun|sbatch|(ba)?sh")
@@ -32,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--everything", action="store_true", help="run all tests, also those that start many processes")
     group.addoption("--rest", action="store_true", help="run only the tests that `pytest` alone leaves out")
+    group.addoption("--llama-cpp", action="store_true", help="run only the tests that build and run llama.cpp")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -46,12 +48,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not NOT_FAST & _markers(item):
             item.add_marker("fast")
+    if config.option.llama_cpp:
+        _keep(config, items, [item for item in items if item.get_closest_marker("llama_cpp")])
+        return
+    for item in items:
+        if item.get_closest_marker("llama_cpp"):
+            item.add_marker(pytest.mark.skip(reason="builds llama.cpp, for 5 minutes: pytest --llama-cpp"))
     if config.option.everything or _is_named(config):
         return
-    chosen = [item for item in items if is_left_out(item) == config.option.rest]
-    left_out = [item for item in items if is_left_out(item) != config.option.rest]
-    config.stash[_LEFT_OUT] = len(left_out)
-    config.hook.pytest_deselected(items=left_out)
+    config.stash[_LEFT_OUT] = sum(is_left_out(item) != config.option.rest for item in items)
+    _keep(config, items, [item for item in items if is_left_out(item) == config.option.rest])
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], chosen: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = chosen
 
 

@@ -34,11 +34,13 @@ from finetune.distributed.guardian.faults import Position, describe_late, unreac
 from finetune.distributed.rendezvous import Rendezvous, Verdict
 from finetune.distributed.runtime import Runtime, forget_accelerate
 from finetune.errors import FinetuneError
+from finetune.export.gguf_tokens import find_rules, refuse_other_ids
 from finetune.fallbacks import Fallbacks
 from finetune.logs import configure_logs
 from finetune.runs import folder as run_folder
 from finetune.runs.folder import RunFolder
 from recipes.finetune_lora import main as finetune_lora
+from tests.export.test_gguf_tokens import lowercasing_tokenizer
 from tests.launches import free_port
 from tests.readable_hub import black_hole, point_to, running_hub
 from tests.test_nonfinite import words as words_with_a_bad_row
@@ -373,6 +375,11 @@ def no_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     monkeypatch.setattr(hub, "LIMIT_SECONDS", 0.2)
     with black_hole() as address:
         return put(_read_from(address, folder, monkeypatch), **{"0.2 s": "15 s"})
+
+
+@maker
+def other_tokens_in_llama_cpp(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    return printed_by(lambda: refuse_other_ids(find_rules(lowercasing_tokenizer())))
 
 
 @maker

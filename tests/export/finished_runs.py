@@ -66,11 +66,13 @@ def write_run(
     full: bool = False,
     words: tuple[str, ...] = (),
     scale: float = 0.1,
+    base: Any = None,
     base_sizes: Mapping[str, Any] = MappingProxyType({}),
+    tokenizer: Any = None,
     **settings: Any,
 ) -> FinishedRun:
-    """Write the folder of a finished run and, beside it, that of its base."""
-    base, tokenizer = build_base(kind, dtype, **base_sizes), tiny_tokenizer(style)
+    """Write the folder of a finished run and, beside it, that of its base: this one, or a tiny one of a kind."""
+    base, tokenizer = base or build_base(kind, dtype, **base_sizes), tokenizer or tiny_tokenizer(style)
     base_folder = folder.with_name(f"{folder.name}-base")
     base.save_pretrained(base_folder)
     tokenizer.save_pretrained(base_folder)

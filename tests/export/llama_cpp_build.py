@@ -1,0 +1,69 @@
+"""Build llama-cpp-python from its source package, which holds llama.cpp and its converters too; once for a machine.
+
+The folder is FINETUNE_LLAMA_CPP, or one in the user's cache: `source` has llama.cpp, `packages` what Python imports.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import sys
+import tarfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+VERSION = "0.3.36"
+OTHERS = ["diskcache==5.6.3", "sentencepiece==0.2.3"]
+SERVER = [
+    *("fastapi==0.121.3", "starlette==0.50.0", "uvicorn==0.54.0", "sse-starlette==3.7.0", "starlette-context==0.3.6"),
+    *("pydantic-settings==2.16.3", "python-dotenv==1.2.4", "annotated-doc==0.0.7"),
+]
+_SETTINGS = (
+    *("LLAVA_BUILD=OFF", "LLAMA_OPENSSL=OFF", "GGML_OPENMP=OFF"),
+    *("GGML_NATIVE=OFF", "GGML_AVX2=ON", "GGML_FMA=ON", "GGML_F16C=ON"),
+)
+_ON_OTHER_CPUS = ("LLAVA_BUILD=OFF", "LLAMA_OPENSSL=OFF", "GGML_OPENMP=OFF")
+
+
+class LlamaCpp(NamedTuple):
+    """Where a built llama.cpp lies."""
+
+    source: Path
+    packages: Path
+
+
+def build() -> LlamaCpp:
+    """Return llama.cpp as it was built before, or download and build it: about 5 minutes on 2 idle cores."""
+    home = pwd.getpwuid(os.getuid()).pw_dir  # HOME is a test's own
+    place = os.environ.get("FINETUNE_LLAMA_CPP") or Path(home, ".cache", "finetune-tests", f"llama-cpp-{VERSION}")
+    folder = Path(place)
+    built = LlamaCpp(folder / "source" / "vendor" / "llama.cpp", folder / "packages")
+    if (folder / "complete").exists():
+        return built
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    _pip("download", "--no-deps", "--no-binary=llama-cpp-python", f"llama-cpp-python=={VERSION}", "-d", str(folder))
+    with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as archive:
+        archive.extractall(folder, filter="data")
+    next(path for path in folder.glob("llama_cpp_python-*") if path.is_dir()).rename(folder / "source")
+    has_avx = "avx2" in Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else False
+    cmake = " ".join(f"-D{setting}" for setting in (_SETTINGS if has_avx else _ON_OTHER_CPUS))
+    _pip("install", "--no-deps", f"--target={built.packages}", str(folder / "source"), *OTHERS, *SERVER, cmake=cmake)
+    (folder / "complete").touch()
+    return built
+
+
+def add_to_path(built: LlamaCpp) -> None:
+    """Let this process import what was built, after what it has already."""
+    if str(built.packages) not in sys.path:
+        sys.path.append(str(built.packages))
+    assert find_spec("llama_cpp") is not None
+
+
+def _pip(*words: str, cmake: str = "") -> None:
+    environment = {**os.environ, "HOME": pwd.getpwuid(os.getuid()).pw_dir, "CMAKE_ARGS": cmake}
+    done = subprocess.run([sys.executable, "-m", "pip", *words], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
