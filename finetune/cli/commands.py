@@ -178,7 +178,7 @@ def rehearse(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the whole job in minutes on a tiny random model: train, kill, resume, merge, verify. Takes the WORDS of train."""
+    """Run the whole job in minutes on a tiny random model: train, kill, resume, verify. Takes the WORDS of train."""
     from finetune.cli.rehearse import rehearse_from_words
 
     sizes = {"steps": steps, "minutes": minutes, "processes": processes}

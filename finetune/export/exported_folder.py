@@ -22,7 +22,6 @@ from finetune.export.out_folder import new_folder
 from finetune.export.vectors import copy_vectors
 from finetune.runs.durable import FolderWriter
 
-COPY_BYTES = 1 << 22
 _log = logging.getLogger(__name__)
 
 

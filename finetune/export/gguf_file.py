@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from finetune.errors import RunFailedError
+from finetune.export.out_folder import read_on
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _INT, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
-_COPY_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def with_keys(path: Path, header: Header, keys: Mapping[str, bool | int]) -> Ite
         size = sum(map(len, parts))
         yield b"".join([*parts, bytes(-size % header.alignment)])
         file.seek(header.tensors[1] + -header.tensors[1] % header.alignment)
-        yield from iter(lambda: file.read(_COPY_BYTES), b"")
+        yield from read_on(file)
 
 
 def _encode(name: str, value: bool | int) -> bytes:

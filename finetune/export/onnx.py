@@ -21,9 +21,9 @@ from typing import Any
 from finetune.engine.decoder import FAMILIES, SLIDING
 from finetune.errors import ModelError, RunFailedError
 from finetune.export.certificate import CERTIFICATE, Comparison, compare
-from finetune.export.exported_folder import COPY_BYTES, refuse_no_model
+from finetune.export.exported_folder import refuse_no_model
 from finetune.export.onnx_served import OnnxType, largest_difference, load_onnx, refuse_missing_packages
-from finetune.export.out_folder import new_folder
+from finetune.export.out_folder import new_folder, read_on
 from finetune.export.vectors import copy_vectors, read_vectors
 
 _BUILDER = "onnxruntime_genai.models.builder"
@@ -74,7 +74,7 @@ def export_onnx(model: Path, out: Path, onnx: Onnx) -> Comparison:
             _build(model, Path(aside), onnx.kind)
             for built in sorted(path for path in Path(aside).iterdir() if path.is_file()):
                 with built.open("rb") as file:
-                    writer.write(built.name, iter(lambda: file.read(COPY_BYTES), b""))
+                    writer.write(built.name, read_on(file))
                 built.unlink()
         copy_vectors(model, writer)
         bound = largest_difference(vectors, writer.path) if onnx.most_difference is None else onnx.most_difference
