@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from finetune.export.gguf_file import read_header
 from finetune.export.gguf_served import ADAPTER_FILE, BASE_FILE, GgufFiles, check_in_llama_cpp
 from finetune.export.ollama import modelfile
 from finetune.export.out_folder import new_folder
+from finetune.export.vectors import digest_tensors, write_vectors
+from finetune.export.verifying import vectors_of_run
 from finetune.inference.finished_run import FinishedRun
 from finetune.model.base import locate_model
 from finetune.model.from_hub import missing_from_cache, repository_of
@@ -37,7 +40,7 @@ _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 def export_lora(run: FinishedRun, out: Path, *, gguf: Gguf, with_base: bool, with_modelfile: bool) -> Exported:
     """Write a folder with the adapter as a GGUF LoRA and, beside it, its base as a GGUF file and a Modelfile.
 
-    The base's file has the run's tokenizer, chat template and stop ids.
+    The base's file has the run's tokenizer, chat template and stop ids. The test vectors are made now, from the run.
 
     Args:
         run: a run with an adapter.
@@ -62,6 +65,7 @@ def export_lora(run: FinishedRun, out: Path, *, gguf: Gguf, with_base: bool, wit
     size = (run.weights / _WEIGHTS).stat().st_size + (gguf_bytes(base, gguf.kind) if with_base else 0)
     with new_folder(out, size) as writer, tempfile.TemporaryDirectory(dir=writer.path.parent) as aside:
         num_tensors = _write_adapter(run.weights, record, base, writer, Path(aside), gguf)
+        write_vectors(writer, replace(vectors_of_run(run), trained=digest_tensors(run.weights)))
         if not with_base:
             return Exported(num_tensors=num_tensors)
         ends = stop_ids(tokenizer, stored_stop_ids(base))

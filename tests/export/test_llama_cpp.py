@@ -177,8 +177,9 @@ def test_an_adapter_beside_its_base_answers_like_peft(llama_cpp, model, tmp_path
     exported = export_lora(model.run, out, gguf=settings(llama_cpp, model), with_base=True, with_modelfile=True)
     assert exported.runtime is not None
     served = load_gguf(out)
-    result = compare(served, read_vectors(model.merged), bound=gguf_bound(out))
+    result = compare(served, read_vectors(out), bound=gguf_bound(out))
     assert result.mismatches == ()
+    assert compare(served, read_vectors(model.merged), bound=gguf_bound(out)).is_same
     record("base and adapter (`--lora`)" + (", rsLoRA" if adapter else ""), served, model)
     served.close()
     assert (out / "Modelfile").read_text().startswith("FROM ./base.gguf\nADAPTER ./adapter.gguf\n")
