@@ -85,6 +85,7 @@ SHOWN = {
         ["HF_TOKEN"],
     ),
     "merge": (["merge", "finished/run", "merged"], ["Reloaded by transformers alone", "finetune export merged"]),
+    "verify": (["verify", "finished/run", "--out", "certificate.json"], ["7 of 7", "Written: certificate.json"]),
     "export": (["export", "merged", "ollama"], ["Written to ollama: Modelfile", "ollama create my-model -f Modelfile"]),
 }
 """Words of each command, and values that must be whole."""

@@ -92,13 +92,18 @@ def export(
         Literal["auto", "f32", "f16", "bf16", "q8_0", "int4"],
         typer.Option(
             "--type",
+            metavar="TYPE",
             help="The type of the weights: f32, f16, bf16 or q8_0 with --gguf, f32 or int4 with --onnx. `auto` is the "
             "model's 16-bit type in a GGUF file, and f32 in an ONNX model.",
         ),
     ] = "auto",
     max_difference: Annotated[
         float | None,
-        typer.Option(help="--onnx: the largest relative difference of logits. Default: one that fits the type.", min=0),
+        typer.Option(
+            metavar="X",
+            help="--onnx: the largest relative difference of logits. Default: one that fits the type.",
+            min=0,
+        ),
     ] = None,
     allow_differences: Annotated[
         bool,

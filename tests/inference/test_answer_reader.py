@@ -84,7 +84,7 @@ def test_rows_are_scored_after_the_thinking():
     ]
     encoded = [(row.token_ids, row.is_target) for row in encode_batch(rows, tokens, "all")]
     examples = EncodedExamples.from_rows(encoded, end_id=tokens.end_id)
-    examples.rows = examples.rows._replace(kind="messages")
+    examples.sources = tuple(source._replace(kind="messages") for source in examples.sources)
     expected = Dialogues(examples, tokens.tokenizer).expected
     assert expected[0] == "yes"
     assert json.loads(expected[1]) == [CALL]

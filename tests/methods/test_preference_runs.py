@@ -170,6 +170,8 @@ def test_the_page_of_a_run_on_pairs_shows_its_rewards(trained, tmp_path):
 
 
 def test_the_command_refuses_full_fine_tuning_on_pairs_before_it_reads_anything(tmp_path):
+    write_base(tmp_path / "nothing/base")
+    (tmp_path / "nothing/rows").mkdir()
     words = [*words_for(tmp_path / "nothing", tmp_path / "run"), *WORDS, "training.method=full"]
     done = run_finetune("train", *words)
     assert done.returncode == 2
