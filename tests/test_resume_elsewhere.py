@@ -79,7 +79,7 @@ class NotedRows(EncodedExamples):
     """Rows that remember which of them were read."""
 
     def __init__(self, examples: EncodedExamples) -> None:
-        super().__init__(examples.rows, examples.end_id)
+        super().__init__(examples.sources, examples.end_id)
         self.read: list[int] = []
 
     def __getitem__(self, index: int) -> EncodedExample:
