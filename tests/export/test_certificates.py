@@ -20,7 +20,7 @@ import torch
 from finetune.export.merged_folder import write_merged
 from tests.docs.pages import DOCS
 from tests.export.finished_runs import write_run
-from tests.export.llama_cpp_build import build
+from tests.export.llama_cpp_build import add_to_path, build
 from tests.export.sentencepiece_models import build_base, build_tokenizer, train
 
 pytestmark = [pytest.mark.llama_cpp, pytest.mark.launch]
@@ -64,6 +64,7 @@ def quickstart(folder: Path) -> list[str]:
 def sentencepiece_model(folder: Path) -> str:
     """A random phi3 model with a tokenizer like Phi-3's, and an adapter, as GGUF in llama.cpp."""
     built = build()
+    add_to_path(built)
     train(folder / "tokenizer.model")
     tokenizer = build_tokenizer(folder / "tokenizer.model", "each piece")
     run = write_run(folder / "run", base=build_base(tokenizer), tokenizer=tokenizer)
