@@ -57,9 +57,10 @@ def build() -> LlamaCpp:
 
 
 def add_to_path(built: LlamaCpp) -> None:
-    """Let this process import what was built, after what it has already."""
+    """Let this process import what was built, after what it has already, and the converters that it starts."""
     if str(built.packages) not in sys.path:
         sys.path.append(str(built.packages))
+        os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(built.packages)])
     assert find_spec("llama_cpp") is not None
 
 
