@@ -99,8 +99,12 @@ def _run(words: Sequence[str | Path]) -> int:
 
 def _read(terminal: int, written: bytearray, is_over: threading.Event) -> None:
     """Read to the end of the command, though a process that it started may keep the terminal open."""
-    while select.select([terminal], [], [], 0.1)[0] or not is_over.is_set():
-        try:
-            written += os.read(terminal, 65536)
-        except OSError:  # nobody has it open any more
+    while True:
+        was_over = is_over.is_set()  # asked first: what is written until then is there when select looks
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                written += os.read(terminal, 65536)
+            except OSError:  # nobody has it open any more
+                return
+        elif was_over:
             return
