@@ -85,7 +85,7 @@ def test_if_one_never_comes_rank_0_goes_on_alone_and_the_others_leave_with_its_w
 
 def test_a_late_rank_hears_that_rank_0_trains_alone(tmp_path):
     port = free_port()
-    first = start(tmp_path, 0, port, timeout=1, lasts=8)
+    first = start(tmp_path, 0, port, timeout=1, lasts=20)
     while not (is_open := what_answers("127.0.0.1", port) is None) and first.poll() is None:
         time.sleep(0.05)
     assert is_open
