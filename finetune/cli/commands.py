@@ -165,7 +165,7 @@ def plan(
 @app.command()
 def rehearse(
     words: Words = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps to take.", min=1)] = 6,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to take.", min=1)] = 6,  # three saves, a kill after one
     minutes: Annotated[float, typer.Option(help="End a stage that runs so many minutes after the start.", min=0)] = 15,
     processes: Annotated[
         int | None, typer.Option(help="Processes of the real launch. Default: as the WORDS say.", min=1)

@@ -126,6 +126,8 @@ def export(
     """
     refuse_several_processes("export")
     _refuse_other_formats(gguf=gguf, onnx=onnx, kind=kind)
+    if max_difference is not None and not onnx:
+        raise ConfigError("--max-difference needs --onnx: no other export compares logits. finetune verify has it too.")
     if (lora and not gguf) or (adapter_only and not lora):
         raise ConfigError("--lora needs --gguf, and --adapter-only needs --lora. Add what is missing.")
     configure_logs(rank=0)

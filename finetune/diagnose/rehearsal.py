@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.diagnose.plan_devices import Device
 
-STEPS = 6
-"""Three saves, and time for a kill after the first."""
 _POLL_SECONDS = 0.005
 
 
@@ -97,9 +95,9 @@ class Rehearser:
         folder: Path,
         *,
         device: Device,
-        steps: int = STEPS,
-        minutes: float = 15.0,
-        processes: int | None = None,
+        steps: int,
+        minutes: float,
+        processes: int | None,
     ) -> None:
         self._config = config
         self._words = list(words)

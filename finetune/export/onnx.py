@@ -158,8 +158,7 @@ def _compare_elsewhere(folder: Path, bound: float) -> Comparison:
     """Compare in a process of its own: a runtime in native code can end its process.
 
     Raises:
-        ModelError: the runtime cannot load the folder.
-        RunFailedError: the process was ended.
+        RunFailedError: the runtime cannot load the folder, or ended the process.
     """
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:

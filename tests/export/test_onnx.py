@@ -198,6 +198,7 @@ def test_a_missing_runtime_is_said_with_the_command_that_installs_it(tmp_path, c
         (("--gguf", "--onnx"), "--gguf and --onnx were both given, but a folder has one format"),
         (("--onnx", "--type", "q8_0"), "--type q8_0 needs --gguf; --onnx was given"),
         (("--gguf", "--type", "int4"), "--type int4 needs --onnx; --gguf was given"),
+        (("--gguf", "--max-difference", "1"), "--max-difference needs --onnx"),
         (("--type", "f32"), "--type f32 needs --gguf or --onnx; neither was given"),
     ],
 )
