@@ -80,6 +80,8 @@ def _model(config: Config, stand_in: Path) -> Iterator[Change]:
     yield Change("model.path", model.path, str(stand_in), weights)
     yield Change("model.init", model.init, "pretrained")
     yield Change("model.config", model.config, None)
+    code = "the model's own code is not rehearsed, and `merge` refuses a model that needs it"
+    yield Change("model.trust_remote_code", model.trust_remote_code, False, code)
     yield Change("lora.start_from", lora.start_from, None, "this adapter does not fit a smaller model")
     if lora.quantize != "none" and (not torch.cuda.is_available() or find_spec("bitsandbytes") is None):
         yield Change("lora.quantize", lora.quantize, "none", "weights in 4 bits need CUDA and bitsandbytes")

@@ -94,8 +94,10 @@ def changed(*words: str, scale: Scale = SCALE) -> dict[str, Any]:
 
 
 def test_what_is_counted_in_steps_is_scaled_and_the_rest_is_kept() -> None:
-    found = changed("optim.warmup_steps=150", "training.batch_size=4", "validation.metrics=exact_match")
+    words = ["optim.warmup_steps=150", "training.batch_size=4", "validation.metrics=exact_match"]
+    found = changed(*words, "model.trust_remote_code=true")
     assert found.pop("model.path") == "/stand-in"
+    assert found.pop("model.trust_remote_code") is False
     assert found == {
         **{"training.max_steps": 6, "optim.warmup_steps": 2, "checkpoint.save_every": 2},
         **{"validation.validate_every": 2, "testing.max_new_tokens": 16},
@@ -235,6 +237,23 @@ def test_a_metric_that_raises_would_have_failed_in_training(
     }
     assert "division by zero" in stages["train"]["what"]
     assert "ratio" in Path(stages["train"]["log"]).read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_weights_beyond_the_range_of_their_type_would_have_failed_in_merge(job: Job, tmp_path: Path) -> None:
+    """The norms keep the loss finite; in the type of the base the merged weights are not."""
+    words = job("optim.learning_rate=1e6", "optim.max_grad_norm=null")
+    config = json.loads((tmp_path / "base/config.json").read_text())
+    (tmp_path / "base/config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    ended, stages = rehearse(words, "--steps", "3")
+    assert ended.returncode == stages["merge"]["exit_code"] == 3, stages
+    assert outcomes(stages) == {
+        **dict.fromkeys(["plan", "folders", "stand-in", "data", "train", "kill", "resume"], "ok"),
+        "merge": "failed",
+        "verify": "not run",
+    }
+    assert "is not finite as float16 after the merge" in stages["merge"]["what"]
 
 
 @pytest.mark.slow
