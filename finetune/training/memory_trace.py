@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
 from finetune.distributed.gradients import LossFunction
-from finetune.engine.attention import prepare_blocks
+from finetune.engine.attention import attention, block_attention, prepare_blocks
 from finetune.engine.attention_cuda import attend_in_runs, prepare_varlen
 from finetune.engine.decoder import bare_model, layer_windows
 from finetune.engine.four_bits import weight_without_data
 from finetune.engine.fused import fused_or_not
 from finetune.engine.layout import Layout, PackedMicrobatch
-from finetune.engine.loss import BY_DEVICE, Choices
+from finetune.engine.loss import Choices
 from finetune.engine.loss_head import CHUNK_BYTES
 from finetune.engine.microbatch import Microbatch
 from finetune.engine.mlp import CHUNK_ROWS
@@ -347,7 +347,7 @@ def _watched(model: torch.nn.Module, allocations: Allocations, *, accumulates: b
 def _choices_on(kind: DeviceKind, *, is_bf16: bool) -> Choices:
     """Make the engine compute as on this kind of device: chunks of its size, attention with its memory."""
     if kind == "cpu":
-        return BY_DEVICE
+        return Choices(attention=_cpu_attention)
     attention = partial(_gpu_attention, is_flash=is_bf16)
     return Choices(attention=attention, mlp_chunk_rows=CHUNK_ROWS[kind], logits_chunk_bytes=CHUNK_BYTES[kind])
 
@@ -356,8 +356,30 @@ def _prepare_attention(model: torch.nn.Module, microbatch: Microbatch, choices: 
     """Prepare attention on real data; the layout keeps the result for the layers."""
     if not isinstance(microbatch, PackedMicrobatch):
         return
-    prepare = prepare_blocks if choices is BY_DEVICE else prepare_varlen
+    prepare = prepare_blocks if choices.attention is _cpu_attention else prepare_varlen
     microbatch.prepare_attention(prepare, layer_windows(model))
+
+
+def _cpu_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    *,
+    queries: torch.Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Compute the block of queries that needs most memory, and none of the others, whose memory is free again by then.
+
+    A row without data takes as long for each operation as one with data, and there are many blocks.
+    """
+    if not len(q):
+        return attention(q, k, v, layout, queries=queries, window=window, scale=scale)
+    blocks = layout.prepared(prepare_blocks, queries, window)
+    heaviest = max(blocks, key=lambda block: block.last - block.first + sum(end - start for start, end in block.keys))
+    others = torch.empty(len(q) - (heaviest.last - heaviest.first), q.shape[1])  # their logsumexp is kept
+    return block_attention(q, k, v, [heaviest], scale or 1.0, others)
 
 
 def _gpu_attention(
