@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-pytest_plugins = ["tests.tiers", "tests.crash.tally"]
+pytest_plugins = ["tests.tiers", "tests.warm", "tests.crash.tally"]
 """Named here, so that the process which shows the summary of several pytest-xdist workers has them too."""
 
 _LAUNCH_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}

@@ -24,8 +24,6 @@ class Ended(NamedTuple):
     """Standard output alone."""
     errors: str
     """Standard error alone."""
-    errors: str
-    """Standard error alone."""
 
 
 def run_script(script: Path, words: Sequence[str | Path]) -> Ended:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.warm import with_interpreter
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 LAUNCHERS = {
@@ -87,7 +89,7 @@ def start_command(
 ) -> subprocess.Popen[str]:
     """Start a command line and let it run; one that is asked reads what the test writes."""
     return subprocess.Popen(
-        [str(word) for word in command],
+        with_interpreter(command),
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore", **(variables or {})},
         stdin=subprocess.PIPE if is_asked else None,

@@ -30,6 +30,8 @@ TINY = Path(resolve_shipped("shipped:phi_tiny"))
 MODEL = ModelSection(path="someone/tiny")
 ROWS = '{"prompt": "a", "completion": "b"}\n'
 
+pytestmark = pytest.mark.warm
+
 
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:

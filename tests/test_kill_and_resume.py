@@ -46,7 +46,7 @@ def words_of_each_turn(folder: Path) -> list[str]:
     "words_of_rows",
     [
         pytest.param(plain_words, marks=pytest.mark.promise),
-        pytest.param(words_of_each_turn, marks=[pytest.mark.process, pytest.mark.slow]),
+        pytest.param(words_of_each_turn, marks=[pytest.mark.process, pytest.mark.slow, pytest.mark.warm]),
     ],
 )
 def test_killed_in_mid_epoch_and_resumed(tmp_path, words_of_rows):

@@ -149,6 +149,7 @@ def whole(inputs: Path) -> dict[str, tuple[Path, str]]:
 
 @slow
 @pytest.mark.launch
+@pytest.mark.warm
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_bad_row_costs_one_step_an_epoch_in_every_world(whole: dict[str, tuple[Path, str]], world: str) -> None:
     folder, log = whole[world]
@@ -190,6 +191,7 @@ def test_a_bad_row_costs_one_step_an_epoch_in_every_world(whole: dict[str, tuple
 
 @slow
 @pytest.mark.launch
+@pytest.mark.warm
 @pytest.mark.parametrize("world", ["one", "two"])
 def test_stop_then_skip_then_more_ends_in_the_bytes_of_the_run_that_skipped_all_along(
     whole: dict[str, tuple[Path, str]], inputs: Path, tmp_path: Path, world: str

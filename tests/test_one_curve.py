@@ -31,7 +31,7 @@ from tests.curves import (
 from tests.launches import LAUNCHERS, free_port, launcher_with_port, run_launched
 from tests.tiny_runs import conversation_words
 
-pytestmark = [pytest.mark.launch, pytest.mark.slow]
+pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.warm]
 
 ALL_SPLITS = (*SPLITS, *DROPOUT_SPLITS)
 SHOWN = (Case(2), Case(8), Case(1, 0.1))

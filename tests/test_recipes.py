@@ -13,7 +13,7 @@ from tests.in_process import run_finetune, run_script
 from tests.launches import REPOSITORY, free_port, run_launched
 from tests.tiny_runs import write_base, write_rows
 
-pytestmark = pytest.mark.trains
+pytestmark = [pytest.mark.trains, pytest.mark.warm]
 
 RECIPES = REPOSITORY / "recipes"
 TRIED_IN = {

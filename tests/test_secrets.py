@@ -29,6 +29,8 @@ PASSWORD = "passw0rdInAnAddress"
 ADDRESS = f"https://anna:{PASSWORD}@127.0.0.1:9/rows.jsonl"
 BUG, MISTAKE, FAILED = 1, 2, 3
 
+pytestmark = pytest.mark.warm
+
 
 def spellings(secret: str) -> list[bytes]:
     """As it is, and as a library might write it."""

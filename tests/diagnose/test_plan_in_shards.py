@@ -38,7 +38,7 @@ WORDS = [
     *("task=finetune_lora", "model.init=random", f"model.config={json.dumps(WIDE)}", "model.tokenizer=nowhere"),
     *("training.gradient_checkpointing=true", "training.max_tokens_per_microbatch=2048", "data.max_length=1024"),
 ]
-SIZE, FEW_STEPS = "sharded", 2
+SIZE, FEW_STEPS = "sharded-shallow", 2
 _OF_CODE = 20e6
 """Bytes that first calls import."""
 

@@ -26,6 +26,8 @@ from tests.tiny_runs import write_base, write_rows
 PRESETS = [name for name, _ in list_configs()["model"] if name != "phi_tiny"]
 SCALE = Scale(steps=6, real_steps=600, processes=1, measured_rows=0, minutes=15.0)
 
+pytestmark = pytest.mark.warm
+
 
 def on_meta(keys: dict[str, Any]) -> Any:
     with torch.device("meta"):

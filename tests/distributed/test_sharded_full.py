@@ -39,6 +39,8 @@ PLAIN = Case(REFERENCE_BATCH_SIZE, recipe=FULL)
 SAVING = "checkpoint.save_every=2"
 TRAIN, GO_ON = "train_and_look", "load_and_go_on"
 
+pytestmark = pytest.mark.warm
+
 
 def sharded(batch_size, *words):
     return Case(batch_size, recipe=FULL, words=(SHARDED, *words))

@@ -38,6 +38,8 @@ RECIPE = [f"{__name__}:train_and_look"]
 ANSWERS = ("testing.metrics=[exact_match]", "testing.num_samples=3", "testing.max_new_tokens=6", "testing.batch_size=4")
 """All four test rows are one batch, so that one of two ranks has none."""
 
+pytestmark = pytest.mark.warm
+
 
 def train_and_look(words: list[str]) -> None:
     """Train as ever; a sharded run then looks at its weights and calls the model by itself."""

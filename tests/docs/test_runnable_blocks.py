@@ -11,11 +11,12 @@ import pytest
 
 from tests.docs.pages import README, Block, marked_blocks, name_of, pages_with
 from tests.launches import run_command
+from tests.warm import programs
 
-pytestmark = [pytest.mark.slow, pytest.mark.launch]
+pytestmark = [pytest.mark.slow, pytest.mark.launch, pytest.mark.warm]
 
 _LONGEST_SECONDS = 180
-_BIN = Path(sys.executable).parent
+_BIN = str(Path(sys.executable).parent)
 _SET_UP = ("python3 -m venv ", ". .venv/", "pip install ")
 """Makes an environment, as this one was made; `.ci/run` does what the README says of it to the letter."""
 
@@ -28,11 +29,11 @@ def test_the_commands_of_a_page_work_in_their_order(page, tmp_path):
         elif block.marker == "runnable":
             for command in _commands(block):
                 _require_the_extra_of(command)
-                # The page says `finetune` and `torchrun`: those of this environment.
+                # The page says `finetune` and `torchrun`: those of this environment, without their imports.
                 done = run_command(
                     ["bash", "-euo", "pipefail", "-c", command],
                     cwd=tmp_path,
-                    variables={"PATH": f"{_BIN}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "120"},
+                    variables={"PATH": os.pathsep.join([str(programs()), _BIN, os.environ["PATH"]]), "COLUMNS": "120"},
                     limit_seconds=_LONGEST_SECONDS,
                 )
                 assert done.returncode == 0, f"{name_of(page)}:{block.line}: {command}\n{done.stdout}"

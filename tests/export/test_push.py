@@ -21,6 +21,8 @@ from tests.readable_hub import point_to
 TOKEN = "hf_tokenThatNobodySees"
 BASE = "owner/base"
 
+pytestmark = pytest.mark.warm
+
 
 @pytest.fixture
 def hub():

@@ -17,7 +17,7 @@ from tests.methods import tiny_training
 from tests.methods.tiny_training import curve, events, record, refuse_to_differ_after_a_break, words_for
 from tests.tiny_runs import write_base
 
-pytestmark = pytest.mark.trains
+pytestmark = [pytest.mark.trains, pytest.mark.warm]
 
 NAMES = ("kto", "orpo", "simpo")
 

@@ -39,7 +39,7 @@ from tests.methods.tiny_training import (
 )
 from tests.tiny_runs import write_base, write_rows
 
-pytestmark = pytest.mark.trains
+pytestmark = [pytest.mark.trains, pytest.mark.warm]
 
 WORDS = ["task=finetune_preferences", "lora.r=4", "optim.learning_rate=1e-2", "optim.warmup_steps=0"]
 

@@ -17,6 +17,8 @@ sys.argv[1:] = ["report", "run", "--no-data"]
 main()
 """
 
+pytestmark = pytest.mark.warm
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):

@@ -25,6 +25,8 @@ events = EventAccumulator(sys.argv[1]); events.Reload()
 print(json.dumps({tag: [[e.step, e.value] for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}))
 """
 
+pytestmark = pytest.mark.warm
+
 
 def is_there(name):
     return importlib.util.find_spec(name) is not None

@@ -40,6 +40,8 @@ from tests.tiny_runs import conversation_words, write_base, write_rows
 WITHOUT = Need(Size(1000, 1_000), Size(16_000, 16_000))
 WITH_IT = Need(Size(1000, 200), Size(16_000, 3_200))
 
+pytestmark = pytest.mark.warm
+
 
 @pytest.mark.parametrize(
     ("room", "wish", "decided"),

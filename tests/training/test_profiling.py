@@ -18,6 +18,8 @@ from tests.tiny_runs import write_base, write_rows
 TRACE = "trace-steps-{}-rank{}.json.gz"
 MEMORY = "memory-steps-{}-rank{}.json"
 
+pytestmark = pytest.mark.warm
+
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):

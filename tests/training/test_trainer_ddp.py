@@ -13,7 +13,7 @@ from finetune.training import trainer as trainer_module
 from tests.launches import free_port, run_launched
 from tests.tiny_runs import write_base, write_rows
 
-pytestmark = pytest.mark.trains
+pytestmark = [pytest.mark.trains, pytest.mark.warm]
 
 SCRIPTS = Path(__file__).with_name("guide_scripts.py")
 

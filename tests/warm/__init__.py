@@ -1,0 +1,87 @@
+"""Commands of tests without their imports: a process that has imported everything forks off what is run.
+
+Importing torch and transformers takes 4 s of processor time in each process, and a test of two ranks starts three. In
+tests marked as `warm` the interpreter is a program that asks a server (`server.py`) for a fork of itself, hands it its
+streams, folder and variables, and stands for it until it ends: signals go through, and so does the status. The process
+is a real one, and so are its ranks. What is not as usual is its place in the tree of processes, so tests of launchers,
+of parents, of processes that are stopped and of memory do without; so does a `promise`, whatever its other markers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+_COLD = sys.executable
+_HERE = Path(__file__).resolve().parent
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """The interpreter of a marked test and of its fixtures, also for commands that the package itself starts."""
+    is_warm = item.get_closest_marker("warm") and not item.get_closest_marker("promise")
+    with warm_interpreter() if is_warm else nullcontext():
+        return (yield)
+
+
+@contextmanager
+def warm_interpreter() -> Iterator[None]:
+    """`sys.executable` is the program that asks the server."""
+    sys.executable = _python()
+    try:
+        yield
+    finally:
+        sys.executable = _COLD
+
+
+def with_interpreter(command: Sequence[str | Path]) -> list[str]:
+    """A command line whose interpreter is that of the running test; lists of words are often made before it begins."""
+    return [sys.executable if word == _COLD else str(word) for word in command]
+
+
+@cache
+def programs() -> Path:
+    """A folder of programs by the names that a shell knows them by: finetune, python, torchrun, accelerate."""
+    python = Path(_python())
+    folder = python.parent / "bin"
+    folder.mkdir()
+    (folder / "python").symlink_to(python)
+    modules = {"finetune": "finetune", "torchrun": "torch.distributed.run"}
+    for name, module in {**modules, "accelerate": "accelerate.commands.accelerate_cli"}.items():
+        (folder / name).write_text(f'#!/bin/sh\nexec {python} -m {module} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@cache
+def _python() -> str:
+    """Start the server and return the program that stands for an interpreter."""
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))
+    program = folder / "python"
+    text = (_HERE / "client.py").read_text(encoding="utf-8")
+    for name, value in {"COLD": _COLD, "SERVER": str(folder / "s")}.items():
+        text = re.sub(rf"^{name} = .*$", f"{name} = {value!r}", text, flags=re.MULTILINE)
+    program.write_text(f"#!{_COLD} -IS\n{text}")
+    program.chmod(0o755)
+    with (folder / "log").open("w") as log:
+        server = subprocess.Popen(
+            [_COLD, "-P", _HERE / "server.py", folder / "s", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, "PYTHONPATH": str(_HERE.parent.parent), "PYTHONWARNINGS": "ignore"},
+        )
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n", (folder / "log").read_text()
+    atexit.register(server.communicate)  # its input ends, and so does it
+    return str(program)

@@ -1,0 +1,63 @@
+"""Stand for a process that a server forks off; see `tests.warm`, which fills in the first two constants."""
+
+import _signal
+import marshal
+import os
+import socket
+import sys
+from contextlib import suppress
+
+COLD = "an interpreter"
+SERVER = "the address of the server"
+_FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGWINCH")
+_early = []
+_process = []
+
+
+def forward(number, _frame):
+    """Send a signal on; one that comes too early waits."""
+    if _process:
+        with suppress(ProcessLookupError):
+            os.kill(_process[0], number)
+    else:
+        _early.append(number)
+
+
+def number_in(data):
+    return int.from_bytes(data, "little", signed=True)
+
+
+words = sys.argv[1:]
+if not words or (words[0].startswith("-") and words[0] not in ("-m", "-c")):
+    os.execv(COLD, [COLD, *words])  # an option of the interpreter: as usual
+ignored = []
+for name in _FORWARDED:
+    signal_number = getattr(_signal, name)
+    if _signal.getsignal(signal_number) == _signal.SIG_IGN:
+        ignored.append(int(signal_number))
+    else:
+        _signal.signal(signal_number, forward)
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(SERVER)
+request = marshal.dumps((words, os.getcwd(), dict(os.environ), ignored))
+descriptors = [fd for fd in (0, 1, 2) if os.access(f"/proc/self/fd/{fd}", os.F_OK)]
+socket.send_fds(connection, [len(request).to_bytes(8, "little") + bytes(descriptors)], descriptors)
+connection.sendall(request)
+answer = connection.recv(8)
+if not number_in(answer):
+    for name in _FORWARDED:
+        if int(getattr(_signal, name)) not in ignored:
+            _signal.signal(getattr(_signal, name), _signal.SIG_DFL)
+    connection.close()
+    os.execv(COLD, [COLD, *words])
+_process.append(number_in(answer))
+while _early:
+    forward(_early.pop(0), None)
+status = connection.recv(8)
+_process.clear()
+code = os.waitstatus_to_exitcode(number_in(status)) if status else 70
+if code < 0:
+    if -code != _signal.SIGKILL:
+        _signal.signal(-code, _signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)

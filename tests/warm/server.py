@@ -1,0 +1,304 @@
+"""Import everything once, then fork off a process for each request of `client.py`, until stdin ends.
+
+    python -P server.py SOCKET PROGRAM
+
+A request is what an interpreter is started with: words, folder, variables and streams. One whose variables a library
+may have read as it was imported is sent back, for a process of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import marshal
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import threading
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_IMPORTED = (
+    *("accelerate.commands.utils", "accelerate.utils.launch", "torch.distributed.elastic.multiprocessing.api"),
+    *("torch.distributed.elastic.agent.server.local_elastic_agent", "torch.distributed.elastic.rendezvous.registry"),
+    *("torch.distributed.launcher.api", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"),
+    *("transformers.models.phi3.modeling_phi3", "transformers.models.phi.modeling_phi"),
+    *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
+    *("finetune.training.train", "finetune.cli.commands", "peft", "safetensors.torch"),
+    *("transformers.generation.utils", "finetune.export.merged_folder", "finetune.export.verifying"),
+    *(
+        "finetune.inference.evaluation",
+        "finetune.inference.answering",
+        "finetune.diagnose.plan",
+        "finetune.diagnose.rehearsal",
+        "finetune.diagnose.doctor",
+    ),
+    *(
+        "finetune.cli.train",
+        "finetune.cli.words",
+        "rich.console",
+        "rich.table",
+        "rich._unicode_data",
+        "typer._click.decorators",
+    ),
+    *("peft.utils.transformers_weight_conversion", "torch.profiler._cupti_monitor"),
+)
+_MAY_DIFFER = {
+    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PATH", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES"),
+    *(
+        "TERM",
+        "NO_COLOR",
+        "FORCE_COLOR",
+        "PYTHONPATH",
+        "PYTHONWARNINGS",
+        "PYTHONUNBUFFERED",
+        "HOME",
+        "NCCL_ASYNC_ERROR",
+    ),
+    *(
+        "TMPDIR",
+        "HF_TOKEN",
+        "LANG",
+        "FAULT",
+        "FAULT_AT",
+        "FAULTY_PLAY",
+        "FAULT_DISK",
+        "PYTHONSAFEPATH",
+        "ROOM_OF_RANK_1",
+        "SHORT",
+        "PS1",
+        "ORT_LIB_PATH",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_SESSION_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+        "OPENAI_API_KEY",
+        "WANDB_API_KEY",
+        "VIRTUAL_ENV",
+        "VIRTUAL_ENV_PROMPT",
+    ),
+}
+_MAY_DIFFER_FROM = (
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
+    "TORCHELASTIC_",
+    "TORCH_NCCL_",
+    "ACCELERATE_",
+    "FINETUNE_",
+    "PYTEST_",
+    "SLURM_",
+)
+
+
+_given = dict(os.environ)
+"""Variables before anything was imported: some libraries set others."""
+
+
+def main(address: str, program: str) -> None:
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    sys.executable = program
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    woken, wake = socket.socketpair()
+    for one in (woken, wake):
+        one.setblocking(False)
+    signal.set_wakeup_fd(wake.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    events = selectors.DefaultSelector()
+    for source in (listener, woken, sys.stdin):
+        events.register(source, selectors.EVENT_READ)
+    gc.collect()
+    gc.freeze()
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    assert threads == 1, f"{threads} threads: a fork would copy one of them"
+    os.write(1, b"ready\n")
+    clients: dict[int, socket.socket] = {}
+    while True:
+        for key, _ in events.select():
+            if key.fileobj is sys.stdin:
+                for process in clients:
+                    os.kill(process, signal.SIGKILL)
+                os._exit(0)  # torch takes long to go
+            if key.fileobj is woken:
+                with suppress(BlockingIOError):
+                    woken.recv(1024)
+                _collect(clients, events)
+            elif key.fileobj is listener:
+                connection, _ = listener.accept()
+                request = _receive(connection)
+                if request is None:
+                    connection.close()
+                    continue
+                is_served = _is_served(request[0])
+                process = os.fork() if is_served else 0
+                if is_served and not process:
+                    for own in (listener, woken, wake, connection, *clients.values()):
+                        own.close()
+                    events.close()
+                    _become(*request)
+                for fd in request[1].values():
+                    os.close(fd)
+                with suppress(OSError):
+                    connection.sendall(process.to_bytes(8, "little", signed=True))
+                if process:
+                    clients[process] = connection
+                    events.register(connection, selectors.EVENT_READ, process)
+                else:
+                    connection.close()
+            elif key.data in clients:  # the client is gone: killed
+                events.unregister(clients[key.data])
+                clients.pop(key.data).close()
+                with suppress(ProcessLookupError):
+                    os.kill(key.data, signal.SIGKILL)
+
+
+def _receive(connection: socket.socket) -> tuple[Any, dict[int, int]] | None:
+    head, descriptors, _, _ = socket.recv_fds(connection, 11, 3)
+    if not head:
+        return None
+    left, data = int.from_bytes(head[:8], "little"), b""
+    while len(data) < left:
+        data += connection.recv(left - len(data))
+    return marshal.loads(data), dict(zip(head[8:], descriptors, strict=True))
+
+
+def _is_served(asked: Any) -> bool:
+    variables = asked[2]
+    differing = {name for name in {*variables, *_given} if variables.get(name) != _given.get(name)}
+    unknown = sorted(name for name in differing if name not in _MAY_DIFFER and not name.startswith(_MAY_DIFFER_FROM))
+    if unknown:
+        print(f"for a process of its own, because of {', '.join(unknown)}: {asked[0][:5]}", file=sys.stderr, flush=True)
+    return not unknown
+
+
+def _collect(clients: dict[int, socket.socket], events: selectors.BaseSelector) -> None:
+    """Tell the clients how their processes ended."""
+    while True:
+        try:
+            process, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not process:
+            return
+        if (connection := clients.pop(process, None)) is not None:
+            events.unregister(connection)
+            with suppress(OSError):
+                connection.sendall(status.to_bytes(8, "little", signed=True))
+            connection.close()
+
+
+def _become(asked: Any, streams: dict[int, int]) -> None:
+    """Be the process that was asked for. Does not return."""
+    words, folder, variables, ignored = asked
+    code = 70
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        for fd in (0, 1, 2):
+            if fd in streams:
+                os.dup2(streams[fd], fd)
+            else:
+                os.close(fd)
+        for fd in streams.values():
+            if fd > 2:
+                os.close(fd)
+        os.chdir(folder)
+        for name in _given:
+            os.environ.pop(name, None)
+        os.environ.update(variables)
+        _renew_streams(is_unbuffered=bool(variables.get("PYTHONUNBUFFERED")))
+        warnings.resetwarnings()
+        for action in reversed([one for one in variables.get("PYTHONWARNINGS", "").split(",") if one]):
+            warnings.simplefilter(action.partition(":")[0])  # type: ignore[arg-type]
+        code = _run(words)
+    except KeyboardInterrupt:
+        _say_what_happened()
+        _flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except SystemExit as end:
+        code = _code_of(end)
+    except BaseException:
+        code = 1
+        _say_what_happened()
+    finally:
+        with suppress(BaseException):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+        _flush()
+        os._exit(code)
+
+
+def _renew_streams(*, is_unbuffered: bool) -> None:
+    """Streams know whether they are a terminal."""
+    names = (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w"))
+    for name, fd, mode in names:
+        try:
+            is_terminal = os.isatty(fd)
+            by_line = name == "stderr" or is_terminal or is_unbuffered
+            errors = "backslashreplace" if name == "stderr" else "strict"
+            stream = open(fd, mode, buffering=1 if by_line else -1, encoding="utf-8", errors=errors, closefd=False)
+            if is_unbuffered and mode == "w":
+                stream.reconfigure(write_through=True)
+        except OSError:  # it is closed
+            stream = None  # type: ignore[assignment]
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _run(words: list[str]) -> int:
+    entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:] = [*entries, *(entry for entry in sys.path if entry not in entries and entry != str(_OWN_PATH))]
+    sys.orig_argv = [sys.executable, *words]
+    first = str(Path.cwd()) if words[0] == "-m" else "" if words[0] == "-c" else str(Path(words[0]).resolve().parent)
+    if not os.environ.get("PYTHONSAFEPATH"):
+        sys.path.insert(0, first)
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(compile(words[1], "<string>", "exec"), sys.modules["__main__"].__dict__)
+    else:
+        sys.argv = words
+        runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+def _code_of(end: SystemExit) -> int:
+    if end.code is None or isinstance(end.code, int):
+        return (end.code or 0) & 0xFF
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def _say_what_happened() -> None:
+    kind, error, traceback = sys.exc_info()
+    assert kind is not None
+    assert error is not None
+    sys.last_type, sys.last_value, sys.last_traceback = kind, error, traceback
+    with suppress(Exception):
+        sys.excepthook(kind, error, traceback)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+
+
+_OWN_PATH = Path(__file__).resolve().parents[2]
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
