@@ -126,10 +126,18 @@ def export(
     """
     refuse_several_processes("export")
     _refuse_other_formats(gguf=gguf, onnx=onnx, kind=kind)
-    if max_difference is not None and not onnx:
-        raise ConfigError("--max-difference needs --onnx: no other export compares logits. finetune verify has it too.")
-    if (lora and not gguf) or (adapter_only and not lora):
-        raise ConfigError("--lora needs --gguf, and --adapter-only needs --lora. Add what is missing.")
+    needs = (
+        ("--max-difference", max_difference is not None, "--onnx", onnx),
+        ("--lora", lora, "--gguf", gguf),
+        ("--adapter-only", adapter_only, "--lora", lora),
+        ("--llama-cpp", llama_cpp is not None, "--gguf", gguf),
+        ("--base", base is not None, "--gguf", gguf),
+        ("--allow-differences", allow_differences, "--gguf or --onnx", gguf or onnx),
+        ("--no-modelfile", not modelfile, "--gguf", gguf),
+    )
+    for option, is_given, needed, is_there in needs:
+        if is_given and not is_there:
+            raise ConfigError(f"{option} needs {needed}, which was not given. Add it, or leave out {option}.")
     configure_logs(rank=0)
     if onnx:
         _export_onnx(model_folder, out, "int4" if kind == "int4" else "f32", max_difference, allow_differences)

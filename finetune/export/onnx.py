@@ -64,7 +64,7 @@ def export_onnx(model: Path, out: Path, onnx: Onnx) -> Comparison:
         ModelError: its builder does not support the model.
         RunFailedError: the disk failed, or the runtime answers otherwise than base and adapter.
     """
-    refuse_missing_packages()
+    refuse_missing_packages(builds=True)
     model = model.expanduser().absolute()
     refuse_no_model(model)
     vectors = read_vectors(model)

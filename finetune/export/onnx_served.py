@@ -20,13 +20,16 @@ MOST_DIFFERENCE: dict[OnnxType, float] = {"f32": 1e-3, "int4": 0.5}
 """The largest relative difference of a position's logits. f32: what approximations of GELU make of it."""
 
 
-def refuse_missing_packages() -> None:
-    """Refuse to go on without the runtime or what its builder imports.
+def refuse_missing_packages(*, builds: bool) -> None:
+    """Refuse to go on without the runtime.
+
+    Args:
+        builds: nor without what its builder imports.
 
     Raises:
         ConfigError: names what is missing and the command that installs it.
     """
-    modules = {"onnxruntime_genai": "onnxruntime-genai", "onnx_ir": "onnx-ir"}
+    modules = {"onnxruntime_genai": "onnxruntime-genai", **({"onnx_ir": "onnx-ir"} if builds else {})}
     missing = [package for module, package in modules.items() if find_spec(module) is None]
     if missing:
         raise ConfigError(
@@ -41,7 +44,7 @@ def load_onnx(folder: Path) -> ServedModel:
         ConfigError: onnxruntime-genai is not installed.
         RunFailedError: it cannot load the folder; the message repeats its reason.
     """
-    refuse_missing_packages()
+    refuse_missing_packages(builds=False)
     import onnxruntime_genai
 
     try:

@@ -370,9 +370,9 @@ def _cpu_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Compute the block of queries that needs most memory, and none of the others, whose memory is free again by then.
+    """Compute only the block of queries that needs most memory; what the others take besides is free again by then.
 
-    A row without data takes as long for each operation as one with data, and there are many blocks.
+    An operation without data takes as long as one with data, and a layer has many blocks.
     """
     if not len(q):
         return attention(q, k, v, layout, queries=queries, window=window, scale=scale)

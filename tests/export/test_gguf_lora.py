@@ -53,9 +53,16 @@ def test_the_scale_that_llama_cpp_computes_is_the_runs(tmp_path, rslora, alpha):
     assert json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"] == alpha
 
 
-@pytest.mark.parametrize("words", [["--lora"], ["--gguf", "--adapter-only"]])
-def test_options_that_need_another_say_so(tmp_path, capsys, words):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--lora"], "--lora needs --gguf"),
+        (["--onnx", "--lora"], "--lora needs --gguf"),
+        (["--gguf", "--adapter-only"], "--adapter-only needs --lora"),
+    ],
+)
+def test_options_that_need_another_say_so(tmp_path, capsys, words, said):
     with pytest.raises(SystemExit) as ended:
         finetune(["export", str(tmp_path), str(tmp_path / "out"), *words])
     assert ended.value.code == 2
-    assert "--lora needs --gguf, and --adapter-only needs --lora" in capsys.readouterr().err
+    assert said in capsys.readouterr().err

@@ -179,7 +179,7 @@ def test_a_runtime_that_ends_its_process_does_not_end_this_one(tmp_path, monkeyp
 
 @pytest.mark.trains
 def test_a_folder_without_vectors_is_told_to_be_merged_again(merged, tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx, "refuse_missing_packages", lambda: None)
+    monkeypatch.setattr(onnx, "refuse_missing_packages", lambda *, builds: None)
     older = shutil.copytree(merged, tmp_path / "older")
     (older / "test_vectors.json").unlink()
     with pytest.raises(CheckpointError, match="Write the model again with finetune merge RUN OUT"):
@@ -199,6 +199,10 @@ def test_a_missing_runtime_is_said_with_the_command_that_installs_it(tmp_path, c
         (("--onnx", "--type", "q8_0"), "--type q8_0 needs --gguf; --onnx was given"),
         (("--gguf", "--type", "int4"), "--type int4 needs --onnx; --gguf was given"),
         (("--gguf", "--max-difference", "1"), "--max-difference needs --onnx"),
+        (("--onnx", "--llama-cpp", "x"), "--llama-cpp needs --gguf"),
+        (("--onnx", "--base", "x"), "--base needs --gguf"),
+        (("--onnx", "--no-modelfile"), "--no-modelfile needs --gguf"),
+        (("--allow-differences",), "--allow-differences needs --gguf or --onnx"),
         (("--type", "f32"), "--type f32 needs --gguf or --onnx; neither was given"),
     ],
 )

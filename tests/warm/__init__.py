@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,8 @@ def with_interpreter(command: Sequence[str | Path]) -> list[str]:
 def programs() -> Path:
     """A folder of programs by the names that a shell knows them by: finetune, python, torchrun, accelerate."""
     python = Path(_python())
+    if str(python) == _COLD:
+        return python.parent
     folder = python.parent / "bin"
     folder.mkdir()
     (folder / "python").symlink_to(python)
@@ -65,7 +68,9 @@ def programs() -> Path:
 
 @cache
 def _python() -> str:
-    """Start the server and return the program that stands for an interpreter."""
+    """Start the server and return the program that stands for an interpreter; only Linux has what these need."""
+    if sys.platform != "linux":
+        return _COLD
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     program = folder / "python"
     text = (_HERE / "client.py").read_text(encoding="utf-8")
@@ -83,5 +88,6 @@ def _python() -> str:
         )
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n", (folder / "log").read_text()
-    atexit.register(server.communicate)  # its input ends, and so does it
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(server.communicate)  # first of the two: its input ends, and so does it
     return str(program)

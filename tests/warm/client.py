@@ -28,7 +28,8 @@ def number_in(data):
 
 
 words = sys.argv[1:]
-if not words or (words[0].startswith("-") and words[0] not in ("-m", "-c")):
+asked = words[1:] if words[:1] == ["-u"] else words  # as torchrun starts its workers
+if not asked or (asked[0].startswith("-") and asked[0] not in ("-m", "-c")):
     os.execv(COLD, [COLD, *words])  # an option of the interpreter: as usual
 ignored = []
 for name in _FORWARDED:

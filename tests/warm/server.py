@@ -217,7 +217,7 @@ def _become(asked: Any, streams: dict[int, int]) -> None:
         for name in _given:
             os.environ.pop(name, None)
         os.environ.update(variables)
-        _renew_streams(is_unbuffered=bool(variables.get("PYTHONUNBUFFERED")))
+        _renew_streams(is_unbuffered=words[0] == "-u" or bool(variables.get("PYTHONUNBUFFERED")))
         warnings.resetwarnings()
         for action in reversed([one for one in variables.get("PYTHONWARNINGS", "").split(",") if one]):
             warnings.simplefilter(action.partition(":")[0])  # type: ignore[arg-type]
@@ -261,6 +261,7 @@ def _run(words: list[str]) -> int:
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.path[:] = [*entries, *(entry for entry in sys.path if entry not in entries and entry != str(_OWN_PATH))]
     sys.orig_argv = [sys.executable, *words]
+    words = words[1:] if words[0] == "-u" else words
     first = str(Path.cwd()) if words[0] == "-m" else "" if words[0] == "-c" else str(Path(words[0]).resolve().parent)
     if not os.environ.get("PYTHONSAFEPATH"):
         sys.path.insert(0, first)
