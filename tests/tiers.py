@@ -1,6 +1,6 @@
 """A plugin of pytest: which tests run when, and a word about those that do not.
 
-    pytest -m fast         no process is started, no model trained for long: under a minute
+    pytest -m fast         no process is started, no model trained for long: 2 minutes and a half
     pytest                 those, and each promise once with real processes: a few minutes
     pytest --everything    all tests
     pytest --rest          what `pytest` left out, for CI

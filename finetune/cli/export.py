@@ -126,7 +126,7 @@ def export(
     """
     refuse_several_processes("export")
     _refuse_other_formats(gguf=gguf, onnx=onnx, kind=kind)
-    needs = (
+    _refuse_lonely_options(
         ("--max-difference", max_difference is not None, "--onnx", onnx),
         ("--lora", lora, "--gguf", gguf),
         ("--adapter-only", adapter_only, "--lora", lora),
@@ -135,9 +135,6 @@ def export(
         ("--allow-differences", allow_differences, "--gguf or --onnx", gguf or onnx),
         ("--no-modelfile", not modelfile, "--gguf", gguf),
     )
-    for option, is_given, needed, is_there in needs:
-        if is_given and not is_there:
-            raise ConfigError(f"{option} needs {needed}, which was not given. Add it, or leave out {option}.")
     configure_logs(rank=0)
     if onnx:
         _export_onnx(model_folder, out, "int4" if kind == "int4" else "f32", max_difference, allow_differences)
@@ -225,6 +222,17 @@ def _refuse_other_formats(*, gguf: bool, onnx: bool, kind: str) -> None:
     if kind != "auto" and (kind not in types[chosen] or not (gguf or onnx)):
         fits = " or ".join(name for name, known in types.items() if kind in known)
         raise ConfigError(f"--type {kind} needs {fits}; {chosen if gguf or onnx else 'neither'} was given.")
+
+
+def _refuse_lonely_options(*options: tuple[str, bool, str, bool]) -> None:
+    """Refuse options that would be ignored: each with whether it is given, what it needs, and whether that is given.
+
+    Raises:
+        ConfigError: names the first one.
+    """
+    for option, is_given, needed, is_there in options:
+        if is_given and not is_there:
+            raise ConfigError(f"{option} needs {needed}, which was not given. Add it, or leave out {option}.")
 
 
 def _export_onnx(

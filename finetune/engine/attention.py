@@ -66,7 +66,7 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     kernel = _kernel_of(q.device, q.dtype)
     if kernel == "blocks":
-        return block_attention(q, k, v, layout.prepared(prepare_blocks, queries, window), scale)
+        return attend_in_blocks(q, k, v, layout.prepared(prepare_blocks, queries, window), scale)
     if kernel == "varlen":
         return varlen_attention(q, k, v, layout.prepared(prepare_varlen, queries, window), scale)
     if kernel == "efficient":
@@ -203,21 +203,12 @@ def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def block_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: list[Block], scale: float, *kept: torch.Tensor
+def attend_in_blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: list[Block], scale: float
 ) -> torch.Tensor:
-    """Attend with the CPU kernel.
-
-    Args:
-        q: see `attention`.
-        k: see `attention`.
-        v: see `attention`.
-        blocks: of all queries.
-        scale: of the scores.
-        kept: tensors to keep for the backward pass besides, which a forecast of memory counts.
-    """
+    """Compute `attention` with the CPU kernel, for the queries of these blocks; the rest of the result is not set."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out: torch.Tensor = _BlockAttention.apply(q, k, v, blocks, scale, *kept)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _BlockAttention.apply(q, k, v, blocks, scale)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -230,13 +221,7 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        blocks: list[Block],
-        scale: float,
-        *kept: torch.Tensor,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: list[Block], scale: float
     ) -> torch.Tensor:
         ctx.blocks, ctx.scale = blocks, scale
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -253,7 +238,7 @@ class _BlockAttention(torch.autograd.Function):
                 scale=scale,
             )
             sums.append(logsumexp)
-        ctx.save_for_backward(q, k, v, out, *sums, *kept)
+        ctx.save_for_backward(q, k, v, out, *sums)
         return out
 
     @staticmethod
@@ -262,7 +247,7 @@ class _BlockAttention(torch.autograd.Function):
         d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         d_k, d_v = (torch.zeros(k.shape, dtype=wide_type(k), device=k.device) for _ in "kv")
         queries, outs, grads, d_queries = (_group(x, k.shape[1]) for x in (q, out, grad.contiguous(), d_q))
-        for block, logsumexp in zip(ctx.blocks, sums[: len(ctx.blocks)], strict=True):
+        for block, logsumexp in zip(ctx.blocks, sums, strict=True):
             rows = slice(block.first, block.last)
             d_queries[..., rows, :], *d_keys = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 _wide(grads[..., rows, :]),
@@ -278,7 +263,7 @@ class _BlockAttention(torch.autograd.Function):
             )
             for total, part in zip((d_k, d_v), d_keys, strict=True):
                 _add(total, part, block.keys)
-        return d_q, d_k.to(k.dtype), d_v.to(v.dtype), None, None, *[None] * (len(sums) - len(ctx.blocks))
+        return d_q, d_k.to(k.dtype), d_v.to(v.dtype), None, None
 
 
 def _group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
 from finetune.distributed.gradients import LossFunction
-from finetune.engine.attention import attention, block_attention, prepare_blocks
+from finetune.engine.attention import attend_in_blocks, attention, prepare_blocks
 from finetune.engine.attention_cuda import attend_in_runs, prepare_varlen
 from finetune.engine.decoder import bare_model, layer_windows
 from finetune.engine.four_bits import weight_without_data
@@ -370,16 +370,16 @@ def _cpu_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Compute only the block of queries that needs most memory; what the others take besides is free again by then.
+    """Compute only the block of queries that needs most memory.
 
-    An operation without data takes as long as one with data, and a layer has many blocks.
+    An operation without data takes as long as one with data, and a layer has many blocks. What the others take is free
+    again by then, but for a number for each query and head, which is less than the forecast's error.
     """
     if not len(q):
         return attention(q, k, v, layout, queries=queries, window=window, scale=scale)
     blocks = layout.prepared(prepare_blocks, queries, window)
     heaviest = max(blocks, key=lambda block: block.last - block.first + sum(end - start for start, end in block.keys))
-    others = torch.empty(len(q) - (heaviest.last - heaviest.first), q.shape[1])  # their logsumexp is kept
-    return block_attention(q, k, v, [heaviest], scale or 1.0, others)
+    return attend_in_blocks(q, k, v, [heaviest], scale or 1.0)
 
 
 def _gpu_attention(

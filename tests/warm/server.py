@@ -24,77 +24,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_IMPORTED = (
-    *("accelerate.commands.utils", "accelerate.utils.launch", "torch.distributed.elastic.multiprocessing.api"),
-    *("torch.distributed.elastic.agent.server.local_elastic_agent", "torch.distributed.elastic.rendezvous.registry"),
-    *("torch.distributed.launcher.api", "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend"),
-    *("transformers.models.phi3.modeling_phi3", "transformers.models.phi.modeling_phi"),
-    *("transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"),
-    *("finetune.training.train", "finetune.cli.commands", "peft", "safetensors.torch"),
-    *("transformers.generation.utils", "finetune.export.merged_folder", "finetune.export.verifying"),
-    *(
-        "finetune.inference.evaluation",
-        "finetune.inference.answering",
-        "finetune.diagnose.plan",
-        "finetune.diagnose.rehearsal",
-        "finetune.diagnose.doctor",
-    ),
-    *(
-        "finetune.cli.train",
-        "finetune.cli.words",
-        "rich.console",
-        "rich.table",
-        "rich._unicode_data",
-        "typer._click.decorators",
-    ),
-    *("peft.utils.transformers_weight_conversion", "torch.profiler._cupti_monitor"),
-)
-_MAY_DIFFER = {
-    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PATH", "PWD", "OLDPWD", "SHLVL", "_", "COLUMNS", "LINES"),
-    *(
-        "TERM",
-        "NO_COLOR",
-        "FORCE_COLOR",
-        "PYTHONPATH",
-        "PYTHONWARNINGS",
-        "PYTHONUNBUFFERED",
-        "HOME",
-        "NCCL_ASYNC_ERROR",
-    ),
-    *(
-        "TMPDIR",
-        "HF_TOKEN",
-        "LANG",
-        "FAULT",
-        "FAULT_AT",
-        "FAULTY_PLAY",
-        "FAULT_DISK",
-        "PYTHONSAFEPATH",
-        "ROOM_OF_RANK_1",
-        "SHORT",
-        "PS1",
-        "ORT_LIB_PATH",
-        "AWS_SECRET_ACCESS_KEY",
-        "AWS_SESSION_TOKEN",
-        "HUGGING_FACE_HUB_TOKEN",
-        "OPENAI_API_KEY",
-        "WANDB_API_KEY",
-        "VIRTUAL_ENV",
-        "VIRTUAL_ENV_PROMPT",
-    ),
-}
-_MAY_DIFFER_FROM = (
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "TORCHELASTIC_",
-    "TORCH_NCCL_",
-    "ACCELERATE_",
-    "FINETUNE_",
-    "PYTEST_",
-    "SLURM_",
-)
-
+_IMPORTED = """
+    accelerate.commands.utils accelerate.utils.launch torch.distributed.elastic.multiprocessing.api
+    torch.distributed.elastic.agent.server.local_elastic_agent torch.distributed.elastic.rendezvous.registry
+    torch.distributed.launcher.api torch.distributed.elastic.rendezvous.c10d_rendezvous_backend
+    transformers.models.phi3.modeling_phi3 transformers.models.phi.modeling_phi
+    transformers.models.llama.modeling_llama transformers.models.auto.modeling_auto finetune.training.train
+    finetune.cli.commands peft safetensors.torch transformers.generation.utils finetune.export.merged_folder
+    finetune.export.verifying finetune.inference.evaluation finetune.inference.answering finetune.diagnose.plan
+    finetune.diagnose.rehearsal finetune.diagnose.doctor finetune.cli.train finetune.cli.words rich.console
+    rich.table rich._unicode_data typer._click.decorators peft.utils.transformers_weight_conversion
+    torch.profiler._cupti_monitor
+""".split()
+_MAY_DIFFER = """
+    RANK WORLD_SIZE MASTER_ADDR MASTER_PORT AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN COLUMNS FAULT FAULTY_PLAY
+    FAULT_AT FAULT_DISK FORCE_COLOR HF_TOKEN HUGGING_FACE_HUB_TOKEN LANG LINES NO_COLOR OLDPWD OPENAI_API_KEY
+    ORT_LIB_PATH PATH PS1 PWD PYTHONPATH PYTHONSAFEPATH PYTHONUNBUFFERED PYTHONWARNINGS ROOM_OF_RANK_1 SHLVL SHORT
+    TERM TMPDIR VIRTUAL_ENV VIRTUAL_ENV_PROMPT WANDB_API_KEY _
+""".split()
+"""Variables that no library reads as it is imported, or that mean nothing to one."""
+_MAY_DIFFER_FROM = tuple("LOCAL_ GROUP_ ROLE_ TORCHELASTIC_ TORCH_NCCL_ ACCELERATE_ FINETUNE_ PYTEST_ SLURM_".split())
 
 _given = dict(os.environ)
 """Variables before anything was imported: some libraries set others."""

@@ -1,0 +1,65 @@
+"""A command that is forked off the warm process ends, speaks and dies like one of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.launches import run_command, start_command
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.warm,
+    pytest.mark.skipif(sys.platform != "linux", reason="commands are forked off on Linux alone"),
+]
+WAITS = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
+IS_WARM = "import sys; print('torch' in sys.modules)"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        ("print('done')", 0, "done\n"),
+        ("import sys; sys.exit(3)", 3, ""),
+        ("import sys; sys.exit('a reason')", 1, "a reason\n"),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+        ("import atexit; atexit.register(print, 'last')", 0, "last\n"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt\n"),
+        ("import os; print(os.getcwd())", 0, "the folder\n"),
+    ],
+)
+def test_its_end_and_its_last_words_are_those_of_any_process(tmp_path, code, status, said):
+    done = run_command([sys.executable, "-c", code], cwd=tmp_path)
+    assert done.returncode == status, done.stdout
+    assert done.stdout.endswith(said.replace("the folder", str(tmp_path)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_ends_both(number):
+    with start_command([sys.executable, "-c", WAITS]) as process:
+        itself = psutil.Process(int(process.stdout.readline()))
+        assert itself.pid != process.pid
+        process.send_signal(number)
+        assert process.wait(10) == -number
+        itself_is_gone = time.monotonic() + 10
+        while itself.is_running() and itself.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < itself_is_gone
+            time.sleep(0.01)
+
+
+def test_what_an_import_may_have_read_needs_a_process_of_its_own():
+    command = [sys.executable, "-c", IS_WARM]
+    assert run_command(command).stdout == "True\n"
+    assert run_command(command, variables={"RANK": "1"}).stdout == "True\n"
+    assert run_command(command, variables={"HF_HOME": "elsewhere"}).stdout == "False\n"
+    done = subprocess.run([sys.executable, "-I", "-c", IS_WARM], capture_output=True, text=True, env=os.environ)
+    assert done.stdout == "False\n", "an option of the interpreter"
