@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -20,7 +18,16 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="commands are forked off on Linux alone"),
 ]
 WAITS = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
-IS_WARM = "import sys; print('torch' in sys.modules)"
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(code):
+        path = tmp_path / "script.py"
+        path.write_text(code)
+        return path
+
+    return write
 
 
 @pytest.mark.parametrize(
@@ -37,15 +44,15 @@ IS_WARM = "import sys; print('torch' in sys.modules)"
         ("import os; print(os.getcwd())", 0, "the folder\n"),
     ],
 )
-def test_its_end_and_its_last_words_are_those_of_any_process(tmp_path, code, status, said):
-    done = run_command([sys.executable, "-c", code], cwd=tmp_path)
+def test_its_end_and_its_last_words_are_those_of_any_process(script, tmp_path, code, status, said):
+    done = run_command([sys.executable, script(code)], cwd=tmp_path)
     assert done.returncode == status, done.stdout
     assert done.stdout.endswith(said.replace("the folder", str(tmp_path)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_signal_ends_both(number):
-    with start_command([sys.executable, "-c", WAITS]) as process:
+def test_a_signal_ends_both(script, number):
+    with start_command([sys.executable, script(WAITS)]) as process:
         itself = psutil.Process(int(process.stdout.readline()))
         assert itself.pid != process.pid
         process.send_signal(number)
@@ -56,10 +63,10 @@ def test_a_signal_ends_both(number):
             time.sleep(0.01)
 
 
-def test_what_an_import_may_have_read_needs_a_process_of_its_own():
-    command = [sys.executable, "-c", IS_WARM]
-    assert run_command(command).stdout == "True\n"
-    assert run_command(command, variables={"RANK": "1"}).stdout == "True\n"
-    assert run_command(command, variables={"HF_HOME": "elsewhere"}).stdout == "False\n"
-    done = subprocess.run([sys.executable, "-I", "-c", IS_WARM], capture_output=True, text=True, env=os.environ)
-    assert done.stdout == "False\n", "an option of the interpreter"
+def test_what_an_import_may_have_read_needs_a_process_of_its_own(script):
+    asks = script("import sys; print('torch' in sys.modules)")
+    assert run_command([sys.executable, asks]).stdout == "True\n"
+    assert run_command([sys.executable, "-u", asks], variables={"RANK": "1"}).stdout == "True\n"
+    assert run_command([sys.executable, asks], variables={"HF_HOME": "elsewhere"}).stdout == "False\n"
+    for option in (["-I", asks], ["-c", asks.read_text()]):
+        assert run_command([sys.executable, *option]).stdout == "False\n", option

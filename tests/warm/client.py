@@ -29,8 +29,8 @@ def number_in(data):
 
 words = sys.argv[1:]
 asked = words[1:] if words[:1] == ["-u"] else words  # as torchrun starts its workers
-if not asked or (asked[0].startswith("-") and asked[0] not in ("-m", "-c")):
-    os.execv(COLD, [COLD, *words])  # an option of the interpreter: as usual
+if not asked or (asked[0].startswith("-") and asked[0] != "-m"):
+    os.execv(COLD, [COLD, *words])  # another option, or `-c`: what tests run so often shows that little is imported
 ignored = []
 for name in _FORWARDED:
     signal_number = getattr(_signal, name)

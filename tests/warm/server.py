@@ -211,15 +211,12 @@ def _run(words: list[str]) -> int:
     sys.path[:] = [*entries, *(entry for entry in sys.path if entry not in entries and entry != str(_OWN_PATH))]
     sys.orig_argv = [sys.executable, *words]
     words = words[1:] if words[0] == "-u" else words
-    first = str(Path.cwd()) if words[0] == "-m" else "" if words[0] == "-c" else str(Path(words[0]).resolve().parent)
+    first = str(Path.cwd() if words[0] == "-m" else Path(words[0]).resolve().parent)
     if not os.environ.get("PYTHONSAFEPATH"):
         sys.path.insert(0, first)
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    elif words[0] == "-c":
-        sys.argv = ["-c", *words[2:]]
-        exec(compile(words[1], "<string>", "exec"), sys.modules["__main__"].__dict__)
     else:
         sys.argv = words
         runpy.run_path(words[0], run_name="__main__")
