@@ -37,13 +37,18 @@ _IMPORTED = """
     torch.profiler._cupti_monitor
 """.split()
 _MAY_DIFFER = """
-    RANK WORLD_SIZE MASTER_ADDR MASTER_PORT AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN COLUMNS FAULT FAULTY_PLAY
-    FAULT_AT FAULT_DISK FORCE_COLOR HF_TOKEN HUGGING_FACE_HUB_TOKEN LANG LINES NO_COLOR OLDPWD OPENAI_API_KEY
-    ORT_LIB_PATH PATH PS1 PWD PYTHONPATH PYTHONSAFEPATH PYTHONUNBUFFERED PYTHONWARNINGS ROOM_OF_RANK_1 SHLVL SHORT
-    TERM TMPDIR VIRTUAL_ENV VIRTUAL_ENV_PROMPT WANDB_API_KEY _
+    AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN COLUMNS FAULT FAULTY_PLAY FAULT_AT FAULT_DISK FORCE_COLOR HF_TOKEN
+    HUGGING_FACE_HUB_TOKEN LANG LINES LRU_CACHE_CAPACITY MASTER_ADDR MASTER_PORT MKL_NUM_THREADS NO_COLOR
+    NUMEXPR_NUM_THREADS OLDPWD ONEDNN_PRIMITIVE_CACHE_CAPACITY OPENAI_API_KEY OPENBLAS_NUM_THREADS ORT_LIB_PATH
+    PATH PS1 PWD PYTHONPATH PYTHONSAFEPATH PYTHONUNBUFFERED PYTHONWARNINGS RANK ROOM_OF_RANK_1 SHLVL SHORT TERM
+    TMPDIR TOKENIZERS_PARALLELISM VIRTUAL_ENV VIRTUAL_ENV_PROMPT WANDB_API_KEY WORLD_SIZE _
 """.split()
-"""Variables that no library reads as it is imported, or that mean nothing to one."""
-_MAY_DIFFER_FROM = tuple("LOCAL_ GROUP_ ROLE_ TORCHELASTIC_ TORCH_NCCL_ ACCELERATE_ FINETUNE_ PYTEST_ SLURM_".split())
+"""Variables that no library reads as it is imported, or that mean nothing to one; the engine sets two of them itself.
+Those of threads can only be 1 where OMP_NUM_THREADS is, which may not differ."""
+_MAY_DIFFER_FROM = tuple(
+    "LOCAL_ GROUP_ ROLE_ TORCHELASTIC_ TORCH_NCCL_ ACCELERATE_ FSDP_ FINETUNE_ PYTEST_ SLURM_ _TORCHINDUCTOR_".split()
+)
+"""The beginnings of such names; torch.compile leaves one behind in the process that asked for it."""
 
 _given = dict(os.environ)
 """Variables before anything was imported: some libraries set others."""
@@ -52,6 +57,8 @@ _given = dict(os.environ)
 def main(address: str, program: str) -> None:
     for name in _IMPORTED:
         importlib.import_module(name)
+    conversions = importlib.import_module("transformers.conversion_mapping")
+    conversions.get_checkpoint_conversion_mapping("phi3")  # makes those of all models, a fifth of a short run's time
     sys.executable = program
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
