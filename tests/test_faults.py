@@ -18,6 +18,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.verification import newest_valid
 from tests.launches import LAUNCHERS, REPOSITORY, free_port
 from tests.tiny_runs import random_model_words, write_base, write_rows
+from tests.warm import with_interpreter
 
 SCRIPT = REPOSITORY / "tests" / "faulty_run.py"
 PROMISED_SECONDS = 15.0
@@ -77,11 +78,13 @@ class Play:
             **{"FAULTY_PLAY": str(self.folder)},
             **variables,
         }
+        # One that is stopped or named by its number is the one that was started, and no fork that stands for it.
+        is_itself = variables["FAULT"].startswith(("stop", "wait"))
+        command = [str(word) for word in command] if is_itself else with_interpreter(command)
         self.logs.append(self.folder / f"log-{len(self.logs)}")
         with self.logs[-1].open("w") as log:
             # A process group of its own, as a terminal gives one to what stands in the foreground.
             group = self.processes[0].pid if self.processes else 0
-            command = [str(word) for word in command]
             process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=subprocess.STDOUT, process_group=group
             )

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.process
 PRINTS = "import os; print('sees', repr(os.environ.get('CUDA_VISIBLE_DEVICES')))"
 
 
-def run_gpu_tests(**variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "tests/gpu"]
+def run_gpu_tests(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "tests/gpu", *options]
     return run_command(command, cwd=REPOSITORY, variables={"PYTHONWARNINGS": "", **variables}, limit_seconds=600)
 
 
@@ -39,7 +39,8 @@ def test_without_a_gpu_they_are_skipped_and_say_why() -> None:
 
 @pytest.mark.slow
 def test_on_the_cpu_they_pass_but_for_those_of_cuda() -> None:
-    done = run_gpu_tests(FINETUNE_TEST_DEVICE="cpu")
+    few = "not bf16 or phi-4"  # a CPU is slow in bf16, and of one model it shows as much as of all
+    done = run_gpu_tests("-k", few, FINETUNE_TEST_DEVICE="cpu")
     assert done.returncode == 0, done.stdout
     reasons = set(re.findall(r"^SKIPPED \[\d+\] .*?:\d+: (.*)$", done.stdout, flags=re.MULTILINE))
     assert all(reason.startswith(("only CUDA", "bitsandbytes")) for reason in reasons), reasons

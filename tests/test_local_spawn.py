@@ -16,7 +16,7 @@ with launch(load_config({words!r})):
     pass
 """
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.warm]
 
 
 @pytest.fixture(scope="module")

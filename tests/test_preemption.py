@@ -16,6 +16,7 @@ import pytest
 
 from tests.launches import LAUNCHERS, REPOSITORY
 from tests.tiny_runs import random_model_words, write_base, write_rows
+from tests.warm import with_interpreter
 
 START_SECONDS = 120.0
 NUM_STEPS = 40
@@ -23,7 +24,7 @@ PREEMPTED = 75
 BY_HAND = 130
 STEP = re.compile(r"stopped at step ([0-9]+) as asked by (\w+)(?: on ranks? ([0-9, ]+))?; checkpoint committed")
 
-pytestmark = [pytest.mark.launch, pytest.mark.slow]
+pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.warm]
 
 
 class Play:
@@ -36,13 +37,14 @@ class Play:
         self.log = folder / "log"
         self.process = None
 
-    def start(self, launcher, *words):
-        command = ["-m", "finetune", "train", *self.words(), *words]
-        start = LAUNCHERS["torchrun"] if launcher == "torchrun" else [sys.executable]
+    def start(self, launcher, *words, gets_signal=True):
+        """Start it; what gets a signal under torchrun has processes of its own, since torchrun sends it to groups."""
+        command = [*LAUNCHERS.get(launcher, [sys.executable]), "-m", "finetune", "train", *self.words(), *words]
         command += ["parallel.num_processes=2"] if launcher == "spawn" else []
+        command = [str(word) for word in command] if gets_signal else with_interpreter(command)
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
         with self.log.open("w") as log:
-            self.process = subprocess.Popen([*start, *map(str, command)], env=environment, stdout=log, stderr=log)
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         return self
 
     def words(self):
@@ -108,7 +110,7 @@ class Play:
     def goes_on(self, launcher, step):
         """To the end, which is that of the run that was not told to stop."""
         whole = self.undisturbed(launcher)
-        self.start(launcher, "resume=auto")
+        self.start(launcher, "resume=auto", gets_signal=False)
         assert self.end() == 0, self.text()
         assert f"resumed from step={step}" in self.text()
         assert json.loads((self.run_folder / "run.json").read_text())["status"] == "completed"
@@ -123,7 +125,7 @@ class Play:
         (self.folder / "whole").mkdir()
         other = Play(self.inputs, self.folder / "whole")
         try:
-            assert other.start(launcher).end() == 0, other.text()
+            assert other.start(launcher, gets_signal=False).end() == 0, other.text()
         finally:
             other.stop()
         return other.run_folder
@@ -269,8 +271,9 @@ def while_it_tests_with_shards(play):
 
 @scene
 def ctrl_c_twice_stops_at_once(play):
+    """Python starts for it, so that the imports which are left keep it from its first step for a second."""
     many = f"data.path={play.inputs / 'many'}"
-    play.start("alone", many)
+    play.start("python", many)
     play.wait_for_text("Process 0/1 started")
     play.process.send_signal(signal.SIGINT)
     time.sleep(1.2)

@@ -67,6 +67,7 @@ class Place:
             *(f"data.path={inputs / 'rows'}", f"data.cache_dir={folder / 'cache'}", "training.device=cpu"),
             *("training.batch_size=2", "training.global_batch_size=4", "training.max_steps=3", "training.debug=true"),
             *("checkpoint.save_every=1", "checkpoint.save_total_limit=5", "validation.validate_every=1"),
+            "testing.max_new_tokens=4",
         ]
 
     def run(self, *words: str, program: tuple[str, ...] = ("-m", "finetune", "train"), **variables: str) -> str:

@@ -56,6 +56,7 @@ from finetune.runs.folder import existing_folder
 from tests.launches import run_launched
 from tests.readable_hub import point_to, running_hub
 from tests.two_nodes import INTERFACE, reason_against, torchrun, two_nodes
+from tests.warm import with_interpreter
 
 DOCTOR = [sys.executable, "-m", "finetune", "doctor"]
 START_UP_SECONDS = 30  # importing torch while other processes hold the cores
@@ -83,7 +84,7 @@ def rank_variables(rank: int, port: int) -> dict[str, str]:
 def start(*words: str | Path, cwd: Path | None = None, **variables: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONWARNINGS": "ignore", **variables}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*map(str, words)], cwd=cwd, env=environment, **streams)
+    return subprocess.Popen(with_interpreter(words), cwd=cwd, env=environment, **streams)
 
 
 def doctor(cwd: Path, *words: str | Path, **variables: str) -> tuple[int, str]:
@@ -160,6 +161,7 @@ def test_alone_it_reports_on_every_area_and_leaves_nothing_behind(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.process
+@pytest.mark.warm
 @pytest.mark.parametrize(
     ("variables", "part"),
     [
@@ -180,6 +182,7 @@ def test_a_broken_launch_is_a_problem_with_a_fix_as_json_too(tmp_path, variables
 
 @pytest.mark.slow
 @pytest.mark.process
+@pytest.mark.warm
 def test_strict_turns_a_warning_into_exit_code_2(tmp_path):
     words = ["ddp=True", f"data.cache_dir={tmp_path}"]
     code, output = doctor(tmp_path, *words)
@@ -514,6 +517,7 @@ def test_a_lock_of_another_process_is_not_taken_for_a_broken_one(tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_under_torchrun_it_forms_the_world_and_reports_once(tmp_path):
     words = ["-m", "finetune", "doctor", "quickstart", f"data.cache_dir={tmp_path / 'cache'}"]
     done = run_launched("torchrun", words, cwd=tmp_path)
@@ -529,6 +533,7 @@ def test_under_torchrun_it_forms_the_world_and_reports_once(tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_what_only_another_rank_finds_is_in_the_report_with_its_rank(tmp_path):
     port = free_port()
     variables = rank_variables(1, port)
@@ -546,6 +551,7 @@ def test_what_only_another_rank_finds_is_in_the_report_with_its_rank(tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
     started = time.monotonic()
     code, output = doctor(tmp_path, "parallel.timeout_minutes=0.1", **rank_variables(0, free_port()))
@@ -558,6 +564,7 @@ def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_a_held_port_is_named_before_the_world_is_tried(tmp_path):
     with socket.create_server(("0.0.0.0", 0)) as holder:
         port = holder.getsockname()[1]

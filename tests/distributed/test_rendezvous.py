@@ -20,7 +20,7 @@ from finetune.distributed.rendezvous import Rendezvous, Verdict
 from finetune.errors import LaunchError
 from tests.launches import REPOSITORY, free_port
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.warm]
 SCRIPT = Path(__file__).with_name("joining.py")
 
 

@@ -24,6 +24,7 @@ def two_ranks(request, tmp_path_factory):
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_two_processes_are_one_world(two_ranks):
     launcher, ranks = two_ranks
     assert [seen["rank"] for seen in ranks] == [0, 1]
@@ -33,16 +34,19 @@ def test_two_processes_are_one_world(two_ranks):
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_sums_are_over_both_ranks_in_float64(two_ranks):
     assert [seen["sum"] for seen in two_ranks[1]] == [[3.0, 1.0 + 2.0**-39]] * 2
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_what_rank_0_has_reaches_rank_1(two_ranks):
     assert [seen["broadcast"] for seen in two_ranks[1]] == [{"from": 0}] * 2
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_an_error_of_one_rank_is_raised_on_both(two_ranks):
     _, (other, failing) = two_ranks
     assert failing["one_fails"] == {"type": "DataError", "text": "row 7", "peer_exit_code": None}
@@ -52,6 +56,7 @@ def test_an_error_of_one_rank_is_raised_on_both(two_ranks):
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_a_peer_learns_that_the_other_rank_had_a_bug(two_ranks):
     _, (failing, other) = two_ranks
     assert failing["a_bug"]["type"] == "ZeroDivisionError"
@@ -59,11 +64,13 @@ def test_a_peer_learns_that_the_other_rank_had_a_bug(two_ranks):
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_without_an_error_nobody_raises(two_ranks):
     assert [seen["none_fails"] for seen in two_ranks[1]] == [None, None]
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_gradients_are_summed_though_a_rank_has_none(two_ranks):
     expected = [[[3.0, 3.0], [3.0, 3.0]], [[1.0, 2.0], [3.0, 4.0]], [[0.0, 0.0], [0.0, 0.0]]]
     for seen in two_ranks[1]:
@@ -72,6 +79,7 @@ def test_gradients_are_summed_though_a_rank_has_none(two_ranks):
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_placing_a_model_gives_every_rank_the_trained_weights_of_rank_0(two_ranks):
     first, second = two_ranks[1]
     assert first["placed"] == second["placed"]
@@ -80,12 +88,14 @@ def test_placing_a_model_gives_every_rank_the_trained_weights_of_rank_0(two_rank
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_leaving_ends_the_group_and_keeps_the_launchers_variables(two_ranks):
     for seen in two_ranks[1]:
         assert seen["after_launch"] == {"is_up": False, "variables_survive": True}
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_the_initialiser_and_its_twin_respect_the_launcher(two_ranks):
     for seen in two_ranks[1]:
         rank = seen["rank"]

@@ -229,7 +229,7 @@ def test_a_run_that_was_trained_here_on_a_base_of_random_weights(tmp_path):
         *("task=finetune_lora", *random_model_words(tmp_path / "tokenizer"), f"output_dir={tmp_path / 'run'}"),
         *(f"data.path={tmp_path / 'rows'}", f"data.cache_dir={tmp_path / 'cache'}", "training.max_steps=3"),
         *("training.batch_size=4", "optim.learning_rate=1e-2", "training.device=cpu", "lora.dora=true"),
-        "data.on_overlap=warn",
+        *("data.on_overlap=warn", "testing.max_new_tokens=4"),
     ]
     steps = [["train", *words], ["merge", tmp_path / "run", tmp_path / "out"]]
     for step in steps:

@@ -42,6 +42,7 @@ def train(folder, inputs, *words, **variables):
     base, rows, cache = inputs
     places = [f"model.path={base}", f"data.path={rows}", f"data.cache_dir={cache}", "output_dir=run"]
     own = ["training.batch_size=6", "data.on_overlap=warn", "training.log_every=2", "checkpoint.save_every=2"]
+    own += ["testing.max_new_tokens=4"]
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     return run_command(
         [*FINETUNE, "train", *places, *own, *words], cwd=folder, variables={"PYTHONPATH": path, **variables}

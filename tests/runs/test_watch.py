@@ -111,6 +111,7 @@ def test_a_real_training_is_seen_on_its_own_terminal_and_from_two_others(tmp_pat
         *(f"model.path={base}", f"data.path={rows}", f"data.cache_dir={tmp_path / 'cache'}", "output_dir=run"),
         *("training.max_steps=200", "training.batch_size=6", "training.log_every=20", "data.on_overlap=warn"),
         *("validation.validate_every=50", "checkpoint.save_every=100", "training.precision=fp32"),
+        "testing.max_new_tokens=4",
     ]
     with Screen([*FINETUNE, "train", *words], tmp_path) as training:
         training.wait_for("tokens/s")
