@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from finetune.cli import main as finetune
-from finetune.errors import CheckpointError, RunFailedError
+from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import onnx, onnx_served
 from finetune.export.certificate import CERTIFICATE
 from finetune.export.merged_folder import write_merged
@@ -190,6 +190,13 @@ def test_a_missing_runtime_is_said_with_the_command_that_installs_it(tmp_path, c
     monkeypatch.setattr(onnx_served, "find_spec", lambda name: None)
     assert command("export", tmp_path, tmp_path / "out", "--onnx") == 2
     assert "pip install 'finetune[onnx]'" in capsys.readouterr().err
+
+
+def test_what_the_builder_imports_is_needed_to_build_and_not_to_serve(monkeypatch):
+    monkeypatch.setattr(onnx_served, "find_spec", lambda name: None if name == "onnx_ir" else object())
+    onnx_served.refuse_missing_packages(builds=False)
+    with pytest.raises(ConfigError, match="needs onnx-ir, not installed here"):
+        onnx_served.refuse_missing_packages(builds=True)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ def test_a_terminal_sees_one_view_with_the_log_above_it(monkeypatch, capsys):
 
 def test_the_view_itself_confirms_a_ctrl_c(monkeypatch, capfd):
     monkeypatch.setattr(logging.getLogger("finetune"), "handlers", [])
+    monkeypatch.setenv("TERM", "xterm")  # on a dumb terminal there is no view
     screen = io.StringIO()
     progress = TrainingProgress(20, console=Console(file=screen, force_terminal=True, width=80))
     with stops_after_step():
