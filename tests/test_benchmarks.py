@@ -85,6 +85,7 @@ def test_the_count_of_operations_gives_the_known_figures_of_the_real_models(name
     assert count / 4096 / 1e9 == pytest.approx(giga_per_token, rel=0.003)
 
 
+@pytest.mark.slow
 @pytest.mark.trains
 def test_the_count_of_operations_is_that_of_torch(bench):
     from peft import get_peft_model

@@ -299,6 +299,7 @@ def variables(address: str, home: Path) -> dict[str, str]:
     return {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home)}
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_run_without_a_network_ends_soon_with_one_message(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(ROWS)

@@ -261,6 +261,7 @@ def test_json_and_a_probe(words, capsys):
     assert record["seconds"] == pytest.approx(record["seconds_per_step"] * record["batches"]["steps"])
 
 
+@pytest.mark.slow
 def test_a_probe_does_not_speak_for_another_device(words, capsys):
     assert plan_from_words(words, device="h100-80gb", is_probed=True) == 0
     out = capsys.readouterr().out
@@ -270,6 +271,7 @@ def test_a_probe_does_not_speak_for_another_device(words, capsys):
     assert "at the limit of 989 TFLOP/s in bf16" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_the_time_at_the_limit_is_that_of_the_products_that_a_step_makes(words, method, checkpointing):

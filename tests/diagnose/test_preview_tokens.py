@@ -15,6 +15,7 @@ from tests.tiny import tiny_tokenizer
 HARD_TEXT = "naïve 🙂 日本語 a\tb\r\n\x1b[31mred\x07 \u202egnp.exe \u200b\u00a0 end"
 
 
+@pytest.mark.slow
 @pytest.mark.trains
 def test_no_character_at_all_steers_a_terminal():
     for code in range(0x110000):

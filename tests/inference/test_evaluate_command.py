@@ -55,7 +55,7 @@ def test_the_figures_are_those_of_the_runs_own_test_phase(whole, adapter_run):
     assert found["tuned"]["loss"] < found["base"]["loss"]
 
 
-@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_the_batch_size_changes_nothing(measured, whole, adapter_run, batch_size):
     words = [f"testing.batch_size={batch_size}", "testing.drop_last=true"]
     found = figures(adapter_run, *words, measured=measured, metric=METRICS)

@@ -137,6 +137,7 @@ def test_control_characters_of_an_answer_do_not_reach_the_screen(asked, adapter_
     assert json.loads(line)["answer"] == "\x1b[2J\x9bgone\u202e\nnext"
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_all_that(adapter_run):
     words = [*("generate", adapter_run, "--json", "--max-new-tokens", "4", "--temperature", "0.5", "--top-k", "5")]
     done = subprocess.run(

@@ -63,6 +63,7 @@ def _small(words):
     return [*words, "lora.r=4", "lora.alpha=6", "optim.learning_rate=1e-2"]
 
 
+@pytest.mark.slow
 def test_every_adapter_gives_its_logits_in_plain_peft_and_merged_on_the_original_base(trained, inputs, tmp_path):
     models = {name: (inputs / "base", run / "adapter", 0) for name, (run, _) in trained.items()}
     plain = plain_logits(tmp_path, {**models, "base": (inputs / "base", None, 0)})

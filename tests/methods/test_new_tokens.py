@@ -72,6 +72,7 @@ def trained(inputs, tmp_path_factory):
     return trainer, run, ids, logits_of(trainer, ids)
 
 
+@pytest.mark.slow
 def test_the_new_rows_train_and_load_in_plain_peft_on_the_original_base(trained, inputs, kind, tmp_path):
     (trainer, run, ids, ours), (folder, known) = trained, inputs
     rows = {name: tensor for name, tensor in adapter_tensors(run).items() if "token_adapter" in name}

@@ -38,11 +38,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @contextmanager
 def warm_interpreter() -> Iterator[None]:
     """`sys.executable` is the program that asks the server."""
-    sys.executable = _python()
+    before, sys.executable = sys.executable, _python()
     try:
         yield
     finally:
-        sys.executable = _COLD
+        sys.executable = before
 
 
 def with_interpreter(command: Sequence[str | Path]) -> list[str]:
