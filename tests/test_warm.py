@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -68,5 +70,10 @@ def test_what_an_import_may_have_read_needs_a_process_of_its_own(script):
     assert run_command([sys.executable, asks]).stdout == "True\n"
     assert run_command([sys.executable, "-u", asks], variables={"RANK": "1"}).stdout == "True\n"
     assert run_command([sys.executable, asks], variables={"HF_HOME": "elsewhere"}).stdout == "False\n"
+    reading, writing = os.pipe()
+    done = subprocess.run([sys.executable, asks], stdout=subprocess.PIPE, text=True, pass_fds=[reading], check=True)
+    assert done.stdout == "False\n"
+    os.close(reading)
+    os.close(writing)
     for option in (["-I", asks], ["-c", asks.read_text()]):
         assert run_command([sys.executable, *option]).stdout == "False\n", option

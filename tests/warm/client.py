@@ -29,8 +29,12 @@ def number_in(data):
 
 words = sys.argv[1:]
 asked = words[1:] if words[:1] == ["-u"] else words  # as torchrun starts its workers
-if not asked or (asked[0].startswith("-") and asked[0] != "-m"):
-    os.execv(COLD, [COLD, *words])  # another option, or `-c`: what tests run so often shows that little is imported
+is_other = not asked or (asked[0].startswith("-") and asked[0] != "-m")
+found = [fd for fd in os.listdir("/proc/self/fd") if int(fd) > 2]  # noqa: PTH208 (importing pathlib takes longer)
+was_handed_files = any(os.access(f"/proc/self/fd/{fd}", os.F_OK) for fd in found)  # that of the list is closed again
+if is_other or was_handed_files:
+    # `-c`: what tests run so often shows that little is imported. A fork would lack the files.
+    os.execv(COLD, [COLD, *words])
 ignored = []
 for name in _FORWARDED:
     signal_number = getattr(_signal, name)
