@@ -1,4 +1,4 @@
-"""Which tests may see a GPU, and that those which need one are right: what a CPU can run of them runs here."""
+"""Which tests may see a GPU, and that those which need one are right: most of what a CPU can run runs here."""
 
 from __future__ import annotations
 
