@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.warm import with_interpreter
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -97,6 +99,26 @@ def start_command(
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it has not ended; nobody may be there to collect the status of one whose parent is gone."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def alive_with(name: str, value: str) -> list[psutil.Process]:
+    """The processes that have not ended and were started with a variable, which their children inherit."""
+
+    def has_it(process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(name) == value and is_alive(process)
+        except psutil.Error:
+            return False
+
+    return [process for process in psutil.process_iter() if has_it(process)]
 
 
 def place_variables(rank: int, world_size: int, port: int) -> dict[str, str]:

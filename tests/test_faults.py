@@ -11,12 +11,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 
 from finetune.runs.folder import RunFolder
 from finetune.runs.verification import newest_valid
-from tests.launches import LAUNCHERS, REPOSITORY, free_port
+from tests.launches import LAUNCHERS, REPOSITORY, alive_with, free_port
 from tests.tiny_runs import random_model_words, write_base, write_rows
 from tests.warm import with_interpreter
 
@@ -114,14 +113,7 @@ class Play:
 
     def left(self):
         """What is still there of this play: launcher, workers, guardians and their children."""
-        return [process for process in psutil.process_iter() if self.has(process)]
-
-    def has(self, process):
-        try:
-            is_mine = process.environ().get("FAULTY_PLAY") == str(self.folder)
-            return is_mine and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
+        return alive_with("FAULTY_PLAY", str(self.folder))
 
     def snapshot(self):
         files = [path for path in self.run_folder.rglob("*") if path.is_file()]

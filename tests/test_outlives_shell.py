@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launches import REPOSITORY
+from tests.launches import REPOSITORY, is_alive
 from tests.tiny_runs import random_model_words, write_base, write_rows
 
 NUM_STEPS = 400
@@ -182,13 +182,6 @@ def assert_completes(run: Run, process: psutil.Process) -> None:
     assert run.is_saved(NUM_STEPS)
     assert (run.folder / "adapter/adapter_model.safetensors").exists()
     assert "Traceback" not in run.text(), run.text()
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Nobody may be there to collect the status of one whose shell is gone."""
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def test_with_nohup_it_outlives_a_shell_that_exits(run: Run, open_terminal: Callable[..., Terminal]) -> None:

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from tests.launches import run_command, start_command
+from tests.launches import is_alive, run_command, start_command
 
 pytestmark = [
     pytest.mark.process,
@@ -60,7 +60,7 @@ def test_a_signal_ends_both(script, number):
         process.send_signal(number)
         assert process.wait(10) == -number
         itself_is_gone = time.monotonic() + 10
-        while itself.is_running() and itself.status() != psutil.STATUS_ZOMBIE:
+        while is_alive(itself):
             assert time.monotonic() < itself_is_gone
             time.sleep(0.01)
 

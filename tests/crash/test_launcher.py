@@ -16,7 +16,7 @@ import pytest
 
 from tests.crash import IS_FULL
 from tests.crash.runs import DATA_WORKERS, Ended, Nursery, assert_same_end, explained
-from tests.launches import LAUNCHERS, REPOSITORY
+from tests.launches import LAUNCHERS, REPOSITORY, alive_with
 
 PROMISED_SECONDS = 10.0
 START_SECONDS = 120.0
@@ -55,18 +55,11 @@ class Launch:
 
     def left(self) -> list[psutil.Process]:
         """What is still there: workers, their guardians and data workers."""
-        return [process for process in psutil.process_iter() if self._has(process)]
+        return alive_with(_MARK, self._mark)
 
     def kill_launcher(self) -> None:
         self.launcher.kill()
         self.launcher.wait()
-
-    def _has(self, process: psutil.Process) -> bool:
-        try:
-            is_mine = process.environ().get(_MARK) == self._mark
-            return is_mine and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
 
 
 @contextmanager

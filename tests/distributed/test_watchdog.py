@@ -14,10 +14,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 
 from finetune.distributed.guardian.faults import GRACE_SECONDS, KILL_SECONDS, Position, describe_late
+from tests.launches import alive_with
 
 WORKER = Path(__file__).with_name("watched_worker.py")
 REPOSITORY = WORKER.parent.parent.parent
@@ -94,14 +94,7 @@ class Play:
 
     def left(self):
         """Processes of this play that are still there, guardians and children too."""
-        return [process for process in psutil.process_iter() if self.has(process)]
-
-    def has(self, process):
-        try:
-            is_mine = process.environ().get("WATCHED_PLAY") == str(self.folder)
-            return is_mine and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return False
+        return alive_with("WATCHED_PLAY", str(self.folder))
 
     def last_lines(self, ranks=None):
         texts = [(self.folder / f"stderr-{rank}").read_text() for rank in (self.ranks if ranks is None else ranks)]
