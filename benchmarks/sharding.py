@@ -127,6 +127,7 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sharding", description="Memory with sharded weights")
     parser.add_argument("--size", choices=list(SIZES), default="sharded")
     parser.add_argument("--method", choices=list(_RUNS), help="default: both")
+    parser.add_argument("--most-ranks", type=int, help="leave out worlds of more; default: none")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "benchmarks", help="for the base model")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # by torchrun
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
@@ -146,6 +147,7 @@ def main(words: Sequence[str]) -> int:
     )
     sys.stdout.write(f"| {' | '.join(heads)} |\n|---|---|---:|---:|---:|---:|---:|\n")
     runs = [(method, *run) for method in ([wish.method] if wish.method else _RUNS) for run in _RUNS[method]]
+    runs = [run for run in runs if run[-1] <= (wish.most_ranks or run[-1])]
     for method, sharding, num_ranks in runs:
         with tempfile.TemporaryDirectory() as name:
             held, seconds = measure(base, Path(name), wish.size, method=method, sharding=sharding, num_ranks=num_ranks)
