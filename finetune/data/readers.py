@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -32,7 +32,8 @@ class RawRow:
     """One row as it was read: its value, or the problem that prevented reading it."""
 
     number: int
-    """Line of the file, or row of the table, from 1."""
+    """Line of the file, or place in the list or table, from 1. Unique and ascending within a source: `RowTable.of`
+    takes encoded rows of one number for the answers of one example."""
     value: Any
     problem: str | None = None
 
@@ -49,7 +50,7 @@ class FileRows:
 
     def place(self, number: int) -> str:
         """Name one row: `orders/train.jsonl:17`, or `orders/train.csv row 17`."""
-        has_lines = suffix_of(self.path) in (".jsonl", ".json") and not self.is_copy
+        has_lines = suffix_of(self.path) == ".jsonl" and not self.is_copy
         return f"{self.label}:{number}" if has_lines else f"{self.label} row {number}"
 
     def check(self) -> None:
@@ -168,16 +169,17 @@ def _read_json(path: Path, label: str) -> Iterator[RawRow]:
         raise DataError(f"{label}: byte {error.start + 1} is not UTF-8. Save the file as UTF-8.") from None
     start = _LIST_START.match(text)
     if start is None:
-        return _read_json_lines(path, label)
+        return (replace(row, number=number) for number, row in enumerate(_read_json_lines(path, label), start=1))
     return _read_json_list(text, start.end(), label, is_wrapped=start.group(1) is not None)
 
 
 def _read_json_list(text: str, position: int, label: str, *, is_wrapped: bool) -> Iterator[RawRow]:
-    """Read the elements of a list one by one, each with the line on which it starts."""
+    """Read the elements of a list one by one. Several may start on one line."""
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)
-    line, counted = 1, 0
+    number, line, counted = 0, 1, 0
     position = _after_space(text, position)
     while not text.startswith("]", position):
+        number += 1
         line, counted = line + text.count("\n", counted, position), position
         try:
             value, position = decoder.raw_decode(text, position)
@@ -187,7 +189,7 @@ def _read_json_list(text: str, position: int, label: str, *, is_wrapped: bool) -
                 f"{label}: the row that starts on line {line} is not JSON ({error}). Expected a list of "
                 'rows, an object {"data": [rows]}, or one row per line. Correct the file.'
             ) from None
-        yield RawRow(line, value)
+        yield RawRow(number, value)
     if text[position + 1 :].strip() != ("}" if is_wrapped else ""):
         raise DataError(
             f"{label}: something follows the list of rows. Expected a list of rows, an object "

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from itertools import accumulate
@@ -51,6 +52,15 @@ def test_rows_become_flat_tensors(make_section: Make, write_jsonl: Write) -> Non
     assert torch.equal(train[-1].input_ids, train[1].input_ids)
     with pytest.raises(IndexError):
         train[2]
+
+
+def test_each_row_of_a_json_list_on_one_line_is_an_example(tmp_path: Path, make_section: Make) -> None:
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps([CHAT, TWO_ANSWERS] * 2))
+    train = encode(make_section(path=str(path))).train
+    assert train.num_examples == 4
+    assert not train.has_branches
+    assert train.source(3) == f"{path} row 4"
 
 
 def test_a_loader_with_workers_reads_every_row(make_section: Make, write_jsonl: Write) -> None:

@@ -48,6 +48,7 @@ def test_a_line_that_cannot_be_read_is_a_row_with_a_problem(tmp_path: Path, line
 @pytest.mark.parametrize(
     "text",
     [
+        '[{"text": "a"}, {"text": "b"}]',
         '[\n{"text": "a"},\n\n{"text":\n "b"}\n]\n',
         '{"data": [\n{"text": "a"},\n\n{"text": "b"}]}',
         '{"text": "a"}\n\n\n{"text": "b"}\n',
@@ -56,9 +57,8 @@ def test_a_line_that_cannot_be_read_is_a_row_with_a_problem(tmp_path: Path, line
 def test_a_json_file_is_a_list_a_wrapped_list_or_lines(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)
-    found = values(path)
-    assert [value for _, value in found] == [{"text": "a"}, {"text": "b"}]
-    assert found[1][0] == 4
+    assert values(path) == [(1, {"text": "a"}), (2, {"text": "b"})]
+    assert file_rows(path).place(2) == "a.json row 2"
 
 
 def test_an_empty_json_list_has_no_rows(tmp_path: Path) -> None:
