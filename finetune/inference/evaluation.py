@@ -230,8 +230,8 @@ class Dialogues:
         self.sources: list[str] = []
         self.prompts: list[list[int]] = []
         self.expected: list[str] = []
-        self._tokenizer = tokenizer
-        self.reader = AnswerReader(AnswerTokens(tokenizer))
+        self._tokens = AnswerTokens(tokenizer)
+        self.reader = AnswerReader(self._tokens)
         if examples is None or examples.kind == "text":
             return
         for row in examples.num_targets.nonzero()[:, 0].tolist():
@@ -243,13 +243,11 @@ class Dialogues:
     def last_turn(self, row: int) -> str:
         """Return the text of the last turn before the answer, or the whole prompt if it has no turns."""
         prompt = self.prompts[row]
-        special = set(self._tokenizer.all_special_ids)
-        end_of_turn = stop_ids(self._tokenizer, None)[0]
-        ends = [position for position, token in enumerate(prompt) if token == end_of_turn]
+        ends = [position for position, token in enumerate(prompt) if token == self._tokens.end_id]
         end = start = ends[-1] if ends else len(prompt)
-        while start > 0 and prompt[start - 1] not in special:
+        while start > 0 and prompt[start - 1] not in self._tokens.special_ids:
             start -= 1
-        return str(self._tokenizer.decode(prompt[start:end], skip_special_tokens=True)).strip()
+        return str(self._tokens.tokenizer.decode(prompt[start:end], skip_special_tokens=True)).strip()
 
 
 def _row_losses(runtime: Runtime, model: Any, loader: EvaluationLoader, *, is_shared: bool) -> torch.Tensor:

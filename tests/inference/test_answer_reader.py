@@ -89,3 +89,14 @@ def test_rows_are_scored_after_the_thinking():
     assert expected[0] == "yes"
     assert json.loads(expected[1]) == [CALL]
     assert expected == [answer_text(row.messages[1]) for row in rows]
+
+
+@pytest.mark.parametrize("style", ["phi4_mini", "phi3", "phi4"])
+def test_a_row_is_shown_by_its_last_turn_before_the_answer(style):
+    tokens = AnswerTokens(tiny_tokenizer(style))
+    turns = [{"role": "system", "content": "Be brief."}, QUESTION, {"role": "assistant", "content": "yes"}]
+    row = parse_row({"messages": [*turns, {**QUESTION, "content": "And now?"}, turns[-1]]}, FORMATS["messages"], {})
+    (encoded,) = encode_batch([row], tokens, "all")
+    examples = EncodedExamples.from_rows([(encoded.token_ids, encoded.is_target)], end_id=tokens.end_id)
+    examples.sources = tuple(source._replace(kind="messages") for source in examples.sources)
+    assert Dialogues(examples, tokens.tokenizer).last_turn(0) == "And now?"
