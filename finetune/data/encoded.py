@@ -246,6 +246,15 @@ class EncodedExamples(Dataset[EncodedExample]):
         return kinds.pop() if len(kinds) == 1 else "several"
 
     @property
+    def has_answer(self) -> torch.Tensor:
+        """Whether each row has an answer with a target token, bool, shape (rows,). Plain text has no answers."""
+        is_talk = torch.zeros(len(self), dtype=torch.bool)
+        for source, (begin, end) in zip(self.sources, pairwise(self._begins), strict=True):
+            if source.kind != "text":
+                is_talk |= (begin <= self.rows.starts) & (self.rows.starts < end)
+        return is_talk & (self.num_targets > 0)
+
+    @property
     def ignored_keys(self) -> list[tuple[str, int, int]]:
         """See `EncodedRows`."""
         return [key for source in self.sources for key in source.ignored_keys]

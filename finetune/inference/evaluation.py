@@ -232,9 +232,9 @@ class Dialogues:
         self.expected: list[str] = []
         self._tokens = AnswerTokens(tokenizer)
         self.reader = AnswerReader(self._tokens)
-        if examples is None or examples.kind == "text":
+        if examples is None:
             return
-        for row in examples.num_targets.nonzero()[:, 0].tolist():
+        for row in examples.has_answer.nonzero()[:, 0].tolist():
             prompt, answer = examples.prompt_and_answer(row)
             self.sources.append(examples.source(row))
             self.prompts.append([int(token) for token in prompt])

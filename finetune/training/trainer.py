@@ -512,8 +512,9 @@ class Trainer:
         """The rows that validations answer: a function of the split and its seed alone."""
         rows, config = self.splits.validation, self.config
         assert rows is not None
-        chosen = sorted(shuffled(len(rows), config.data.split_seed)[: config.validation.num_samples])
-        return Dialogues(rows.select(chosen), self.tokenizer)
+        answered = rows.has_answer.nonzero()[:, 0]
+        chosen = sorted(shuffled(len(answered), config.data.split_seed)[: config.validation.num_samples])
+        return Dialogues(rows.select(answered[chosen]), self.tokenizer)
 
     def _save(self, state: TrainerState, optimizer: torch.optim.Optimizer) -> None:
         runtime, folder = self.runtime, RunFolder(self.config.output_dir)

@@ -17,6 +17,7 @@ from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples, EncodedSplits
 from finetune.data.examples import load_examples
 from finetune.errors import ConfigError, DataError
+from finetune.inference.evaluation import Dialogues
 from tests.tiny import tiny_tokenizer
 
 Make = Callable[..., DataSection]
@@ -168,3 +169,12 @@ def test_a_mixture_in_words_or_a_dict_takes_the_place_of_a_path() -> None:
     assert from_dict.data.mixture == config.data.mixture
     with pytest.raises(ConfigError, match=r"data.mixture: data.path is set too"):
         compose(["model=phi_tiny", "data=orders", "data.mixture=[{path: a.jsonl}]"])
+
+
+def test_rows_of_plain_text_have_no_answer_in_a_split_that_also_has_conversations(
+    make_section: Make, files: tuple[str, str]
+) -> None:
+    chats, texts = files
+    train = encode(make_section(mixture=[{"path": texts}, {"path": chats, "max_rows": 2}])).train
+    assert train.has_answer.tolist() == [False] * 4 + [True] * 2
+    assert Dialogues(train, tiny_tokenizer()).expected == ["yes", "yes"]
