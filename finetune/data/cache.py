@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -94,8 +95,8 @@ def _without_cache(encode: Encode, fallbacks: Fallbacks) -> EncodedRows:
 
 
 def _read(path: Path, what: str) -> EncodedRows | None:
-    """Map a file; None if it does not exist, or is damaged, which is logged."""
-    if not path.exists():
+    """Map a file; None if it does not exist or may not be looked at, or is damaged, which is logged."""
+    if not os.path.exists(path):  # noqa: PTH110 (Path.exists raises where a folder is locked)
         return None
     try:
         rows = map_rows(path)

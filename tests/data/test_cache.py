@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -77,6 +78,24 @@ def test_a_second_time_nothing_is_parsed_or_tokenised(
     assert second.kind == "messages"
     assert second.source(2) == first.source(2) == f"{section.path}:3"
     assert second.prompt_and_answer(0) == first.prompt_and_answer(0)
+
+
+def test_a_folder_that_may_not_be_looked_into_is_a_downgrade(
+    section: DataSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(real: Any) -> Any:  # a permission would not stop root
+        def refuse(path: Any, *arguments: Any, **keywords: Any) -> Any:
+            if str(path).startswith(section.cache_dir):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *arguments, **keywords)
+
+        return refuse
+
+    for name in ("stat", "mkdir"):
+        monkeypatch.setattr(f"os.{name}", refusing(getattr(os, name)))
+    fallbacks = Fallbacks()
+    assert len(encode(section, fallbacks)) == 3
+    assert [taken["what"] for taken in fallbacks.as_records()] == ["data.cache_dir"]
 
 
 def test_one_file_with_one_key_of_metadata_is_left(section: DataSection) -> None:
