@@ -95,7 +95,7 @@ def check_local_rows(section: DataSection, *, has_format: bool) -> None:
         DataError: a file or a folder is not there, cannot be read, or has rows of no known format.
     """
     for source in _sources_of(section):
-        if source.path is not None and (is_hub_id(source.path) or (source.stream and Path(source.path).is_dir())):
+        if source.path is not None and (is_hub_id(source.path) or (source.stream and _holds(Path.is_dir, source.path))):
             continue
         for rows in _find_sources(source).sources.values():
             if isinstance(rows, (FileRows, RemoteRows)):
@@ -115,6 +115,14 @@ def _is_here(path: str) -> bool:
         return True  # it cannot be looked at, which is said when it is read
 
 
+def _holds(is_such: Callable[[Path], bool], path: str) -> bool:
+    """Whether there is such a thing at a path; False where it cannot be looked at."""
+    try:
+        return is_such(local_path(path))
+    except OSError:
+        return False
+
+
 def _no_such_path(path: str) -> str:
     return f"data.path is {path}, but there is no such file or folder. Correct the path."
 
@@ -125,8 +133,7 @@ def _no_such_file(split: str, path: str) -> str:
 
 def is_hub_id(path: str) -> bool:
     """Whether `data.path` names a data set at the hub, and not a file or a folder."""
-    here = Path(resolve_shipped(path)).expanduser()
-    return not here.exists() and suffix_of(here) not in SUFFIXES and _HUB_ID.fullmatch(path) is not None
+    return not _is_here(path) and suffix_of(path) not in SUFFIXES and _HUB_ID.fullmatch(path) is not None
 
 
 def _load_mixture(section: DataSection) -> ExampleSplits:
@@ -197,7 +204,7 @@ def _as_examples(source: RowSource, section: DataSection) -> Examples:
 
 def _share_of(split: str, text: str | None, at_path: _Splits | None) -> Share | None:
     """Read the share of the training rows in `text`; None if it names a split or a file."""
-    if split == "train" or text is None or (at_path is not None and at_path.has(text)) or Path(text).is_file():
+    if split == "train" or text is None or (at_path is not None and at_path.has(text)) or _holds(Path.is_file, text):
         return None
     return read_share(text, split)
 
@@ -223,7 +230,7 @@ def _find_split(split: str, wanted: str | None, at_path: _Splits | None, cache_d
     if is_address(wanted):
         return RemoteRows(f"data.{split}", wanted, cache_dir)
     path = local_path(wanted)
-    if path.is_file():
+    if _holds(Path.is_file, wanted) or (suffix_of(path) in SUFFIXES and _is_here(wanted)):
         return _file_rows(path, wanted)
     if suffix_of(path) in SUFFIXES or at_path is None:
         raise DataError(_no_such_file(split, wanted))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from datasets import Dataset, DatasetDict
 from datasets.exceptions import DatasetNotFoundError
 
 from finetune.config.schema import DataSection
-from finetune.data.examples import load_examples
+from finetune.data.examples import check_local_rows, load_examples, missing_here
 from finetune.errors import ConfigError, DataError
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}]}
@@ -186,3 +187,25 @@ def test_finding_json_lines_imports_nothing_heavy() -> None:
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.splitlines() == ["2000", "[]"]
+
+
+@pytest.mark.parametrize(
+    "keys", [{"path": "rows"}, {"path": "rows", "stream": True, "max_rows": 2}, {"validation": "rows.jsonl"}]
+)
+def test_what_may_not_be_looked_at_is_told_and_no_traceback(
+    make_section: Make, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+) -> None:
+    train = write_jsonl([CHAT])
+    real = os.stat
+
+    def refuse(path: Any, *arguments: Any, **keywords: Any) -> Any:  # a permission would not stop root
+        if "locked" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **keywords)
+
+    monkeypatch.setattr("os.stat", refuse)
+    locked = {key: f"locked/{value}" if isinstance(value, str) else value for key, value in keys.items()}
+    section = make_section(**{"path": train, **locked})
+    assert missing_here(section) == []
+    with pytest.raises(DataError, match=r"cannot be read: (Permission denied|No such file)"):
+        check_local_rows(section, has_format=False)
