@@ -106,7 +106,7 @@ class EncodedPairSplits:
 
 def side_of_pairs(section: DataSection, side: Literal["chosen", "rejected"]) -> DataSection:
     """Return a section that reads one side of each pair as prompt and completion."""
-    renamed = {name: section.columns[name] for name in ("prompt", "label") if name in section.columns}
+    renamed = {name: section.columns[name] for name in ("prompt", "label", "tools") if name in section.columns}
     return section.model_copy(update={"format": "prompt_completion", "columns": renamed | {"completion": side}})
 
 
@@ -133,7 +133,7 @@ def encode_preferences(
     """Read and encode the pairs of the training and the validation split.
 
     Args:
-        section: describes the rows; only `prompt` and `label` of its `columns` are used.
+        section: describes the rows; only `prompt`, `label` and `tools` of its `columns` are used.
         tokenizer: a fast tokenizer; its own chat template is used.
         fallbacks: see `encode_examples`.
         is_gated: see `encode_examples`.

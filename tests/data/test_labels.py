@@ -14,7 +14,7 @@ import pytest
 from finetune.config.schema import DataSection
 from finetune.data.encode import encode_examples
 from finetune.data.examples import load_examples
-from finetune.data.preferences import encode_preferences
+from finetune.data.preferences import encode_preferences, side_of_pairs
 from finetune.errors import DataError
 from tests.data.conftest import write_lines
 from tests.in_process import Ended, run_finetune
@@ -178,3 +178,10 @@ def test_pairs_with_labels_are_refused_unless_the_user_leaves_them_unread(
         encode_preferences(make_section(path=path), tiny_tokenizer())
     pairs = encode_preferences(make_section(path=path, columns={"label": "none"}), tiny_tokenizer())
     assert len(pairs.train) == 2
+
+
+def test_tools_of_pairs_are_read_from_a_column_of_another_name(make_section: Make, write_jsonl: Write) -> None:
+    pair = {"prompt": [{"role": "user", "content": "p"}], "chosen": "yes", "rejected": "no"}
+    path = write_jsonl([json.dumps(pair | {"functions": [{"name": "weather"}]})])
+    section = side_of_pairs(make_section(path=path, columns={"tools": "functions"}), "chosen")
+    assert "weather" in load_examples(section).train[0].tools
