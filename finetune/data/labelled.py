@@ -20,7 +20,7 @@ from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExample, EncodedExamples, digest_tensors
 from finetune.data.examples import load_examples
 from finetune.data.formats import LABELLED
-from finetune.data.preferences import refuse_each_turn
+from finetune.data.preferences import reading_as, refuse_each_turn
 from finetune.engine.prefixes import Tokens
 from finetune.errors import DataError
 
@@ -166,9 +166,7 @@ def encode_labelled(
 
 def rows_with_labels(section: DataSection) -> DataSection:
     """Return a section that reads rows with labels."""
-    names = ("prompt", "completion", "label", "tools")
-    columns = {name: section.columns[name] for name in names if name in section.columns}
-    return section.model_copy(update={"format": LABELLED.name, "columns": columns})
+    return reading_as(section, LABELLED.name, ("prompt", "completion", "label", "tools"))
 
 
 def _prompt_length(is_target: torch.Tensor) -> int:

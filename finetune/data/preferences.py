@@ -6,6 +6,7 @@ completion, like every other row.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -106,8 +107,29 @@ class EncodedPairSplits:
 
 def side_of_pairs(section: DataSection, side: Literal["chosen", "rejected"]) -> DataSection:
     """Return a section that reads one side of each pair as prompt and completion."""
-    renamed = {name: section.columns[name] for name in ("prompt", "label", "tools") if name in section.columns}
-    return section.model_copy(update={"format": "prompt_completion", "columns": renamed | {"completion": side}})
+    return reading_as(section, "prompt_completion", ("prompt", "label", "tools"), {"completion": side})
+
+
+def reading_as(
+    section: DataSection, format_name: str, names: Collection[str], fixed: Mapping[str, str] | None = None
+) -> DataSection:
+    """Return a section that reads all rows, also those of each source of a mixture, in one format.
+
+    Args:
+        section: describes the rows.
+        format_name: the format, whatever the section and its sources name.
+        names: our names of the columns that may have other names in the rows.
+        fixed: further columns, our names to theirs.
+    """
+
+    def mapped(columns: Mapping[str, str]) -> dict[str, str]:
+        return {name: columns[name] for name in names if name in columns} | dict(fixed or {})
+
+    mixture = [
+        {key: mapped(value) if key == "columns" else value for key, value in source.items() if key != "format"}
+        for source in section.mixture
+    ]
+    return section.model_copy(update={"format": format_name, "columns": mapped(section.columns), "mixture": mixture})
 
 
 def refuse_each_turn(section: DataSection) -> None:

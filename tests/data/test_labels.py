@@ -14,6 +14,7 @@ import pytest
 from finetune.config.schema import DataSection
 from finetune.data.encode import encode_examples
 from finetune.data.examples import load_examples
+from finetune.data.labelled import rows_with_labels
 from finetune.data.preferences import encode_preferences, side_of_pairs
 from finetune.errors import DataError
 from tests.data.conftest import write_lines
@@ -180,8 +181,34 @@ def test_pairs_with_labels_are_refused_unless_the_user_leaves_them_unread(
     assert len(pairs.train) == 2
 
 
-def test_tools_of_pairs_are_read_from_a_column_of_another_name(make_section: Make, write_jsonl: Write) -> None:
+def test_tools_of_pairs_are_read_from_a_column_of_another_name(
+    make_section: Callable[..., DataSection], write_jsonl: Callable[..., str]
+) -> None:
     pair = {"prompt": [{"role": "user", "content": "p"}], "chosen": "yes", "rejected": "no"}
     path = write_jsonl([json.dumps(pair | {"functions": [{"name": "weather"}]})])
     section = side_of_pairs(make_section(path=path, columns={"tools": "functions"}), "chosen")
     assert "weather" in load_examples(section).train[0].tools
+
+
+def test_the_format_and_columns_of_a_source_do_not_undo_those_of_pairs(
+    make_section: Callable[..., DataSection], write_jsonl: Callable[..., str]
+) -> None:
+    path = write_jsonl([json.dumps({"question": "p", "chosen": "yes", "rejected": "no", "completion": "other"})])
+    source = {
+        "path": path,
+        "format": "prompt_completion",
+        "columns": {"prompt": "question", "completion": "completion"},
+    }
+    section = make_section(mixture=[source])
+    for side, answer in (("chosen", "yes"), ("rejected", "no")):
+        (row,) = load_examples(side_of_pairs(section, side)).train
+        assert (row.prompt, row.completion) == ("p", answer)
+
+
+def test_the_format_of_a_source_does_not_undo_that_of_labelled_rows(
+    make_section: Callable[..., DataSection], write_jsonl: Callable[..., str]
+) -> None:
+    path = write_jsonl([json.dumps({"prompt": "p", "completion": "yes", "good": False})])
+    source = {"path": path, "format": "prompt_completion", "columns": {"label": "good"}}
+    (row,) = load_examples(rows_with_labels(make_section(mixture=[source]))).train
+    assert not row.is_good
