@@ -39,7 +39,7 @@ def is_own_address(host: str) -> bool:
     for family, kind, protocol, _, place in _resolve(host):
         with socket.socket(family, kind, protocol) as probe:
             try:
-                probe.bind(place)
+                probe.bind((place[0], 0, *place[2:]))  # any free port: low ones are root's alone
             except OSError:
                 continue
             return True
