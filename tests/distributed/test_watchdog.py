@@ -16,7 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from finetune.distributed.guardian.faults import GRACE_SECONDS, KILL_SECONDS, Position, describe_late
+from finetune.distributed.guardian.faults import (
+    CONNECT_SECONDS,
+    GRACE_SECONDS,
+    KILL_SECONDS,
+    LONGEST_WAIT,
+    PAUSE,
+    START_SECONDS,
+    Position,
+    describe_late,
+)
+from finetune.distributed.watchdog import _ANSWER_SECONDS
 from tests.launches import alive_with
 
 WORKER = Path(__file__).with_name("watched_worker.py")
@@ -492,6 +502,12 @@ def test_a_cut_cable(two_nodes, tmp_path):
     for rank, lost in ((0, 1), (1, 0)):
         line = the_only(play.last_lines([rank]))
         assert line.startswith(f"finetune stops: rank {lost} cannot be reached during training, step 12")
+
+
+def test_a_guardian_whose_packets_are_dropped_says_so_before_its_worker_gives_it_up():
+    """A turn counts for a second at most, however long its connect lasted; the turn may begin at the very limit."""
+    turn_seconds = LONGEST_WAIT + PAUSE + CONNECT_SECONDS + LONGEST_WAIT
+    assert (START_SECONDS + 1) * turn_seconds < _ANSWER_SECONDS
 
 
 def position(**values):

@@ -27,7 +27,8 @@ SECOND_HAND_SECONDS = 1.5
 """For news of the cause, after an error that another rank may have caused."""
 LINGER_SECONDS = 1.0
 HELLO_SECONDS = 5.0
-CONNECT_SECONDS = 3.0
+CONNECT_SECONDS = 1.0
+"""Of a turn that lasts longer, a guardian counts a second: it would name the port only after its worker gave it up."""
 MOST_OF_A_CORE = 0.005
 """For looking through all processes of the machine for the worker's children, once a second where that is cheap."""
 LONGEST_WAIT = 0.25
