@@ -152,6 +152,11 @@ def _check_world(config: Config, runtime: Runtime, *, trains: bool) -> None:
     )
     digest = hashlib.sha256(json.dumps(must_be_equal, sort_keys=True).encode()).hexdigest()
     runtime.refuse_differences("the configuration", digest)
+    runtime.refuse_differences(
+        "the precision that training.precision=auto means on the device",
+        runtime.precision,
+        remedy="Set training.precision=fp32, or start all ranks on GPUs that compute in bf16.",
+    )
     _record_other_device(wished_device(config), runtime)
     _record_output_device(config, runtime)
     _check_sharding(config, runtime)

@@ -52,6 +52,7 @@ _log = logging.getLogger(__name__)
 _FAULT_SECONDS = 5.0
 """A broken collective is noticed before this rank learns why."""
 _LOOK_SECONDS = 0.5
+_SAME_COMMAND = "Start every rank with the same command, the same config files and the same data."
 _TOLD_TO_STOP = "told to stop"
 _PLAIN_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -467,12 +468,13 @@ class Runtime:
             self._is_set_up = True
             self.agree(None, during="set-up")
 
-    def refuse_differences(self, what: str, digest: str) -> None:
+    def refuse_differences(self, what: str, digest: str, *, remedy: str = _SAME_COMMAND) -> None:
         """Refuse to train where ranks were given different things: their sum would mean nothing. Collective.
 
         Args:
             what: for the message, for example ``the training rows``.
             digest: equal on all ranks, or it is an error.
+            remedy: a sentence for the message: what makes them equal.
 
         Raises:
             LaunchError: on all ranks.
@@ -483,10 +485,7 @@ class Runtime:
             digests = gather_object([digest])
         different = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if different:
-            raise LaunchError(
-                f"{what} of {ranks_in_words(different)} differs from that of rank 0. Start every rank with the same "
-                "command, the same config files and the same data."
-            )
+            raise LaunchError(f"{what} of {ranks_in_words(different)} differs from that of rank 0. {remedy}")
 
     def at(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
         """Report where this rank is: a fault names it, and `parallel.step_timeout_minutes` starts anew.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from finetune.config.schema import Config
-from finetune.distributed.launch import launch
+from finetune.distributed.launch import _check_world, launch
 from finetune.errors import ConfigError, DataError, LaunchError
 from tests.launches import free_port, place_variables, reports_of
 
@@ -163,6 +163,17 @@ def test_trained_weights_are_fp32_and_frozen_ones_take_the_precision():
 def test_auto_precision_is_fp32_on_the_cpu():
     with launch(config(training={"device": "cpu"})) as runtime:
         assert runtime.precision == "fp32"
+
+
+def test_ranks_that_would_train_in_different_precisions_are_refused(monkeypatch):
+    """Beside a newer GPU, auto on an older one means fp32: their sums would be those of neither."""
+    with launch(config(training={"device": "cpu"})) as runtime:
+        alone, runtime.context = runtime.context, runtime.context._replace(distributed=True, world_size=2)
+        other = {"fp32": ["bf16"]}
+        monkeypatch.setattr("finetune.distributed.runtime.gather_object", lambda own: own + other.get(own[0], own))
+        with pytest.raises(LaunchError, match=r"precision.*=auto.* of rank 1 differs.*training\.precision=fp32"):
+            _check_world(config(training={"device": "cpu"}), runtime, trains=False)
+        runtime.context = alone
 
 
 def test_entering_seeds_torch():
