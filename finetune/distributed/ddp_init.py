@@ -30,7 +30,7 @@ from finetune.distributed.environment import (
 )
 from finetune.distributed.network import interface_towards, is_own_address, own_address_towards
 from finetune.distributed.rendezvous import Rendezvous, Verdict
-from finetune.errors import LaunchError, LeftToMain
+from finetune.errors import LaunchError, LeftToMain, first_line
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs, is_configured
 
@@ -319,7 +319,8 @@ def _start_backend(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> 
             dist.barrier()
         _set_timeout(timeout)
     except (dist.DistError, RuntimeError, ValueError) as error:
-        problem = str(error).split("\n", 1)[0]
+        # nccl's own reason stands lines below the first, which is the same for all of them.
+        problem = f"{first_line(error)} {str(error).partition('Last error:')[2].strip()}".strip()
     notes = rendezvous.exchange(f"start of {backend}", problem, seconds + _LEAST_START_SECONDS)
     failed = {rank: notes.get(rank, "no answer") for rank in range(environment.world_size) if notes.get(rank) != ""}
     if failed:

@@ -9,8 +9,13 @@ import torch.distributed as dist
 
 from finetune import cleanup_ddp, initialize_ddp
 from finetune.config.schema import Config
-from finetune.distributed.ddp_init import _finish, _is_env_distributed, _should_use_distributed
-from finetune.distributed.environment import LAUNCH_VARIABLES
+from finetune.distributed.ddp_init import (
+    _finish,
+    _is_env_distributed,
+    _should_use_distributed,
+    _start_backend,
+)
+from finetune.distributed.environment import LAUNCH_VARIABLES, read_environment, with_place
 from finetune.errors import ConfigError, LaunchError
 from finetune.fallbacks import Fallbacks
 from tests.launches import free_port, write_report
@@ -194,3 +199,36 @@ def test_a_collective_that_does_not_end_is_given_up_by_this_process_and_not_by_i
         _finish(late, 0.1)
     made[1].barrier().wait()
     assert _finish(late, 60) is None
+
+
+class OneRank:
+    """The rendezvous of a world of one rank."""
+
+    def __init__(self):
+        self.environment = read_environment(with_place({}, 0, 1))
+        self.seconds_left = 20.0
+        self.store = dist.HashStore()
+
+    def exchange(self, topic, note, seconds):
+        return {0: note}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "NCCL error in: X.cpp:94\nncclSystemError: a call failed.\nLast error:\nno ib0",
+            "NCCL error in: X.cpp:94 no ib0",
+        ),
+        ("", "RuntimeError"),
+    ],
+    ids=["nccl", "without a text"],
+)
+def test_why_a_backend_does_not_start_is_said_whatever_lines_its_error_has(monkeypatch, text, reason):
+    def fails(*args, **kwargs):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(dist, "init_process_group", fails)
+    why = _start_backend(OneRank(), "gloo", timedelta(minutes=60))
+    cleanup_ddp()
+    assert why == f"gloo did not start on 1 of 1 ranks (rank 0: {reason})"
