@@ -318,6 +318,7 @@ def _start_backend(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> 
         else:
             dist.barrier()
         _set_timeout(timeout)
+        rendezvous.store.set_timeout(timeout)
     except (dist.DistError, RuntimeError, ValueError) as error:
         # nccl's own reason stands lines below the first, which is the same for all of them.
         problem = f"{first_line(error)} {str(error).partition('Last error:')[2].strip()}".strip()

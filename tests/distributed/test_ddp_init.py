@@ -232,3 +232,10 @@ def test_why_a_backend_does_not_start_is_said_whatever_lines_its_error_has(monke
     why = _start_backend(OneRank(), "gloo", timedelta(minutes=60))
     cleanup_ddp()
     assert why == f"gloo did not start on 1 of 1 ranks (rank 0: {reason})"
+
+
+def test_the_limit_for_the_start_holds_for_the_start_alone():
+    rendezvous = OneRank()
+    assert _start_backend(rendezvous, "gloo", timedelta(minutes=60)) is None
+    cleanup_ddp()
+    assert rendezvous.store.timeout == timedelta(minutes=60), "groups that are made later wait at the same store"
