@@ -83,7 +83,7 @@ def what_answers(host: str, port: int) -> str | None:
     nonce = os.urandom(4)
     try:
         connection = socket.create_connection((host, port), timeout=2.0)
-    except socket.gaierror:
+    except (socket.gaierror, UnicodeError):  # the second: no name could be written so, as node..1
         return f"the name {host} cannot be resolved here"
     except OSError as error:
         return error.strerror or "no answer"

@@ -227,6 +227,7 @@ def test_while_waiting_a_rank_says_who_is_missing(monkeypatch, caplog):
 def test_what_answers_at_an_address_is_told_apart():
     assert what_answers("127.0.0.1", free_port()) == "Connection refused"
     assert str(what_answers("no-such-host.invalid", 80)) == "the name no-such-host.invalid cannot be resolved here"
+    assert str(what_answers("node..1", 80)) == "the name node..1 cannot be resolved here"
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
