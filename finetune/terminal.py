@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 _STEERS_READING = frozenset("\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 """Characters that reorder or break the text around them, so that it could look like another text."""
-_USER_IN_ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s@]+@")
-"""The part of an address that may hold a password; its first group is the scheme."""
+_USER_IN_ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s]+@")
+"""The part of an address that may hold a password, which may hold an @ itself; its first group is the scheme."""
 _QUERY_OF_ADDRESS = re.compile(r"://[^\s\"'?]*\?[^\s\"']*")
 _SECRET_IN_QUERY = re.compile(
-    r"([?&][^\s=&]*(?:sig|token|secret|password|credential|key)[^\s=&]*=)[^&]+", re.IGNORECASE
+    r"([?&][^\s=&]*(?:sig|token|secret|password|credential|key|jwt|pwd|auth(?==)|(?<![a-z])pass(?==))[^\s=&]*=)[^&]+",
+    re.IGNORECASE,
 )
 """A value in the query of an address that lets anybody read it, as those of signed addresses do; the first group is its
 name."""

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from finetune.terminal import json_text, print_table, visible
+from finetune.terminal import json_text, print_table, visible, without_passwords
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,18 @@ def test_no_cell_of_a_table_is_markup_or_steers_the_terminal(capsys, monkeypatch
     for part in ("na<U+001B>me", "[bold]a<U+001B>[2J", "[red]", "[b]<U+009B>"):
         assert part in text
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("of https://anna:p@ssw@rd@host/rows: gone", "of https://…@host/rows: gone"),
+        (
+            "https://host/x?auth=q1&page=2&pwd=q2&user_pass=q3&jwt=q4",
+            "https://host/x?auth=…&page=2&pwd=…&user_pass=…&jwt=…",
+        ),
+        ("https://host/me@home?author=q1&compass=q2", "https://host/me@home?author=q1&compass=q2"),
+    ],
+)
+def test_no_part_of_a_password_in_an_address_is_shown(text, shown):
+    assert without_passwords(text) == shown
