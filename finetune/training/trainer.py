@@ -542,7 +542,14 @@ class Trainer:
             keep=self.config.checkpoint.save_total_limit,
             has_trained=not math.isnan(self._last_loss),
         )
-        if published is not None:
-            journal.result |= {"step": state.step, "best_step": published, "best_loss": state.best_loss}
-            if state.best_value is not None:
-                journal.result |= {"best_metric": self.config.checkpoint.best_metric, "best_value": state.best_value}
+        if published is None:
+            return
+        metric, last = self.config.checkpoint.best_metric, self._last_validation
+        loss, value = state.best_loss, state.best_value
+        if published != state.best_step:  # the last step: it has figures of its own if this start validated it
+            loss = value = None
+            if last is not None and state.validated_step == published:
+                loss, value = last.loss, self.validation_figures.get(metric)
+        journal.result |= {"step": state.step, "best_step": published, "best_loss": loss}
+        if value is not None:
+            journal.result |= {"best_metric": metric, "best_value": value}
