@@ -64,7 +64,7 @@ def main() -> None:
         collate = packer(share_prefixes=is_shared)
         limits = {"max_tokens_per_microbatch": 8192, "share_prefixes": is_shared}
         settled = config.model_copy(update={"training": config.training.model_copy(update=limits)})
-        rule = plan_batches(settled, examples, collate=collate, boundary=None, global_batch_size=CONVERSATIONS)
+        rule = plan_batches(settled, examples, is_packed=True, boundary=None, global_batch_size=CONVERSATIONS)
         loader = TrainLoader(examples, rule, settled.training, rank=0, world_size=1, collate=collate)
         (step,) = loader.steps(0)
         begin, total = time.process_time(), 0.0

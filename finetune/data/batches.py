@@ -49,6 +49,7 @@ class BatchRule:
         global_batch_size: rows per optimizer step over all ranks.
         batch_size: maximum number of rows in a micro-batch.
         max_tokens: maximum number of tokens in a micro-batch, or None. Padding counts; a shared prefix counts once.
+        each: without `tokens`: the rows that the model computes for each row of `lengths`, such as the sides of a pair.
         boundary: rows up to this length are never in a micro-batch with longer ones, or None. LongRoPE models choose
             their factors for a whole batch from its longest row.
         drop_last: leave out the last global batch if it is not full.
@@ -64,6 +65,7 @@ class BatchRule:
     global_batch_size: int
     batch_size: int
     max_tokens: int | None = None
+    each: int = 1
     boundary: int | None = None
     drop_last: bool = False
     seed: int = 0
@@ -182,12 +184,12 @@ class BatchRule:
             if not cuts or not self._fits(cuts[-1], row):
                 cuts.append([])
             cuts[-1].append(row)
-        return [Cut(cut, self.lengths[cut[0]] * len(cut)) for cut in cuts]
+        return [Cut(cut, self.lengths[cut[0]] * len(cut) * self.each) for cut in cuts]
 
     def _fits(self, cut: list[int], row: int) -> bool:
         longest = self.lengths[cut[0]]
         crosses = self.boundary is not None and self.lengths[row] <= self.boundary < longest
-        too_many = self.max_tokens is not None and longest * (len(cut) + 1) > self.max_tokens
+        too_many = self.max_tokens is not None and longest * (len(cut) + 1) * self.each > self.max_tokens
         return len(cut) < self.batch_size and not crosses and not too_many
 
 

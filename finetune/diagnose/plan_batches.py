@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from finetune.data.batches import BatchRule
 from finetune.data.encoded import EncodedExamples
 from finetune.data.labelled import EncodedLabelled
@@ -146,7 +144,7 @@ class Batching:
         return plan_batches(
             self.config,
             self._rows,
-            collate=self.collate,
+            is_packed=not self.is_padded,
             boundary=self.boundary,
             global_batch_size=global_batch_size(self.config, self.world_size),
         )
@@ -162,7 +160,6 @@ class Batching:
     def _num_computed(self, cut: Cut) -> int:
         """Count the tokens of a micro-batch that go through the model, padding included."""
         training = self.config.training
-        if not self.is_padded and training.packing and training.share_prefixes:
+        if self.is_padded or (training.packing and training.share_prefixes):
             return cut.num_tokens
-        lengths = torch.cat([side.lengths[cut.rows] for side in self._rows.sides])
-        return int(lengths.max()) * len(lengths) if self.is_padded else int(lengths.sum())
+        return sum(int(side.lengths[cut.rows].sum()) for side in self._rows.sides)

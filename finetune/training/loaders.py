@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.data.batches import BatchRule, Collate, EvaluationLoader, TrainLoader, loader_keys_on, pad
+from finetune.data.batches import BatchRule, Collate, EvaluationLoader, TrainLoader, loader_keys_on
 from finetune.data.encoded import EncodedExamples
+from finetune.data.preferences import EncodedPairs
 from finetune.errors import ConfigError, DataError
 from finetune.runs.durable import in_units
 from finetune.signals import leave_signals_to_parent
@@ -37,14 +38,15 @@ def global_batch_size(config: Config, world_size: int) -> int:
 
 
 def plan_batches(
-    config: Config, rows: Any, *, collate: Collate, boundary: int | None, global_batch_size: int
+    config: Config, rows: Any, *, is_packed: bool, boundary: int | None, global_batch_size: int
 ) -> BatchRule:
     """Plan how training rows become global batches and micro-batches.
 
     Args:
         config: the whole run.
-        rows: `EncodedExamples` or `EncodedPairs`.
-        collate: of the run's `Forward`. Packed rows are grouped by their shared beginnings, padded rows by length.
+        rows: `EncodedExamples`, `EncodedPairs` or `EncodedLabelled`.
+        is_packed: whether the engine computes the rows, without padding. Packed rows are grouped by their shared
+            beginnings, padded rows by length.
         boundary: see `BatchRule`.
         global_batch_size: examples per optimizer step.
 
@@ -63,13 +65,19 @@ def plan_batches(
         global_batch_size=global_batch_size,
         batch_size=training.batch_size,
         max_tokens=training.max_tokens_per_microbatch,
+        each=_sides(config) if isinstance(rows, EncodedPairs) else 1,
         boundary=boundary,
         drop_last=training.drop_last,
         seed=config.seed,
-        tokens=rows.tokens if collate is not pad and (training.packing) else None,
+        tokens=rows.tokens if is_packed and training.packing else None,
         share_prefixes=training.share_prefixes,
         examples=rows.rows_of_examples if has_branches else None,
     )
+
+
+def _sides(config: Config) -> int:
+    """Return the rows of a pair; ORPO learns the prompt as a third."""
+    return 3 if config.training.objective == "orpo" else 2
 
 
 class Loaders(NamedTuple):
@@ -80,7 +88,9 @@ class Loaders(NamedTuple):
     test: EvaluationLoader | None
 
 
-def build_loaders(runtime: Runtime, config: Config, splits: Any, *, collate: Collate, boundary: int | None) -> Loaders:
+def build_loaders(
+    runtime: Runtime, config: Config, splits: Any, *, collate: Collate, is_packed: bool, boundary: int | None
+) -> Loaders:
     """Build the loaders of this rank.
 
     Args:
@@ -88,6 +98,7 @@ def build_loaders(runtime: Runtime, config: Config, splits: Any, *, collate: Col
         config: the whole run.
         splits: `EncodedSplits` or `EncodedPairSplits`.
         collate: makes a micro-batch of rows.
+        is_packed: see `plan_batches`.
         boundary: see `BatchRule`.
 
     Raises:
@@ -95,7 +106,7 @@ def build_loaders(runtime: Runtime, config: Config, splits: Any, *, collate: Col
     """
     kind = runtime.device.type
     size = global_batch_size(config, runtime.environment.world_size)
-    rule = plan_batches(config, splits.train, collate=collate, boundary=boundary, global_batch_size=size)
+    rule = plan_batches(config, splits.train, is_packed=is_packed, boundary=boundary, global_batch_size=size)
     if rule.steps_per_epoch == 0:
         raise DataError(
             f"the training split has {rule.num_examples} rows, fewer than one global batch of "

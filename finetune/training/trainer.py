@@ -151,7 +151,9 @@ class Trainer:
             runtime.place(model)
         if config.training.neftune_alpha:
             add_embedding_noise(model, config.training.neftune_alpha)
-        self._collate = self.collation_of(config, agree_on_forward(runtime, config.training, model).collate)
+        forward = agree_on_forward(runtime, config.training, model)
+        self._is_packed = forward.why_not_engine is None
+        self._collate = self.collation_of(config, forward.collate)
         self._measured = model
         """The model whose memory is measured, on copies of it: a sharded one cannot be copied."""
         if runtime.shard_size is not None:
@@ -206,7 +208,14 @@ class Trainer:
         _log.info("Preparing data loaders...")
         boundary = longrope_boundary(self.model)
         settled = self._memory.settle(self.config)
-        return build_loaders(self.runtime, settled, self.splits, collate=self._collate, boundary=boundary)
+        return build_loaders(
+            self.runtime,
+            settled,
+            self.splits,
+            collate=self._collate,
+            is_packed=self._is_packed,
+            boundary=boundary,
+        )
 
     def run_training(
         self, train_loader: TrainLoader, val_loader: EvaluationLoader | None = None

@@ -79,6 +79,11 @@ def test_a_micro_batch_holds_at_most_max_tokens_with_its_padding():
     assert max(sizes) > 1
 
 
+def test_both_sides_of_a_pair_count_as_padded_rows():
+    rule = BatchRule(lengths=[10, 9, 8, 7], global_batch_size=4, batch_size=4, max_tokens=40, each=2)
+    assert rule.cut([0, 1, 2, 3]) == [([0, 1], 40), ([2, 3], 32)]
+
+
 def test_a_row_longer_than_max_tokens_is_alone_and_not_lost():
     rule = BatchRule(lengths=[50, 4, 4], global_batch_size=3, batch_size=3, max_tokens=10)
     assert [cut.rows for cut in rule.cut([0, 1, 2])] == [[0], [1, 2]]

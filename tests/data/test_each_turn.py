@@ -13,7 +13,7 @@ import torch
 
 from finetune.config.compose import load_config
 from finetune.config.schema import DataSection
-from finetune.data.batches import TrainLoader, packer, pad
+from finetune.data.batches import TrainLoader, packer
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
@@ -43,12 +43,11 @@ def encode(make_section: Make, write_jsonl: Write) -> Callable[..., EncodedExamp
     return encode_rows
 
 
-def rule_of(examples: EncodedExamples, collate: Any = None, **words: Any) -> Any:
+def rule_of(examples: Any, *, is_packed: bool = True, **words: Any) -> Any:
     said = [f"training.{key}={value}" for key, value in words.items()]
     config = load_config(["data.path=a.jsonl", "model=phi_tiny", *said], task="finetune_lora")
     size = config.training.global_batch_size or 2
-    collate = collate or packer(share_prefixes=True)
-    return plan_batches(config, examples, collate=collate, boundary=None, global_batch_size=size)
+    return plan_batches(config, examples, is_packed=is_packed, boundary=None, global_batch_size=size)
 
 
 def test_each_answer_follows_the_turns_as_they_are_served(encode: Callable[..., EncodedExamples]) -> None:
@@ -171,7 +170,7 @@ def test_answers_stay_together_until_they_are_too_many_and_the_log_says_what_tha
 
 def test_padded_rows_and_a_boundary_keep_all_answers(encode: Callable[..., EncodedExamples]) -> None:
     examples = encode([conversation(4, seed=7), conversation(2, seed=8)], max_length=8192)
-    padded = rule_of(examples, collate=pad, global_batch_size=2, batch_size=2)
+    padded = rule_of(examples, is_packed=False, global_batch_size=2, batch_size=2)
     assert padded.tokens is None
     assert sorted(row for cut in padded.cuts_of_step(0, 0) for row in cut.rows) == list(range(6))
     boundary = int(examples.lengths[1])
