@@ -30,6 +30,7 @@ Content = Path | bytes
 _CARD = "README.md"
 _ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".gguf")
+_OF_A_MODEL = (*_WEIGHTS, ".onnx", ".onnx.data", ".pt", ".pth", ".h5", ".msgpack")
 _OF_EVERY_REPOSITORY = {".gitattributes", _CARD}
 
 
@@ -133,12 +134,13 @@ def plan_upload(package: Package, repository: str, *, private: bool = True, repl
     if private and not info.private:
         raise ConfigError(f"{repository} is public: everybody could see what you send. If you want that, add --public.")
     ours = (package.kind, package.base)
-    if there is not None and there != ours and not replace:
+    is_other = there is not None and there != ours
+    if there is not None and is_other and not replace:
         raise ConfigError(
             f"{repository} holds {_in_words(*there)}, but this is {_in_words(*ours)}. Name another repository, or "
             "replace the model there with --replace. Nothing was sent."
         )
-    stale = (name for name in present if name not in package.files and _is_left_over(name, there != ours))
+    stale = (name for name in present if name not in package.files and _is_left_over(name, is_other))
     return Upload(
         package=package,
         repository=repository,
@@ -232,7 +234,7 @@ def _card_header(card: Path) -> dict[str, Any]:
 
 def _find_model(api: HfApi, repository: str, present: list[str], card: Any) -> tuple[str, str | None] | None:
     """Kind and base of the model in a repository; None if it holds no weights yet."""
-    if not any(name.endswith(_WEIGHTS) for name in present):
+    if not any(name.endswith(_OF_A_MODEL) for name in present):
         return None
     if _ADAPTER_CONFIG in present:
         path = api.hf_hub_download(repository, _ADAPTER_CONFIG)

@@ -132,7 +132,9 @@ def test_a_dry_run_sends_nothing(hub, push, run):
     assert {request.partition(" ")[0] for request in hub.requests} == {"GET"}
 
 
-@pytest.mark.parametrize("kind", ["adapter of another base", "model of another base", "model", "model without a card"])
+@pytest.mark.parametrize(
+    "kind", ["adapter of another base", "model of another base", "model", "model without a card", "model in ONNX"]
+)
 def test_another_model_is_not_overwritten_unless_it_is_asked_for(hub, push, run, kind):
     card = {"model of another base": "base_model: other/base", "model": f"base_model: {BASE}"}.get(kind)
     files = {".gitattributes": b"*", "model.safetensors": b"theirs", "config.json": b"{}"}
@@ -141,6 +143,8 @@ def test_another_model_is_not_overwritten_unless_it_is_asked_for(hub, push, run,
             "adapter_model.safetensors": b"theirs",
             "adapter_config.json": b'{"base_model_name_or_path": "other/base"}',
         }
+    if kind == "model in ONNX":
+        files = {"model.onnx": b"theirs"}
     files |= {"README.md": f"---\n{card}\n---\n".encode()} if card else {}
     there = hub.repositories["me/orders"] = Repository(private=True, files=dict(files))
     refused = push(run, "me/orders", "--base", BASE)
@@ -153,6 +157,14 @@ def test_another_model_is_not_overwritten_unless_it_is_asked_for(hub, push, run,
     assert b"theirs" not in there.files.values()
     assert "config.json" not in there.files
     assert (".gitattributes" in there.files) == (".gitattributes" in files)
+
+
+def test_files_in_a_repository_without_a_model_stay(hub, push, model):
+    files = {".gitattributes": b"*", "LICENSE": b"MIT", "plots/loss.png": b"png"}
+    there = hub.repositories["me/merged"] = Repository(private=True, files=dict(files))
+    done = push(model, "me/merged")
+    assert done.returncode == 0, done.stdout
+    assert there.files == {**files, **contents(model)}
 
 
 def test_a_push_again_replaces_what_it_brought(hub, push, model):
