@@ -79,12 +79,13 @@ def load_transformers(folder: Path) -> ServedModel:
     return ServedByTransformers(model, tokenizer, _stop_ids(model.generation_config), _named(transformers))
 
 
-def load_peft(folder: Path, base: str | None = None) -> ServedModel:
+def load_peft(folder: Path, base: str | None = None, revision: str | None = None) -> ServedModel:
     """Load an adapter with PEFT, on its base.
 
     Args:
         folder: the adapter's.
-        base: a folder or hub id; None: the one that the adapter names.
+        base: a folder or hub id; None: the one that the adapter names, at the revision that it names.
+        revision: the commit, tag or branch of `base` on the hub; None: its main branch.
 
     Raises:
         RunFailedError: the adapter or its base cannot be loaded.
@@ -93,12 +94,17 @@ def load_peft(folder: Path, base: str | None = None) -> ServedModel:
     import transformers
 
     def load() -> tuple[Any, Any, list[int]]:
-        named = base or peft.PeftConfig.from_pretrained(str(folder)).base_model_name_or_path
-        model, tokenizer = _load(named, folder)
+        named, at = base, revision
+        if named is None:
+            config = peft.PeftConfig.from_pretrained(str(folder))
+            named, at = config.base_model_name_or_path, config.revision
+        at = at or "main"
+        model, tokenizer = _load(named, folder, at)
         if len(tokenizer) > len(model.get_input_embeddings().weight):
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        own = folder if (folder / "generation_config.json").is_file() else named
-        stops = _stop_ids(transformers.GenerationConfig.from_pretrained(own, local_files_only=True))
+        read: Any = transformers.GenerationConfig.from_pretrained
+        has_own = (folder / "generation_config.json").is_file()
+        stops = _stop_ids(read(folder if has_own else named, revision=at, local_files_only=True))
         with quiet_peft():
             return peft.PeftModel.from_pretrained(model, str(folder)), tokenizer, stops
 
@@ -138,7 +144,7 @@ def runtime_of(folder: Path) -> Runtime:
     )
 
 
-def _load(model_folder: Path | str, tokenizer_folder: Path) -> tuple[Any, Any]:
+def _load(model_folder: Path | str, tokenizer_folder: Path, revision: str = "main") -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -146,7 +152,7 @@ def _load(model_folder: Path | str, tokenizer_folder: Path) -> tuple[Any, Any]:
     auto: Any = AutoModelForCausalLM
     # A folder that is to be verified may be hostile.
     safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    model = auto.from_pretrained(model_folder, use_safetensors=True, dtype="auto", **safe)
+    model = auto.from_pretrained(model_folder, revision=revision, use_safetensors=True, dtype="auto", **safe)
     return model, AutoTokenizer.from_pretrained(tokenizer_folder, **safe)
 
 

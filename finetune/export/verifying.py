@@ -139,7 +139,9 @@ def verify_run(
         kept = _published_from(run.folder) if checkpoint is None else _Kept()
 
     def load(folder: Path) -> ServedModel:
-        return runtime_of(folder).load(folder) if run.is_full else load_peft(folder, locate_model(run.config.model))
+        if run.is_full:
+            return runtime_of(folder).load(folder)
+        return load_peft(folder, locate_model(run.config.model), run.config.model.revision)
 
     bound = runtime_of(run.weights).bound(known, run.weights) if bound is None else bound
     found = _compare(load, run.weights, known, bound, kept)

@@ -14,11 +14,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from finetune.errors import RunFailedError
+from finetune.export import verifying
 from finetune.export.certificate import Comparison, compare, read_certificate
 from finetune.export.push import pack
+from finetune.export.runtimes import load_peft
 from finetune.export.served_model import Rendered
 from finetune.export.vectors import Vector, Vectors, digest_tensors, read_vectors
+from finetune.export.verifying import verify_run
 from finetune.runs.durable import MANIFEST, find_damage
 from tests.export.finished_runs import write_run
 from tests.in_process import run_finetune
@@ -226,6 +231,26 @@ def test_an_adapter_without_all_stop_ids_is_told_so(tmp_path):
     done = run_finetune("verify", tmp_path / "run")
     assert done.returncode == 3
     assert "it stops at [320], expected [320, 321]" in done.errors
+
+
+@pytest.mark.parametrize(("given", "loaded"), [([], "owner/base at v1"), (["other/base", "v2"], "other/base at v2")])
+def test_an_adapter_is_loaded_on_the_revision_of_its_base(tmp_path, monkeypatch, given, loaded):
+    def refuse(name, *, revision, **_):
+        raise OSError(f"{name} at {revision}")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    adapter = write_run(tmp_path / "run").weights
+    edit(adapter / "adapter_config.json", base_model_name_or_path="owner/base", revision="v1")
+    with pytest.raises(RunFailedError, match=loaded):
+        load_peft(adapter, *given)
+
+
+def test_a_run_is_verified_on_the_revision_of_its_base(tmp_path, monkeypatch):
+    write_run(tmp_path / "run", words=("model.revision=v1",))
+    asked = []
+    monkeypatch.setattr(verifying, "load_peft", lambda *given: asked.append(given) or load_peft(*given))
+    verify_run(tmp_path / "run")
+    assert [given[2] for given in asked] == ["v1"]
 
 
 def test_vectors_are_whole_rows_of_the_vocabulary_that_numpy_reads(made):
