@@ -27,7 +27,7 @@ from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.tokens import agree_on_tokens
 from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import RecordedRun, whole
-from finetune.runs.verification import STATE_FILE
+from finetune.runs.verification import STATE_FILE, verify
 from finetune.training.forward import choose_forward
 from finetune.training.replay import Replay
 
@@ -145,7 +145,7 @@ def verify_run(
 
     bound = runtime_of(run.weights).bound(known, run.weights) if bound is None else bound
     found = _compare(load, run.weights, known, bound, kept)
-    unknown = "no checkpoint holds another copy of these weights, so their bytes were compared with nothing"
+    unknown = "no intact checkpoint holds another copy of these weights, so their bytes were compared with nothing"
     return Verified(
         folder=run.weights,
         source=str(vectors) if vectors else "the engine that trained it",
@@ -270,10 +270,12 @@ def _count(recorded: Mapping[str, str], changed: Sequence[str], what: str) -> Co
 
 
 def _published_from(folder: RunFolder) -> _Kept:
-    """Digest the checkpoint that `adapter/` was published from, if it is kept."""
+    """Digest the checkpoint that `adapter/` was published from, if it is kept and intact."""
     best = whole(RecordedRun(folder.path).result.get("best_step"))
     if best is None or best not in folder.checkpoint_steps():
         return _Kept()
     checkpoint = folder.checkpoint(best)
+    if verify(checkpoint):
+        return _Kept()
     files = {name: digest for name, digest in digest_files(checkpoint).items() if name != STATE_FILE}
     return _Kept(digest_tensors(checkpoint), files)

@@ -144,6 +144,14 @@ def test_the_smallest_change_of_one_weight_is_found_and_the_tensor_named(merged,
             assert certificate(folder)["verdict"] == "differs"
 
 
+def test_a_damaged_checkpoint_is_not_what_an_intact_adapter_is_compared_with(run):
+    best = json.loads((run / "run.json").read_text())["result"]["best_step"]
+    nudge(run / "checkpoints" / f"step-{best:06d}" / "adapter_model.safetensors", LORA)
+    done = run_finetune("verify", run, "--json")
+    assert done.returncode == 0, done.stdout
+    assert json.loads(done.answer)["notes"][0].startswith("no intact checkpoint holds another copy of these weights")
+
+
 def spoil_template(folder: Path) -> None:
     file = folder / "chat_template.jinja"
     file.write_text(file.read_text().replace("<|assistant|>", "<|assistant|> "))
@@ -370,7 +378,7 @@ def test_a_fully_tuned_run_is_verified_in_transformers(tmp_path):
     found = json.loads(done.answer)
     assert found["runtime"].startswith("transformers ")
     assert found["mismatches"] == []
-    assert found["notes"][0].startswith("no checkpoint holds another copy of these weights")
+    assert found["notes"][0].startswith("no intact checkpoint holds another copy of these weights")
 
 
 @pytest.mark.slow
