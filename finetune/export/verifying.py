@@ -266,7 +266,9 @@ def _refuse_other_template(run: FinishedRun) -> None:
 
 
 def _count(recorded: Mapping[str, str], changed: Sequence[str], what: str) -> Count:
-    return Count(len(recorded), max(0, len(recorded) - sum(line.startswith(what) for line in changed)))
+    """Count the recorded tensors or files that no sentence of `changed` names."""
+    differ = [name for name in recorded if any(line.startswith(f"{what} {name} ") for line in changed)]
+    return Count(len(recorded), len(recorded) - len(differ))
 
 
 def _published_from(folder: RunFolder) -> _Kept:

@@ -152,6 +152,15 @@ def test_a_damaged_checkpoint_is_not_what_an_intact_adapter_is_compared_with(run
     assert json.loads(done.answer)["notes"][0].startswith("no intact checkpoint holds another copy of these weights")
 
 
+def test_a_tensor_that_was_not_written_is_named_and_not_counted(merged):
+    file = merged / "model.safetensors"
+    save_file({**load_file(file), "added": torch.zeros(1)}, file, {"format": "pt"})
+    done = run_finetune("verify", merged)
+    assert done.returncode == 3, done.stdout
+    assert "tensor added was not written by finetune" in done.errors
+    assert certificate(merged)["tensors"] == {"compared": 14, "equal": 14}
+
+
 def spoil_template(folder: Path) -> None:
     file = folder / "chat_template.jinja"
     file.write_text(file.read_text().replace("<|assistant|>", "<|assistant|> "))
