@@ -158,22 +158,24 @@ def _settings(config: Config) -> str:
     if not used:
         values.pop("preference")
     kept = {
-        section: {key: value for key, value in values[section].items() if key not in _LEFT_OUT and _is_plain(value)}
+        section: _for_others({key: value for key, value in values[section].items() if key not in _LEFT_OUT}) or {}
         for section in _SETTINGS
         if section in values
     }
     return str(yaml.safe_dump({"seed": config.seed, **kept}, sort_keys=False))
 
 
-def _is_plain(value: object) -> bool:
-    """Whether a value says something to others: it is set, and is no path of one machine."""
-    if isinstance(value, str):
-        return "/" not in value or _hub_id(value) is not None
-    return value is not None and value not in ([], {})
+def _for_others(value: Any) -> Any:
+    """A value with what it says to others: without paths of one machine. None if nothing is left, or set."""
+    if isinstance(value, dict):
+        return {key: kept for key, it in value.items() if (kept := _for_others(it)) is not None} or None
+    if isinstance(value, list):
+        return [kept for it in value if (kept := _for_others(it)) is not None] or None
+    return None if isinstance(value, str) and "/" in value and _hub_id(value) is None else value
 
 
 def _data_name(config: Config) -> str:
-    named = [config.data.path, config.data.train]
+    named = [config.data.path, *(source["path"] for source in config.data.mixture), config.data.train]
     return ", ".join(_hub_id(path) or _last_part(path) for path in named if path) or "see the configuration"
 
 

@@ -120,6 +120,14 @@ def test_a_card_has_the_beta_of_preference_tuning_where_it_was_used(tmp_path, ob
     assert ("preference:\n  beta: 0.25\n" in card) is has_beta
 
 
+def test_a_card_has_no_path_of_this_machine(tmp_path):
+    sources = f"data.mixture=[{{path: {tmp_path}/rows.jsonl, weight: 2}}, {{path: owner/chats}}]"
+    card = adapter_card(write_run(tmp_path / "run", words=("data.path=null", sources)), "owner/base")
+    assert str(tmp_path) not in card
+    assert "| data | rows.jsonl, owner/chats |" in card
+    assert "  mixture:\n  - weight: 2\n  - path: owner/chats\n" in card
+
+
 @pytest.mark.slow
 def test_the_command_prints_the_difference_and_writes_a_large_model_in_parts(run, tmp_path, monkeypatch):
     monkeypatch.setattr(merged_folder, "MAX_SHARD_BYTES", 12_000)
