@@ -6,6 +6,7 @@ Format of the header: https://huggingface.co/docs/hub/model-cards. It is written
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from finetune.config.compose import load_config
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.schema import Config
 from finetune.config.shipped_files import SHIPPED_PREFIX
+from finetune.data.compressed import suffix_of
+from finetune.data.readers import SUFFIXES
 from finetune.export.comparison import Difference
 from finetune.inference.finished_run import FinishedRun
 from finetune.runs.recorded_run import RecordedRun
@@ -48,6 +51,8 @@ class _Trained(NamedTuple):
     config: Config
     """As it was resolved when the run started; `FinishedRun` has the one that loads the weights."""
     recorded: RecordedRun
+    base: str | None
+    """The hub id of the base; None where it is not on the hub."""
 
 
 def merged_card(
@@ -55,7 +60,7 @@ def merged_card(
 ) -> str:
     """The card of a merged or fully tuned model: its weights' type, its ties, its stop ids, and how it compares."""
     trained = _read(run)
-    base = _base_name(trained.config)
+    base = _base_name(trained)
     source = "the run" if run.is_full else "base and adapter"
     facts = {
         "weights": f"{dtype}, embeddings {'tied' if is_tied else 'not tied'}",
@@ -67,7 +72,7 @@ def merged_card(
         _facts(trained, base, facts),
         f"Reloaded by transformers alone and compared with {source} on seeded prompts: {difference}.",
     ]
-    header = _header(trained.config, library="transformers", relation="finetune", base=_hub_base(trained.config))
+    header = _header(trained.config, library="transformers", relation="finetune", base=trained.base)
     return _card(trained, header, about, _USE_MODEL)
 
 
@@ -81,21 +86,29 @@ def adapter_card(run: FinishedRun, base: str) -> str:
 
 def hub_base(run: FinishedRun) -> str | None:
     """The hub id of the base that a run started from; None where the base is not on the hub."""
-    return _hub_base(_read(run).config)
+    return _read(run).base
 
 
 def _read(run: FinishedRun) -> _Trained:
-    return _Trained(load_config([], run=str(run.folder.config_file)), RecordedRun(run.folder.path))
+    config = load_config([], run=str(run.folder.config_file))
+    return _Trained(config, RecordedRun(run.folder.path), _hub_base(run, config))
 
 
-def _hub_base(config: Config) -> str | None:
-    return _hub_id(config.model.path if config.model.init == "pretrained" else None)
+def _hub_base(run: FinishedRun, config: Config) -> str | None:
+    if config.model.init != "pretrained":
+        return None
+    saved = run.weights / "adapter_config.json"
+    if not saved.is_file():
+        return _hub_id(config.model.path)
+    # Here a folder is an absolute path. That in config.yaml may be relative to where the training was started.
+    return _hub_id(json.loads(saved.read_text(encoding="utf-8")).get("base_model_name_or_path"))
 
 
 def _hub_id(path: str | None) -> str | None:
-    """The path if it is a hub id of a model or data set; None if it is a folder here."""
-    is_id = path is not None and HUB_ID.fullmatch(path) is not None and not path.startswith(".")
-    return path if is_id and not Path(str(path)).expanduser().exists() else None
+    """The path if it is a hub id of a model or data set; None if it is a folder here, or a file of rows anywhere."""
+    if path is None or not HUB_ID.fullmatch(path) or path.startswith(".") or suffix_of(path) in SUFFIXES:
+        return None
+    return None if Path(path).expanduser().exists() else path
 
 
 def _card(trained: _Trained, header: str, about: list[str], use: str) -> str:
@@ -121,12 +134,13 @@ def _header(config: Config, *, library: str, relation: str, base: str | None) ->
     return f"---\n{yaml.safe_dump(header, sort_keys=True)}---\n\n"
 
 
-def _base_name(config: Config) -> str:
+def _base_name(trained: _Trained) -> str:
     """The base's hub id, or the last part of a folder's name: no path of one machine."""
-    section = config.model
+    section = trained.config.model
     if section.init == "random":
-        return f"a {(section.config or {}).get('model_type', '')} model of random weights (seed {config.seed})"
-    return _hub_id(section.path) or _last_part(section.path)
+        kind = (section.config or {}).get("model_type", "")
+        return f"a {kind} model of random weights (seed {trained.config.seed})"
+    return trained.base or _last_part(section.path)
 
 
 def _facts(trained: _Trained, base: str, more: dict[str, str]) -> str:

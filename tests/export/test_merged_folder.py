@@ -19,7 +19,7 @@ from finetune.cli.export import merge
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import merged_folder, out_folder
 from finetune.export.merged_folder import load_tuned_model, write_merged
-from finetune.export.model_card import adapter_card
+from finetune.export.model_card import adapter_card, hub_base
 from finetune.export.vectors import Vector
 from tests.export.finished_runs import write_run
 from tests.in_process import run_finetune
@@ -126,6 +126,14 @@ def test_a_card_has_no_path_of_this_machine(tmp_path):
     assert str(tmp_path) not in card
     assert "| data | rows.jsonl, owner/chats |" in card
     assert "  mixture:\n  - weight: 2\n  - path: owner/chats\n" in card
+
+
+def test_relative_paths_of_the_training_are_no_hub_ids_elsewhere(tmp_path):
+    run = write_run(tmp_path / "run", words=("model.path=models/phi", "data.path=data/train.jsonl.gz"))
+    assert hub_base(run) is None
+    card = adapter_card(run, "owner/base")
+    assert "datasets:" not in card
+    assert "| data | train.jsonl.gz |" in card
 
 
 @pytest.mark.slow
