@@ -8,6 +8,7 @@ configs/train_ddp.yaml; words after the command override it:
 """
 
 import sys
+from datetime import timedelta
 
 import torch
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
@@ -18,8 +19,16 @@ from finetune.config import Config
 
 def main(rank: int, worldsize: int, config: Config) -> None:
     """Train in one process with the others; rank 0 tests alone."""
-    port = config.parallel.master_port or "12355"
-    initialize_ddp(rank=rank, worldsize=worldsize, master_addr="localhost", master_port=port)
+    parallel, device = config.parallel, config.training.device
+    initialize_ddp(
+        timedelta(minutes=parallel.timeout_minutes),
+        rank=rank,
+        worldsize=worldsize,
+        master_addr="localhost",
+        master_port=parallel.master_port or "12355",
+        backend=parallel.backend,
+        device=None if device == "auto" else device,
+    )
 
     # Builds the tokenizer, the rows and the model as the config says.
     trainer = TrainerDDP(rank, config)

@@ -7,6 +7,7 @@ The config is configs/train_ddp.yaml; words after the script override it:
 """
 
 import os
+from datetime import timedelta
 
 from finetune import TrainerDDP, cleanup_ddp, command, initialize_ddp, load_config
 
@@ -15,7 +16,14 @@ def main(words: list[str]) -> None:
     """Train in one process with the others; rank 0 tests alone."""
     config = load_config(words, run="train_ddp")
     rank, worldsize = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    initialize_ddp(rank=rank, worldsize=worldsize)
+    parallel, device = config.parallel, config.training.device
+    initialize_ddp(
+        timedelta(minutes=parallel.timeout_minutes),
+        rank=rank,
+        worldsize=worldsize,
+        backend=parallel.backend,
+        device=None if device == "auto" else device,
+    )
 
     # Builds the tokenizer, the rows and the model as the config says.
     trainer = TrainerDDP(rank, config)

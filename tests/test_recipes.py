@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import re
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from finetune import load_config
 from tests.in_process import run_finetune, run_script
 from tests.launches import REPOSITORY, free_port, run_launched
 from tests.tiny_runs import write_base, write_rows
@@ -65,6 +68,25 @@ def test_full_fine_tuning_runs_as_two_processes(tmp_path, words, launcher):
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert (record["world_size"], record["launcher"], record["backend"]) == (2, launcher, "gloo")
     assert len(steps_in(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize("name", ["train_ddp_standalone", "train_ddp_torchrun"])
+def test_the_processes_of_a_recipe_meet_as_the_config_says(monkeypatch, name):
+    spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    given = {}
+
+    def join(timeout=None, **keys):
+        given.update(keys, timeout=timeout)
+        raise InterruptedError
+
+    monkeypatch.setattr(recipe, "initialize_ddp", join)
+    words = ["parallel.backend=gloo", "parallel.timeout_minutes=2", "training.device=cpu"]
+    arguments = [words] if name == "train_ddp_torchrun" else [0, 2, load_config(words, run="train_ddp")]
+    with pytest.raises(InterruptedError):
+        recipe.main(*arguments)
+    assert (given["timeout"], given["backend"], given["device"]) == (timedelta(minutes=2), "gloo", "cpu")
 
 
 @pytest.mark.launch
