@@ -157,7 +157,7 @@ class Rehearser:
         return not code
 
     def _plan(self, _: Path) -> str:
-        config = self._config
+        config = self._config.with_values({"parallel.world_size": (self._processes, "rehearsal")})
         if config.lora.quantize != "none":  # a plan refuses what it cannot count
             config = config.with_values({"lora.quantize": ("none", "rehearsal")})
             self.result.missed.append("the plan is that of lora.quantize=none, whose base takes more memory")

@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.compose import compose, list_configs
 from finetune.config.schema import LoraSection
+from finetune.diagnose.plan_devices import find_device
+from finetune.diagnose.rehearsal import Rehearser
 from finetune.diagnose.rehearsal_words import MOST_ROWS, Scale, changes
 from finetune.model.base import longrope_boundary
 from finetune.model.published import published_sizes
@@ -125,6 +127,19 @@ def test_a_world_that_this_machine_cannot_start_is_smaller_and_keeps_the_global_
     if not torch.cuda.is_available():
         assert found["parallel.backend"].word == "parallel.backend=auto"
         assert found["lora.quantize"].missed == "weights in 4 bits need CUDA and bitsandbytes"
+
+
+@pytest.mark.parametrize(("words", "processes", "planned"), [([], 3, 3), (["parallel.num_processes=2"], None, 2)])
+def test_the_plan_is_that_of_the_real_launch(
+    tmp_path: Path, words: list[str], processes: int | None, planned: int
+) -> None:
+    config = compose(["model=phi_tiny", "data=orders", f"data.cache_dir={tmp_path}", *words])
+    rehearser = Rehearser(
+        config, words, tmp_path, device=find_device("cpu"), steps=6, minutes=15.0, processes=processes
+    )
+    rehearser._plan(tmp_path)
+    assert rehearser.result.plan is not None
+    assert rehearser.result.plan.batches.world_size == planned
 
 
 Job = Callable[..., list[str]]
