@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExample, EncodedExamples
 from finetune.data.examples import load_examples
+from finetune.data.gates import ROW_GATES
 from finetune.engine.prefixes import Tokens, num_shared
 from finetune.errors import ConfigError, DataError
 
@@ -145,6 +146,23 @@ def refuse_each_turn(section: DataSection) -> None:
         )
 
 
+def _refuse_drops(section: DataSection) -> None:
+    """Refuse gates that drop rows: each side passes them by itself, so another row of each could be dropped.
+
+    Raises:
+        ConfigError: one is set to drop.
+    """
+    drops = [
+        f"data.{key}" for key in (*(gate.key for gate in ROW_GATES), "on_overlap") if getattr(section, key) == "drop"
+    ]
+    if drops:
+        raise ConfigError(
+            f"{' and '.join(drops)} {'are' if len(drops) > 1 else 'is'} drop, but a gate looks at each side of a pair "
+            "by itself and could leave out one of the two. Set refuse, which names the rows, and remove them from the "
+            "file, or set warn to keep them."
+        )
+
+
 def encode_preferences(
     section: DataSection,
     tokenizer: PreTrainedTokenizerBase,
@@ -162,9 +180,11 @@ def encode_preferences(
 
     Raises:
         DataError: a row cannot be used.
-        ConfigError: `data.train_on=each_turn`, which has no meaning for pairs.
+        ConfigError: `data.train_on=each_turn`, which has no meaning for pairs, or a gate that is set to drop rows.
     """
     refuse_each_turn(section)
+    if is_gated:
+        _refuse_drops(section)
     sides = []
     side: Literal["chosen", "rejected"]
     for side in ("chosen", "rejected"):

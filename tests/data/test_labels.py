@@ -16,7 +16,7 @@ from finetune.data.encode import encode_examples
 from finetune.data.examples import load_examples
 from finetune.data.labelled import rows_with_labels
 from finetune.data.preferences import encode_preferences, side_of_pairs
-from finetune.errors import DataError
+from finetune.errors import ConfigError, DataError
 from tests.data.conftest import write_lines
 from tests.in_process import Ended, run_finetune
 from tests.tiny import tiny_tokenizer
@@ -182,7 +182,7 @@ def test_pairs_with_labels_are_refused_unless_the_user_leaves_them_unread(
 
 
 def test_tools_of_pairs_are_read_from_a_column_of_another_name(
-    make_section: Callable[..., DataSection], write_jsonl: Callable[..., str]
+    make_section: MakeSection, write_jsonl: Callable[..., str]
 ) -> None:
     pair = {"prompt": [{"role": "user", "content": "p"}], "chosen": "yes", "rejected": "no"}
     path = write_jsonl([json.dumps(pair | {"functions": [{"name": "weather"}]})])
@@ -191,7 +191,7 @@ def test_tools_of_pairs_are_read_from_a_column_of_another_name(
 
 
 def test_the_format_and_columns_of_a_source_do_not_undo_those_of_pairs(
-    make_section: Callable[..., DataSection], write_jsonl: Callable[..., str]
+    make_section: MakeSection, write_jsonl: Callable[..., str]
 ) -> None:
     path = write_jsonl([json.dumps({"question": "p", "chosen": "yes", "rejected": "no", "completion": "other"})])
     source = {
@@ -206,9 +206,18 @@ def test_the_format_and_columns_of_a_source_do_not_undo_those_of_pairs(
 
 
 def test_the_format_of_a_source_does_not_undo_that_of_labelled_rows(
-    make_section: Callable[..., DataSection], write_jsonl: Callable[..., str]
+    make_section: MakeSection, write_jsonl: Callable[..., str]
 ) -> None:
     path = write_jsonl([json.dumps({"prompt": "p", "completion": "yes", "good": False})])
     source = {"path": path, "format": "prompt_completion", "columns": {"label": "good"}}
     (row,) = load_examples(rows_with_labels(make_section(mixture=[source]))).train
     assert not row.is_good
+
+
+def test_a_gate_cannot_leave_out_one_side_of_a_pair(make_section: MakeSection, write_jsonl: Callable[..., str]) -> None:
+    pairs = [{"prompt": "p", "chosen": "yes" * n, "rejected": "no"} for n in (1, 40)]
+    section = make_section(path=write_jsonl(pairs), max_length=20, on_long_row="drop", on_truncated_answer="drop")
+    with pytest.raises(ConfigError, match=r"data.on_long_row and data.on_truncated_answer are drop, but a gate"):
+        encode_preferences(section, tiny_tokenizer())
+    kept = section.model_copy(update={"on_long_row": "warn", "on_truncated_answer": "warn"})
+    assert len(encode_preferences(kept, tiny_tokenizer()).train) == 2
