@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from typing import IO
 
 from finetune.errors import DataError
+from finetune.runs.durable import describe_os_error
 
 _MODULES = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "backports.zstd"}
 """The module that opens each. The package zstandard is no choice for the last: it takes a file that was cut short for a
@@ -43,11 +44,14 @@ def opened(path: Path, label: str) -> Iterator[IO[bytes]]:
     """Open a file, through its compression if it has one. Memory does not grow with its size.
 
     Raises:
-        DataError: also inside the block: it is cut short or damaged, or a package is missing.
+        DataError: also inside the block: it cannot be read, is cut short or damaged, or a package is missing.
     """
     if not is_compressed(path):
-        with path.open("rb") as file:
-            yield file
+        try:
+            with path.open("rb") as file:
+                yield file
+        except OSError as error:
+            raise _cannot_be_read(label, error) from error
         return
     try:
         module = importlib.import_module(_MODULES[path.suffix])
@@ -61,7 +65,13 @@ def opened(path: Path, label: str) -> Iterator[IO[bytes]]:
         with module.open(path, "rb") as file:
             yield file
     except (EOFError, OSError, zlib.error, *own) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the system, not of the package
+            raise _cannot_be_read(label, error) from error
         raise DataError(
             f"{label} cannot be decompressed ({error}): it is cut short, damaged, or no {path.suffix} file. Copy or "
             "compress it again."
         ) from error
+
+
+def _cannot_be_read(label: str, error: OSError) -> DataError:
+    return DataError(f"{label} cannot be read: {describe_os_error(error)}.")

@@ -7,10 +7,10 @@ import csv
 import hashlib
 import json
 import re
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -25,6 +25,7 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 _LIST_START = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
 _SPACE = re.compile(r"\s*")
+_PIECE_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,12 +221,25 @@ def _read_table(path: Path, label: str) -> Iterator[RawRow]:
     with tempfile.TemporaryDirectory(prefix="finetune-table-") as folder, quiet_datasets():
         if is_compressed(path):
             plain = Path(folder) / path.stem
-            with opened(path, label) as file, plain.open("wb") as copy:
-                shutil.copyfileobj(file, copy)
+            _decompress(path, label, plain)
             path = plain
         dataset = _load_table(path, label, folder)
         for number, row in enumerate(dataset, start=1):
             yield RawRow(number, row)
+
+
+def _decompress(path: Path, label: str, plain: Path) -> None:
+    plain.touch()
+    with opened(path, label) as file:
+        for piece in iter(partial(file.read, _PIECE_BYTES), b""):
+            try:  # around writing alone: what fails in reading is told by `opened`
+                with plain.open("ab") as copy:
+                    copy.write(piece)
+            except OSError as error:
+                raise DataError(
+                    f"{label} is decompressed into {plain.parent}, which cannot be written: "
+                    f"{describe_os_error(error)}. Make room there, or set TMPDIR to another folder."
+                ) from error
 
 
 def _load_table(path: Path, label: str, cache_dir: str) -> Iterable[dict[str, Any]]:
