@@ -117,7 +117,7 @@ TRL = {
     "padding_free": "training.packing",
     "completion_only_loss": _LOSS_ON,
     "assistant_only_loss": _LOSS_ON,
-    "chat_template_path": "model.chat_template",
+    "chat_template_path": "data.chat_template",
     "dataset_text_field": "Name the column in data.columns: {text: NAME}.",
     "dataset_num_proc": "data.num_processes",
     "dataset_name": "data.path",

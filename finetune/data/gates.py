@@ -85,7 +85,7 @@ ROW_GATES = (
         is_bos_doubled,
         "begin with the beginning-of-sequence token twice",
         "at generation the model sees it once",
-        "Remove it from the rows or from the chat template (model.chat_template)",
+        "Remove it from the rows or from the chat template (data.chat_template)",
     ),
 )
 """The gates that look at one row at a time, in the order in which they run."""

@@ -114,7 +114,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
             return token_id
     raise DataError(
         f"the chat template ends an answer with no special token (it renders {quote(probe.text)}), so a tuned "
-        "model could not learn to stop. Use another template: model.chat_template."
+        "model could not learn to stop. Use another template: data.chat_template."
     )
 
 
@@ -252,7 +252,7 @@ def _place_answers(
             return BadRowError(
                 "the chat template renders turns differently once an answer follows: the turns before an answer end in "
                 f"{quote(prefix[-30:])}, but the whole conversation does not begin with them, so the answer cannot be "
-                "found; expected a template that only appends (model.chat_template), or "
+                "found; expected a template that only appends (data.chat_template), or "
                 "data.train_on=each_turn (or last) where only earlier answers are rendered differently"
             )
         starts.append(len(prefix))
