@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 from finetune.config.keys import did_you_mean
 from finetune.errors import ConfigError, DataError
@@ -37,7 +38,7 @@ def json_valid(answer: str, expected: str) -> float:
 def json_equal(answer: str, expected: str) -> float:
     """Return 1 if both are equal as JSON documents, whatever the order of keys and the spacing, else 0."""
     found = _parsed(answer)
-    return float(isinstance(found, (dict, list)) and found == _parsed(expected))
+    return float(isinstance(found, (dict, list)) and _is_same(found, _parsed(expected)))
 
 
 def token_f1(answer: str, expected: str) -> float:
@@ -55,9 +56,22 @@ def token_f1(answer: str, expected: str) -> float:
 
 def _parsed(text: str) -> object:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return None
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not a JSON value")
+
+
+def _is_same(found: object, wanted: object) -> bool:
+    """Compare JSON values. Unlike in Python, true is not 1."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(_is_same(value, wanted[key]) for key, value in found.items())
+    if isinstance(found, list) and isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(_is_same, found, wanted))
+    return found == wanted and isinstance(found, bool) == isinstance(wanted, bool)
 
 
 METRICS: Mapping[str, Metric] = {
