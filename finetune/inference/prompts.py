@@ -141,7 +141,8 @@ def usual_opening(section: DataSection) -> Opening:
     try:
         # Splits of so few rows could leave none for training.
         only_a_few = {"max_rows": _ROWS_LOOKED_AT, "validation": None, "test": None}
-        rows = load_examples(section.model_copy(update=only_a_few)).train
+        mixture = [{key: value for key, value in source.items() if key not in only_a_few} for source in section.mixture]
+        rows = load_examples(section.model_copy(update={**only_a_few, "mixture": mixture})).train
         openings = Counter(Opening(_system_of(row), row.tools) for row in islice(rows, _ROWS_LOOKED_AT))
     except DataError as error:
         _log.warning("the training rows cannot be read, so no system turn is used (give one with --system): %s", error)

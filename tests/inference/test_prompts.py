@@ -145,6 +145,13 @@ def test_the_usual_opening_is_what_most_training_rows_open_with(tmp_path, caplog
     assert "no system turn is used" in caplog.text
 
 
+def test_the_usual_opening_of_a_mixture_is_found_whatever_its_sources_put_aside(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines(*[{"messages": [SYSTEM, USER, ANSWER]}] * 3)))
+    source = {"path": str(path), "validation": "200", "test": "0.5", "max_rows": 9999}
+    assert usual_opening(DataSection(mixture=[source])) == ("Be brief.", "")
+
+
 def test_the_tools_of_most_training_rows_and_those_of_a_file_are_offered(tmp_path, caplog, monkeypatch):
     tools = [{"type": "function", "function": {"name": "weather"}}]
     path, file = tmp_path / "rows.jsonl", tmp_path / "tools.json"
