@@ -138,10 +138,11 @@ def _read_json_lines(path: Path, label: str) -> Iterator[RawRow]:
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
-                yield _parse_line(number, line)
+                yield parse_line(number, line)
 
 
-def _parse_line(number: int, line: bytes) -> RawRow:
+def parse_line(number: int, line: bytes) -> RawRow:
+    """Read a line of JSON as one row."""
     try:
         return RawRow(number, _parse_json(line.rstrip().decode("utf-8")))
     except UnicodeDecodeError as error:

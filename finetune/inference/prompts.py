@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,7 +14,7 @@ from finetune.data.cells import BadRowError, parse_text, quote
 from finetune.data.chat_template import key_in_words
 from finetune.data.compressed import suffix_of
 from finetune.data.formats import Example, detect_format, parse_row
-from finetune.data.readers import SUFFIXES, FileRows, RawRow
+from finetune.data.readers import SUFFIXES, FileRows, RawRow, parse_line
 from finetune.data.rows import RowProblems
 from finetune.data.templates import AnswerTokens
 from finetune.data.turns import Dialogue, Turn, parse_tools, parse_turns, text_turn
@@ -88,16 +87,26 @@ def read_file(path: Path) -> list[Prompt]:
     if suffix_of(path) not in SUFFIXES:
         raise DataError(f"--from is {path}, which ends in {path.suffix or 'nothing'}; expected {', '.join(SUFFIXES)}.")
     rows = FileRows(path, str(path))
-    return read_rows(rows.rows(), str(path))
+    return read_rows(rows.rows(), rows.label, rows.place)
 
 
 def read_json_lines(lines: Iterable[str], source: str) -> list[Prompt]:
     """Read prompts from JSON lines, for example of standard input."""
-    return read_rows((_raw_row(number, line) for number, line in enumerate(lines, start=1) if line.strip()), source)
+    read = (
+        parse_line(number, line.encode(errors="surrogateescape"))
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    )
+    return read_rows(read, source, lambda number: f"{source}:{number}")
 
 
-def read_rows(rows: Iterable[RawRow], source: str) -> list[Prompt]:
+def read_rows(rows: Iterable[RawRow], source: str, name_row: Callable[[int], str]) -> list[Prompt]:
     """Read prompts from rows. A last turn of the assistant, or a `completion`, becomes the expected answer.
+
+    Args:
+        rows: the rows, perhaps some that could not be read.
+        source: names all of them in messages.
+        name_row: names one, given its number.
 
     Raises:
         DataError: rows are not prompts, with the first of them named; or there is no row.
@@ -107,7 +116,7 @@ def read_rows(rows: Iterable[RawRow], source: str) -> list[Prompt]:
     count = 0
     for row in rows:
         count += 1
-        place = f"{source}:{row.number}"
+        place = name_row(row.number)
         try:
             if row.problem is not None:
                 raise BadRowError(row.problem)
@@ -251,13 +260,6 @@ def _conversation(turns: Sequence[Turn], tools: str, place: str) -> Prompt:
     if not before:
         raise BadRowError("messages has an answer alone; expected a user's turn before it")
     return Prompt(source=place, messages=tuple(before), tools=tools, expected=answer_text(last))
-
-
-def _raw_row(number: int, line: str) -> RawRow:
-    try:
-        return RawRow(number, json.loads(line))
-    except (ValueError, RecursionError) as error:
-        return RawRow(number, None, f"not JSON: {error}")
 
 
 def _system_of(row: Example) -> str | None:
