@@ -50,7 +50,10 @@ class Scores:
     @property
     def perplexity(self) -> float:
         """exp(loss): the number of equally likely tokens that would be as uncertain."""
-        return math.exp(self.loss) if self.loss < math.log(float("1e308")) else math.inf
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
