@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
-_SAME_IN_ALL_VERSIONS = {"name", "type", "size", "url", "mimetype", "partial"}
-"""What fsspec tells about a file that does not change with its content."""
+_SAME_IN_ALL_VERSIONS = {"name", "type", "size", "url", "mimetype", "partial", "time"}
+"""What fsspec tells about a file and does not tell its versions apart. `time` is when it was last read (SFTP, SMB)."""
 _PIECE_BYTES = 1 << 20
 _LOCAL = "file://"
 

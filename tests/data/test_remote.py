@@ -105,6 +105,18 @@ def test_rows_of_a_server_are_copied_once_until_they_change(
     assert len(server.gets) > asked
 
 
+def test_a_file_that_was_only_read_meanwhile_is_not_copied_again(
+    memory: Callable[[str, bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory("/rows/train.jsonl", lines(3))
+    reads = iter(range(99))  # what SFTP tells as `time` is when the file was last read
+    told = {"name": "/rows/train.jsonl", "type": "file", "size": len(lines(3)), "mtime": 5}
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", lambda *_, **__: {**told, "time": next(reads)})
+    for _ in range(2):
+        RemoteRows("data.path", "memory://rows/train.jsonl", str(tmp_path)).digest()
+    assert len(list(tmp_path.glob("fetched-*.jsonl"))) == 1
+
+
 def test_a_compressed_file_and_a_validation_file_at_addresses(server: Server, make_section: Make) -> None:
     (server.folder / "rows.jsonl.gz").write_bytes(gzip.compress(lines(3)))
     (server.folder / "dev.csv").write_bytes(b"prompt,completion\nWhat,no\n")
