@@ -70,7 +70,8 @@ def encode_in_processes(
     try:
         with tempfile.TemporaryDirectory(prefix="finetune-tokenizer-") as folder:
             start = _describe(tokens, train_on, folder)
-            workers += [_Worker(start) for _ in range(num_processes)]
+            for _ in range(num_processes):
+                workers.append(_Worker(start))  # one by one: those that have started end below if a later one cannot
             _log.info("encoding in %d processes", num_processes)
             yield lambda batches: _encode_in_turn(workers, batches)
     except OSError as error:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,7 +22,8 @@ from finetune.data.encode import ROWS_AT_ONCE, encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.data.formats import Example
-from finetune.data.parallel import PAYS_FROM_CHARACTERS, choose_processes
+from finetune.data.parallel import PAYS_FROM_CHARACTERS, WorkerLostError, choose_processes, encode_in_processes
+from finetune.data.templates import AnswerTokens
 from finetune.errors import ConfigError, DataError
 from finetune.fallbacks import Fallbacks
 from tests.tiny import tiny_tokenizer
@@ -208,3 +210,24 @@ def test_encoding_in_processes_needs_no_torch() -> None:
     script = "import sys, finetune.data.parallel; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_a_process_that_has_started_ends_if_a_later_one_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    numbers = iter(range(2))
+
+    class OnlyOne:
+        def __init__(self, _: bytes) -> None:
+            if next(numbers):
+                raise BlockingIOError("no more processes")
+
+        connection = SimpleNamespace(close=lambda: ended.append("closed"))
+
+        def end(self) -> None:
+            ended.append("ended")
+
+    monkeypatch.setattr(parallel, "_Worker", OnlyOne)
+    tokens = AnswerTokens(tiny_tokenizer())
+    with pytest.raises(WorkerLostError, match="no more processes"), encode_in_processes(tokens, "all", 2):
+        pass
+    assert ended == ["closed", "ended"]
