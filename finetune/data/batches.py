@@ -250,6 +250,16 @@ class _EpochSampler(Sampler[Any]):
 class EvaluationLoader(DataLoader[Microbatch]):
     """Loads this rank's part of a split, each row once over all ranks.
 
+    Args:
+        examples: the rows of the split.
+        keys: workers, pinning, prefetching, and the rows of a batch. Rows are batched longest first, so `drop_last`,
+            which leaves out batches that are not full, leaves out the shortest rows, or all of a split smaller than a
+            batch; and rows just above the boundary.
+        boundary: see `BatchRule`.
+        rank: of this process.
+        world_size: the number of processes.
+        collate: makes a microbatch of rows; None pads them.
+
     Attributes:
         row_batches: the rows of each batch.
         most_batches: the number of batches of the rank that has most.
