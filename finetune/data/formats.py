@@ -108,6 +108,8 @@ def _parse_prompt_completion(row: Mapping[str, Any]) -> Example:
     if isinstance(prompt, list) or isinstance(completion, list):
         given = _as_turns(prompt, "prompt", "user", row.get("tools"))
         answers = _as_turns(completion, "completion", "assistant")
+        if given.tools and answers.tools and json.loads(given.tools) != json.loads(answers.tools):
+            raise BadRowError("prompt and completion offer tools that differ; expected them in the prompt alone")
         return _conversation(answers._replace(tools=given.tools or answers.tools), given.turns)
     if parse_tools(row.get("tools")):
         raise BadRowError("there is a column tools, but prompt and completion are text; expected lists of turns")

@@ -83,6 +83,8 @@ def parse_turns(value: object, column: str, tools: object = None) -> Dialogue:
     of_row = parse_tools(tools)
     if offered and of_row:
         raise BadRowError("there is a column tools and a turn with tools too; expected one of them")
+    if any(json.loads(other) != json.loads(offered[0]) for other in offered[1:]):
+        raise BadRowError(f"{column} has turns with tools that differ; expected one list of tools for the conversation")
     _check_links(parsed, column)
     learnt = (k for k, turn in enumerate(parsed) if turn["role"] == "assistant" and weights[k])
     return Dialogue(tuple(parsed), tuple(learnt), next(iter(offered), of_row))

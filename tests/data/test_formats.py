@@ -202,6 +202,14 @@ def test_in_csv_a_conversation_is_json_in_a_cell(make_section: Make, tmp_path: P
             {"messages": [{**SYSTEM, "tools": "[{}]"}, USER, ANSWER], "tools": "[{}]"},
             "there is a column tools and a turn with tools too",
         ),
+        (
+            {"messages": [{**SYSTEM, "tools": "[{}]"}, {**USER, "tools": [{"name": "f"}]}, ANSWER]},
+            "messages has turns with tools that differ; expected one list of tools",
+        ),
+        (
+            {"prompt": [USER], "completion": [{**ANSWER, "tools": [{"name": "f"}]}], "tools": TOOLS},
+            "prompt and completion offer tools that differ; expected them in the prompt alone",
+        ),
         ({"prompt": "Hi", "completion": "yes", "tools": TOOLS}, "there is a column tools, but prompt and completion"),
     ],
 )
