@@ -142,6 +142,9 @@ def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
         parsed["weight"] = _parse_weight(present.pop("weight"), role, where)
     if "tools" in present and (tools := parse_tools(present.pop("tools"), f"{where}.tools")):
         parsed["tools"] = tools
+    for key in ("role", "content"):
+        if key in present:  # beside from and value, whose text and role it would replace
+            raise BadRowError(f"{where} has {keys.role}, {keys.content} and {key} too; expected one pair of keys")
     for key in ("name", "tool_call_id"):
         if key in present:
             parsed[key] = parse_text(present.pop(key), f"{where}.{key}")

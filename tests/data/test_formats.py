@@ -210,6 +210,10 @@ def test_in_csv_a_conversation_is_json_in_a_cell(make_section: Make, tmp_path: P
             {"prompt": [USER], "completion": [{**ANSWER, "tools": [{"name": "f"}]}], "tools": TOOLS},
             "prompt and completion offer tools that differ; expected them in the prompt alone",
         ),
+        (
+            {"conversations": [{"from": "human", "value": "Hi", "content": "Bye"}, {"from": "gpt", "value": "yes"}]},
+            "conversations[0] has from, value and content too; expected one pair of keys",
+        ),
         ({"prompt": "Hi", "completion": "yes", "tools": TOOLS}, "there is a column tools, but prompt and completion"),
     ],
 )
