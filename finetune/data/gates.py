@@ -142,7 +142,7 @@ def _apply(
     what = f"{split}: {len(found):,} of {num_rows:,} rows {gate.what.format(**known)}: {named}"
     if action == "drop":
         _log.warning("%s. They are left out (data.%s=drop).", what, gate.key)
-        return _without(parts, [~mask for mask in masks], split, gate.key)
+        return _without(parts, [~mask for mask in masks], split, gate.key, gate.advice.format(**known))
     message = f"{what}: {gate.so}. {gate.advice.format(**known)}, or set data.{gate.key}=drop to leave these rows out"
     _warn_or_refuse(action, message, refused)
     return parts
@@ -188,7 +188,8 @@ def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: 
                 torch.tensor([digest not in doomed for digest in part.examples.digests(with_targets=False)])
                 for part in train
             ]
-            parts["train"] = train = _without(train, keep, "train", "on_overlap")
+            advice = f"Take the training rows out of the {split} split"
+            parts["train"] = train = _without(train, keep, "train", "on_overlap", advice)
             continue
         message = (
             f"{what}: results on them say nothing about new rows. Remove them from one of the two, or set "
@@ -237,7 +238,7 @@ def _equal_rows(
     ]
 
 
-def _without(parts: Sequence[Part], keep: Sequence[torch.Tensor], split: str, key: str) -> list[Part]:
+def _without(parts: Sequence[Part], keep: Sequence[torch.Tensor], split: str, key: str, advice: str) -> list[Part]:
     """Keep the marked rows of each part, and drop parts without rows.
 
     Raises:
@@ -249,7 +250,7 @@ def _without(parts: Sequence[Part], keep: Sequence[torch.Tensor], split: str, ke
         if bool(mask.any())
     ]
     if not left:
-        raise DataError(f"{split}: data.{key}=drop leaves no row. Raise data.max_length, or give other rows.")
+        raise DataError(f"{split}: data.{key}=drop leaves no row. {advice}, or give other rows.")
     return left
 
 

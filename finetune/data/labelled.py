@@ -144,7 +144,7 @@ def encode_labelled(
 
     Args:
         section: describes the rows.
-        tokenizer: a fast tokenizer; its own chat template is used.
+        tokenizer: see `encode_examples`.
         fallbacks: see `encode_examples`.
         is_gated: see `encode_examples`.
 

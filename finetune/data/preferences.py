@@ -174,7 +174,7 @@ def encode_preferences(
 
     Args:
         section: describes the rows; only `prompt`, `label` and `tools` of its `columns` are used.
-        tokenizer: a fast tokenizer; its own chat template is used.
+        tokenizer: see `encode_examples`.
         fallbacks: see `encode_examples`.
         is_gated: see `encode_examples`.
 

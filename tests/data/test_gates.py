@@ -165,6 +165,14 @@ def test_dropping_everything_is_refused(make_section: Make, write_jsonl: Write) 
     assert refusal(section).startswith("train: data.on_truncated_answer=drop leaves no row.")
 
 
+def test_the_advice_where_nothing_is_left_is_that_of_the_gate(make_section: Make, write_jsonl: Write) -> None:
+    path = write_jsonl([SHORT])
+    section = make_section(path=path, validation=write_jsonl([SHORT], "validation.jsonl"), on_overlap="drop")
+    assert refusal(section).startswith(
+        "train: data.on_overlap=drop leaves no row. Take the training rows out of the validation split, or give"
+    )
+
+
 def test_the_gates_can_be_passed_by_to_look_at_the_rows(make_section: Make, write_jsonl: Write) -> None:
     section = make_section(path=write_jsonl([SHORT, LONG_ANSWER]), max_length=10)
     assert len(encode_examples(load_examples(section), tiny_tokenizer(), section, is_gated=False).train) == 2
