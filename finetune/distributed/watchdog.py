@@ -317,8 +317,9 @@ class Watchdog:
         if not self._is_ready or self._closed.wait(GRACE_SECONDS):
             return
         speaker = threading.Thread(target=self._say_last_words, args=(fault,), name="last-words", daemon=True)
-        speaker.start()
-        speaker.join(_LAST_WORDS_SECONDS)
+        with suppress(RuntimeError):  # no thread starts any more once the interpreter ends
+            speaker.start()
+            speaker.join(_LAST_WORDS_SECONDS)
         with suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
         with suppress(OSError, ValueError, AttributeError):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from finetune.distributed import watchdog
 from finetune.distributed.guardian.faults import (
     CONNECT_SECONDS,
     GRACE_SECONDS,
@@ -27,6 +30,7 @@ from finetune.distributed.guardian.faults import (
     describe_late,
 )
 from finetune.distributed.watchdog import _ANSWER_SECONDS
+from finetune.errors import Fault
 from tests.launches import alive_with
 
 WORKER = Path(__file__).with_name("watched_worker.py")
@@ -508,6 +512,22 @@ def test_a_guardian_whose_packets_are_dropped_says_so_before_its_worker_gives_it
     """A turn counts for a second at most, however long its connect lasted; the turn may begin at the very limit."""
     turn_seconds = LONGEST_WAIT + PAUSE + CONNECT_SECONDS + LONGEST_WAIT
     assert (START_SECONDS + 1) * turn_seconds < _ANSWER_SECONDS
+
+
+def test_a_fault_ends_a_process_whose_interpreter_starts_no_more_threads(monkeypatch, capsys):
+    def refuses(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    codes = []
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(watchdog.os, "_exit", codes.append)
+    watched = object.__new__(watchdog.Watchdog)
+    watched._has_fault, watched._closed, watched._answers = threading.Event(), threading.Event(), queue.SimpleQueue()
+    watched._is_ready, watched._guardian = True, None
+    watched._end_with(Fault(reporter="guardian", rank=1, summary="rank 1 is gone"))
+    assert codes == [3]
+    assert capsys.readouterr().err == "finetune stops: rank 1 is gone\n"
 
 
 def position(**values):
