@@ -69,12 +69,14 @@ def deterministic_algorithms() -> Iterator[None]:
     os.environ.setdefault(_WORKSPACE, ":4096:8")  # without a fixed workspace, torch refuses all products on CUDA
     settings: Any = torch.utils.deterministic
     fills_memory = settings.fill_uninitialized_memory
+    was_enabled = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     settings.fill_uninitialized_memory = False  # it takes time, and shows only what nobody wrote
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(was_enabled, warn_only=only_warned)
         settings.fill_uninitialized_memory = fills_memory
         if workspace is None:
             os.environ.pop(_WORKSPACE, None)

@@ -188,6 +188,14 @@ def test_deterministic_holds_inside_and_not_after():
     with launch(config(training={"device": "cpu", "deterministic": True})):
         assert torch.are_deterministic_algorithms_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # by a script, for itself
+    try:
+        with launch(config(training={"device": "cpu", "deterministic": True})):
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_closing_actions_run_last_first_and_are_told_the_error():
