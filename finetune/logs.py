@@ -89,7 +89,8 @@ class _PersonHandler(logging.StreamHandler[TextIO]):
         name = record.levelname.lower()
         message = getattr(record, "short", None) or super().format(record)
         text = fold(visible(f"{name}: {message}"), self.stream, indent="  ")
-        return text if os.environ.get("NO_COLOR") else f"\x1b[{_COLOURS[name]}m{name}:\x1b[0m{text[len(name) + 1 :]}"
+        colour = _COLOURS.get(name, _COLOURS["warning"])  # a library may name a level of its own, or rename one
+        return text if os.environ.get("NO_COLOR") else f"\x1b[{colour}m{name}:\x1b[0m{text[len(name) + 1 :]}"
 
 
 def is_for_a_person(stream: TextIO) -> bool:

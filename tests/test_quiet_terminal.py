@@ -226,3 +226,13 @@ def test_warnings_of_python_and_of_libraries_are_short_here_and_whole_in_the_log
     log = (tmp_path / "log.txt").read_text()
     assert re.search(r"FutureWarning: this option is old .*test_quiet_terminal\.py:\d+\)", log)
     assert "WARNING transformers: attention falls back" in log
+
+
+def test_a_level_that_a_library_named_is_shown_as_a_warning(monkeypatch):
+    import logging
+
+    from finetune.logs import _PersonHandler
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    record = logging.makeLogRecord({"msg": "a row was cut", "levelno": 31, "levelname": "WARN"})
+    assert _PersonHandler().format(record) == "\x1b[1;35mwarn:\x1b[0m a row was cut"
