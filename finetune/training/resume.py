@@ -24,6 +24,7 @@ from finetune.errors import CheckpointError
 from finetune.runs.comparison import differing
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.verification import newest_valid, read_state
+from finetune.training.memory_choice import masks_follow_the_cut
 
 if TYPE_CHECKING:
     from finetune.runs.folder import RunFolder
@@ -163,7 +164,6 @@ def _what_counts(before: Config, now: Config, *, has_same_rows: bool) -> set[str
     """Return the values of `OnResume.matters` that hold for two configurations; unknown rows count as other rows."""
     sides = (before, now)
     has_adapter = any(side.training.method == "lora" for side in sides)
-    has_dropout = any(side.training.method == "lora" and side.lora.dropout > 0 for side in sides)
     # A rate that is constant after its warm-up does not depend on the end of the run.
     is_rate_scaled = all(side.optim.schedule != "constant" for side in sides)
     has_max_steps = all(side.training.max_steps is not None for side in sides)
@@ -171,7 +171,7 @@ def _what_counts(before: Config, now: Config, *, has_same_rows: bool) -> set[str
         "always": True,
         "rows": not has_same_rows,
         "adapter": has_adapter,
-        "dropout": has_dropout,
+        "noise": any(masks_follow_the_cut(side) for side in sides),
         "steps": is_rate_scaled,
         "epochs": is_rate_scaled and not has_max_steps,
     }

@@ -147,6 +147,8 @@ def test_each_key_that_changes_the_curve_is_refused_and_no_other(tmp_path: Path)
         (("optim.schedule=constant",), "training.num_epochs=9", False),
         (("training.max_steps=30",), "training.num_epochs=9", False),
         (("training.method=full",), "lora.r=2", False),
+        (("lora.dropout=0",), "training.batch_size=1", False),
+        (("lora.dropout=0", "training.neftune_alpha=5"), "training.batch_size=1", True),
     ],
 )
 def test_keys_that_count_only_beside_others(tmp_path: Path, words: tuple[str], change: str, refused: bool) -> None:
