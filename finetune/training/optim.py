@@ -30,6 +30,8 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
         ConfigError: the class is not in an allowed module, does not take the arguments, or does not suit the weights.
     """
     optimizer_class: Any = resolve_optimizer(section.optimizer)
+    if "weight_decay" in section.args:  # the decay of each group would win
+        raise ConfigError("optim.args sets weight_decay. Set optim.weight_decay, which spares biases and norms.")
     groups = _groups(model, section)
     if "weight_decay" not in inspect.signature(optimizer_class).parameters:
         if section.weight_decay:

@@ -48,6 +48,11 @@ def test_weight_decay_that_an_optimizer_does_not_know_is_refused():
     assert build_optimizer(nn.Linear(2, 2), section(optimizer="torch.optim.Rprop"))
 
 
+def test_weight_decay_is_not_taken_from_the_other_arguments():
+    with pytest.raises(ConfigError, match=r"^optim\.args sets weight_decay\. Set optim\.weight_decay, which spares"):
+        build_optimizer(nn.Linear(2, 2), section(args={"weight_decay": 0.1}))
+
+
 @pytest.mark.parametrize("args", [{"bettas": [0.9, 0.9]}, {"eps": -1.0}])
 def test_arguments_that_the_optimizer_refuses_are_a_config_error(args):
     with pytest.raises(ConfigError, match=r"torch\.optim\.AdamW cannot be built with optim\.args"):
