@@ -119,8 +119,8 @@ def learning_rate_at(step: int, num_steps: int, section: OptimSection) -> float:
 
 
 def warn_of_long_warmup(section: OptimSection, num_steps: int) -> None:
-    """Warn if the warm-up takes all steps, so that the peak learning rate is never reached."""
-    if section.warmup_steps >= num_steps:
+    """Warn if the warm-up takes more than all steps, so that the peak learning rate is never reached."""
+    if section.warmup_steps > num_steps:
         _log.warning(
             "optim.warmup_steps is %d and the run has %d steps: the learning rate never reaches %g",
             section.warmup_steps,

@@ -1,3 +1,4 @@
+import logging
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from finetune.training.optim import (
     resolve_optimizer,
     set_learning_rate,
     trainable_parameters,
+    warn_of_long_warmup,
 )
 
 
@@ -51,6 +53,14 @@ def test_weight_decay_that_an_optimizer_does_not_know_is_refused():
 def test_weight_decay_is_not_taken_from_the_other_arguments():
     with pytest.raises(ConfigError, match=r"^optim\.args sets weight_decay\. Set optim\.weight_decay, which spares"):
         build_optimizer(nn.Linear(2, 2), section(args={"weight_decay": 0.1}))
+
+
+@pytest.mark.parametrize(("warmup_steps", "is_said"), [(9, False), (10, False), (11, True)])
+def test_a_warmup_longer_than_the_run_is_said(caplog, monkeypatch, warmup_steps, is_said):
+    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
+    warn_of_long_warmup(section(warmup_steps=warmup_steps), 10)
+    assert [message.endswith("never reaches 0.1") for message in caplog.messages] == [True] * is_said
+    assert (max(rates(10, warmup_steps=warmup_steps)) < 0.1) is is_said
 
 
 @pytest.mark.parametrize("args", [{"bettas": [0.9, 0.9]}, {"eps": -1.0}])
