@@ -37,6 +37,7 @@ class Trackers:
         self._folder = folder
         self._fallbacks = fallbacks
         self._open: dict[str, Any] = {}
+        self._step = 0
 
     def start(self, *, first_step: int) -> None:
         """Open the trackers that the configuration names.
@@ -66,9 +67,12 @@ class Trackers:
             for name, value in event.items()
             if name not in _NO_FIGURES and isinstance(value, (int, float)) and math.isfinite(value)
         }
+        step = event.get("step")
+        if step is not None:  # a checkpoint in the background is told of after later steps, and wandb takes no lower one
+            step = self._step = max(self._step, step)
         for name, tracker in list(self._open.items()) if figures else ():
             try:
-                tracker.log(figures, step=event.get("step"))
+                tracker.log(figures, step=step)
             except Exception as error:  # of the network, the disk or the service
                 del self._open[name]
                 why = f"{_in_a_line(error)}; metrics.jsonl has every figure"

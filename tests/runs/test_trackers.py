@@ -130,6 +130,20 @@ def test_one_that_fails_is_dropped_and_recorded(tmp_path):
     assert record["why"].startswith("ConnectionError: the service is gone")
 
 
+def test_steps_never_go_back_for_a_checkpoint_that_is_told_later(tmp_path):
+    class Listening:
+        def log(self, values, step):
+            told.append((step, values))
+
+    told = []
+    trackers = Trackers(load_config(["model.path=a", "data.path=b"]), RunFolder(tmp_path), Fallbacks())
+    trackers._open["wandb"] = Listening()
+    for kind, step in (("step", 2), ("checkpoint", 1), ("step", 3)):
+        trackers.take({"event": kind, "step": step, "loss": 2.0})
+    trackers.take({"event": "test", "model": "base", "loss": 2.0})
+    assert [step for step, _ in told] == [2, 2, 3, None]
+
+
 def test_one_that_cannot_finish_does_not_end_a_run_that_is_over(tmp_path, caplog):
     trackers = Trackers(load_config(["model.path=a", "data.path=b"]), RunFolder(tmp_path), Fallbacks(strict=True))
     trackers._open["wandb"] = Broken()
