@@ -302,15 +302,20 @@ def _kinds(name: str) -> tuple[str, str]:
 
 def _kernel_spans(kernels: Iterable[Event], nested: Iterable[_Nested]) -> Iterator[_Span]:
     """Give each kernel the kind of the operator that launched it. Exchange counts only where nothing else runs."""
-    launched_by = {each.event.get("args", {}).get("External id"): each for each in nested}
+    launched_by = {number: each for each in nested if (number := _external_id(each.event)) is not None}
     for kernel in kernels:
-        by = launched_by.get(kernel.get("args", {}).get("External id"))
+        by = launched_by.get(_external_id(kernel))
         if by is not None and by.is_whole:
             kind = by.kind
         else:
             named = next((kind for kind, words in _KERNELS.items() if re.search(words, kernel["name"])), "")
             kind = named or (by.kind if by is not None and by.kind != HOST else ROWS)
         yield _Span(*_bounds(kernel), 1 if kind == EXCHANGE else 2, kind)
+
+
+def _external_id(event: Event) -> Any:
+    """Return the number that an operator and the kernels that it launched have in common; None without one."""
+    return event.get("args", {}).get("External id")
 
 
 def _partition(spans: Iterable[_Span]) -> dict[str, float]:

@@ -91,6 +91,15 @@ def test_on_a_gpu_kernels_count_and_gaps_have_a_name():
     }
 
 
+def test_a_kernel_that_no_operator_launched_takes_the_kind_of_none():
+    events = [
+        _range("step 1: training", 0, 100),
+        _event("aten::mm", 0, 10),
+        _event("other_kernel", 10, 100, cat="kernel", tid=7),
+    ]
+    assert time_shares({"traceEvents": events}).shares.get("matrix products") is None
+
+
 def test_percentages_add_up_to_100():
     shares = {"matrix products": 1 / 3, "attention": 1 / 3, "optimizer": 0.333, "copies and gathers": 1 / 3 - 0.333}
     assert TimeShares((1, 1), 1.0, shares, False).in_words() == ("34 % matrix products, 33 % attention, 33 % optimizer")
