@@ -194,7 +194,7 @@ def _check_rank(rank: int, runtime: Runtime) -> None:
 
 
 def _has_section(config: Mapping[str, object] | Config, name: str) -> bool:
-    """Return whether the config contains a section; a section that is left out has its defaults."""
+    """Return whether the config contains a section, its group or one of its keys."""
     if isinstance(config, Config):
         return name in config.model_fields_set
-    return any(str(key).partition(".")[0] == name and not isinstance(config[key], str) for key in config)
+    return any(key == name or str(key).startswith(f"{name}.") for key in config)

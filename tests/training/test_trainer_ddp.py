@@ -132,6 +132,12 @@ def test_a_config_without_a_section_parallel_is_refused(config, as_config):
         TrainerDDP(0, load_config(words) if as_config else config)
 
 
+@pytest.mark.parametrize("word", [{"parallel": "single"}, {"parallel.backend": "gloo"}])
+def test_one_word_is_a_section_parallel(config, word):
+    del config["parallel"]
+    TrainerDDP(0, {**config, **word}).close()
+
+
 @pytest.mark.parametrize("parallel", [{}, {"timeout_minutes": 0.5}])
 def test_a_section_parallel_may_be_empty(config, parallel):
     TrainerDDP(0, {**config, "parallel": parallel}).close()
