@@ -16,7 +16,7 @@ from finetune.logs import log_above
 from finetune.runs.metrics import Event
 from finetune.runs.view import RunView
 from finetune.signals import ctrl_c_is_shown, ctrl_c_to_show, give_up_dead_screens
-from finetune.terminal import say, screen_width
+from finetune.terminal import say, screen_width, visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -109,7 +109,8 @@ def show_what_next(folder: Path, prompt: str | None, profile: str | None = None)
     """
     give_up_dead_screens()
     shown = shown_folder(folder)
-    question = shlex.quote(prompt) if prompt else '"…"'
+    # A row may hold characters that steer the terminal, which quotes for the shell do not stop.
+    question = shlex.quote(prompt) if prompt and visible(prompt) == prompt else '"…"'
     command = f"finetune generate {shlex.quote(str(shown))} {question}"
     width = screen_width(sys.stdout)
     if width is not None and len(command) + len("Next: ") > width:  # a shell reads it as one line

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from finetune.logs import configure_logs
 from finetune.signals import stops_after_step
-from finetune.training.progress import TrainingProgress
+from finetune.training.progress import TrainingProgress, show_what_next
 
 
 @pytest.fixture
@@ -92,3 +92,12 @@ def test_the_view_itself_confirms_a_ctrl_c(monkeypatch, capfd):
                 time.sleep(0.05)
         assert "Ctrl-C" not in screen.getvalue().split("step")[-1], "what no longer holds does not stay"
         assert capfd.readouterr().err == "", "text beside the view would tear it"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "question"),
+    [("how many?", "'how many?'"), ("how \x1b[2J many?", '"…"'), ("how \u202e many?", '"…"'), (None, '"…"')],
+)
+def test_the_next_command_holds_nothing_of_a_row_that_could_steer_the_terminal(tmp_path, capsys, prompt, question):
+    show_what_next(tmp_path, prompt)
+    assert capsys.readouterr().out.endswith(f"Next: finetune generate {tmp_path} {question}\n")
