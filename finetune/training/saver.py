@@ -196,7 +196,10 @@ class _Writer(threading.Thread):
         try:
             self.before()
             self._path = commit_snapshot(self.folder, self.snapshot, go_on=self._go_on)
-            prune(self.folder, self.keep, self.best)
+            try:
+                prune(self.folder, self.keep, self.best)
+            except RunFailedError as error:
+                _log.warning("%s; the checkpoint of step %d is committed", str(error).rstrip("."), self.snapshot.step)
         except Exception as error:
             self.error = error
         self._write_seconds = time.monotonic() - began

@@ -1,5 +1,6 @@
 """Training goes on while a thread writes: what lands on the disk is the moment of the copy, one save at a time."""
 
+import logging
 import threading
 import time
 from dataclasses import replace
@@ -122,6 +123,20 @@ def test_older_checkpoints_go_once_the_new_one_is_on_the_disk(folder, model, opt
         saves.save(snapshot(folder, model, optimizer, step), best=1)
     saves.finish()
     assert folder.checkpoint_steps() == [1, 3]
+
+
+def test_an_older_checkpoint_that_cannot_be_removed_ends_no_run(folder, model, optimizer, monkeypatch, caplog):
+    def refuse(*_):
+        raise RunFailedError("Removing old checkpoint step-000001 failed: it is busy")
+
+    monkeypatch.setattr("finetune.training.saver.prune", refuse)
+    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
+    saves = saver(folder, save_total_limit=1)
+    saves.save(snapshot(folder, model, optimizer, 2), best=None)
+    assert [one.step for one in saves.finish(is_last=True)] == [2]
+    assert caplog.messages == [
+        "Removing old checkpoint step-000001 failed: it is busy; the checkpoint of step 2 is committed"
+    ]
 
 
 @pytest.fixture
