@@ -93,7 +93,7 @@ class StepProfiler:
 
     def before(self, step: int) -> None:
         """Start where this is the first step to profile."""
-        if not self._is_wanted or step != self._first:
+        if not self._is_wanted or step != self._first or self._recording is not None:
             return
         from torch._C._autograd import _profiler_enabled
         from torch.profiler import ProfilerActivity, profile, record_function

@@ -5,12 +5,14 @@ import json
 import os
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from finetune.runs.folder import RunFolder
 from finetune.training import trainer as trainer_module
+from finetune.training.profiling import StepProfiler
 from tests.in_process import run_finetune
 from tests.launches import run_launched
 from tests.tiny_runs import write_base, write_rows
@@ -221,3 +223,14 @@ def test_only_a_sensible_number_of_steps_is_accepted(value):
     ended = run_finetune("config", "show", f"training.profile={value}")
     assert ended.returncode == 2
     assert f"training.profile: expected a whole number from 0 to 100, got {value}" in ended.errors.replace("'", "")
+
+
+def test_a_step_that_is_announced_twice_has_one_recording(tmp_path, monkeypatch):
+    """At the end of an epoch a step is announced, and again by the epoch that has it."""
+    runtime = SimpleNamespace(is_main_process=True, device=torch.device("cpu"), name_ranges=lambda _: None)
+    with StepProfiler(runtime, RunFolder(tmp_path), wanted=1, done=0, num_steps=9) as profiler:
+        profiler.before(3)
+        recording = profiler._recording
+        profiler.before(3)
+        assert profiler._recording is recording
+        assert profiler._why_not == ""
