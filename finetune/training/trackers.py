@@ -68,7 +68,7 @@ class Trackers:
             if name not in _NO_FIGURES and isinstance(value, (int, float)) and math.isfinite(value)
         }
         step = event.get("step")
-        if step is not None:  # a checkpoint in the background is told of after later steps, and wandb takes no lower one
+        if step is not None:  # a checkpoint in the background is told of late, and wandb takes no lower step
             step = self._step = max(self._step, step)
         for name, tracker in list(self._open.items()) if figures else ():
             try:

@@ -134,9 +134,8 @@ def test_an_older_checkpoint_that_cannot_be_removed_ends_no_run(folder, model, o
     saves = saver(folder, save_total_limit=1)
     saves.save(snapshot(folder, model, optimizer, 2), best=None)
     assert [one.step for one in saves.finish(is_last=True)] == [2]
-    assert caplog.messages == [
-        "Removing old checkpoint step-000001 failed: it is busy; the checkpoint of step 2 is committed"
-    ]
+    said = "Removing old checkpoint step-000001 failed: it is busy; the checkpoint of step 2 is committed"
+    assert said in caplog.messages
 
 
 @pytest.fixture
