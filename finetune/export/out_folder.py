@@ -26,7 +26,7 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[FolderWriter]:
         num_bytes: what the block will write.
 
     Raises:
-        CheckpointError: see `refuse_taken`.
+        CheckpointError: see `refuse_taken`; `out` may also have been taken while the block wrote.
         RunFailedError: the disk has too little room, or failed.
     """
     out = refuse_taken(out)
@@ -39,6 +39,7 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[FolderWriter]:
         )
     with disk_failures_end_the_run("Writing", out), committed_folder(out) as writer:
         yield writer
+        refuse_taken(out)
 
 
 def refuse_taken(out: Path) -> Path:

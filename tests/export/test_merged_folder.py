@@ -20,6 +20,7 @@ from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import merged_folder, out_folder
 from finetune.export.merged_folder import load_tuned_model, write_merged
 from finetune.export.model_card import adapter_card, hub_base
+from finetune.export.out_folder import new_folder
 from finetune.export.vectors import Vector
 from tests.export.finished_runs import write_run
 from tests.in_process import run_finetune
@@ -175,6 +176,14 @@ def test_nothing_is_overwritten(run, tmp_path, taken):
     assert done.returncode == 2
     assert "already exists and is not an empty folder" in done.stdout
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_was_filled_meanwhile_stays(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(CheckpointError, match="already exists and is not an empty folder"), new_folder(out, 0):
+        out.mkdir()
+        (out / "theirs.txt").write_text("theirs")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs.txt"]
 
 
 @pytest.mark.slow
