@@ -179,7 +179,7 @@ def write_certificate(
         "mismatches": list(mismatches),
     }
     content = {name: as_json(value) for name, value in figures.items()}
-    with disk_failures_end_the_run("Writing", file):
+    with disk_failures_end_the_run("Writing", file, then="run the command again"):
         replace_file(file, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
     return content
 

@@ -144,13 +144,22 @@ def _is_byte_level(model: Path) -> bool:
 
 
 def _link_model(model: Path, scratch: Path, base: Path | None) -> None:
-    """Link the model's files, and describe the tokenizer the way the converter expects."""
+    """Link the model's files, and describe the tokenizer the way the converter expects.
+
+    Raises:
+        ModelError: the folder does not describe its tokenizer.
+    """
     for path in sorted(model.iterdir()):
         if path.is_file() and path.name != "README.md":
             (scratch / path.name).symlink_to(path.resolve())
     if not (scratch / "tokenizer.model").exists() and base is not None and (base / "tokenizer.model").is_file():
         (scratch / "tokenizer.model").symlink_to((base / "tokenizer.model").resolve())
     if _is_byte_level(model) and not (scratch / "tokenizer.model").exists():
+        if not (model / "tokenizer_config.json").is_file():
+            raise ModelError(
+                f"{model} has a tokenizer.json but no tokenizer_config.json, which llama.cpp's converter reads. Put "
+                "that of the base there, or merge the run again. Nothing was written."
+            )
         described = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
         described["tokenizer_class"] = "GPT2Tokenizer"
         (scratch / "tokenizer_config.json").unlink()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from finetune.errors import CheckpointError, RunFailedError
-from finetune.runs.durable import FolderWriter, committed_folder, disk_failures_end_the_run, in_units
+from finetune.runs.durable import FolderWriter, committed_folder, describe_os_error, disk_failures_end_the_run, in_units
 
 SPARE_BYTES = 64 << 20
 """For the files beside the weights: tokenizer, configuration, headers."""
@@ -27,7 +27,7 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[FolderWriter]:
 
     Raises:
         CheckpointError: see `refuse_taken`; `out` may also have been taken while the block wrote.
-        RunFailedError: the disk has too little room, or failed.
+        RunFailedError: the disk has too little room, or failed, or a file that the block reads cannot be read.
     """
     out = refuse_taken(out)
     above = _nearest_parent(out)
@@ -37,8 +37,17 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[FolderWriter]:
             f"{out} needs {in_units(needed)}, but only {in_units(free)} are free at {above}. Make room, or name a "
             "folder on another disk. Nothing was written."
         )
-    with disk_failures_end_the_run("Writing", out), committed_folder(out) as writer:
-        yield writer
+    again = disk_failures_end_the_run("Writing", out, then="run the command again")
+    with again, committed_folder(out) as writer:
+        try:
+            yield writer
+        except OSError as error:
+            # An error without a name is one of writing. One with a name may be of a file that is read.
+            if error.filename is None or Path(error.filename).is_relative_to(writer.path):
+                raise
+            raise RunFailedError(
+                f"Writing {out} failed: {error.filename}: {describe_os_error(error)}. Nothing was written."
+            ) from error
         refuse_taken(out)
 
 

@@ -203,8 +203,13 @@ def find_damage(folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def disk_failures_end_the_run(doing: str, path: Path) -> Iterator[None]:
+def disk_failures_end_the_run(doing: str, path: Path, *, then: str = "go on with resume=auto") -> Iterator[None]:
     """Turn an OSError into a message that a user can act on.
+
+    Args:
+        doing: the operation, for the message.
+        path: what it writes.
+        then: what to do once the disk is mended.
 
     Raises:
         RunFailedError: the message names the operation, the path, the reason and the free bytes.
@@ -214,7 +219,7 @@ def disk_failures_end_the_run(doing: str, path: Path) -> Iterator[None]:
     except OSError as error:
         raise RunFailedError(
             f"{doing} {path} failed: {describe_os_error(error)}; {_free_space(path)}. "
-            f"What was there before is untouched: make room or mend the disk, then go on with resume=auto."
+            f"What was there before is untouched: make room or mend the disk, then {then}."
         ) from error
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from finetune.cli import main as finetune
 from finetune.errors import ModelError, RunFailedError
 from finetune.export.exported_folder import export_model
-from finetune.export.gguf import Gguf, find_converter
+from finetune.export.gguf import Gguf, _link_model, find_converter
 from finetune.export.gguf_tokens import is_byte_level
 from tests.export.finished_runs import write_run
 from tests.model.variants import VARIANTS
@@ -74,6 +74,14 @@ def llama_cpp():
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: llama.cpp's converter needs it for Phi-3's tokenizer")
     return Path(folder)
+
+
+def test_a_tokenizer_that_is_not_described_is_refused_by_name(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text('{"model": {"type": "BPE"}, "decoder": {"type": "ByteLevel"}}')
+    with pytest.raises(ModelError, match=r"has a tokenizer\.json but no tokenizer_config\.json"):
+        _link_model(tmp_path / "model", tmp_path / "scratch", None)
 
 
 def write_sentencepiece(tokenizer, path: Path) -> None:

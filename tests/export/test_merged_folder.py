@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -180,10 +181,28 @@ def test_nothing_is_overwritten(run, tmp_path, taken):
 
 def test_a_folder_that_was_filled_meanwhile_stays(tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(CheckpointError, match="already exists and is not an empty folder"), new_folder(out, 0):
-        out.mkdir()
-        (out / "theirs.txt").write_text("theirs")
+
+    def write_meanwhile() -> None:
+        with new_folder(out, 0):
+            out.mkdir()
+            (out / "theirs.txt").write_text("theirs")
+
+    with pytest.raises(CheckpointError, match="already exists and is not an empty folder"):
+        write_meanwhile()
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs.txt"]
+
+
+def test_a_full_disk_and_a_missing_source_are_told_apart(tmp_path):
+    def failure(error: OSError) -> str:
+        with pytest.raises(RunFailedError) as raised, new_folder(tmp_path / "out", 0):
+            raise error
+        return str(raised.value)
+
+    full = failure(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert full.endswith("make room or mend the disk, then run the command again.")
+    missing = failure(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/base/tokenizer.json"))
+    assert "/base/tokenizer.json: No such file or directory (ENOENT). Nothing was written." in missing
+    assert "make room" not in missing
 
 
 @pytest.mark.slow
