@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.errors import ConfigError, ModelError
+from finetune.errors import ConfigError, ModelError, RunFailedError
 from finetune.export.gguf_file import Header, read_header
 from finetune.export.gguf_tokens import TokenRules, is_byte_level
 
@@ -85,7 +85,7 @@ def convert(model: Path, out: Path, gguf: Gguf, rules: TokenRules) -> Header:
         _link_model(model, Path(scratch), gguf.base)
         words = [scratch, "--outtype", gguf.kind, "--model-name", _name(kind, rules)]
         run_converter(gguf.converter, words, out, scratch)
-    return read_header(out)
+    return read_written(out)
 
 
 def run_converter(script: Path, words: Sequence[str], out: Path, scratch: str) -> None:
@@ -98,6 +98,19 @@ def run_converter(script: Path, words: Sequence[str], out: Path, scratch: str) -
     done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
     if done.returncode != 0:
         raise ModelError(_refusal(done.stderr, scratch))
+
+
+def read_written(out: Path) -> Header:
+    """Read the header of the file that a script of llama.cpp wrote.
+
+    Raises:
+        RunFailedError: it wrote no complete file.
+    """
+    try:
+        return read_header(out)
+    except RunFailedError as error:
+        why = str(error).replace(str(out), out.name)
+        raise RunFailedError(f"the converter reported success, but {why} It was removed.") from error
 
 
 def keys_for_llama_cpp(rules: TokenRules, header: Header, stop_ids: Sequence[int]) -> dict[str, bool | int]:

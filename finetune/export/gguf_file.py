@@ -51,20 +51,17 @@ def read_header(path: Path) -> Header:
     with path.open("rb") as file:
         start = file.read(24)
         if len(start) < 24 or start[:4] != b"GGUF":
-            raise RunFailedError(f"the converter reported success, but {path.name} is not a GGUF file. It was removed.")
+            raise RunFailedError(f"{path} is not a GGUF file.")
         version, num_tensors, num_keys = struct.unpack("<IQQ", start[4:])
         if not num_tensors:
-            raise RunFailedError(f"the converter reported success, but {path.name} holds no tensors. It was removed.")
+            raise RunFailedError(f"{path} holds no tensors.")
         try:
             keys, spans = _read_keys(file, num_keys)
             tensors_at = file.tell()
             for _ in range(num_tensors):
                 _skip_tensor(file)
         except (struct.error, KeyError, OverflowError, MemoryError) as error:
-            raise RunFailedError(
-                f"the converter reported success, but the header of {path.name} cannot be read ({error}). "
-                "It was removed."
-            ) from error
+            raise RunFailedError(f"{path} is damaged: its header cannot be read ({error}).") from error
         places = (tensors_at, file.tell())
     return Header(version=version, num_tensors=num_tensors, keys=keys, spans=spans, tensors=places)
 

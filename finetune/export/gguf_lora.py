@@ -19,8 +19,7 @@ from finetune.config.hub import cached_file
 from finetune.data.templates import stop_ids
 from finetune.errors import ConfigError, ModelError
 from finetune.export.exported_folder import Exported, gguf_bytes, stored_stop_ids, write_gguf
-from finetune.export.gguf import Gguf, run_converter
-from finetune.export.gguf_file import read_header
+from finetune.export.gguf import Gguf, read_written, run_converter
 from finetune.export.gguf_served import ADAPTER_FILE, BASE_FILE, GgufFiles, check_in_llama_cpp
 from finetune.export.ollama import modelfile
 from finetune.export.out_folder import new_folder
@@ -116,7 +115,7 @@ def _write_adapter(
     (source / _CONFIG).write_text(json.dumps({**record, "lora_alpha": _alpha(record)}), encoding="utf-8")
     script = gguf.converter.with_name(LORA_CONVERTER)
     run_converter(script, [str(source), "--base", str(base), "--outtype", "f32"], made, str(aside))
-    header = read_header(made)
+    header = read_written(made)
     writer.write(ADAPTER_FILE, [made.read_bytes()])
     return header.num_tensors
 
