@@ -188,6 +188,8 @@ def _pack_adapter(source: Path, base: str | None) -> Package:
         path.name: path for path in run.weights.iterdir() if path.is_file() and path.name != MANIFEST
     }
     config = json.loads((run.weights / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    if found != config.get("base_model_name_or_path"):
+        config["revision"] = None  # it is a commit of another repository
     config["base_model_name_or_path"] = found
     files[_ADAPTER_CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     files[_CARD] = _with_certificate(adapter_card(run, found), run.weights).encode()

@@ -7,10 +7,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
 
+from finetune.export.push import pack
 from tests.export.finished_runs import write_run
 from tests.export.hub_stand_in import Repository, running_hub
 from tests.in_process import Ended, run_finetune
@@ -110,6 +112,15 @@ def test_the_adapter_s_card_names_base_and_library(hub, push, run):
     assert (header["base_model"], header["base_model_relation"], header["library_name"]) == (BASE, "adapter", "peft")
     assert "license" not in header
     assert f'from_pretrained("{BASE}")' in body
+
+
+def test_another_base_is_not_asked_for_the_commit_of_the_one_that_trained(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "run")
+    file = copy / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": BASE, "revision": "c0ffee"}))
+    with patch("finetune.runs.verification.find_damage", return_value=[]):
+        packed = {base: json.loads(pack(copy, base=base).files["adapter_config.json"]) for base in (BASE, "other/base")}
+    assert [config["revision"] for config in packed.values()] == ["c0ffee", None]
 
 
 def test_a_model_arrives_whole(hub, push, model):
