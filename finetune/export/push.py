@@ -277,4 +277,4 @@ def _hub_errors(doing: str) -> Iterator[None]:
             raise ConfigError(
                 f"{doing}: the hub refuses it ({said}). The token needs write access: `hf auth login`."
             ) from error
-        raise RunFailedError(f"{doing} failed: {said}. Nothing was changed there; try again.") from error
+        raise RunFailedError(f"{doing} failed: {said}. No commit was made; try again.") from error
