@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.runs.durable import in_units
 from finetune.runs.metrics import Event, measured_beside_loss, number_in
+from finetune.runs.recorded_run import step_of
 from finetune.terminal import visible
 
 if TYPE_CHECKING:
@@ -113,9 +114,9 @@ class RunView:
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         for name, what in self._rows():
-            table.add_row(name, Text(what))
+            table.add_row(name, Text(visible(what)))
         for text in self._warnings[-_MAX_WARNINGS:]:
-            table.add_row(Text("warning", style="bold magenta"), Text(text))
+            table.add_row(Text("warning", style="bold magenta"), Text(visible(text)))
         yield table
 
     def _rows(self) -> list[tuple[str, str]]:
@@ -144,10 +145,10 @@ class RunView:
 
     def _take_best(self, event: Event) -> None:
         name = str(event.get("best_metric", "loss"))
-        value, step = number_in(event, name), number_in(event, "step")
+        value = number_in(event, name)
         sign = -1 if name == "loss" else 1
         if value is not None and math.isfinite(value) and (self._best is None or sign * value > sign * self._best[0]):
-            self._best = value, int(step or 0)
+            self._best = value, step_of(event) or 0
 
     def _loss(self) -> str:
         trend = self.trend()
@@ -179,7 +180,7 @@ class RunView:
 
     def _take_step(self, event: Event) -> None:
         self._last = event
-        self.step = int(number_in(event, "step") or 0)
+        self.step = step_of(event) or 0
         loss = number_in(event, "loss")
         if loss is not None and math.isfinite(loss):
             self._losses.append(loss)

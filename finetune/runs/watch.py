@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import Event, MetricsReader, number_in
-from finetune.runs.recorded_run import RecordedRun
+from finetune.runs.recorded_run import RecordedRun, step_of
 from finetune.runs.view import RunView
 from finetune.terminal import visible
 
@@ -74,7 +74,7 @@ class Watch:
             self._live.refresh()
 
     def _say_event(self, event: Event) -> None:
-        kind, step = event["event"], int(number_in(event, "step") or 0)
+        kind, step = event["event"], step_of(event) or 0
         if kind == "step" and step % _LINE_EVERY == 0:
             self._last_line_at = step
             self._say(self._view.line())

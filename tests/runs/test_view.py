@@ -37,6 +37,19 @@ def test_the_view_has_everything_in_one_place():
         assert part in text, text
 
 
+@pytest.mark.parametrize("step", ["NaN", float("inf"), -1, None])
+def test_hostile_text_and_steps_do_no_harm(step):
+    view = RunView()
+    view.headline = "run \x1b[2J"
+    for kind in ("step", "validation"):
+        view.take({"event": kind, "step": step, "loss": 1.5})
+    view.take({"event": "warning", "step": step, "text": "a \x1b]0;title"})
+    console = Console(file=io.StringIO(), width=80)
+    console.print(view)
+    assert "\x1b" not in console.file.getvalue()
+    assert view.step == 0
+
+
 def test_a_view_without_any_event_can_be_shown():
     assert shown(RunView()).split() == ["step", "0"]
     assert RunView(5).line() == "step 0/5 · loss –"
