@@ -14,7 +14,7 @@ import psutil
 
 from finetune.config.hub import find_fault, what_to_do
 from finetune.data.examples import check_local_rows
-from finetune.errors import CheckpointError, FinetuneError
+from finetune.errors import CheckpointError, FinetuneError, ModelError
 from finetune.findings import Finding, ok, problem, warning
 from finetune.runs.durable import describe_os_error
 from finetune.runs.file_lock import file_lock, try_file_lock
@@ -132,12 +132,22 @@ def _check_output_dir(config: Config) -> list[Finding]:
         found.append(warning(AREA, what, "name a folder on a disk with output_dir="))
     else:
         found.append(ok(AREA, f"output_dir={folder.path} can be written ({kind})"))
-    return [*found, judge_space(shutil.disk_usage(place).free, _needed_bytes(config), str(place))]
+    try:
+        needed = _needed_bytes(config)
+    except ModelError as error:
+        needed = None
+        fix = "copy or download the model again, or name another one in model.path"
+        found.append(problem(AREA, str(error), fix))
+    return [*found, judge_space(shutil.disk_usage(place).free, needed, str(place))]
 
 
 def _needed_bytes(config: Config) -> int | None:
-    """Return the size of the checkpoints of full fine-tuning, if the weights are here to be counted."""
-    from safetensors import safe_open
+    """Return the size of the checkpoints of full fine-tuning, if the weights are here to be counted.
+
+    Raises:
+        ModelError: a weight file is damaged; says which, without a full stop.
+    """
+    from safetensors import SafetensorError, safe_open
 
     from finetune.model.base import locate_model
 
@@ -149,8 +159,11 @@ def _needed_bytes(config: Config) -> int | None:
         return None
     num_parameters = 0
     for file in files:
-        with safe_open(file, "pt") as tensors:
-            num_parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+        try:
+            with safe_open(file, "pt") as tensors:
+                num_parameters += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"the weight file {file} cannot be read: {error}") from error
     # The checkpoints that are kept, the best one, and the one that is being written.
     return num_parameters * _BYTES_PER_PARAMETER * (config.checkpoint.save_total_limit + 2) or None
 

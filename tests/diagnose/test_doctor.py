@@ -55,6 +55,7 @@ from finetune.runs.file_lock import try_file_lock
 from finetune.runs.folder import existing_folder
 from tests.launches import run_launched
 from tests.readable_hub import point_to, running_hub
+from tests.tiny_runs import write_base
 from tests.two_nodes import INTERFACE, reason_against, torchrun, two_nodes
 from tests.warm import with_interpreter
 
@@ -469,6 +470,14 @@ def test_what_full_fine_tuning_writes_is_counted(tmp_path):
     space = folder_findings(tmp_path, "model=phi_tiny", "training.method=full")[1]
     assert "this run takes about" in space.what
     assert "this run takes" not in folder_findings(tmp_path, "model=phi_tiny")[1].what
+
+
+def test_a_damaged_weight_file_is_a_problem(tmp_path):
+    base = write_base(tmp_path / "base")
+    (base / "model.safetensors").write_bytes(b"cut off")
+    found = only_bad(folder_findings(tmp_path, f"model.path={base}", "training.method=full"))
+    assert (found.level, found.fix[:13]) == ("problem", "copy or downl")
+    assert found.what.startswith(f"the weight file {base / 'model.safetensors'} cannot be read: ")
 
 
 @pytest.mark.parametrize(
