@@ -55,6 +55,17 @@ def problem(area: str, what: str, fix: str) -> Finding:
     return Finding(area, "problem", what, fix)
 
 
+def what_and_fix(message: str, *, page: str) -> tuple[str, str]:
+    """Split the message of a refusal, whose last sentence says what to do.
+
+    Args:
+        message: the whole message.
+        page: the page to refer to where the message is one sentence.
+    """
+    what, _, fix = message.rstrip(".").rpartition(". ")
+    return (what, fix) if what else (fix, f"see {page}")
+
+
 def exit_code(findings: Iterable[Finding], *, strict: bool) -> int:
     """Return 2 if there is a problem or, when strict, a warning; else 0."""
     bad = {"problem", "warning"} if strict else {"problem"}

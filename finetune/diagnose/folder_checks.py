@@ -15,7 +15,7 @@ import psutil
 from finetune.config.hub import find_fault, what_to_do
 from finetune.data.examples import check_local_rows
 from finetune.errors import CheckpointError, FinetuneError, ModelError
-from finetune.findings import Finding, ok, problem, warning
+from finetune.findings import Finding, ok, problem, warning, what_and_fix
 from finetune.runs.durable import describe_os_error
 from finetune.runs.file_lock import file_lock, try_file_lock
 from finetune.runs.folder import RunFolder, existing_folder
@@ -106,8 +106,7 @@ def _check_rows(section: DataSection) -> list[Finding]:
     try:
         check_local_rows(section, has_format=False)
     except FinetuneError as error:
-        what, _, fix = str(error).rstrip(".").rpartition(". ")
-        return [problem(AREA, what, fix)]
+        return [problem(AREA, *what_and_fix(str(error), page="docs/data.md"))]
     return []
 
 

@@ -29,7 +29,7 @@ from finetune.diagnose.preview_tokens import Piece, on_one_line, read_pieces, sp
 from finetune.engine.prefixes import num_shared
 from finetune.errors import ConfigError, DataError
 from finetune.fallbacks import Fallbacks
-from finetune.findings import Finding, exit_code, problem, warning
+from finetune.findings import Finding, exit_code, problem, warning, what_and_fix
 from finetune.model.base import read_model_config
 from finetune.model.new_tokens import build_run_tokenizer
 from finetune.training.inputs import check_inputs
@@ -211,8 +211,11 @@ def _encode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[AnySpli
             first, *others = str(error).split("\n  ")
             refused = others or [first]
     return passed, [
-        *(problem("Data", *_what_and_fix(message)) for message in refused),
-        *(warning("Data", *_what_and_fix(message)) for message in dict.fromkeys(warnings)),
+        *(problem("Data", *what_and_fix(on_one_line(message), page="docs/data.md")) for message in refused),
+        *(
+            warning("Data", *what_and_fix(on_one_line(message), page="docs/data.md"))
+            for message in dict.fromkeys(warnings)
+        ),
     ]
 
 
@@ -233,12 +236,6 @@ def _heard(logger: logging.Logger) -> Iterator[list[str]]:
     finally:
         logger.propagate = propagates
         logger.removeHandler(listener)
-
-
-def _what_and_fix(message: str) -> tuple[str, str]:
-    """Split the message of a gate, whose last sentence says what to do."""
-    what, _, fix = on_one_line(message).rstrip(".").rpartition(". ")
-    return (what, fix) if what else (fix, "see docs/data.md")
 
 
 def _data_in_words(section: DataSection) -> str:

@@ -50,7 +50,7 @@ from finetune.diagnose.world_checks import (
     judge_sums,
 )
 from finetune.distributed.environment import LaunchEnvironment, read_environment
-from finetune.findings import Finding, exit_code, findings_of_others, ok, problem, warning
+from finetune.findings import Finding, exit_code, findings_of_others, ok, problem, warning, what_and_fix
 from finetune.runs.file_lock import try_file_lock
 from finetune.runs.folder import existing_folder
 from tests.launches import run_launched
@@ -127,6 +127,11 @@ def test_all_but_good_news_needs_a_fix():
         for fix in (None, ""):
             with pytest.raises(ValueError, match="needs a fix: broken"):
                 Finding("Area", level, "broken", fix)
+
+
+def test_a_refusal_becomes_a_finding_with_a_fix():
+    assert what_and_fix("It is so. For it is. Do this.", page="docs/data.md") == ("It is so. For it is", "Do this")
+    assert what_and_fix("It is so.", page="docs/data.md") == ("It is so", "see docs/data.md")
 
 
 def test_warnings_count_only_when_strict():
