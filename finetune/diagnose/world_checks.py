@@ -196,11 +196,13 @@ def _sums_are_right(context: ProcessContext) -> bool:
 def _is_shared(context: ProcessContext, output_dir: Path) -> bool | None:
     """Check whether this rank sees a file that rank 0 writes; None if rank 0 cannot write one. Collective."""
     token = write_token(output_dir) if context.rank == 0 else None
-    path = gather_json(str(token) if token else None, context.device)[0]
-    is_seen = None if path is None else sees_token(Path(path))
-    gather_json(None, context.device)  # wait until all have looked
-    if token is not None:
-        token.unlink(missing_ok=True)
+    try:
+        path = gather_json(str(token) if token else None, context.device)[0]
+        is_seen = None if path is None else sees_token(Path(path))
+        gather_json(None, context.device)  # wait until all have looked
+    finally:
+        if token is not None:
+            token.unlink(missing_ok=True)
     return is_seen
 
 

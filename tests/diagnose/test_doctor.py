@@ -41,6 +41,7 @@ from finetune.diagnose.machine_checks import (
 from finetune.diagnose.world_checks import (
     Bandwidth,
     RankMeasurement,
+    _is_shared,
     judge_bandwidth,
     judge_clocks,
     judge_compute,
@@ -49,6 +50,7 @@ from finetune.diagnose.world_checks import (
     judge_shared_folder,
     judge_sums,
 )
+from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.environment import LaunchEnvironment, read_environment
 from finetune.findings import Finding, exit_code, findings_of_others, ok, problem, warning, what_and_fix
 from finetune.runs.file_lock import try_file_lock
@@ -518,6 +520,16 @@ def test_a_token_is_seen_where_the_folder_is_shared_and_not_elsewhere(tmp_path):
     token.unlink()
     assert not sees_token(tmp_path / "other" / token.name)
     assert write_token(Path("/proc/run")) is None
+
+
+def test_no_token_stays_where_a_rank_is_lost(tmp_path, monkeypatch):
+    def fail(value, device):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr("finetune.diagnose.world_checks.gather_json", fail)
+    with pytest.raises(RuntimeError):
+        _is_shared(ProcessContext(True, 0, 0, 2, torch.device("cpu")), tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lock_of_another_process_is_not_taken_for_a_broken_one(tmp_path):
