@@ -24,6 +24,7 @@ from finetune.model.stand_in import write_stand_in
 from finetune.runs.folder import RunFolder, existing_folder
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.verification import OPTIMIZER_FILE
+from finetune.signals import Terminated
 from finetune.terminal import visible
 
 if TYPE_CHECKING:
@@ -282,8 +283,11 @@ def rehearsal_folder(config: Config, keep: Path | None) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield folder
+    except (KeyboardInterrupt, Terminated):  # no stage has failed: nobody needs the logs
+        shutil.rmtree(folder)
+        raise
     finally:
-        for inside in folder.iterdir():
+        for inside in folder.iterdir() if folder.is_dir() else ():
             if inside.name != "logs":
                 shutil.rmtree(inside)
 

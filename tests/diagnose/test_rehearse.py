@@ -14,12 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.config.compose import compose, list_configs
 from finetune.config.schema import LoraSection
 from finetune.diagnose.plan_devices import find_device
-from finetune.diagnose.rehearsal import Rehearser
+from finetune.diagnose.rehearsal import Rehearser, rehearsal_folder
 from finetune.diagnose.rehearsal_words import MOST_ROWS, Scale, changes
 from finetune.model.base import longrope_boundary
 from finetune.model.published import published_sizes
 from finetune.model.stand_in import HEAD_SIZE, shrink, write_stand_in
 from finetune.model.targets import resolve_targets
+from finetune.signals import Terminated
 from tests.in_process import Ended, run_finetune
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import LLAMA_KIN
@@ -140,6 +141,14 @@ def test_the_plan_is_that_of_the_real_launch(
     rehearser._plan(tmp_path)
     assert rehearser.result.plan is not None
     assert rehearser.result.plan.batches.world_size == planned
+
+
+@pytest.mark.parametrize("signal", [KeyboardInterrupt, Terminated])
+def test_a_signal_leaves_no_folder(tmp_path: Path, signal: type[BaseException]) -> None:
+    config = compose([f"output_dir={tmp_path / 'run'}"], complete=False)
+    with pytest.raises(signal), rehearsal_folder(config, None):
+        raise signal
+    assert list(tmp_path.iterdir()) == []
 
 
 Job = Callable[..., list[str]]
