@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from finetune.diagnose.folder_checks import check_cache
 from finetune.diagnose.plan import Plan, make_plan
 from finetune.diagnose.rehearsal_commands import Commands, StageError, kill_tree, refuse_failure
-from finetune.diagnose.rehearsal_words import Change, Scale, changes
+from finetune.diagnose.rehearsal_words import Change, Scale, changes, word
 from finetune.distributed.device import accelerator_kind
 from finetune.errors import CheckpointError, FinetuneError, RunFailedError
 from finetune.logs import waiting
@@ -190,7 +190,7 @@ class Rehearser:
         scale = Scale(steps, real, self._processes, self._measured_rows, self._minutes)
         self.result.changes = changes(self._config, scale, stand_in=self._folder / "stand-in")
         tokenizer = self._config.model.tokenizer or self._config.model.path
-        self._changed = [f"model.tokenizer={tokenizer}", *(change.word for change in self.result.changes)]
+        self._changed = [word("model.tokenizer", tokenizer), *(change.word for change in self.result.changes)]
 
     def _read_data(self, log: Path) -> str:
         """Encode and check all rows of all splits, which fills the cache of the real run."""
@@ -255,7 +255,7 @@ class Rehearser:
         return "the merged folder answers as the run does"
 
     def _training_words(self, name: str) -> list[str]:
-        return [*self._words, *self._changed, f"output_dir={self._folder / name}", "resume=never"]
+        return [*self._words, *self._changed, word("output_dir", str(self._folder / name)), "resume=never"]
 
 
 @contextmanager

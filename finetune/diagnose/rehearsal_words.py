@@ -36,11 +36,16 @@ class Change(NamedTuple):
     @property
     def word(self) -> str:
         """The word that sets it."""
-        return f"{self.key}={self.rehearsed if isinstance(self.rehearsed, str) else json.dumps(self.rehearsed)}"
+        return word(self.key, self.rehearsed)
 
     def __str__(self) -> str:
         real, rehearsed = (_in_words(value) for value in (self.real, self.rehearsed))
         return f"{self.key}: {rehearsed} here, {real} in the real run" + (f"; {self.missed}" if self.missed else "")
+
+
+def word(key: str, value: Any) -> str:
+    """Return the word that sets a key, with texts in quotes: words are read as YAML."""
+    return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _in_words(value: Any) -> str:

@@ -15,7 +15,7 @@ from finetune.config.compose import compose, list_configs
 from finetune.config.schema import LoraSection
 from finetune.diagnose.plan_devices import find_device
 from finetune.diagnose.rehearsal import Rehearser, rehearsal_folder
-from finetune.diagnose.rehearsal_words import MOST_ROWS, Scale, changes
+from finetune.diagnose.rehearsal_words import MOST_ROWS, Change, Scale, changes
 from finetune.model.base import longrope_boundary
 from finetune.model.published import published_sizes
 from finetune.model.stand_in import HEAD_SIZE, shrink, write_stand_in
@@ -126,7 +126,7 @@ def test_a_world_that_this_machine_cannot_start_is_smaller_and_keeps_the_global_
     assert found["training.global_batch_size"].rehearsed == 64
     assert "parallel.sharding" not in found
     if not torch.cuda.is_available():
-        assert found["parallel.backend"].word == "parallel.backend=auto"
+        assert found["parallel.backend"].word == 'parallel.backend="auto"'
         assert found["lora.quantize"].missed == "weights in 4 bits need CUDA and bitsandbytes"
 
 
@@ -149,6 +149,11 @@ def test_a_signal_leaves_no_folder(tmp_path: Path, signal: type[BaseException]) 
     with pytest.raises(signal), rehearsal_folder(config, None):
         raise signal
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_is_read_again_from_its_word() -> None:
+    for path in ("/runs/a #1/ü", "/runs/a: b", "null", "/runs/a\\b"):
+        assert compose([Change("output_dir", None, path).word], complete=False).output_dir == path
 
 
 Job = Callable[..., list[str]]
