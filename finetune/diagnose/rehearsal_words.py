@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from finetune.distributed.device import accelerator_kind
+from finetune.threads import num_cores
 from finetune.training.loaders import global_batch_size
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _most_processes(config: Config) -> int:
     """Return how many processes to start here at most: one for each GPU, or for each core, and on one core two."""
     if config.training.device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
-    return max(2, os.cpu_count() or 1)
+    return max(2, int(num_cores()))
 
 
 def _device(config: Config) -> Iterator[Change]:

@@ -115,7 +115,7 @@ def test_what_is_counted_in_steps_is_scaled_and_the_rest_is_kept() -> None:
 def test_a_world_that_this_machine_cannot_start_is_smaller_and_keeps_the_global_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("finetune.diagnose.rehearsal_words.num_cores", lambda: 4.5)
     words = ["parallel.world_size=16", "parallel.sharding=fsdp2", "parallel.shard_size=8", "training.batch_size=4"]
     words += ["training.device=cpu", "parallel.backend=nccl", "lora.quantize=nf4"]
     config = compose(["model=phi_tiny", "data=orders", *words])
