@@ -64,9 +64,9 @@ def evaluate(
     if harness is not None:
         results = _measure_by_harness(run, harness, harness_tasks)
         record = {"run": str(run.folder.path), "weights": run.weights_name, "harness": results}
+        print_json(record, indent=None) if as_json else _show_harness(results)
         if output is not None:
             _write(output, record)
-        print_json(record, indent=None) if as_json else _show_harness(results)
         return
     kind = OBJECTIVES[run.config.training.objective].rows
     if kind != "answers" and not any(word.startswith("data.") for word in words or []):
@@ -83,12 +83,12 @@ def evaluate(
         evaluation = _measure(runtime, run, split, metrics)
         if not runtime.is_main_process:
             return
-    if output is not None:
-        _write(output, {**_as_record(run, split, evaluation), "rows": _rows(evaluation)})
     if as_json:
         print_json(_as_record(run, split, evaluation), indent=None)
     else:
         _show(split, evaluation, run.config.testing.num_samples)
+    if output is not None:
+        _write(output, {**_as_record(run, split, evaluation), "rows": _rows(evaluation)})
 
 
 def _measure(runtime: Runtime, run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> Evaluation:
@@ -147,7 +147,7 @@ def _refuse_to_overwrite(output: Path | None) -> None:
     if output is None:
         return
     if output.exists():
-        raise ConfigError(f"--output is {output}, which exists already. Nothing was measured; name a new file.")
+        raise ConfigError(f"--output is {output}, which exists already and stays as it is. Name a new file.")
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"--output is {output}, but there is no folder {output.absolute().parent}. Make it first.")
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 
 from finetune.cli.evaluate import evaluate
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, RunFailedError
 from tests.inference.conftest import NUM_ROWS
 from tests.launches import run_launched
 
@@ -102,11 +102,22 @@ def test_results_are_written_only_if_asked_and_over_nothing(measured, adapter_ru
     assert len(rows) == NUM_ROWS
     assert rows[0]["expected"].startswith("{")
     assert sum(row["tuned"]["exact_match"] for row in rows) / NUM_ROWS == shown["tuned"]["exact_match"]
-    with pytest.raises(ConfigError, match=r"which exists already\. Nothing was measured"):
+    with pytest.raises(ConfigError, match=r"which exists already and stays as it is"):
         evaluate(adapter_run, [], output=output)
     with pytest.raises(ConfigError, match="there is no folder"):
         evaluate(adapter_run, [], output=tmp_path / "gone" / "results.json")
     assert sorted(adapter_run.rglob("*")) == before
+
+
+def test_figures_are_shown_also_where_they_cannot_be_written(capsys, adapter_run, tmp_path, monkeypatch):
+    def write(output, record):
+        raise RunFailedError(f"{output} cannot be written")
+
+    monkeypatch.setattr("finetune.cli.evaluate._write", write)
+    words = ["testing.compare_base=false", "testing.metrics=[]", "testing.num_samples=0"]
+    with pytest.raises(RunFailedError):
+        evaluate(adapter_run, words, output=tmp_path / "results.json", as_json=True)
+    assert json.loads(capsys.readouterr().out)["num_rows"] == NUM_ROWS
 
 
 def test_a_metric_of_ones_own_package_is_measured(measured, adapter_run, tmp_path, monkeypatch):
