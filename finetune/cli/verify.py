@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,9 @@ def verify(
             "run's folder, or drop the option."
         )
 
+    if out is not None:
+        _refuse_other_file(out)
+
     from finetune.export.certificate import CERTIFICATE
     from finetune.export.verifying import certify, refuse_differences, verify_folder, verify_run
 
@@ -85,6 +89,24 @@ def verify(
         _show(found)
         say(f"Written: {shown_folder(file)}")
     refuse_differences(found, file)
+
+
+def _refuse_other_file(out: Path) -> None:
+    """Refuse a place for the certificate that holds another file, or is in no folder.
+
+    Raises:
+        ConfigError: says which.
+    """
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"--out is {out}, but there is no folder {out.absolute().parent}. Make it first.")
+    if not out.exists():
+        return
+    try:
+        is_certificate = "verdict" in dict(json.loads(out.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        is_certificate = False
+    if not is_certificate:
+        raise ConfigError(f"--out is {out}, which exists already and is no certificate. Name a new file.")
 
 
 def _show(found: Verified) -> None:

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from finetune.errors import RunFailedError
+from finetune.cli.verify import verify
+from finetune.errors import ConfigError, RunFailedError
 from finetune.export import verifying
 from finetune.export.certificate import Comparison, compare, read_certificate
 from finetune.export.push import pack
@@ -238,6 +239,14 @@ def test_options_of_a_run_are_refused_for_a_model(made):
     done = run_finetune("verify", made.merged, "--replay", "2")
     assert done.returncode == 2
     assert "--replay, --base and --checkpoint are for the folder of a run" in done.errors
+
+
+def test_a_certificate_replaces_nothing_else(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for out, reason in (("notes.txt", "is no certificate"), ("", "is no certificate"), ("gone/c.json", "no folder")):
+        with pytest.raises(ConfigError, match=reason):
+            verify(tmp_path, out=tmp_path / out)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_an_adapter_without_all_stop_ids_is_told_so(tmp_path):
