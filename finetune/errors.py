@@ -7,7 +7,7 @@ command with its exit code and no traceback; any other exception is a bug and ke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ def first_line(error: BaseException) -> str:
 class FinetuneError(Exception):
     """The base class of all errors that are raised on purpose. Never raised itself."""
 
-    exit_code: ClassVar[int] = 2
+    exit_code: int = 2
     is_reported_elsewhere: bool = False
     """Another rank ends with the same error and prints it."""
 
@@ -79,7 +79,10 @@ class RunFailedError(FinetuneError):
 
 
 class PreemptedError(FinetuneError):
-    """The run was told to stop (SIGTERM, SIGUSR1, Ctrl-C), and everything trained is in a checkpoint, on all ranks."""
+    """The run was told to stop, and everything trained is in a checkpoint, on all ranks.
+
+    By SIGTERM, SIGUSR1, SIGHUP or Ctrl-C.
+    """
 
     exit_code = 75
 
@@ -91,7 +94,7 @@ class PeerFailedError(FinetuneError):
 
     def __init__(self, message: str, *, exit_code: int) -> None:
         super().__init__(message)
-        self.peer_exit_code = exit_code
+        self.exit_code = exit_code
 
 
 class LeftToMain(SystemExit):

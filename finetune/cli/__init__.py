@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from finetune.distributed.environment import is_first_process, read_environment, speaks_for_a_node
-from finetune.errors import ConfigError, FinetuneError, LaunchError, PeerFailedError, PreemptedError
+from finetune.errors import ConfigError, FinetuneError, LaunchError, PreemptedError
 from finetune.logs import configure_logs, is_for_a_person, log_python_warnings
 from finetune.signals import Terminated, give_up_dead_screens, undisturbed
 from finetune.terminal import fold
@@ -67,7 +67,7 @@ def _end(error: BaseException) -> NoReturn:
         if logging.getLogger("finetune").isEnabledFor(logging.DEBUG):
             traceback.print_exc()
         _report(error)
-        _leave(error.peer_exit_code if isinstance(error, PeerFailedError) else error.exit_code)
+        _leave(error.exit_code)
     # typer turns Ctrl-C into an exit code.
     if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == EXIT_INTERRUPTED):
         _say_how_to_resume("\nfinetune: stopped")

@@ -49,10 +49,10 @@ def test_what_rank_0_has_reaches_rank_1(two_ranks):
 @pytest.mark.warm
 def test_an_error_of_one_rank_is_raised_on_both(two_ranks):
     _, (other, failing) = two_ranks
-    assert failing["one_fails"] == {"type": "DataError", "text": "row 7", "peer_exit_code": None}
+    assert failing["one_fails"] == {"type": "DataError", "text": "row 7", "exit_code": 2}
     assert other["one_fails"]["type"] == "PeerFailedError"
     assert other["one_fails"]["text"] == "rank 1 failed during reading: DataError: row 7"
-    assert other["one_fails"]["peer_exit_code"] == 2
+    assert other["one_fails"]["exit_code"] == 2
 
 
 @pytest.mark.launch
@@ -60,7 +60,7 @@ def test_an_error_of_one_rank_is_raised_on_both(two_ranks):
 def test_a_peer_learns_that_the_other_rank_had_a_bug(two_ranks):
     _, (failing, other) = two_ranks
     assert failing["a_bug"]["type"] == "ZeroDivisionError"
-    assert (other["a_bug"]["type"], other["a_bug"]["peer_exit_code"]) == ("PeerFailedError", 1)
+    assert (other["a_bug"]["type"], other["a_bug"]["exit_code"]) == ("PeerFailedError", 1)
 
 
 @pytest.mark.launch

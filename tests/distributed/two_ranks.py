@@ -27,7 +27,7 @@ def what_is_raised(act):
         return {
             "type": type(error).__name__,
             "text": str(error),
-            "peer_exit_code": getattr(error, "peer_exit_code", None),
+            "exit_code": getattr(error, "exit_code", 1),
         }
     return None
 
