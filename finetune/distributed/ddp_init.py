@@ -370,7 +370,7 @@ def _address_of_a_peer(rendezvous: Rendezvous, seconds: float) -> str | None:
 
 
 def _compare_devices(device: torch.device) -> None:
-    """Two ranks that see one GPU each may see the same one. Collective."""
+    """Two ranks that see one GPU each may see the same one. Collective where ranks compute on GPUs."""
     rendezvous = _State.rendezvous
     if rendezvous is None or device.type != "cuda":
         return

@@ -57,8 +57,9 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     With `parallel.num_processes` and no launcher, this process becomes the launcher: it starts its own command line
     that many times, waits, and leaves with their exit code.
 
-    Collective: every process of the launch enters and leaves. An error before `Runtime.agree_set_up` is raised on all
-    ranks, so that none is left waiting.
+    Collective: every process of the launch enters and leaves. Once the guardians are connected, an error before
+    `Runtime.agree_set_up` is raised on all ranks, so that none is left waiting; before, the others may wait for
+    `parallel.timeout_minutes`.
 
     Args:
         config: the whole run.

@@ -34,8 +34,8 @@ class LauncherVariables:
     def read(self, environ: Mapping[str, str], *, processes_here: int | None = None) -> dict[str, int]:
         """Read rank, local_rank, world_size and local_world_size.
 
-        A world of one needs no local rank. Where nothing says how many processes run on this node, it is the smallest
-        number that fits the local rank.
+        A world of one needs no local rank. Where nothing says how many processes run on this node, it is all of them if
+        local rank and rank are equal, else the smallest number that fits the local rank.
 
         Args:
             environ: the environment.
