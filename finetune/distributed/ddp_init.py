@@ -190,16 +190,6 @@ def cleanup_ddp() -> None:
 atexit.register(cleanup_ddp)
 
 
-def _is_env_distributed() -> bool:
-    """Whether a launcher started this process as one of several."""
-    return read_environment(os.environ).world_size > 1
-
-
-def _should_use_distributed(flag: bool | None) -> bool:
-    """Settle `ddp`: True asks for it where possible, False never, None takes what the launcher started."""
-    return flag is not False and _is_env_distributed()
-
-
 def _environment_with(
     rank: int | None, worldsize: int | None, master_addr: str | None, master_port: int | str | None
 ) -> LaunchEnvironment:

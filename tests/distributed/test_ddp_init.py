@@ -11,8 +11,6 @@ from finetune import cleanup_ddp, initialize_ddp
 from finetune.config.schema import Config
 from finetune.distributed.ddp_init import (
     _finish,
-    _is_env_distributed,
-    _should_use_distributed,
     _start_backend,
 )
 from finetune.distributed.environment import LAUNCH_VARIABLES, read_environment, with_place
@@ -171,15 +169,6 @@ def test_ddp_in_a_world_of_one_is_said_and_recorded(capsys):
     with pytest.raises(ConfigError, match="strict"):
         initialize_ddp(device="cpu", flag=True, fallbacks=Fallbacks(strict=True))
     cleanup_ddp()
-
-
-def test_the_flag_for_distributed_training_is_settled_by_what_was_launched(monkeypatch):
-    assert not _is_env_distributed()
-    assert [_should_use_distributed(flag) for flag in (True, None, False)] == [False, False, False]
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    assert _is_env_distributed()
-    assert [_should_use_distributed(flag) for flag in (True, None, False)] == [True, True, False]
 
 
 def test_a_collective_that_does_not_end_is_given_up_by_this_process_and_not_by_its_backend():
