@@ -251,15 +251,15 @@ def find_runs(folder: Path) -> list[RecordedRun]:
 
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
-    if RunFolder(folder).holds_run():
-        yield folder
-        return
-    if depth == 0:
-        return
+    below: list[Path] = []
     try:
-        below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+        is_run = RunFolder(folder).holds_run()
+        if not is_run and depth > 0:
+            below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     except OSError:
         return
+    if is_run:
+        yield folder
     for path in below:
         if not path.name.startswith("."):
             yield from _run_folders(path, depth - 1)

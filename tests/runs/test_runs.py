@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ import pytest
 from finetune.cli.runs import runs, summary
 from finetune.errors import CheckpointError
 from finetune.runs.file_lock import file_lock
+from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import find_runs
 from tests.runs.made_runs import change_record, write_run
 
@@ -90,6 +92,21 @@ def test_the_table_and_the_objects_say_the_same(tmp_path, capsys, monkeypatch):
     runs(tmp_path, as_json=True)
     (run,) = json.loads(capsys.readouterr().out)
     assert (run["name"], run["state"], run["train_loss"]) == ("a [bold]", "completed", 2.25)
+
+
+def test_a_folder_that_may_not_be_looked_into_is_passed_over(tmp_path, monkeypatch):
+    """As a root user meets no such folder, its first question is answered here."""
+    write_run(tmp_path / "mine")
+    write_run(tmp_path / "theirs")
+    holds_run = RunFolder.holds_run
+
+    def refuse_theirs(folder: RunFolder) -> bool:
+        if folder.path.name == "theirs":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return holds_run(folder)
+
+    monkeypatch.setattr(RunFolder, "holds_run", refuse_theirs)
+    assert [run.name for run in find_runs(tmp_path)] == ["mine"]
 
 
 def test_no_run_and_no_folder(tmp_path, capsys):
