@@ -58,7 +58,14 @@ def evaluate(
     from finetune.inference.harness import require_harness
 
     _refuse_to_overwrite(output)
+    if harness is None and harness_tasks is not None:
+        raise ConfigError("--harness-tasks needs --harness, which was not given. Add it, or leave out --harness-tasks.")
     if harness is not None:
+        if split != "test" or metric or metrics_from:
+            raise ConfigError(
+                "--split, --metric and --metrics-from are for rows of the run, but --harness measures its own tasks. "
+                "Leave them out, or run finetune evaluate once more without --harness."
+            )
         require_harness()
     run = find_run(run_folder, words or [], base=base, checkpoint=checkpoint, is_alone=harness is not None)
     if harness is not None:

@@ -3,6 +3,7 @@ import math
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -118,6 +119,19 @@ def test_figures_are_shown_also_where_they_cannot_be_written(capsys, adapter_run
     with pytest.raises(RunFailedError):
         evaluate(adapter_run, words, output=tmp_path / "results.json", as_json=True)
     assert json.loads(capsys.readouterr().out)["num_rows"] == NUM_ROWS
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"harness": "a", "split": "train"}, "--harness measures its own tasks"),
+        ({"harness": "a", "metric": ["token_f1"]}, "--harness measures its own tasks"),
+        ({"harness_tasks": Path("tasks")}, "--harness-tasks needs --harness"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(tmp_path, options, reason):
+    with pytest.raises(ConfigError, match=reason):
+        evaluate(tmp_path, [], **options)
 
 
 def test_a_metric_of_ones_own_package_is_measured(measured, adapter_run, tmp_path, monkeypatch):
