@@ -110,6 +110,7 @@ def test_a_command_given_in_words():
     )
     assert_is_one_message(done, "data.max_length")
     assert _command_first(["data=orders", "cmd=train", "run=quickstart"]) == ["train", "quickstart", "data=orders"]
+    assert _command_first(["generate", "runs/a", "cmd=ls"]) == ["generate", "runs/a", "cmd=ls"]
 
 
 def test_config_show_prints_what_runs_and_where_it_came_from():

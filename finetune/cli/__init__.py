@@ -129,7 +129,7 @@ def _without_local_rank(words: Sequence[str]) -> list[str]:
 def _command_first(words: list[str]) -> list[str]:
     """Turn ``cmd=train run=quickstart a=b`` into ``train quickstart a=b``."""
     commands = [word.removeprefix("cmd=") for word in words if word.startswith("cmd=")]
-    if not commands:
+    if not commands or not ("=" in words[0] or words[0].startswith("-")):  # a command comes first: these are prompts
         return words
     runs = [word.removeprefix("run=") for word in words if word.startswith("run=")]
     rest = [word for word in words if not word.startswith(("cmd=", "run="))]
