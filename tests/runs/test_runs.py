@@ -40,6 +40,12 @@ def test_a_run_says_where_it_stands(tmp_path):
     }
 
 
+def test_the_rows_of_a_run_are_named_also_where_only_train_is_set(tmp_path):
+    write_run(tmp_path / "a", "data.path=null", "data.train=mine.jsonl")
+    (run,) = map(summary, find_runs(tmp_path))
+    assert run["data"] == "mine.jsonl"
+
+
 @pytest.mark.parametrize("status", ["completed", "failed", "preempted", "stopped"])
 def test_a_run_that_ended_says_how(tmp_path, status):
     write_run(tmp_path / "a", status=status, why="as asked")
