@@ -76,7 +76,7 @@ def evaluate(
             _write(output, record)
         return
     kind = OBJECTIVES[run.config.training.objective].rows
-    if kind != "answers" and not any(word.startswith("data.") for word in words or []):
+    if kind != "answers" and not _names_other_rows(run):
         what = "pairs of answers" if kind == "pairs" else "labelled answers"
         raise ConfigError(
             f"{run_folder} was trained on {what}, and evaluate measures rows with one answer. Give such rows "
@@ -148,6 +148,12 @@ def _measure_by_harness(run: FinishedRun, tasks: str, folder: Path | None) -> Re
             batch_size=run.config.testing.batch_size,
             task_folder=folder,
         )
+
+
+def _names_other_rows(run: FinishedRun) -> bool:
+    """Return whether the words of the command name rows; the run's own are those of its config."""
+    origins = [run.config.origin(f"data.{key}") for key in ("path", "mixture", "train", "validation", "test")]
+    return any(not origin.startswith(("default", str(run.folder.config_file))) for origin in origins)
 
 
 def _refuse_to_overwrite(output: Path | None) -> None:

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli.evaluate import evaluate
+from finetune.cli.evaluate import _names_other_rows, evaluate
+from finetune.config.compose import load_config
 from finetune.errors import ConfigError, RunFailedError
+from finetune.inference.finished_run import FinishedRun
+from finetune.runs.folder import RunFolder
 from tests.inference.conftest import NUM_ROWS
 from tests.launches import run_launched
 
@@ -132,6 +135,17 @@ def test_figures_are_shown_also_where_they_cannot_be_written(capsys, adapter_run
 def test_options_that_would_be_ignored_are_refused(tmp_path, options, reason):
     with pytest.raises(ConfigError, match=reason):
         evaluate(tmp_path, [], **options)
+
+
+@pytest.mark.parametrize(
+    ("words", "are_named"),
+    [([], False), (["data.max_length=64"], False), (["data=orders"], True), (["data.test=rows.jsonl"], True)],
+)
+def test_words_that_name_other_rows_are_told_from_those_that_do_not(tmp_path, words, are_named):
+    folder = RunFolder(tmp_path)
+    folder.config_file.write_text("model: {path: owner/phi}\ndata: {path: pairs.jsonl, max_length: 32}\n")
+    config = load_config(words, run=str(folder.config_file))
+    assert _names_other_rows(FinishedRun(folder=folder, config=config, weights=tmp_path)) == are_named
 
 
 def test_a_metric_of_ones_own_package_is_measured(measured, adapter_run, tmp_path, monkeypatch):
