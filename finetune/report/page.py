@@ -15,7 +15,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 from finetune.config.keys import fields, values
 from finetune.config.schema import Config
@@ -26,7 +26,6 @@ from finetune.report.data_preview import PreviewedData
 from finetune.runs.comparison import compare_runs, shown
 from finetune.runs.durable import in_units
 from finetune.runs.metrics import number_in
-from finetune.runs.record import Status
 from finetune.runs.recorded_run import RecordedRun, mapping, step_of
 from finetune.terminal import visible
 
@@ -35,7 +34,6 @@ MARK = "<!-- written by finetune report -->"
 _FOLDER = Path(__file__).parent
 _DIGITS = 16
 """Shown digits of a digest, enough to tell two apart."""
-_STATUSES = get_args(Status)
 _NEEDED = {"vl_convert": "vl-convert-python", "jinja2": "jinja2"}
 
 
@@ -191,8 +189,7 @@ def _run_values(run: RecordedRun, index: int) -> dict[str, Any]:
         "index": index,
         "hue": index % COLOURS,
         "path": str(run.folder.path),
-        "status": run.status,
-        "status_class": run.status if run.status in _STATUSES else "unknown",
+        "status": run.state,
         "figures": list(sentences.figures_of(run)),
         "problems": run.problems,
         "warnings": [{"step": step_of(event), "text": str(event.get("text", ""))} for event in run.of("warning")],

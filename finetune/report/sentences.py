@@ -86,7 +86,7 @@ def figures_of(run: RecordedRun) -> Iterator[Figure]:
 def summary_rows(runs: Sequence[RecordedRun]) -> list[SummaryRow]:
     """Return a row for each run."""
     best = _best_run(runs)
-    return [SummaryRow(run.name, run.status, _summary(run), run is best) for run in runs]
+    return [SummaryRow(run.name, run.state, _summary(run), run is best) for run in runs]
 
 
 def number(value: float) -> str:
@@ -108,7 +108,8 @@ def _of_one(run: RecordedRun) -> str:
         change = _fall("training loss", finite(run.points("step", "loss")))
         return f"{_ENDED_EARLY[run.status]} {where}" + (f": {change}." if change else ".")
     if run.status != "completed":
-        doing = "It has not ended" if run.status == "running" else "It is not known how it ended"
+        known = {"running": "It has not ended", "stopped": "It ended without recording how"}
+        doing = known.get(run.state, "It is not known how it ended")
         change = _fall("training loss", finite(run.points("step", "loss")))
         return f"{doing}: {change} in {steps}." if change else f"{doing}, and no step is recorded."
     scores = run.scores()

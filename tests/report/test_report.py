@@ -17,8 +17,10 @@ from finetune.diagnose.preview import preview_data
 from finetune.errors import CheckpointError, ConfigError
 from finetune.report.curves import MOST_POINTS, Curve, smoothed
 from finetune.report.page import setting_rows
-from finetune.report.sentences import headline, second_line
+from finetune.report.sentences import headline, second_line, summary_rows
 from finetune.runs.comparison import compare_runs
+from finetune.runs.file_lock import file_lock
+from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import MetricsWriter
 from finetune.runs.recorded_run import open_runs
 from tests.report.runs import HOSTILE, Parsed, loss_at, write_run
@@ -64,8 +66,11 @@ def test_the_headline_says_the_result(tmp_path):
     )
     assert headline_of(failed) == "It failed at step 7: training loss fell from 4.25 to 0.8214."
     assert second_line(open_runs([failed])) == "RunFailedError: the loss is NaN"
-    running = write_run(tmp_path / "c", num_steps=3, status=None)
-    assert headline_of(running).startswith("It has not ended: training loss fell from 4.25 to 1.583 in 3")
+    killed = write_run(tmp_path / "c", num_steps=3, status=None)
+    assert headline_of(killed).startswith("It ended without recording how: training loss fell from 4.25 to 1.583 in 3")
+    assert [row.status for row in summary_rows(open_runs([killed]))] == ["stopped"]
+    with file_lock(RunFolder(killed).lock_file, waiting_for="the test"):
+        assert headline_of(killed).startswith("It has not ended: training loss fell from 4.25 to 1.583 in 3")
     assert headline_of(write_run(tmp_path / "d", num_steps=0, status="stopped")).endswith("before its first step.")
 
 
@@ -189,7 +194,7 @@ def test_torn_missing_and_strange_files_are_no_error(tmp_path):
     (folder / "config.yaml").write_text("a: [\n")
     assert "run.json is torn" in page_of(folder).text
     (folder / "run.json").write_text('{"status": ["odd"], "versions": 3, "starts": [1], "fallbacks": [1], "result": 1}')
-    assert "odd" in page_of(folder).text
+    assert "a unknown" in page_of(folder).text
     for name in ("run.json", "metrics.jsonl"):
         (folder / name).unlink()
     page = page_of(folder)
