@@ -15,8 +15,8 @@ class OnResume:
     Attributes:
         matters: when the change affects what later steps compute, beyond rounding, and is refused unless
             `resume.allow` names the key: never, always, or only if an adapter is trained, if tokens are dropped or
-            noise is added at random, if the rows themselves change, or if the learning rate depends on the number of steps or
-            epochs.
+            noise is added at random, if the rows themselves change, or if the learning rate depends on the number of
+            steps or epochs.
         decides: what the key decides, for messages. Empty if it never matters.
         fits: whether a checkpoint can still be loaded after the change.
     """
@@ -38,5 +38,5 @@ UpdateKey = Annotated[T, OnResume("always", "the updates of the weights")]
 RateKey = Annotated[T, OnResume("always", "the learning rate of every step")]
 MeasureKey = Annotated[T, OnResume("always", "the measure by which weights are the best")]
 SampleKey = Annotated[T, OnResume("always", "the answers to validate on: figures before and after are not comparable")]
-# Dropout masks and noise belong to the micro-batches; without them, the cut of a global batch changes only the rounding.
-CutKey = Annotated[T, OnResume("noise", "the cut of a global batch, and so its dropout masks or noise")]
+# Dropout masks and noise belong to the micro-batches; without them, the cut changes only the rounding.
+CutKey = Annotated[T, OnResume("noise", "the cut of a global batch, and with it the dropout masks or the noise")]
