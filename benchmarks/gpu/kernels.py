@@ -232,7 +232,7 @@ def _attention_errors(
 ) -> dict[str, float]:
     """Return the relative errors of the output and of the gradients of q, k and v."""
     layout, device = microbatch.layout, microbatch.input_ids.device
-    queries = microbatch.positions.unique() if at_targets else layout.tokens
+    queries = microbatch.positions if at_targets else layout.tokens
     generator = torch.Generator(device).manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:

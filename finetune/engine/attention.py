@@ -54,7 +54,7 @@ def attention(
         k: (tokens, kv_heads, head_dim); kv_heads divides heads.
         v: like k.
         layout: of the tokens.
-        queries: the flat tokens that the rows of q belong to, ascending, int64, (queries,); None: all.
+        queries: the flat tokens that the rows of q belong to, ascending, each once, int64, (queries,); None: all.
         window: the number of tokens of its row that a token sees, itself included; None: all before it.
         scale: of the scores; None: head_dim ** -0.5.
 

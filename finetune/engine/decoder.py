@@ -46,7 +46,7 @@ class Attention(Protocol):
             k: (tokens, kv_heads, head_dim); each key head serves heads / kv_heads successive heads.
             v: like k.
             layout: which token sees which, as given to `Decoder`.
-            queries: (queries,), the tokens that the rows of q belong to, or None for all tokens in order.
+            queries: (queries,), the tokens that the rows of q belong to, ascending, each once; None: all tokens.
             window: the number of tokens of its document that a token sees, itself included; None for all before it.
 
         Returns:
@@ -158,7 +158,7 @@ class Decoder:
             input_ids: (tokens,), documents one after the other.
             position_ids: (tokens,), each token's position in its own document.
             layout: passed on to the attention.
-            at: (n,), indices of tokens, or None for all.
+            at: (n,), indices of tokens, ascending, each once; None: all.
 
         Returns:
             (n, hidden)

@@ -138,8 +138,10 @@ class PackedMicrobatch:
     Attributes:
         input_ids: flat tokens, int64, shape (tokens,).
         layout: of the tokens.
-        positions: the flat token at which each term is predicted, ascending, int64, shape (terms,). The last layer
-            computes hidden states there. A token with several terms appears several times.
+        positions: the flat tokens at which terms are predicted, ascending, each once, int64, shape (positions,). The
+            last layer computes hidden states there.
+        term_position: the index in `positions` of each term, ascending, int64, shape (terms,); None: no position has
+            several terms, so that they are the same in number and order.
         labels: the token to predict, int64, shape (terms,).
         counts: the number of rows that have each term, int64, shape (terms,).
         target_term: the term of each target, row after row, int64, shape (targets,).
@@ -151,6 +153,7 @@ class PackedMicrobatch:
     input_ids: torch.Tensor
     layout: Layout
     positions: torch.Tensor
+    term_position: torch.Tensor | None
     labels: torch.Tensor
     counts: torch.Tensor
     target_term: torch.Tensor
@@ -167,6 +170,10 @@ class PackedMicrobatch:
     def num_computed(self) -> int:
         """Tokens that go through the model."""
         return len(self.input_ids)
+
+    def at_terms(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Repeat hidden states for the terms of each position: (positions, hidden) to (terms, hidden)."""
+        return hidden if self.term_position is None else hidden.index_select(0, self.term_position)
 
     def to(self, device: torch.device) -> PackedMicrobatch:
         """A copy on another device."""
@@ -208,6 +215,7 @@ class PackedMicrobatch:
             input_ids=once(self.input_ids),
             layout=self.layout.map(once),
             positions=once(self.positions),
+            term_position=None if self.term_position is None else once(self.term_position),
             labels=once(self.labels),
             counts=once(self.counts),
             target_term=once(self.target_term),
@@ -239,11 +247,13 @@ def pack(rows: Sequence[tuple[torch.Tensor, torch.Tensor]], *, share_prefixes: b
     predictor = numpy.concatenate([row[:-1][mark] for row, mark in zip(flat, marks, strict=True)])
     label = numpy.concatenate([ids[1:][mark] for ids, mark in zip(tokens, marks, strict=True)])
     terms, target_term, counts = numpy.unique(predictor << _ID_BITS | label, return_inverse=True, return_counts=True)
+    positions, term_position = numpy.unique(terms >> _ID_BITS, return_inverse=True)
     target_row = numpy.repeat(numpy.arange(len(rows)), [int(mark.sum()) for mark in marks])
     return PackedMicrobatch(
         input_ids=input_ids,
         layout=layout,
-        positions=torch.from_numpy(terms >> _ID_BITS),
+        positions=torch.from_numpy(positions),
+        term_position=None if len(positions) == len(terms) else torch.from_numpy(term_position),
         labels=torch.from_numpy(terms & ((1 << _ID_BITS) - 1)),
         counts=torch.from_numpy(counts),
         target_term=torch.from_numpy(target_term),

@@ -79,4 +79,5 @@ def before_head(model: Any, microbatch: PackedMicrobatch, choices: Choices = BY_
     decoder = Decoder(bare, choices.attention, checkpoint_layers=again, mlp_chunk_rows=choices.mlp_chunk_rows)
     layout = microbatch.layout
     hidden = decoder.hidden_states(microbatch.input_ids, layout.position_ids, layout, at=microbatch.positions)
-    return hidden, bare.get_output_embeddings()
+    with torch.autocast(hidden.device.type, enabled=False):
+        return microbatch.at_terms(hidden), bare.get_output_embeddings()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch.nn import functional
@@ -11,6 +13,7 @@ from finetune.engine.attention import attention, choose_kernel, dense_attention,
 from finetune.engine.attention_cuda import (
     EQUAL_ROWS_MULTIPLE,
     VarlenRuns,
+    attend_in_runs,
     attention_downgrade,
     prepare_efficient,
     prepare_varlen,
@@ -208,11 +211,58 @@ def mask_of_runs(runs: VarlenRuns, layout: Layout) -> torch.Tensor:
         (first, last), (start, end) = runs.query_edges[run : run + 2].tolist(), runs.key_edges[run : run + 2].tolist()
         assert last - first <= runs.most_queries
         assert end - start <= runs.most_keys
-        band = torch.ones(last - first, end - start, dtype=torch.bool).tril(end - start - last + first)
-        if runs.window is not None:
-            band = band.triu(end - start - last + first - runs.window + 1)
-        mask[first:last, index[start:end]] = band
+        mask[first:last, index[start:end]] = band_of_run(last - first, end - start, runs.window)
     return mask if runs.slots is None else mask[runs.slots]
+
+
+def band_of_run(queries: int, keys: int, window: int | None) -> torch.Tensor:
+    band = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    return band if window is None else band.triu(keys - queries - window + 1)
+
+
+AS_MANY_LABELS_MORE_AS_TOKENS_WITHOUT = [
+    (torch.arange(25), (torch.arange(25) >= 20) & (torch.arange(25) != 22)),
+    (torch.tensor([*range(20), 30, 31]), torch.arange(22) >= 20),
+]
+"""The last shared token has two labels, and in the first row a token between others has none."""
+
+
+@pytest.mark.parametrize("prepare", [prepare_varlen, prepare_efficient])
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(
+    "rows",
+    [
+        rows_of([*range(20), 1, 2], [*range(20), 3]),
+        rows_of([*range(20), 1, 2], [*range(20), 3], [*range(20), 4, 5]),
+        AS_MANY_LABELS_MORE_AS_TOKENS_WITHOUT,
+        random_rows(5, targets=0.9),
+    ],
+)
+def test_what_cuda_kernels_compute_at_targets_is_the_mask_and_so_are_gradients(rows, window, prepare) -> None:
+    packed = pack(rows)
+    x = torch.randn(packed.num_computed, 4, HEAD_DIM, dtype=torch.float64, requires_grad=True)
+    k, v = (y.detach().requires_grad_() for y in tensors(packed.num_computed, 4, 2, torch.float64)[1:])
+    runs = prepare(packed.layout, packed.positions, window)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        edges = [[slice(*edge) for edge in pairwise(e.tolist())] for e in (runs.query_edges, runs.key_edges)]
+        outs = []
+        for own, seen in zip(*edges, strict=True):
+            mask = band_of_run(own.stop - own.start, seen.stop - seen.start, runs.window)
+            outs.append(dense_attention(q[own], k[seen], v[seen], mask, HEAD_DIM**-0.5))
+        return torch.cat(outs)
+
+    out = packed.at_terms(attend_in_runs(x[packed.positions], k, v, runs, attend))[packed.target_term]
+    # Each target is predicted at the token before it in its row, whatever else is.
+    places = [flat[place - 1] for flat, place in targets_of(packed, rows)]
+    assert_same(out, by_row(packed, x[places], k, v, places, window), [x, k, v], 1e-12)
+
+
+def targets_of(packed: PackedMicrobatch, rows: list[Row]) -> list[tuple[list[int], int]]:
+    """For each target the flat tokens of its row, and its place in the row."""
+    by_ids = {tuple(packed.input_ids[path].tolist()): path for path in paths(packed)}
+    found = [(by_ids[tuple(ids.tolist())], is_target) for ids, is_target in rows]
+    return [(flat, place) for flat, is_target in found for place in range(1, len(flat)) if is_target[place]]
 
 
 def test_a_row_with_many_turns_gathers_its_keys_once() -> None:

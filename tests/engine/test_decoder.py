@@ -8,7 +8,6 @@ from torch.nn import functional
 from transformers import Qwen2Config
 
 from finetune.engine import decoder
-from finetune.engine.attention import attention
 from finetune.engine.decoder import Decoder, layer_windows
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
@@ -259,12 +258,7 @@ def test_packed_rows_that_begin_alike_give_the_step_of_the_rows_alone(kind, shar
     marks = [torch.arange(len(row)) > 3 for row in rows]
     packed = pack(list(zip(rows, marks, strict=True)), share_prefixes=share_prefixes)
     assert packed.num_computed == (35 if share_prefixes else 69)
-    hidden = Decoder(model, attention).hidden_states(
-        packed.input_ids, packed.layout.position_ids, packed.layout, packed.positions
-    )
-    head = model.get_base_model().get_output_embeddings()
-    got = summed_head_loss(hidden, head.weight, packed.labels, bias=head.bias, counts=packed.counts)
-    assert_same(model, got, own_loss(model, rows, targets))
+    assert_same(model, summed_cross_entropy(model, packed), own_loss(model, rows, targets))
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -317,11 +311,7 @@ def test_a_window_in_the_wrong_layers_would_be_seen(kind, monkeypatch):
 def test_rows_without_a_target_weigh_nothing(kind):
     model = with_lora(build_tiny(CONFIGS[kind]))
     packed = pack([(row, torch.zeros(len(row), dtype=torch.bool)) for row in some_rows()])
-    hidden = Decoder(model, attention).hidden_states(
-        packed.input_ids, packed.layout.position_ids, packed.layout, packed.positions
-    )
-    head = model.get_base_model().get_output_embeddings()
-    loss = summed_head_loss(hidden, head.weight, packed.labels, bias=head.bias, counts=packed.counts)
+    loss = summed_cross_entropy(model, packed)
     assert loss.item() == 0
     found = gradients(model, loss)
     assert found

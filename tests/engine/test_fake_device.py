@@ -119,7 +119,9 @@ def test_checkpointing(device: FakeDevice, dropout: float, share: bool) -> None:
 
 
 def test_pairs(device: FakeDevice) -> None:
-    pairs = PreferenceMicrobatch(rows=pack(ROWS), num_tokens=0)
+    rows = pack(rows_of([*TURNS, 30, 31], [*TURNS, 40, 41, 42]))
+    assert len(rows.positions) == len(rows.labels) - 1  # two tokens are learnt after the last that the answers share
+    pairs = PreferenceMicrobatch(rows=rows, num_tokens=0)
     assert_as_on_the_cpu(adapted(), partial(summed_preferences, loss=DPO), pairs)
 
 

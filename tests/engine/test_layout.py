@@ -56,7 +56,8 @@ def test_the_loss_has_exactly_the_targets_of_all_rows(seed: int, share: bool) ->
         if is_target[place]
     ]
     seen = seen_by(packed)
-    contexts = [tuple(packed.input_ids[seen[token]].tolist()) for token in packed.positions.tolist()]
+    tokens = packed.at_terms(packed.positions).tolist()
+    contexts = [tuple(packed.input_ids[seen[token]].tolist()) for token in tokens]
     terms = list(zip(contexts, packed.labels.tolist(), strict=True))
     found = [
         (row, *terms[term]) for row, term in zip(packed.target_row.tolist(), packed.target_term.tolist(), strict=True)
@@ -68,14 +69,15 @@ def test_the_loss_has_exactly_the_targets_of_all_rows(seed: int, share: bool) ->
         counted[term] += count
     assert counted == Counter((context, label) for _, context, label in expected)
     if share:
-        assert len(set(zip(packed.positions.tolist(), packed.labels.tolist(), strict=True))) == len(terms)
+        assert len(set(zip(tokens, packed.labels.tolist(), strict=True))) == len(terms)
 
 
 def test_a_shared_target_counts_once_for_each_row_and_a_fork_predicts_both_ways() -> None:
     packed = pack(rows_of([*range(20), 5, 6], [*range(20), 7]))
     assert packed.input_ids.tolist() == [*range(20), 5, 6, 7]
     assert packed.layout.position_ids.tolist() == [*range(20), 20, 21, 20]
-    assert packed.positions.tolist() == [*range(20), 19, 20]
+    assert packed.positions.tolist() == [*range(21)]
+    assert packed.term_position.tolist() == [*range(20), 19, 20]
     assert packed.labels.tolist() == [*range(1, 20), 5, 7, 6]
     assert packed.counts.tolist() == [2] * 19 + [1, 1, 1]
     assert (packed.num_tokens, packed.num_computed, packed.num_targets) == (43, 23, 41)
