@@ -6,6 +6,7 @@ No torch is imported here, so that a config error is reported in a fraction of a
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -240,7 +241,7 @@ def _check_source(source: dict[str, Any], place: str) -> None:
     if not source.get("path"):
         raise ValueError(f"{place} has no path; expected a file, a folder or a hub id")
     weight = source.get("weight", 1)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight <= 0:
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
         raise ValueError(f"{place}.weight is {weight!r}; expected a number above 0")
     try:
         DataSection(**{key: value for key, value in source.items() if key != "weight"})

@@ -157,7 +157,11 @@ def _load_mixture(section: DataSection) -> ExampleSplits:
 
 def _section_of(section: DataSection, source: Mapping[str, Any]) -> DataSection:
     """Return the section of one source of a mixture."""
-    keys = {key: str(value) if key in SPLIT_NAMES else value for key, value in source.items() if key != "weight"}
+    keys = {
+        key: str(value) if key in SPLIT_NAMES and value is not None else value
+        for key, value in source.items()
+        if key != "weight"
+    }
     return section.model_copy(update={**keys, "mixture": []})
 
 

@@ -49,6 +49,7 @@ def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel
     if section.attention != "auto":
         arguments["attn_implementation"] = section.attention
     if section.init == "random":
+        arguments["trust_remote_code"] = section.trust_remote_code  # None would ask on a terminal
         model = _or_model_error(section, lambda: auto.from_config(config, **arguments))
     else:
         where = locate_model(section)
@@ -277,8 +278,9 @@ def _read_template(template: str) -> str:
     path = Path(template).expanduser()
     try:
         return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ModelError(f"model.chat_template is {template}, which cannot be read: {error.strerror}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise ModelError(f"model.chat_template is {template}, which cannot be read: {why}.") from error
 
 
 def _or_model_error(
@@ -297,9 +299,10 @@ def _or_model_error(
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # also the hub's
     hear_libraries()
     repository = None if where is None else repository_of(where, section.revision)
-    key = "model.tokenizer" if part == "tokenizer" and section.tokenizer is not None else "model.path"
+    own = section.tokenizer if part == "tokenizer" else None
+    key = "model.path" if own is None else "model.tokenizer"
     what = "tokenizer" if part == "tokenizer" else "model"
-    name = section.path or (section.config or {}).get("model_type")
+    name = own or section.path or (section.config or {}).get("model_type")
     with nullcontext() if repository is None else reading(repository, part, key):
         try:
             with waiting(f"loading the {what} {name}"):

@@ -265,6 +265,7 @@ class Trainer:
             )
         runtime.at("saving", end.state.step)
         self._on_main(lambda journal: journal.finish_saves(), f"saving step {end.state.step}")
+        runtime.agree_on_failure_beside()  # of a save that was in the background in the last step
         if end.is_told_to_stop:
             raise preempted_in_training(runtime, end.state.step)
         self._on_main(lambda journal: self._publish(journal, end.state, cadence), "publishing the adapter")
@@ -283,7 +284,7 @@ class Trainer:
             RunFailedError: the weights are sharded, and another rank has left or waits elsewhere.
         """
         is_alone = self.runtime.shard_size is None
-        self.runtime.at("testing", timed=not is_alone)  # alone, no rank waits for it
+        self.runtime.at("testing", timed=not is_alone and test_loader is not None)  # alone, no rank waits for it
         if test_loader is None or (is_alone and self.journal is None):
             return None
         self.runtime.meet("the test phase")
@@ -292,6 +293,7 @@ class Trainer:
             with nullcontext() if is_alone else self.runtime.failing_together("reading the published weights"):
                 load_model(self.model, RunFolder(self.config.output_dir).adapter)
             comparison = run_test_phase(self.runtime, self.model, self.tokenizer, test_loader, self.config.testing)
+            self.runtime.at("after testing", timed=False)  # the script decides what comes next
             if self.journal is None:
                 return None
             if not self.journal.is_closed:  # a script may measure again after its run has ended

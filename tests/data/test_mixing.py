@@ -151,6 +151,8 @@ def test_splits_that_sources_have_are_joined(make_section: Make, write_jsonl: Wr
         ("{weight: 2}", "[0] has no path; expected a file"),
         ("{path: a, wait: 2}", "[0] has the key wait; expected path, name"),
         ("{path: a, weight: 0}", "[0].weight is 0; expected a number above 0"),
+        ("{path: a, weight: .inf}", "[0].weight is inf; expected a number above 0"),
+        ("{path: a, weight: .nan}", "[0].weight is nan; expected a number above 0"),
         ("{path: a, max_rows: 0}", "[0].max_rows: Input should be greater than 0, got 0"),
         ("{path: a, columns: {b: c}}", "[0].columns: there is no column b to rename; expected messages,"),
     ],

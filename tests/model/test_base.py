@@ -178,6 +178,9 @@ def test_a_tokenizer_without_a_template_takes_the_configurations_or_that_of_a_fi
     (tmp_path / "own.jinja").write_text("{{ 2 }}")
     by_file = section(**tokenizer, chat_template=str(tmp_path / "own.jinja"))
     assert build_tokenizer(by_file).chat_template == "{{ 2 }}"
+    (tmp_path / "other.jinja").write_bytes("{{ 'é' }}".encode("latin-1"))
+    with pytest.raises(ModelError, match=r"other\.jinja, which cannot be read: it is not UTF-8"):
+        build_tokenizer(section(**tokenizer, chat_template=str(tmp_path / "other.jinja")))
     with pytest.raises(ModelError, match=r"none\.jinja, which cannot be read: No such file"):
         build_tokenizer(section(**tokenizer, chat_template=str(tmp_path / "none.jinja")))
 
@@ -189,6 +192,8 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     build_tiny(tiny_phi3_config()).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"the tokenizer .* cannot be loaded"):
         build_tokenizer(section(path=str(tmp_path)))
+    with pytest.raises(ModelError, match=rf"the tokenizer {tmp_path} cannot be loaded"):
+        build_tokenizer(section(path="microsoft/phi-4", tokenizer=str(tmp_path)))
 
 
 def test_a_place_is_a_hub_id_or_an_absolute_folder(folder, monkeypatch):

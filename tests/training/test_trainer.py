@@ -21,6 +21,7 @@ from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedEr
 from finetune.inference.losses import LossSums
 from finetune.threads import settle_waiting
 from finetune.training import trainer as trainer_module
+from finetune.training.journal import Journal
 from tests.tiny_runs import random_model_words, write_base, write_rows
 
 pytestmark = pytest.mark.trains
@@ -412,6 +413,20 @@ def test_a_run_that_fails_says_so_and_gives_its_folder_back(words, tmp_path, mon
     assert "the loss is nan" in (tmp_path / "run" / "log.txt").read_text()
     monkeypatch.undo()
     train([*words, "resume=auto"])
+
+
+def test_a_save_that_fails_in_the_background_of_the_last_step_fails_the_run(words, tmp_path, monkeypatch):
+    settle = Journal.settle_saves
+
+    def failing(journal):
+        settle(journal)
+        if (events(tmp_path / "run", "step") or [{"step": 0}])[-1]["step"] == 4:
+            raise RunFailedError("the disk is full")
+
+    monkeypatch.setattr(Journal, "settle_saves", failing)
+    with pytest.raises(RunFailedError, match="the disk is full"):
+        train([*words, "training.max_steps=4"])
+    assert record(tmp_path / "run")["status"] == "failed"
 
 
 def test_a_row_longer_than_the_models_context_is_refused_before_anything_is_written(words, tmp_path):
