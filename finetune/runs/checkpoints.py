@@ -191,7 +191,8 @@ def prune(folder: RunFolder, keep: int, best: int | None) -> list[int]:
     if newest is None:
         return []
     steps = folder.checkpoint_steps()
-    older = [step for step in steps if folder.checkpoint(step) <= newest][:-keep]
+    last = next(step for step in steps if folder.checkpoint(step) == newest)
+    older = [step for step in steps if step <= last][:-keep]
     removed = [step for step in older if step != best]
     for step in removed:
         with disk_failures_end_the_run("Removing old checkpoint", folder.checkpoint(step)):

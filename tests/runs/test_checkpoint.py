@@ -430,6 +430,13 @@ def test_pruning_keeps_the_newest_and_the_best(folder, lora):
     assert prune(folder, keep=1, best=None) == []
 
 
+def test_steps_are_numbers_where_the_newest_valid_one_is_kept(folder, lora):
+    for step in (999_000, 1_000_000):
+        save(folder, lora, step)
+    (folder.checkpoint(1_000_000) / "state.json").write_text("{}")
+    assert prune(folder, keep=1, best=None) == []
+
+
 def test_saving_a_step_again_replaces_it_whole(folder, lora):
     path = save(folder, lora)
     (path / "optimizer.safetensors").write_bytes(b"torn")
