@@ -79,6 +79,7 @@ def test_processes_share_the_cores_unless_the_user_has_said_how_many(given, thre
 
 
 @pytest.mark.process
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="torch's wheels for other systems bring another OpenMP")
 @pytest.mark.parametrize(
     ("imports", "given", "count", "said"),

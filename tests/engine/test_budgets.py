@@ -219,6 +219,7 @@ class _Counted(Exception):
     """Inductor has fused the loops, and need not write them in C++."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "inputs"),
