@@ -228,7 +228,7 @@ def while_it_evaluates(play, *words):
     began = time.monotonic()
     play.workers()[1].terminate()
     assert play.end() == 1
-    assert time.monotonic() - began < 8.0
+    assert time.monotonic() - began < 20
     step, ranks = play.has_stopped("SIGTERM")
     assert (step, ranks) == (10, "1"), "in the evaluation"
     assert play.events("validation") == []
@@ -264,7 +264,7 @@ def while_it_tests_with_shards(play):
     began = time.monotonic()
     play.workers()[1].terminate()
     assert play.end() == 1
-    assert time.monotonic() - began < 8.0
+    assert time.monotonic() - began < 20
     assert "finetune: stopped in the test phase as asked by SIGTERM on rank 1; training is complete" in play.text()
     assert json.loads((play.run_folder / "run.json").read_text())["status"] == "preempted"
 

@@ -6,6 +6,7 @@ import pytest
 
 from finetune.distributed.slurm_notation import _first_host_from_slurm_nodelist, tasks_on_node
 from finetune.errors import LaunchError
+from tests.pace import processor_limit
 
 PREFIXES = ("n", "node", "gpu-", "c1-", "rack2_", "a.b-", "x")
 SUFFIXES = ("", "-ib", "-eth0", ".cluster", "b")
@@ -90,7 +91,8 @@ def test_a_long_malformed_list_is_refused_at_once(text):
     start = time.process_time()
     with pytest.raises(LaunchError) as caught:
         _first_host_from_slurm_nodelist(text)
-    assert time.process_time() - start < 1.0
+    taken = time.process_time() - start
+    assert taken < processor_limit(0.5)
     assert len(str(caught.value)) < 1000
 
 
@@ -98,7 +100,8 @@ def test_a_long_list_is_read_at_once():
     text = ",".join(f"n[{number}-{number + 1},{number + 7}]x" for number in range(6_000))
     start = time.process_time()
     assert _first_host_from_slurm_nodelist(text) == "n0x"
-    assert time.process_time() - start < 1.0
+    taken = time.process_time() - start
+    assert taken < processor_limit(0.5)
 
 
 @pytest.mark.parametrize(
