@@ -105,7 +105,7 @@ def test_a_profile_is_written_and_changes_no_value(words, unprofiled, tmp_path):
     profile = record(run)["profile"]
     assert (profile["first_step"], profile["last_step"]) == (3, 4)
     assert sum(profile["shares"].values()) == pytest.approx(1)
-    assert profile["shares"]["matrix products"] > 0.01
+    assert profile["shares"]["matrix products"] > 0
     assert {"attention", "optimizer", "waiting for data", "Python and launches"} <= profile["shares"].keys()
     memory = json.loads((run / profile["files"][1]).read_text())
     assert profile["peak_memory"] == memory["num_bytes"] == memory["highest_of_steps"][str(memory["step"])] > 10_000
