@@ -21,7 +21,7 @@ from tests.warm import warm_interpreter
 NUM_STEPS = 6
 GLOBAL_BATCH_SIZE = 8
 LORA, FULL = "recipes.finetune_lora:main", "recipes.finetune_full:main"
-_LIMIT_SECONDS = 180
+_LIMIT_SECONDS = 480
 
 
 class Run(NamedTuple):

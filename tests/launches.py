@@ -37,7 +37,7 @@ LAUNCHERS = {
     "mpirun": ["mpirun", "-n", "2", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", sys.executable],
 }
 """`--multi_gpu` starts two processes without any GPU too; `--cpu --num_processes 2` starts one."""
-_LIMIT_SECONDS = 60
+_LIMIT_SECONDS = 240
 
 
 def free_port() -> int:

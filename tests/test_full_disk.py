@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.launch,
     pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount the small disk that is to be filled"),
 ]
-LIMIT_SECONDS = 120
+LIMIT_SECONDS = 300
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ def start(words: list[str], output_dir: Path, *more: str) -> subprocess.Popen[st
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    _, log = process.communicate(timeout=120)
+    _, log = process.communicate(timeout=300)
     assert process.returncode == 0, log
     return log
 

@@ -22,7 +22,7 @@ from tests.launches import LAUNCHERS, free_port, place_variables, start_command
 
 pytestmark = pytest.mark.launch
 CASE = Case(REFERENCE_BATCH_SIZE)
-_LIMIT_SECONDS = 120
+_LIMIT_SECONDS = 300
 
 
 def start(launcher, folder, *words, variables=None):

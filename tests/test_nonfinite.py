@@ -42,7 +42,7 @@ NUM_EPOCHS, STEPS_PER_EPOCH = 3, 5
 NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH
 LAST = f"step-{NUM_STEPS:06d}"
 FAILED = 3
-LIMIT_SECONDS = 180.0
+LIMIT_SECONDS = 400.0
 SKIP = "training.on_nonfinite=skip"
 WORLDS = {
     "one": [],

@@ -19,7 +19,7 @@ from tests.launches import REPOSITORY
 
 TUTORIAL = REPOSITORY / "notebooks" / "tutorial.ipynb"
 PICTURES = ["picture", "one-curve"]
-_LIMIT_SECONDS_A_CELL = 120
+_LIMIT_SECONDS_A_CELL = 300
 _QUIET = {
     "PYTHONPATH": str(REPOSITORY),
     # Of libraries, and with a path of this machine: nothing that a reader of the tutorial could act on.

@@ -18,7 +18,7 @@ from tests.launches import LAUNCHERS, REPOSITORY
 from tests.tiny_runs import random_model_words, write_base, write_rows
 from tests.warm import with_interpreter
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 NUM_STEPS = 40
 PREEMPTED = 75
 BY_HAND = 130

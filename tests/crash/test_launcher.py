@@ -19,7 +19,7 @@ from tests.crash.runs import DATA_WORKERS, Ended, Nursery, assert_same_end, expl
 from tests.launches import LAUNCHERS, REPOSITORY, alive_with
 
 PROMISED_SECONDS = 10.0
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 """Until the first checkpoint, on a busy machine: two processes import everything."""
 IMPORT_SECONDS = 30.0
 """More for a worker that has not met the others yet: it sees that its launcher is gone once everything is imported."""

@@ -260,7 +260,7 @@ def test_while_one_process_encodes_another_waits_and_reads(tmp_path: Path, logge
         tmp_path / "cache", "0" * 64, lambda _: pytest.fail("encoded twice"), Fallbacks(strict=True), "rows"
     )
     assert rows.token_ids.tolist() == [0]
-    assert other.communicate(timeout=60)[0] == "rows 1\n"
+    assert other.communicate(timeout=240)[0] == "rows 1\n"
     assert f"waiting for the encoding of rows: process {other.pid} on " in logged()[0]
 
 

@@ -94,7 +94,7 @@ def doctor(cwd: Path, *words: str | Path, **variables: str) -> tuple[int, str]:
     """Exit code and output of one process."""
     process = start(*DOCTOR, *words, cwd=cwd, **variables)
     try:
-        output, errors = process.communicate(timeout=90)
+        output, errors = process.communicate(timeout=240)
     finally:
         process.kill()
     assert "Traceback" not in errors, errors
@@ -566,7 +566,7 @@ def test_what_only_another_rank_finds_is_in_the_report_with_its_rank(tmp_path):
     other = start(*DOCTOR, "--json", f"data.cache_dir={tmp_path}", "parallel.rank=0", cwd=tmp_path, **variables)
     try:
         code, output = doctor(tmp_path, "--json", f"data.cache_dir={tmp_path}", **rank_variables(0, port))
-        assert other.communicate(timeout=30)[0] == ""
+        assert other.communicate(timeout=240)[0] == ""
     finally:
         other.kill()
     found = [finding["what"] for finding in json.loads(output)["findings"] if finding["level"] == "problem"]
@@ -626,7 +626,7 @@ def test_a_slow_rank_is_named(tmp_path):
             time.sleep(0.06)
             ranks[1].send_signal(signal.SIGCONT)
             time.sleep(0.02)
-        output, errors = ranks[0].communicate(timeout=30)
+        output, errors = ranks[0].communicate(timeout=240)
     finally:
         for process in ranks:
             process.kill()

@@ -86,7 +86,7 @@ def test_colours_say_what_carries_loss_and_the_rows_steer_nothing(words):
 def test_without_colours_a_margin_says_the_same(words):
     written = on_a_terminal([*words, "--rows", "1"], NO_COLOR="1")
     assert_is_harmless(written)
-    piped = subprocess.run([*PREVIEW, *words, "--rows", "1"], capture_output=True, text=True, timeout=120)
+    piped = subprocess.run([*PREVIEW, *words, "--rows", "1"], capture_output=True, text=True, timeout=240)
     assert piped.returncode == 0, piped.stderr
     assert re.sub(r"[\s|]", "", written) == re.sub(r"[\s|]", "", piped.stdout), "only folded to the width"
     shown = [line for line in piped.stdout.splitlines() if line.startswith(("loss | ", "     | "))]
@@ -109,7 +109,7 @@ def test_nothing_but_the_cache_is_written_and_half_a_reader_is_enough(words, tmp
         env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("data:")
@@ -118,7 +118,7 @@ def test_nothing_but_the_cache_is_written_and_half_a_reader_is_enough(words, tmp
 
 @pytest.mark.slow
 def test_json_is_for_programs(words, tmp_path):
-    done = subprocess.run([*PREVIEW, *words, "--json", "--row", "2"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*PREVIEW, *words, "--json", "--row", "2"], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert_is_harmless(done.stdout)
     (row,) = json.loads(done.stdout)["rows"]

@@ -224,7 +224,7 @@ def reports_of_accelerate(options, config, folder, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     script = [] if any(word.startswith("report") for word in options) else ["report.py"]
     command = [sys.executable, "-m", "accelerate.commands.launch", *options, *script]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line.split(" ", 1)[1]) for line in done.stdout.splitlines() if "REPORT" in line]
 

@@ -97,7 +97,7 @@ def reported(command, tmp_path, **variables):
     script.write_text(PARENT)
     words = [str(script) if word == "SCRIPT" else word for word in command]
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     # Two ranks may write onto one line: Hydra forwards their output as it comes, and each print is two writes.
     return sorted(json.loads(found) for found in re.findall(r"\[[^\[\]]*\]", done.stdout))

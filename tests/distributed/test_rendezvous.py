@@ -45,7 +45,7 @@ def start(folder, rank, port, *, world_size=2, **wish):
 
 def ends(processes, folder):
     """Exit codes, reports by rank (None where a rank left none) and outputs."""
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
     files = [folder / f"rank-{rank}.json" for rank in range(len(processes))]
     reports = [json.loads(file.read_text()) if file.exists() else None for file in files]
     return [process.returncode for process in processes], reports, outputs
@@ -111,7 +111,7 @@ def test_a_strict_run_is_refused_on_all_ranks(tmp_path):
 def test_without_rank_0_nobody_goes_on(tmp_path):
     port = free_port()
     process = start(tmp_path, 1, port, timeout=2)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     report = json.loads((tmp_path / "rank-1.json").read_text())
     assert process.returncode == 2, output
     assert report["error"] == "LaunchError"
@@ -175,7 +175,7 @@ def test_two_launches_on_one_port_never_mix(tmp_path):
         assert first.poll() is None
         time.sleep(0.05)
     stranger = start(tmp_path / "b", 1, port, world_size=3, timeout=6)
-    output, _ = stranger.communicate(timeout=60)
+    output, _ = stranger.communicate(timeout=240)
     assert stranger.returncode == 2, output
     assert "found another launch" in output or "found another launch" in (tmp_path / "b" / "rank-1.json").read_text()
     codes, _, outputs = ends([first, start(tmp_path, 1, port, timeout=30)], tmp_path)
@@ -190,7 +190,7 @@ def test_a_rank_that_was_started_twice_is_refused(tmp_path):
         start(tmp_path / "twin", 1, port, world_size=3, timeout=5),
     ]
     first = start(tmp_path, 0, port, world_size=3, timeout=5)
-    outputs = [process.communicate(timeout=60)[0] for process in (*processes, first)]
+    outputs = [process.communicate(timeout=240)[0] for process in (*processes, first)]
     assert sorted(process.returncode for process in processes) == [0, 2], outputs
     assert sum("has already joined" in file.read_text() for file in tmp_path.rglob("rank-1.json")) == 1
 

@@ -163,7 +163,7 @@ def test_it_changes_nothing_and_follows_no_link(folder, tmp_path):
 
 def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "finetune", "checkpoints", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.process
@@ -211,7 +211,7 @@ def test_it_answers_without_torch(folder):
         f"try: main(['checkpoints', {str(folder.path)!r}])\n"
         "finally: print([name for name in ('torch', 'safetensors', 'transformers') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("[]\n")
 

@@ -126,7 +126,7 @@ def test_no_turn_is_lost_between_processes(tmp_path: Path) -> None:
     counter = tmp_path / "counter"
     counter.write_text("0")
     processes = [start(COUNT, tmp_path / "a.lock", counter) for _ in range(4)]
-    assert [process.wait(timeout=60) for process in processes] == [0] * 4
+    assert [process.wait(timeout=240) for process in processes] == [0] * 4
     for process in processes:
         process.communicate()
     assert counter.read_text() == "100"

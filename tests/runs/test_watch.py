@@ -80,7 +80,7 @@ def test_without_a_terminal_lines_come_while_the_run_goes_on(tmp_path):
             metrics.write("warning", step=10, kind="flat", text="the loss is flat")
             assert watching.stdout.readline() == "step 10 · warning: the loss is flat\n"
         change_record(folder, status="completed")
-    rest, _ = watching.communicate(timeout=30)
+    rest, _ = watching.communicate(timeout=240)
     assert watching.returncode == 0
     assert rest.splitlines() == ["a, completed"]
 
@@ -120,7 +120,7 @@ def test_a_real_training_is_seen_on_its_own_terminal_and_from_two_others(tmp_pat
             watching.wait_for("run, running")
             assert training.wait() == 0
             assert watching.wait() == 0
-            said, _ = lines.communicate(timeout=30)
+            said, _ = lines.communicate(timeout=240)
     assert lines.returncode == 0
     for screen in (training, watching):
         for part in ("200/200 · epoch", "gradient norm", "tokens/s", "at step 200", "of the main process, at most"):

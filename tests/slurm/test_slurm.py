@@ -44,7 +44,7 @@ def run(cluster, *command, **variables):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -55,8 +55,11 @@ def submit(cluster, folder, *command, **variables):
     log = folder / "job.log"
     job = run(cluster, "sbatch", "--parsable", f"--output={log}", *command, **variables).strip()
     # `sbatch --wait` would look every ten seconds only.
-    wait_until(lambda: run(cluster, "squeue", "--noheader", "--jobs", job) == "", 90, lambda: show(cluster, job))
-    state = show(cluster, job)
+    try:
+        wait_until(lambda: run(cluster, "squeue", "--noheader", "--jobs", job) == "", 300, lambda: show(cluster, job))
+        state = show(cluster, job)
+    finally:
+        run(cluster, "scancel", "--quiet", job)  # one that has not ended would slow down all that follows
     output = log.read_text() if log.exists() else ""
     assert "JobState=COMPLETED" in state, f"{state}\n{output}"
     return output
@@ -245,9 +248,9 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on_as_if_nothing_ha
     def told():
         return f"{show(cluster, job)}\n{output()}"
 
-    wait_until(lambda: "Process 0/2 started" in output(), 60, told)
+    wait_until(lambda: "Process 0/2 started" in output(), 180, told)
     run(cluster, "scancel", "--signal=USR1", job)
-    wait_until(lambda: "Restarts=1" in show(cluster, job), 60, told)
+    wait_until(lambda: "Restarts=1" in show(cluster, job), 180, told)
     stopped = re.search(
         r"stopped at step (\d+) as asked by SIGUSR1 on ranks .*; checkpoint committed: go on with", output()
     )
@@ -255,8 +258,8 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on_as_if_nothing_ha
     # Slurm itself would let it wait for two minutes, and refuses to hurry while its nodes are still cleaning up. A node
     # takes a start within the second of the requeue for one of the job that was ended ("Job credential revoked").
     time.sleep(2)
-    wait_until(lambda: hurries(cluster, job) and f"resumed from step={stopped[1]}" in output(), 150, told)
-    wait_until(lambda: "JobState=COMPLETED" in show(cluster, job), 90, told)
+    wait_until(lambda: hurries(cluster, job) and f"resumed from step={stopped[1]}" in output(), 300, told)
+    wait_until(lambda: "JobState=COMPLETED" in show(cluster, job), 300, told)
     assert read_run(tmp_path / "run").losses == pytest.approx(curve_alone().losses, rel=1e-6)
 
 
@@ -269,5 +272,5 @@ def hurries(cluster, job):
     if "JobState=PENDING" not in show(cluster, job):
         return True
     command = ["scontrol", "update", f"JobId={job}", "StartTime=now"]
-    subprocess.run(command, env=environment_of(cluster), capture_output=True, timeout=30)
+    subprocess.run(command, env=environment_of(cluster), capture_output=True, timeout=120)
     return False
