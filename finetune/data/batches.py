@@ -247,6 +247,14 @@ class _EpochSampler(Sampler[Any]):
         return self.rows()
 
 
+def evaluation_batches(examples: EncodedExamples, keys: LoaderKeys, boundary: int | None = None) -> list[list[int]]:
+    """Cut a split into batches of rows, over all ranks. The arguments are those of `EvaluationLoader`."""
+    lengths = examples.lengths.tolist()
+    rule = BatchRule(lengths=lengths, global_batch_size=len(lengths), batch_size=keys.batch_size, boundary=boundary)
+    cuts = [cut.rows for cut in rule.cut(range(len(lengths)))]
+    return [cut for cut in cuts if len(cut) == keys.batch_size] if keys.drop_last else cuts
+
+
 class EvaluationLoader(DataLoader[Microbatch]):
     """Loads this rank's part of a split, each row once over all ranks.
 
@@ -275,11 +283,7 @@ class EvaluationLoader(DataLoader[Microbatch]):
         world_size: int = 1,
         collate: Collate | None = None,
     ) -> None:
-        lengths = examples.lengths.tolist()
-        rule = BatchRule(lengths=lengths, global_batch_size=len(lengths), batch_size=keys.batch_size, boundary=boundary)
-        cuts = [cut.rows for cut in rule.cut(range(len(lengths)))]
-        if keys.drop_last:
-            cuts = [cut for cut in cuts if len(cut) == keys.batch_size]
+        cuts = evaluation_batches(examples, keys, boundary)
         self.row_batches = cuts[rank::world_size]
         self.most_batches = -(-len(cuts) // world_size)
         super().__init__(

@@ -169,6 +169,7 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
 
     Raises:
         ConfigError: the run cannot be trained, or a plan does not support it.
+        DataError: `drop_last` leaves nothing of a split.
         LaunchError: the number of processes does not suit `parallel.shard_size`.
         ModelError: there is no such model, or LoRA's targets match nothing.
     """
@@ -243,6 +244,8 @@ class _Planner:
             boundary=longrope_boundary(self.model),
             world_size=self._world_size,
         )
+        if self._splits is not None:
+            self.batching.refuse_dropping_all(self._splits)
         self._need = optimizer_need(build_optimizer(self.model, config.optim), kind=device.kind)
         if self._need is None:
             what = f"the memory of {config.optim.optimizer} is not counted: it cannot take a step without data"

@@ -12,12 +12,13 @@ from finetune.data.encoded import EncodedExamples
 from finetune.data.labelled import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
 from finetune.engine.prefixes import Cut
-from finetune.training.loaders import global_batch_size, plan_batches
+from finetune.training.loaders import global_batch_size, plan_batches, refuse_dropping_all
 from finetune.training.loop import Cadence
 from finetune.training.memory_need import longest_rows
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
+    from finetune.data.objective import AnySplits
 
 _MOST_STEPS_LOOKED_AT = 500
 _LARGEST_BATCH_TRIED = 128
@@ -79,6 +80,10 @@ class Batching:
         """Return the same rows with another `training.batch_size`."""
         training = self.config.training.model_copy(update={"batch_size": batch_size})
         return replace(self, config=self.config.model_copy(update={"training": training}))
+
+    def refuse_dropping_all(self, splits: AnySplits) -> None:
+        """See `finetune.training.loaders.refuse_dropping_all`."""
+        refuse_dropping_all(self.config, splits, self._rule)
 
     @property
     def end(self) -> int:

@@ -5,7 +5,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.data.batches import BatchRule, Collate, EvaluationLoader, TrainLoader, loader_keys_on
+from finetune.data.batches import (
+    BatchRule,
+    Collate,
+    EvaluationLoader,
+    TrainLoader,
+    evaluation_batches,
+    loader_keys_on,
+)
 from finetune.data.encoded import EncodedExamples
 from finetune.data.preferences import EncodedPairs
 from finetune.errors import ConfigError, DataError
@@ -80,6 +87,35 @@ def _sides(config: Config) -> int:
     return 3 if config.training.objective == "orpo" else 2
 
 
+def refuse_dropping_all(config: Config, splits: Any, rule: BatchRule) -> None:
+    """Refuse a split of which `drop_last` leaves nothing to train on or to measure.
+
+    Args:
+        config: the whole run.
+        splits: see `build_loaders`.
+        rule: of the training split.
+
+    Raises:
+        DataError: names the split, its rows and its batch.
+    """
+    if rule.steps_per_epoch == 0:
+        raise DataError(
+            f"the training split has {rule.num_examples} rows, fewer than one global batch of "
+            f"{rule.global_batch_size}, and training.drop_last leaves them out. "
+            "Lower training.global_batch_size, or set training.drop_last=false."
+        )
+    for section, keys, split in (
+        ("validation", config.validation, splits.validation),
+        ("testing", config.testing, splits.test),
+    ):
+        if split is not None and keys.drop_last and not evaluation_batches(split, keys, rule.boundary):
+            raise DataError(
+                f"the {section.removesuffix('ing')} split has {len(split)} rows, which fill no batch of "
+                f"{keys.batch_size} ({section}.batch_size), and {section}.drop_last leaves them out: nothing would be "
+                f"measured. Lower {section}.batch_size, or set {section}.drop_last=false."
+            )
+
+
 class Loaders(NamedTuple):
     """The loaders of a run, shared out among the ranks; but testing is rank 0's alone unless the model is sharded."""
 
@@ -102,17 +138,12 @@ def build_loaders(
         boundary: see `BatchRule`.
 
     Raises:
-        DataError: there is no full global batch, and `training.drop_last` leaves out the rest.
+        DataError: see `refuse_dropping_all`.
     """
     kind = runtime.device.type
     size = global_batch_size(config, runtime.environment.world_size)
     rule = plan_batches(config, splits.train, is_packed=is_packed, boundary=boundary, global_batch_size=size)
-    if rule.steps_per_epoch == 0:
-        raise DataError(
-            f"the training split has {rule.num_examples} rows, fewer than one global batch of "
-            f"{rule.global_batch_size}, and training.drop_last leaves them out. "
-            "Lower training.global_batch_size, or set training.drop_last=false."
-        )
+    refuse_dropping_all(config, splits, rule)
 
     def evaluation(split: Any, keys: LoaderKeys, rank: int, world_size: int) -> EvaluationLoader | None:
         if split is None:

@@ -203,7 +203,7 @@ class Trainer:
         """Build the loaders. The rows are shared among the ranks; but rank 0 has all test rows unless it has shards.
 
         Raises:
-            DataError: there is no full global batch, and `training.drop_last` leaves out the rest.
+            DataError: `drop_last` leaves nothing of a split.
         """
         _log.info("Preparing data loaders...")
         boundary = longrope_boundary(self.model)

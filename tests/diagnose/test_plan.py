@@ -23,7 +23,7 @@ from finetune.engine.attention_cuda import prepare_varlen
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import PaddedMicrobatch
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, DataError
 from finetune.model.base import build_base_model, build_tokenizer, checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.training.memory_trace import Allocations, _choices_on
@@ -88,6 +88,19 @@ def test_the_disk_is_planned_for_the_checkpoints_that_there_will_be(words, save_
     more = ["training.max_steps=3", f"checkpoint.save_every={save_every}", "checkpoint.save_total_limit=5"]
     plan = make_plan(load_config([*words, *more]), find_device("cpu"))
     assert plan.disk.at_once == at_once
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["training.global_batch_size=40"], "18 rows, fewer than one global batch of 40"),
+        (["validation.batch_size=40"], "which fill no batch of 40"),
+    ],
+)
+def test_a_split_that_drop_last_empties_is_refused_as_training_refuses_it(words, more, expected):
+    section = more[0].partition(".")[0]
+    with pytest.raises(DataError, match=expected):
+        make_plan(load_config([*words, *more, f"{section}.drop_last=true"]), find_device("cpu"))
 
 
 @pytest.fixture(scope="module")

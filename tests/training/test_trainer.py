@@ -450,6 +450,14 @@ def test_dropping_the_only_batch_is_refused(words):
         train([*words, "training.global_batch_size=40", "training.drop_last=true"])
 
 
+@pytest.mark.parametrize(("section", "split"), [("validation", "validation"), ("testing", "test")])
+def test_dropping_the_only_batch_of_a_measured_split_is_refused_before_training(words, tmp_path, section, split):
+    expected = rf"the {split} split has \d rows, which fill no batch of 40 \({section}.batch_size\).*drop_last=false"
+    with pytest.raises(DataError, match=expected):
+        train([*words, f"{section}.batch_size=40", f"{section}.drop_last=true"])
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_an_unset_global_batch_is_batch_size_times_the_world_and_is_recorded(words, tmp_path):
     words = [word for word in words if not word.startswith("training.global_batch_size")]
     train(words)
