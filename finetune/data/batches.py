@@ -271,6 +271,7 @@ class EvaluationLoader(DataLoader[Microbatch]):
     Attributes:
         row_batches: the rows of each batch.
         most_batches: the number of batches of the rank that has most.
+        num_left_out: rows of the split that `drop_last` leaves out.
     """
 
     def __init__(
@@ -286,6 +287,7 @@ class EvaluationLoader(DataLoader[Microbatch]):
         cuts = evaluation_batches(examples, keys, boundary)
         self.row_batches = cuts[rank::world_size]
         self.most_batches = -(-len(cuts) // world_size)
+        self.num_left_out = len(examples) - sum(map(len, cuts))
         super().__init__(
             examples,  # type: ignore[arg-type]
             batch_sampler=self.row_batches,

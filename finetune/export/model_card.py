@@ -160,6 +160,8 @@ def _measured(recorded: RecordedRun) -> str:
         cells = {figure: " | ".join(_figure(scores[model].get(figure)) for model in models) for figure in figures}
         head = f"| test split | {' | '.join(models)} |\n|---|{'---|' * len(models)}"
         lines.append("\n".join([head, *(f"| {figure} | {row} |" for figure, row in cells.items())]))
+        if rows := recorded.rows_of_test_loss:
+            lines.append(f"The loss is over {rows} of the test split.")
     return "\n\n".join(lines) or "Nothing was measured on a held-out split."
 
 

@@ -76,6 +76,8 @@ class Evaluation:
     scores: Mapping[ModelName, Scores]
     """Scores of the base, where it was measured, and of the tuned model."""
     answered: Sequence[AnsweredRow] = ()
+    num_left_out: int = 0
+    """Rows without a part in the loss (`testing.drop_last`)."""
 
 
 def run_test_phase(
@@ -100,6 +102,7 @@ def run_test_phase(
         tuned=scores["tuned"],
         base=scores.get("base"),
         num_rows=found.num_rows,
+        num_left_out=found.num_left_out,
         answers=tuple(
             ComparedAnswer(
                 prompt=row.prompt, expected=row.expected, tuned=row.answers["tuned"], base=row.answers.get("base")
@@ -169,6 +172,7 @@ def evaluate_model(
             )
             for row in range(asked if is_writer else 0)
         ),
+        num_left_out=loader.num_left_out,
     )
 
 

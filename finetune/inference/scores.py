@@ -56,6 +56,8 @@ class Comparison:
     """None where the base was not measured (`testing.compare_base=false`, or full fine-tuning)."""
     num_rows: int = 0
     """Rows of the test split."""
+    num_left_out: int = 0
+    """Those without a part in the loss (`testing.drop_last`)."""
     answers: tuple[ComparedAnswer, ...] = ()
 
 
@@ -71,6 +73,7 @@ def show_comparison(comparison: Comparison) -> None:
             [(name, text) for name in ("prompt", "expected", *models) if (text := getattr(answer, name)) is not None]
             for answer in comparison.answers[:_MAX_ANSWERS]
         ],
+        num_left_out=comparison.num_left_out,
     )
 
 
@@ -79,6 +82,8 @@ def show_scores(
     num_rows: int,
     scores: Mapping[str, Mapping[str, float | None]],
     answers: Iterable[Iterable[tuple[str, str]]],
+    *,
+    num_left_out: int = 0,
 ) -> None:
     """Print a table with one column of figures per model, then the texts of each answered row.
 
@@ -87,13 +92,17 @@ def show_scores(
         num_rows: its rows.
         scores: figures of each model, by name; one that is None for every model is left out.
         answers: for each row its prompt, its expected answer and the models' answers, by name.
+        num_left_out: rows without a part in the loss.
     """
     rows = [
         [_LABELS.get(name, name), *(_shown(name, figures[name]) for figures in scores.values())]
         for name in scores["tuned"]
         if any(figures[name] is not None for figures in scores.values())
     ]
-    print_table(["", *scores], rows, right=scores, title=f"{split.capitalize()} split, {num_rows:,} rows")
+    title = f"{split.capitalize()} split, {num_rows:,} rows"
+    if num_left_out:
+        title += f"; the loss is over {num_rows - num_left_out:,} of them (drop_last)"
+    print_table(["", *scores], rows, right=scores, title=title)
     for texts in answers:
         print_texts(texts)
 

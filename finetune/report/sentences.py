@@ -71,9 +71,8 @@ def figures_of(run: RecordedRun) -> Iterator[Figure]:
         before = f"base {percent(base['exact_match'])}" if "exact_match" in base else ""
         yield Figure("exact on the test split", percent(tuned["exact_match"]), before)
     elif "loss" in tuned:
-        yield Figure(
-            "loss on the test split", number(tuned["loss"]), f"base {number(base['loss'])}" if "loss" in base else ""
-        )
+        notes = [f"base {number(base['loss'])}"] if "loss" in base else []
+        yield Figure("loss on the test split", number(tuned["loss"]), ", ".join([*notes, *_left_out(run)]))
     yield Figure("optimizer steps", _count(run), _epochs(run))
     speeds = finite(run.points("step", "tokens_per_second"))
     if speeds:
@@ -118,10 +117,17 @@ def _of_one(run: RecordedRun) -> str:
         before = f" The base model: {percent(base['exact_match'])}." if "exact_match" in base else ""
         return f"{percent(tuned['exact_match'])} of its answers on the test split are exactly right.{before}"
     if "loss" in tuned and "loss" in base:
-        return f"{_change('Loss on the test split', base['loss'], tuned['loss'])}, from base to tuned model."
+        change = _change("Loss on the test split", base["loss"], tuned["loss"])
+        return f"{', '.join([change, 'from base to tuned model', *_left_out(run)])}."
     validation, training = (finite(run.points(kind, "loss")) for kind in ("validation", "step"))
     change = _fall("validation loss", validation) or _fall("training loss", training)
     return f"{change[0].upper()}{change[1:]} in {steps}." if change else f"It completed {steps}."
+
+
+def _left_out(run: RecordedRun) -> Iterator[str]:
+    """Yield how many rows of the test split the loss is over, where that is not all of them."""
+    if rows := run.rows_of_test_loss:
+        yield f"over {rows}"
 
 
 def _of_several(runs: Sequence[RecordedRun]) -> str:

@@ -165,6 +165,12 @@ class RecordedRun:
             for event in self.of("test")
         }
 
+    @property
+    def rows_of_test_loss(self) -> str:
+        """`4 of 5 rows` where `testing.drop_last` left rows out of the test losses, else empty."""
+        rows, left_out = (whole(self.result.get(name)) for name in ("test_rows", "test_rows_left_out"))
+        return f"{rows - left_out:,} of {rows:,} rows" if rows and left_out else ""
+
     @cached_property
     def _config(self) -> tuple[Config | None, str]:
         file = self.folder.config_file

@@ -252,6 +252,8 @@ class Journal:
         """Record the result of the test phase: the scores of both models, and their answers in run.json."""
         self._example_prompt = next((answer.prompt for answer in comparison.answers), None)
         self.result["answers"] = [asdict(answer) for answer in comparison.answers]
+        self.result["test_rows"] = comparison.num_rows
+        self.result["test_rows_left_out"] = comparison.num_left_out
         for model, scores in (("base", comparison.base), ("tuned", comparison.tuned)):
             if scores is not None:
                 self._tell("test", model=model, **scores.figures)

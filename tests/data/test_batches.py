@@ -179,6 +179,7 @@ def test_evaluation_respects_the_boundary_and_drop_last():
     assert all(len({lengths[row] <= 10 for row in rows}) == 1 for rows in loader.row_batches)
     full = EvaluationLoader(examples, LoaderSection(batch_size=4, drop_last=True))
     assert [len(rows) for rows in full.row_batches] == [4, 4, 4]
+    assert (loader.num_left_out, full.num_left_out) == (0, 1)
 
 
 def test_a_derived_seed_depends_on_every_part_and_is_a_known_number():

@@ -35,6 +35,11 @@ def test_the_table_shows_base_against_tuned_and_at_most_three_answers(render):
     assert 'tuned {"a": 1}' in rows
 
 
+def test_rows_that_the_loss_leaves_out_are_counted(render):
+    text = render(Comparison(tuned=ModelScores(loss=0.25), num_rows=1200, num_left_out=3))
+    assert "Test split, 1,200 rows; the loss is over 1,197 of them (drop_last)" in text
+
+
 def test_what_was_not_measured_is_not_shown(render):
     answer = ComparedAnswer(prompt="p", expected="e", tuned="t")
     text = render(Comparison(tuned=ModelScores(loss=0.25), answers=(answer,)))

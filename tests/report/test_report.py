@@ -74,6 +74,16 @@ def test_the_headline_says_the_result(tmp_path):
     assert headline_of(write_run(tmp_path / "d", num_steps=0, status="stopped")).endswith("before its first step.")
 
 
+def test_a_test_loss_that_leaves_rows_out_says_so(tmp_path):
+    run = write_run(tmp_path / "a", result={"test_rows": 5, "test_rows_left_out": 1})
+    (run / "metrics.jsonl").unlink()
+    with MetricsWriter(run / "metrics.jsonl") as metrics:
+        for model, loss in (("base", 3.5), ("tuned", 0.5)):
+            metrics.write("test", model=model, exact_match=None, json_valid=None, loss=loss)
+    expected = "Loss on the test split fell from 3.5 to 0.5, from base to tuned model, over 4 of 5 rows."
+    assert headline_of(run) == expected
+
+
 def test_of_several_runs_it_names_the_best_and_what_differs(tmp_path):
     words = ["model.path=none", "data.path=none"]
     first = write_run(tmp_path / "first", words)

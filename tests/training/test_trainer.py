@@ -337,6 +337,13 @@ def test_the_test_phase_measures_the_published_weights_and_the_base(words, tmp_p
     base, tuned = events(tmp_path / "run", "test")
     assert (base["loss"], tuned["loss"]) == (comparison.base.loss, comparison.tuned.loss)
     assert tuned["exact_match"] == 0.0
+    assert record(tmp_path / "run")["result"]["test_rows_left_out"] == 0
+
+
+def test_a_test_loss_that_leaves_rows_out_is_recorded_as_such(words, tmp_path):
+    ended = train([*words, "testing.batch_size=3", "testing.drop_last=true", "training.max_steps=1"])
+    result = record(tmp_path / "run")["result"]
+    assert (result["test_rows"], result["test_rows_left_out"]) == (4, ended.comparison.num_left_out) == (4, 1)
 
 
 def test_gradient_checkpointing_gives_the_same_curve(words, tmp_path):
