@@ -32,6 +32,7 @@ from finetune.training.optim import build_optimizer, learning_rate_at
 from finetune.training.step import train_step
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
+from finetune.training.validating import LOSS
 
 if TYPE_CHECKING:
     import torch
@@ -160,6 +161,10 @@ def _config_of(run: RecordedRun) -> Config:
         or config.training.global_batch_size,
         "training.report_to": [],
         "training.profile": 0,
+        "validation.metrics": [],  # of validations, of which a replay has none; they may be code that only a word allows
+        "validation.metrics_from": [],
+        "checkpoint.best_metric": LOSS,
+        "early_stopping.metric": LOSS,
         "training.num_workers": 0,
         "training.prefetch_factor": None,
     }

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from finetune.errors import CheckpointError
 from finetune.training.replay import MOST_APART, Replay, Replayed, _choose, _ranges, replay
@@ -90,6 +91,15 @@ def test_a_loss_that_was_written_otherwise_is_named_and_ends_with_exit_code_3(tr
     written = json.loads((copy / "adapter" / "certificate.json").read_text())
     assert written["verdict"] == "differs"
     assert [step["step"] for step in written["replay"]["steps"]] == [1]
+
+
+def test_functions_of_ones_own_that_validations_measured_are_not_needed(trained, tmp_path):
+    shutil.copytree(trained, copy := tmp_path / "copy")
+    config = yaml.safe_load((copy / "config.yaml").read_text())
+    config["validation"] |= {"metrics": ["not_here.score"], "metrics_from": ["not_here"]}
+    config["checkpoint"]["best_metric"] = config["early_stopping"]["metric"] = "not_here.score"
+    (copy / "config.yaml").write_text(yaml.safe_dump(config))
+    assert replay(copy, 1).mismatches == []
 
 
 def test_other_rows_are_refused(trained, tmp_path):
