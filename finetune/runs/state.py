@@ -11,7 +11,14 @@ from finetune.errors import CheckpointError
 
 SCHEMA_VERSION = 1
 """Raised when a field of `TrainerState` changes its meaning; checkpoints of another version are refused."""
-_ADDED_LATER = {"num_skipped_steps": 0, "best_value": None, "stopping_merit": None, "validated_step": None}
+_ADDED_LATER = {
+    "num_skipped_steps": 0,
+    "best_value": None,
+    "stopping_merit": None,
+    "best_metric": None,
+    "stopping_metric": None,
+    "validated_step": None,
+}
 """Fields that older checkpoints lack, with the value that they had then."""
 
 
@@ -36,6 +43,10 @@ class TrainerState:
     """`checkpoint.best_metric` of the best weights; None if that is the loss."""
     stopping_merit: float | None = None
     """The best `early_stopping.metric` so far, a loss negated; None if `checkpoint.best_metric` is the same."""
+    best_metric: str | None = None
+    """`checkpoint.best_metric` of the last validation; None before the first, and in older checkpoints."""
+    stopping_metric: str | None = None
+    """`early_stopping.metric`, likewise."""
     validations_without_improvement: int = 0
     """Consecutive validations without improvement, for early stopping."""
     validated_step: int | None = None
@@ -89,6 +100,8 @@ def _fits(name: str, value: object) -> bool:
     """Whether a field may have a value: counts are never negative; what validations found may be unknown."""
     if name in ("best_loss", "best_value", "stopping_merit"):
         return value is None or type(value) is int or (type(value) is float and math.isfinite(value))
+    if name in ("best_metric", "stopping_metric"):
+        return value is None or type(value) is str
     if name in ("best_step", "validated_step") and value is None:
         return True
     return type(value) is int and value >= 0

@@ -60,7 +60,7 @@ from finetune.training.profiling import StepProfiler
 from finetune.training.resume import at_its_place
 from finetune.training.step import StepResult, StepTooLargeError, train_step
 from finetune.training.summary import show_summary
-from finetune.training.validating import Criteria, Validated, check_metrics, refuse_rows_without_answers
+from finetune.training.validating import Criteria, Validated, check_metrics, refuse_rows_without_answers, under_criteria
 
 if TYPE_CHECKING:
     import torch
@@ -381,6 +381,7 @@ class Trainer:
         with self.runtime.failing_together("resuming"):
             state = load_checkpoint(Path(path), model=self.model, optimizer=optimizer)
         _log.info("resumed from step=%d", state.step)
+        state = under_criteria(state, Criteria.of(self.config))
         return replace(state, world_size=self.runtime.world_size)  # the processes that continue it
 
     def _start_journal(

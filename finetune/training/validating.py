@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from finetune.runs.state import TrainerState
 if TYPE_CHECKING:
     from finetune.config.schema import Config
 
+_log = logging.getLogger(__name__)
 LOSS = "loss"
 """The figure that every validation has. It is better if it is lower; all others are better if they are higher."""
 
@@ -63,7 +65,36 @@ def after_validation(state: TrainerState, found: Validated, criteria: Criteria) 
         has_improved = _improves(merit, state.stopping_merit, criteria.min_delta)
         state = replace(state, stopping_merit=merit) if has_improved else state
     without = 0 if has_improved else state.validations_without_improvement + 1
-    return replace(state, validated_step=state.step, validations_without_improvement=without)
+    return replace(
+        state,
+        best_metric=criteria.best,
+        stopping_metric=criteria.stopping,
+        validated_step=state.step,
+        validations_without_improvement=without,
+    )
+
+
+def under_criteria(state: TrainerState, criteria: Criteria) -> TrainerState:
+    """Return a resumed state without what another metric found: its values cannot be compared with the new one's.
+
+    Metrics that older checkpoints do not record are taken to be the same.
+    """
+    best, stopping = state.best_metric or criteria.best, state.stopping_metric or criteria.stopping
+    if best == stopping:  # one value was kept for both
+        state = replace(state, stopping_merit=best_merit(state, best))
+    if stopping != criteria.stopping:
+        _log.warning(
+            "early_stopping.metric is %s now and was %s: validations without improvement are counted anew",
+            *(criteria.stopping, stopping),
+        )
+        state = replace(state, stopping_merit=None, validations_without_improvement=0)
+    if best != criteria.best:
+        _log.warning(
+            "checkpoint.best_metric is %s now and was %s: what it found best, step %s, is forgotten",
+            *(criteria.best, best, state.best_step),
+        )
+        state = replace(state, best_loss=None, best_step=None, best_value=None)
+    return replace(state, stopping_merit=None) if criteria.best == criteria.stopping else state
 
 
 def best_merit(state: TrainerState, name: str) -> float | None:

@@ -17,7 +17,7 @@ from finetune.inference import evaluation
 from finetune.runs.state import TrainerState
 from finetune.runs.view import RunView
 from finetune.training.train import trainer_for
-from finetune.training.validating import Criteria, Validated, after_validation, check_metrics
+from finetune.training.validating import Criteria, Validated, after_validation, check_metrics, under_criteria
 from tests.in_process import run_finetune
 from tests.launches import run_launched
 from tests.methods import tiny_training
@@ -57,6 +57,25 @@ def test_patience_counts_the_metric_that_stops_whatever_chooses_the_best():
 def test_a_figure_that_was_not_measured_is_no_improvement():
     state = states([Validated(1.0), Validated(0.5, {"exact_match": math.nan})], Criteria(best="exact_match"))[-1]
     assert (state.best_step, state.validations_without_improvement) == (None, 0)
+
+
+def test_values_of_another_metric_are_forgotten_and_those_of_the_same_are_kept(caplog):
+    before = states(DISAGREEING, Criteria())[-1]
+    assert under_criteria(before, Criteria()) == before
+    assert not caplog.messages
+    state = under_criteria(before, Criteria(best="exact_match"))
+    assert (state.best_step, state.best_loss, state.best_value) == (None, None, None)
+    assert (state.stopping_merit, state.validations_without_improvement) == (-0.5, 1)
+    assert caplog.messages == [
+        "checkpoint.best_metric is exact_match now and was loss: what it found best, step 2, is forgotten"
+    ]
+    state = after_validation(state, Validated(0.6, {"exact_match": 0.25}), Criteria(best="exact_match"))
+    assert (state.best_step, state.best_value, state.validations_without_improvement) == (3, 0.25, 2)
+    by_match = under_criteria(state, Criteria(best="exact_match", stopping="exact_match"))
+    assert (by_match.best_value, by_match.validations_without_improvement) == (0.25, 0)
+    assert caplog.messages[1:] == [
+        "early_stopping.metric is exact_match now and was loss: validations without improvement are counted anew"
+    ]
 
 
 def config_of(*words):
