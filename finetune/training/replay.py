@@ -161,7 +161,8 @@ def _config_of(run: RecordedRun) -> Config:
         or config.training.global_batch_size,
         "training.report_to": [],
         "training.profile": 0,
-        "validation.metrics": [],  # of validations, of which a replay has none; they may be code that only a word allows
+        # A replay has no validation, and its metrics may be functions that only the command line allows.
+        "validation.metrics": [],
         "validation.metrics_from": [],
         "checkpoint.best_metric": LOSS,
         "early_stopping.metric": LOSS,
