@@ -91,8 +91,10 @@ def _steps(plan: Plan) -> Iterator[str]:
     if batches.rows is not None:
         computed = "" if batches.computed_share is None else f", {batches.computed_share:.1%} of them computed"
         tokens = f"{batches.tokens:,} tokens ({batches.target_tokens:,} with loss){computed}"
-        yield f"an epoch: {batches.rows:,} {rows}, {tokens}"
-    yield f"global batch: {batches.global_batch_size} {rows} = {batches.global_batch_from}"
+        of = "" if batches.conversations is None else f" of {batches.conversations:,} conversations"
+        yield f"an epoch: {batches.rows:,} {rows}{of}, {tokens}"
+    counted = rows if batches.conversations is None else "conversations"
+    yield f"global batch: {batches.global_batch_size} {counted} = {batches.global_batch_from}"
     if batches.steps is not None:
         epoch = "" if batches.steps_per_epoch is None else f", {batches.steps_per_epoch:,} an epoch"
         yield f"{batches.steps:,} steps{epoch}"

@@ -26,10 +26,16 @@ _LARGEST_BATCH_TRIED = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """The figures of rows and steps. A row is a pair of answers where preferences are trained."""
+    """The figures of rows and steps.
+
+    A row is a pair of answers where preferences are trained, and with `data.train_on=each_turn` one answer of a
+    conversation.
+    """
 
     rows: int | None
     """Rows of an epoch; None if the data could not be read."""
+    conversations: int | None
+    """With `data.train_on=each_turn`: conversations of an epoch, which the global batch counts; else None."""
     tokens: int | None
     """Tokens of an epoch; None likewise."""
     target_tokens: int | None
@@ -107,7 +113,7 @@ class Batching:
     def targets_per_step(self) -> float:
         """The mean number of tokens with loss in a step, on all ranks."""
         num_targets = sum(int(side.num_targets.sum()) for side in self._rows.sides)
-        return num_targets / max(1, len(self._rows)) * self._rule.global_batch_size
+        return num_targets / max(1, self._rule.num_examples) * self._rule.global_batch_size
 
     @property
     def cadence(self) -> Cadence | None:
@@ -124,6 +130,7 @@ class Batching:
         num_tokens = sum(int(side.lengths.sum()) for side in self._rows.sides)
         return Batches(
             rows=len(self._rows) if is_known else None,
+            conversations=None if rule.examples is None else rule.num_examples,
             tokens=num_tokens if is_known else None,
             target_tokens=sum(int(side.num_targets.sum()) for side in self._rows.sides) if is_known else None,
             computed_share=self.computed_per_step * rule.steps_per_epoch / num_tokens if is_known else None,

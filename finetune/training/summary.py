@@ -40,11 +40,12 @@ def show_summary(
     if not speaks_to_a_person():
         return
     rows = f"{OBJECTIVES[config.training.objective].row_in_words}s"
+    counted = rows if rule.examples is None else "conversations"
     folder = shown_folder(Path(config.output_dir).absolute())
     facts = {
         "model": _model(config, model),
         "data": _data(config, splits, rows),
-        "steps": f"{num_steps:,} of {rule.global_batch_size} {rows}, {rule.steps_per_epoch:,} an epoch",
+        "steps": f"{num_steps:,} of {rule.global_batch_size} {counted}, {rule.steps_per_epoch:,} an epoch",
         "device": f"{_device(runtime.device)}, {runtime.precision}",
         "run": f"{folder}, resumed from step {first_step}" if first_step else str(folder),
     }

@@ -15,7 +15,7 @@ from finetune.config.compose import load_config
 from finetune.config.schema import LoraSection, PreferenceSection
 from finetune.data.encode import encode_examples
 from finetune.data.examples import load_examples
-from finetune.diagnose.plan import find_largest, make_plan
+from finetune.diagnose.plan import _Planner, find_largest, make_plan
 from finetune.diagnose.plan_devices import find_device, read_device
 from finetune.diagnose.plan_time import operations_of_step
 from finetune.distributed.launch import launch
@@ -32,7 +32,7 @@ from finetune.training.preference_losses import PreferenceLoss
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
 from tests.tiny_models import LLAMA_KIN, PHI3_SIZES, build_tiny, tiny_phi3_config
-from tests.tiny_runs import MODEL_VOCABULARY, write_base, write_rows
+from tests.tiny_runs import MODEL_VOCABULARY, conversation_words, write_base, write_rows
 
 pytestmark = pytest.mark.trains
 
@@ -88,6 +88,17 @@ def test_the_disk_is_planned_for_the_checkpoints_that_there_will_be(words, save_
     more = ["training.max_steps=3", f"checkpoint.save_every={save_every}", "checkpoint.save_total_limit=5"]
     plan = make_plan(load_config([*words, *more]), find_device("cpu"))
     assert plan.disk.at_once == at_once
+
+
+def test_steps_of_each_turn_count_conversations(words, tmp_path, capsys):
+    words = [*words, *conversation_words(tmp_path / "rows"), "training.global_batch_size=9"]
+    batching = _Planner(load_config(words), find_device("cpu")).batching
+    assert 2 * batching.targets_per_step == int(batching.rows.num_targets.sum())
+    assert plan_from_words(words) == 0
+    out = capsys.readouterr().out
+    assert "an epoch: 36 rows of 18 conversations, " in out
+    assert "global batch: 9 conversations = " in out
+    assert "6 steps, 2 an epoch" in out
 
 
 @pytest.mark.parametrize(
