@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from finetune.data.labelled import EncodedLabelled
 from finetune.errors import ConfigError
 from finetune.model.base import max_context
 from finetune.training.optim import build_optimizer
@@ -39,10 +40,18 @@ def check_fit(config: Config, model: Any, splits: Any, *, trainer: str, objectiv
         )
     build_optimizer(model, config.optim)  # raises its errors before the run's folder is opened
     context = max_context(model)
+    if context is None:
+        return
+    advice = f"Set data.max_length={context} (it is {config.data.max_length}, {config.origin('data.max_length')})."
     for name, split in named_splits(splits).items():
         longest = int(split.lengths.max()) if len(split) else 0
-        if context is not None and longest > context:
+        if longest > context:
             raise ConfigError(
-                f"the {name} split has a row of {longest} tokens, but the model's context ends at {context}. "
-                f"Set data.max_length={context} (it is {config.data.max_length}, {config.origin('data.max_length')})."
+                f"the {name} split has a row of {longest} tokens, but the model's context ends at {context}. {advice}"
+            )
+        if isinstance(split, EncodedLabelled) and split.max_length > context and split.longest_stranger > context:
+            raise ConfigError(
+                f"the {name} split: the longest prompt with the longest answer has {split.longest_stranger} tokens, "
+                f"but the model's context ends at {context}. KTO puts prompts before the answers of other rows. "
+                f"{advice}"
             )

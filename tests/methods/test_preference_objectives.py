@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from finetune import launch
+from finetune import launch, load_config
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.schema import Config, PreferenceSection
 from finetune.data.batches import pad
@@ -20,6 +20,8 @@ from finetune.data.encoded import EncodedExamples
 from finetune.data.labelled import EncodedLabelled, LabelledExample
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import EMPTY_MICROBATCH
+from finetune.errors import ConfigError
+from finetune.training.fit import check_fit
 from finetune.training.optim import trainable_parameters
 from finetune.training.preference import (
     put_labelled_together,
@@ -237,6 +239,21 @@ def test_a_stranger_is_a_prompt_with_the_answer_of_the_row_before_it():
     assert rows.longest_stranger == 26
     short = EncodedLabelled(rows.answers, "rows", max_length=22)
     assert len(short[3, 1].stranger.input_ids) == short.longest_stranger == 22
+
+
+def test_strangers_longer_than_the_models_context_are_refused():
+    answers = EncodedExamples.from_rows(
+        [([5] * 13, [False] * prompt + [True] * (13 - prompt)) for prompt in (3, 10)], end_id=2
+    )
+    rows, model = EncodedLabelled(answers, "rows", max_length=64), tiny_lora()
+    config = load_config(["model=phi_tiny", "data.path=rows.jsonl"], task="finetune_kto")
+    check = partial(check_fit, config, model, trainer="PreferenceTrainer", objectives=["kto"])
+    model.config.max_position_embeddings = 20
+    check(SimpleNamespace(train=rows))
+    model.config.max_position_embeddings = 13
+    with pytest.raises(ConfigError, match=r"longest answer has 20 tokens, but .* ends at 13.*Set data.max_length=13"):
+        check(SimpleNamespace(train=rows))
+    check(SimpleNamespace(train=EncodedLabelled(answers, "rows", max_length=13)))
 
 
 def test_rewards_are_means_over_good_and_over_bad_answers_or_missing():
