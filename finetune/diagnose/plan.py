@@ -22,6 +22,7 @@ from finetune.diagnose.preview_tokens import on_one_line
 from finetune.distributed.environment import read_environment
 from finetune.distributed.precision import choose_precision, convert_weights
 from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
+from finetune.engine.fused import why_not_fused
 from finetune.errors import ConfigError, DataError, ModelError, first_line
 from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, problem, warning
@@ -423,7 +424,16 @@ class _Planner:
             return None
         config, microbatch = self._config, self.batching.largest.microbatch
         loss = self._trainer.loss_of(config)
-        seconds = measure_seconds(self.model, microbatch, loss, config.optim, self._device.kind)
+        kind = self._device.kind
+        seconds = measure_seconds(
+            self.model,
+            microbatch,
+            loss,
+            config.optim,
+            kind,
+            is_bf16=self.precision == "bf16",
+            is_fused=self._is_fused and why_not_fused(torch.device(kind)) is None,
+        )
         per_token: float = seconds / max(1, microbatch.num_computed)
         return per_token * self.batching.computed_per_step / self._world_size
 

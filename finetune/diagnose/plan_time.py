@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.engine.decoder import bare_model
+from finetune.engine.fused import fused_or_not
 from finetune.training.memory_trace import IN_A_LAYER, name_of_layers
 from finetune.training.optim import build_optimizer
 
@@ -57,7 +58,16 @@ def _products_with(weight: Any, *, more: int) -> int:
     return _FLOPS * int(weight.numel()) * (2 + bool(weight.requires_grad) + more)
 
 
-def measure_seconds(model: Any, microbatch: Any, loss: LossFunction, section: OptimSection, kind: DeviceKind) -> float:
+def measure_seconds(
+    model: Any,
+    microbatch: Any,
+    loss: LossFunction,
+    section: OptimSection,
+    kind: DeviceKind,
+    *,
+    is_bf16: bool,
+    is_fused: bool,
+) -> float:
     """Measure forward, backward and optimizer for one micro-batch, in seconds for the model's whole depth.
 
     Args:
@@ -67,6 +77,8 @@ def measure_seconds(model: Any, microbatch: Any, loss: LossFunction, section: Op
         loss: the loss of the run.
         section: the configuration of the optimizer.
         kind: the kind of the device at hand.
+        is_bf16: the run computes in bf16.
+        is_fused: the engine's functions are fused.
     """
     device = torch.device(kind)
     decoder = bare_model(model).get_decoder()
@@ -79,16 +91,16 @@ def measure_seconds(model: Any, microbatch: Any, loss: LossFunction, section: Op
     taken = {}
     for number in {more, few}:
         setattr(decoder, layers, torch.nn.ModuleList(every[:number]))
-        taken[number] = _measure(model, microbatch.to(device), loss, section)
+        with fused_or_not(is_fused):
+            taken[number] = _measure(model, microbatch.to(device), loss, section, is_bf16=is_bf16)
     if few == more:
         return taken[few]
     return taken[few] + (depth - few) * max(0.0, taken[more] - taken[few]) / (more - few)
 
 
-def _measure(model: Any, microbatch: Any, loss: LossFunction, section: OptimSection) -> float:
+def _measure(model: Any, microbatch: Any, loss: LossFunction, section: OptimSection, *, is_bf16: bool) -> float:
     optimizer = build_optimizer(model, section)
     device = next(model.parameters()).device
-    is_bf16 = any(weight.dtype == torch.bfloat16 for weight in model.parameters())
     seconds = []
     for _ in range(1 + _REPETITIONS):
         begun = time.perf_counter()

@@ -15,11 +15,13 @@ from finetune.config.compose import load_config
 from finetune.config.schema import LoraSection, PreferenceSection
 from finetune.data.encode import encode_examples
 from finetune.data.examples import load_examples
+from finetune.diagnose import plan as plan_module
 from finetune.diagnose.plan import _Planner, find_largest, make_plan
 from finetune.diagnose.plan_devices import find_device, read_device
 from finetune.diagnose.plan_time import operations_of_step
 from finetune.distributed.launch import launch
 from finetune.engine.attention_cuda import prepare_varlen
+from finetune.engine.fused import is_fused
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import PaddedMicrobatch
@@ -286,6 +288,22 @@ def test_json_and_a_probe(words, capsys):
     assert record["needed"] == sum(record["peak"]["parts"].values()) + record["device"]["reserve"]
     assert 0 < record["seconds_per_step"] < 60
     assert record["seconds"] == pytest.approx(record["seconds_per_step"] * record["batches"]["steps"])
+
+
+@pytest.mark.parametrize("more", [["training.precision=bf16", "training.fused=true"], ["training.precision=fp32"]])
+def test_a_probe_measures_in_the_type_and_with_the_fused_functions_of_the_run(words, more, monkeypatch):
+    seen = set()
+
+    def loss(model, _):
+        seen.add((torch.is_autocast_enabled("cpu"), is_fused()))
+        return sum(weight.sum() for weight in model.parameters() if weight.requires_grad)
+
+    monkeypatch.setattr(plan_module, "why_not_fused", lambda device: None)
+    planner = _Planner(load_config([*words, "training.method=full", *more]), find_device("cpu"))
+    monkeypatch.setattr(planner._trainer, "loss_of", lambda config: loss)
+    assert planner.probe() > 0
+    assert seen == {(len(more) == 2,) * 2}
+    assert not is_fused()
 
 
 @pytest.mark.slow
