@@ -165,7 +165,7 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
 
     Args:
         config: a complete run.
-        device: where it will run.
+        device: where it will run; processes of this machine share its memory if it is the CPU.
         is_probed: measure a few steps of a shallow model with random weights on this machine, for the time.
 
     Raises:
@@ -176,6 +176,7 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
     """
     _refuse_quantized(config)
     refuse_what_is_not_sharded(config, trains=True)
+    device = device.shared_by(config.parallel.num_processes or read_environment(os.environ).local_world_size)
     planner = _Planner(config, device)
     model, forecast = planner.model, planner.forecast(planner.batching)
     peak = None if forecast is None else planner.peak_of(forecast)

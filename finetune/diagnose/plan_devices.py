@@ -71,6 +71,13 @@ class Device:
     is_here: bool
     teraflops: Mapping[str, float] = field(default_factory=dict)
 
+    def shared_by(self, processes: int) -> Device:
+        """Return a process's share, if this is the CPU at hand: processes on one machine share its memory."""
+        if processes == 1 or self.kind != "cpu":
+            return self
+        name = f"a share of {self.name} ({processes} processes)"
+        return replace(self, name=name, memory=self.memory // processes)
+
 
 def read_device(name: str) -> Device:
     """Find a device by name: `H100 80GB`, `a100-40gb`, or any other with its size, `MyGPU 24GB`.

@@ -103,6 +103,15 @@ def test_steps_of_each_turn_count_conversations(words, tmp_path, capsys):
     assert "6 steps, 2 an epoch" in out
 
 
+def test_processes_on_one_machine_share_its_memory(words):
+    device = find_device("cpu")
+    plan = make_plan(load_config([*words, "parallel.num_processes=4"]), device)
+    assert plan.device.memory == device.memory // 4
+    assert plan.device.name == "a share of this machine's CPU (4 processes)"
+    assert device.shared_by(1) == device
+    assert read_device("H100").shared_by(8) == read_device("H100")
+
+
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
