@@ -34,6 +34,12 @@ class Objective:
         """What a row of a batch is called: `row` or `pair`."""
         return "pair" if self.rows == "pairs" else "row"
 
+    @property
+    def unit(self) -> str:
+        """The unit of the loss, in words."""
+        units = {"pairs": "nats per pair", "labelled": "mean over rows, without a unit"}
+        return units.get(self.rows, "nats per target token")
+
 
 OBJECTIVES: Mapping[str, Objective] = {
     objective.name: objective

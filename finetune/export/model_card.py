@@ -152,7 +152,8 @@ def _measured(recorded: RecordedRun) -> str:
     lines = []
     best = recorded.result
     if isinstance(best.get("best_loss"), (int, float)):
-        lines.append(f"Validation loss {best['best_loss']:.4f} nats per target token at step {best.get('best_step')}.")
+        unit = recorded.objective.unit
+        lines.append(f"Validation loss {best['best_loss']:.4f} ({unit}) at step {best.get('best_step')}.")
     scores = recorded.scores()
     models = [name for name in ("base", "tuned") if name in scores]
     figures = sorted({figure for name in models for figure in scores[name]})

@@ -183,11 +183,15 @@ _CONFIG: dict[str, Any] = {
 
 def build_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Make every chart for which a run has points."""
-    unit = "nats per pair" if all(run.points("step", "reward_margin") for run in runs) else "nats per target token"
+    objectives = list(dict.fromkeys(run.objective for run in runs))
+    units = {objective.unit for objective in objectives}
+    unit = units.pop() if len(units) == 1 else "; ".join(f"{each.name}: {each.unit}" for each in objectives)
+    is_labelled = any(each.rows == "labelled" for each in objectives)
+    shares, margin = ("share of rows", "good minus bad") if is_labelled else ("share of pairs", "chosen minus rejected")
     charts = [
         Chart(name="loss", title="Loss", unit=unit, curves=list(_losses(runs)), is_large=True),
-        _chart(runs, "reward-accuracy", "Reward accuracy", "share of pairs", "step", "reward_accuracy"),
-        _chart(runs, "reward-margin", "Reward margin", "chosen minus rejected", "step", "reward_margin"),
+        _chart(runs, "reward-accuracy", "Reward accuracy", shares, "step", "reward_accuracy"),
+        _chart(runs, "reward-margin", "Reward margin", margin, "step", "reward_margin"),
         *_metrics(runs),
         _chart(runs, "learning-rate", "Learning rate", "", "step", "learning_rate", smooth=False),
         _chart(runs, "grad-norm", "Gradient norm", "before clipping", "step", "grad_norm"),

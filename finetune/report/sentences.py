@@ -52,6 +52,10 @@ def second_line(runs: Sequence[RecordedRun]) -> str:
         return reason if len(reason) <= _WORDS_OF_AN_ERROR else f"{reason[:_WORDS_OF_AN_ERROR]}…"
     if len(_validation_rows(runs)) > 1:
         return "They were validated on different rows: their losses cannot be compared."
+    if len(_losses(runs)) > 1:
+        names = list(dict.fromkeys(run.objective.name for run in runs))
+        which = " and ".join(names) if len(names) > 1 else f"{names[0]} with other settings"
+        return f"They minimise different losses ({which}), which cannot be compared."
     changed = [row for row in compare_runs(runs) if row.part == "config"]
     if not changed:
         return "Their settings are the same."
@@ -143,7 +147,7 @@ def _of_several(runs: Sequence[RecordedRun]) -> str:
 
 def _best_run(runs: Sequence[RecordedRun]) -> RecordedRun | None:
     """Return the run with the lowest validation loss; None if the runs cannot be compared."""
-    if len(runs) < 2 or len(_validation_rows(runs)) > 1:
+    if len(runs) < 2 or len(_validation_rows(runs)) > 1 or len(_losses(runs)) > 1:
         return None
     known = [(lowest[1], index) for index, run in enumerate(runs) if (lowest := run.best_validation)]
     return runs[min(known)[1]] if known else None
@@ -153,6 +157,14 @@ def _validation_rows(runs: Sequence[RecordedRun]) -> set[str]:
     """Return the digests of the rows on which runs were validated."""
     digests = (run.part("fingerprints").get("data.validation") for run in runs)
     return {str(digest) for digest in digests if digest}
+
+
+def _losses(runs: Sequence[RecordedRun]) -> set[tuple[object, ...]]:
+    """Return the losses that runs minimise: each an objective with the settings that it reads."""
+    return {
+        (run.objective.name, *(run.config and getattr(run.config.preference, key) for key in run.objective.keys))
+        for run in runs
+    }
 
 
 def _fall(name: str, points: list[tuple[int, float]]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from finetune.config.compose import compose
+from finetune.config.objectives import OBJECTIVES, Objective
 from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.durable import describe_os_error
 from finetune.runs.file_lock import is_held
@@ -51,6 +52,12 @@ class RecordedRun:
     def why_no_config(self) -> str:
         """The reason that config.yaml cannot be read; empty if it can."""
         return self._config[1]
+
+    @property
+    def objective(self) -> Objective:
+        """What it trains. A run that records rewards without naming its objective is of a time when that was dpo."""
+        name = self.config.training.objective if self.config else "sft"
+        return OBJECTIVES["dpo" if name == "sft" and self.points("step", "reward_margin") else name]
 
     @property
     def record(self) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def test_the_card_says_what_is_known_and_does_not_guess_a_licence(run, merged):
     base = run.folder.path.with_name("orders-base").name
     assert f"A LoRA adapter merged into {base}." in body
     assert "| exact_match | 0.0000 | 0.7500 |" in body
-    assert "Validation loss 1.6250 nats per target token at step 3." in body
+    assert "Validation loss 1.6250 (nats per target token) at step 3." in body
     assert str(merged.difference) in body
     assert f"torch {torch.__version__}" in body
     assert re.search(r"learning_rate: 0\.0002\b", body)

@@ -15,7 +15,7 @@ from finetune.cli.report import report
 from finetune.config.compose import load_config
 from finetune.diagnose.preview import preview_data
 from finetune.errors import CheckpointError, ConfigError
-from finetune.report.curves import MOST_POINTS, Curve, smoothed
+from finetune.report.curves import MOST_POINTS, Curve, build_charts, smoothed
 from finetune.report.page import setting_rows
 from finetune.report.sentences import headline, second_line, summary_rows
 from finetune.runs.comparison import compare_runs
@@ -96,6 +96,35 @@ def test_of_several_runs_it_names_the_best_and_what_differs(tmp_path):
     other = write_run(tmp_path / "other", words, digest="other rows", factor=0.1)
     assert "different rows" in second_line(open_runs([first, other]))
     assert headline_of(first, other) == "2 runs side by side."
+
+
+def test_of_runs_that_minimise_different_losses_none_is_the_best(tmp_path):
+    words = ["model.path=none", "data.path=none"]
+    runs = {
+        "sft": [],
+        "dpo": ["training.objective=dpo"],
+        "softer": ["training.objective=dpo", "preference.beta=0.5"],
+    }
+    made = {name: write_run(tmp_path / name, [*words, *more], factor=0.5) for name, more in runs.items()}
+    for others, named in (("sft", "dpo and sft"), ("softer", "dpo with other settings")):
+        compared = open_runs([made["dpo"], made[others]])
+        assert headline(compared) == "2 runs side by side."
+        assert second_line(compared) == f"They minimise different losses ({named}), which cannot be compared."
+        assert not any(row.is_best for row in summary_rows(compared))
+
+
+def test_losses_have_the_unit_of_their_objective(tmp_path):
+    words = ["model.path=none", "data.path=none"]
+    sft = write_run(tmp_path / "sft", words, num_steps=2)
+    kto = write_run(tmp_path / "kto", [*words, "training.objective=kto"], num_steps=0)
+    with MetricsWriter(kto / "metrics.jsonl") as metrics:
+        metrics.write("step", step=1, loss=0.5, reward_margin=0.5, reward_accuracy=0.5)
+
+    def units(*folders):
+        return [chart.unit for chart in build_charts(open_runs(folders))[: len(folders) * 3]]
+
+    assert units(kto) == ["mean over rows, without a unit", "share of rows", "good minus bad"]
+    assert units(sft, kto)[0] == "sft: nats per target token; kto: mean over rows, without a unit"
 
 
 def test_settings_are_compared_with_the_schema(tmp_path):
