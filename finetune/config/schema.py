@@ -102,7 +102,7 @@ class ModelSection(Section):
     path: BaseModelKey[str | None] = None
     """A hub id (`microsoft/phi-4`), a local folder, or `shipped:phi_tiny`."""
     revision: BaseModelKey[str | None] = None
-    """Branch, tag or commit of a hub id."""
+    """Branch, tag or commit of a hub id: of `path`, and of `tokenizer` where that is one."""
     init: BaseModelKey[Literal["pretrained", "random"]] = "pretrained"
     """random: build the model from its configuration alone, with random weights that follow from `seed`."""
     config: BaseModelKey[dict[str, Any] | None] = None
@@ -112,7 +112,7 @@ class ModelSection(Section):
     chat_template: TokenKey[str | None] = None
     """A Jinja chat template, or the path of a .jinja file. Used only if the tokenizer has no template of its own."""
     attention: Annotated[Literal["auto", "sdpa", "eager"], OnResume("always", "the computation of attention")] = "auto"
-    """The attention implementation that transformers is asked for."""
+    """The attention implementation of transformers' own forward and of generated answers; the engine has its own."""
     trust_remote_code: BaseModelKey[bool] = False
     """Run Python code that comes with the model. No Phi text model needs it: transformers has a class for each."""
 
