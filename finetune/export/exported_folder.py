@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from finetune.errors import CheckpointError, ConfigError
-from finetune.export.gguf import Gguf, GgufType, convert, keys_for_llama_cpp, refuse_other_tokens
+from finetune.export.gguf import Gguf, GgufType, convert, keys_for_llama_cpp, refuse_other_tokens, stops_left_out
 from finetune.export.gguf_file import with_keys
 from finetune.export.gguf_served import MODEL_FILE, GgufFiles, check_in_llama_cpp, installed_version
 from finetune.export.gguf_tokens import Reading, find_rules, refuse_other_ids
@@ -114,6 +114,13 @@ def write_gguf(
     files, runtime = GgufFiles(writer.path / name), None
     if installed_version() is not None:
         runtime = check_in_llama_cpp(files, reading, tokenizer, stop_ids)
+    elif left_out := stops_left_out(header, stop_ids):
+        _log.warning(
+            "a GGUF file names eos and two more ends of an answer, and the model stops at %d tokens: llama.cpp may not "
+            "stop at %s. Give their texts as `stop` in each request, and start llama-server with --special",
+            len(stop_ids),
+            ", ".join(f"{tokenizer.convert_ids_to_tokens(token_id)} ({token_id})" for token_id in left_out),
+        )
     return Exported(num_tensors=header.num_tensors, reading=reading, runtime=runtime)
 
 

@@ -24,6 +24,7 @@ from finetune.export.gguf_tokens import TokenRules, is_byte_level
 LLAMA_CPP_VARIABLE = "LLAMA_CPP_DIR"
 CONVERTER = "convert_hf_to_gguf.py"
 GgufType = Literal["auto", "f32", "f16", "bf16", "q8_0"]
+_ENDS_BESIDE_EOS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _HOW_TO_GET_IT = (
     "Get llama.cpp (git clone https://github.com/ggml-org/llama.cpp, or vendor/llama.cpp in the source package of "
     "llama-cpp-python: pip download --no-deps --no-binary :all: llama-cpp-python), install sentencepiece, and say "
@@ -119,10 +120,13 @@ def keys_for_llama_cpp(rules: TokenRules, header: Header, stop_ids: Sequence[int
     A chat template renders the whole text, so llama.cpp must add no token before it. llama.cpp ends an answer at eos,
     end of turn and end of message, and at tokens whose text it knows.
     """
-    eos = header.keys.get("tokenizer.ggml.eos_token_id")
-    ends = [token_id for token_id in stop_ids if token_id != eos]
-    keys = dict(zip(("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"), ends, strict=False))
+    keys = dict(zip(_ENDS_BESIDE_EOS, _stops_beside_eos(header, stop_ids), strict=False))
     return {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": rules.puts_space, **keys}
+
+
+def stops_left_out(header: Header, stop_ids: Sequence[int]) -> list[int]:
+    """The stop ids for which a GGUF file has no key. llama.cpp stops there only if it knows the token's text."""
+    return _stops_beside_eos(header, stop_ids)[len(_ENDS_BESIDE_EOS) :]
 
 
 def refuse_other_tokens(header: Header, tokenizer: Any) -> None:
@@ -140,6 +144,11 @@ def refuse_other_tokens(header: Header, tokenizer: Any) -> None:
                 f"token {token_id} is {token!r} in the model's tokenizer.json, but {other!r} in the GGUF file: "
                 "tokenizer.model belongs to another tokenizer. Take that of the base (--base). Nothing was written."
             )
+
+
+def _stops_beside_eos(header: Header, stop_ids: Sequence[int]) -> list[int]:
+    eos = header.keys.get("tokenizer.ggml.eos_token_id")
+    return [token_id for token_id in stop_ids if token_id != eos]
 
 
 def _name(kind: str, rules: TokenRules) -> str:
