@@ -66,7 +66,8 @@ def read_pieces(tokenizer: Any) -> TurnPieces:
     try:
         pieces = _take_apart(tokenizer)
         for roles in _CHECKED:
-            turns = [{"role": role, "content": f"{role} says {number}."} for number, role in enumerate(roles)]
+            # White space at the ends, which Ollama passes on as it is, shows a template that strips contents.
+            turns = [{"role": role, "content": f" {role} says {number}.\n"} for number, role in enumerate(roles)]
             if (meant := _render(tokenizer, turns)) != (made := pieces.render(turns)):
                 raise ValueError(f"for {', '.join(roles)} it renders {meant!r}, its pieces give {made!r}")
     except ValueError as error:

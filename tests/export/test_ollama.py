@@ -155,6 +155,8 @@ def test_a_tokenizer_without_a_template_takes_prompts_as_they_stand():
         ("{% for m in messages %}{{ m.content + m.content }}{% endfor %}", "leaves out or repeats one"),
         ("{{ messages[-1].content }}", "leaves out or repeats one"),
         ("{{ raise_exception('no') }}", "refuses the turns user"),
+        (CHATML.replace("message['content']", "message['content'] | trim"), r"it renders '.*user\\nuser says 0\.<"),
+        (CHATML.replace("message['content']", "message['content'].strip()"), r"it renders '.*user\\nuser says 0\.<"),
     ],
 )
 def test_a_template_that_is_more_than_pieces_is_refused_with_a_way_out(template, reason):
