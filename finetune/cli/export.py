@@ -195,6 +195,7 @@ def push(
     from finetune.export.push import push as send
 
     refuse_several_processes("push")
+    configure_logs(rank=0)
     upload = plan_upload(pack(source, base=base), repository, private=private, replace=replace)
     say(str(upload))
     sys.stdout.flush()

@@ -25,7 +25,8 @@ from finetune.runs.durable import MANIFEST, describe_os_error, disk_failures_end
 from finetune.runs.metrics import as_json
 
 CERTIFICATE = "certificate.json"
-CERTIFICATE_HEAD = "## Certificate\n"
+CERTIFICATE_HEAD = "## Certificate\n\nCompared by `finetune verify` with the run as it was trained.\n"
+"""How the section of a model card begins. A section of that name that you wrote yourself begins otherwise."""
 _SCHEMA = 1
 _AROUND = 20
 """Characters shown of two texts from where they differ."""
@@ -188,7 +189,8 @@ def read_certificate(folder: Path) -> str | None:
     """Read a folder's certificate as a section of its model card; None if it has none.
 
     Raises:
-        CheckpointError: it is damaged, says that something differs, or is of other files than those in the folder.
+        CheckpointError: it is damaged, says that something differs, or is of other files than those in the folder, or
+            the folder has no list of checksums from which that could be seen.
     """
     file = folder / CERTIFICATE
     if not file.is_file():
@@ -201,7 +203,12 @@ def read_certificate(folder: Path) -> str | None:
                 f"{file} says that this model is not the one that was trained: {content['mismatches'][0]}. Write the "
                 "model again, or remove the certificate."
             )
-        if content["manifest_sha256"] != _digest_manifest(folder):
+        if (manifest := _digest_manifest(folder)) is None:
+            raise CheckpointError(
+                f"{file} cannot be compared with the files in the folder, which has no {MANIFEST}. Push the folder "
+                f"that finetune merge wrote, or remove {CERTIFICATE}."
+            )
+        if content["manifest_sha256"] != manifest:
             raise CheckpointError(f"{file} is of other files than those in the folder. {again}")
         return _as_markdown(content)
     except OSError as error:
@@ -225,8 +232,7 @@ def _as_markdown(content: Mapping[str, Any]) -> str:
     if replay := content["replay"]:
         figures["losses computed again"] = f"{len(replay['steps'])} steps, within {replay['bound']:.3g} x max(1, loss)"
     rows = "\n".join(f"| {name} | {value} |" for name, value in figures.items())
-    about = "Compared by `finetune verify` with the run as it was trained."
-    return f"{CERTIFICATE_HEAD}\n{about}\n\n| | |\n|---|---|\n{rows}\n"
+    return f"{CERTIFICATE_HEAD}\n| | |\n|---|---|\n{rows}\n"
 
 
 class _Figures(NamedTuple):

@@ -8,6 +8,7 @@ API: https://huggingface.co/docs/huggingface_hub/package_reference/hf_api
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ _ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".gguf")
 _OF_A_MODEL = (*_WEIGHTS, ".onnx", ".onnx.data", ".pt", ".pth", ".h5", ".msgpack")
 _OF_EVERY_REPOSITORY = {".gitattributes", _CARD}
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,15 +214,25 @@ def _pack_model(source: Path) -> Package:
 
 
 def _with_certificate(card: str, folder: Path) -> str:
-    """Put the folder's certificate at the end of a card, in place of an earlier one.
+    """Put the folder's certificate at the end of a card, in place of an earlier one; without one, take that out.
 
     Raises:
         CheckpointError: see `read_certificate`.
     """
     section = read_certificate(folder)
-    before, _, after = card.partition(CERTIFICATE_HEAD)
+    before, earlier, after = card.partition(CERTIFICATE_HEAD)
     _, head, rest = after.partition("\n## ")
-    return card if section is None else f"{before.rstrip()}\n\n{section}{head}{rest}"
+    if section is not None:
+        return f"{before.rstrip()}\n\n{section}{head}{rest}"
+    if not earlier:
+        return card
+    _log.warning(
+        "%s speaks of a certificate that the folder does not have, so that section is not sent. finetune verify %s "
+        "makes one",
+        folder / _CARD,
+        folder,
+    )
+    return f"{before.rstrip()}\n{head}{rest}"
 
 
 def _card_header(card: Path) -> dict[str, Any]:

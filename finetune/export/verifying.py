@@ -25,6 +25,7 @@ from finetune.inference.finished_run import FinishedRun, find_run
 from finetune.model.base import locate_model
 from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.tokens import agree_on_tokens
+from finetune.runs.durable import MANIFEST
 from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import RecordedRun, whole
 from finetune.runs.verification import STATE_FILE, verify
@@ -91,11 +92,17 @@ def verify_folder(folder: Path, *, vectors: Path | None = None, bound: float | N
         kept = _Kept(known.trained) if is_adapter else _Kept(known.written, known.files)
     bound = runtime.bound(known, folder) if bound is None else bound
     comparison = _compare(runtime.load, folder, known, bound, kept)
-    notes = (
-        () if kept.weights else (f"{runtime.name} has converted weights, so their bytes were compared with nothing",)
-    )
+    notes = []
+    if not kept.weights:
+        notes.append(f"{runtime.name} has converted weights, so their bytes were compared with nothing")
+    if not (folder / MANIFEST).is_file():
+        notes.append(f"the folder has no {MANIFEST}, so the certificate does not say of which files it is")
     return Verified(
-        folder=folder, source=str(vectors or "its test vectors"), vectors=known, comparison=comparison, notes=notes
+        folder=folder,
+        source=str(vectors or "its test vectors"),
+        vectors=known,
+        comparison=comparison,
+        notes=tuple(notes),
     )
 
 

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from finetune.cli.verify import verify
-from finetune.errors import ConfigError, RunFailedError
+from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import verifying
-from finetune.export.certificate import Comparison, compare, read_certificate
+from finetune.export.certificate import CERTIFICATE_HEAD, Comparison, compare, read_certificate
 from finetune.export.push import pack
 from finetune.export.runtimes import load_peft
 from finetune.export.served_model import Rendered
@@ -357,6 +357,24 @@ def test_a_certificate_of_other_files_or_of_a_difference_is_refused(made, merged
     assert run_finetune("verify", merged).returncode == 3
     done = run_finetune("push", merged, "me/orders")
     assert "says that this model is not the one that was trained: file config.json" in done.errors
+
+
+def test_a_certificate_in_a_folder_without_checksums_is_of_no_known_files(tmp_path):
+    """As after a download from the hub, where no manifest.json is sent."""
+    (tmp_path / "certificate.json").write_text(json.dumps({"verdict": "same", "manifest_sha256": None}))
+    with pytest.raises(CheckpointError, match="cannot be compared with the files in the folder, which has no manifest"):
+        read_certificate(tmp_path)
+
+
+def test_a_card_loses_the_section_of_a_certificate_that_is_gone(made, merged, caplog):
+    card = (merged / "README.md").read_text()
+    section = f"{CERTIFICATE_HEAD}\n| | |\n|---|---|\n| tensors | 14 of 14 |\n"
+    mine = "\n## Mine\n\nWritten by hand.\n"
+    (merged / "README.md").write_text(f"{card}\n{section}{mine}")
+    assert pack(merged).files["README.md"].decode() == card + mine
+    assert "speaks of a certificate that the folder does not have" in caplog.text
+    (merged / "README.md").write_text(f"{card}\n{section}")
+    assert pack(merged).files["README.md"].decode() == card
 
 
 def test_a_push_sends_the_certificate_and_puts_it_into_the_card_once(merged, run):
