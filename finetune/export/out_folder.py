@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 from finetune.errors import CheckpointError, RunFailedError
 from finetune.runs.durable import FolderWriter, committed_folder, describe_os_error, disk_failures_end_the_run, in_units
+from finetune.runs.file_lock import FileLock, read_holder, try_file_lock
 
 SPARE_BYTES = 64 << 20
 """For the files beside the weights: tokenizer, configuration, headers."""
@@ -26,7 +27,8 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[FolderWriter]:
         num_bytes: what the block will write.
 
     Raises:
-        CheckpointError: see `refuse_taken`; `out` may also have been taken while the block wrote.
+        CheckpointError: see `refuse_taken`; `out` may also have been taken while the block wrote, or another process
+            is writing it.
         RunFailedError: the disk has too little room, or failed, or a file that the block reads cannot be read.
     """
     out = refuse_taken(out)
@@ -38,7 +40,7 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[FolderWriter]:
             "folder on another disk. Nothing was written."
         )
     again = disk_failures_end_the_run("Writing", out, then="run the command again")
-    with again, committed_folder(out) as writer:
+    with again, _lock(out), committed_folder(out) as writer:
         try:
             yield writer
         except OSError as error:
@@ -69,6 +71,24 @@ def refuse_taken(out: Path) -> Path:
 def read_on(file: BinaryIO) -> Iterator[bytes]:
     """Yield the rest of a file in pieces, to be written into a new folder."""
     return iter(lambda: file.read(_COPY_BYTES), b"")
+
+
+def _lock(out: Path) -> FileLock:
+    """Take the lock of a folder that is written aside: a second writer would remove what the first one has written.
+
+    Raises:
+        CheckpointError: another process has it.
+        OSError: the disk refused, or has no locks.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    file = out.with_name(f".{out.name}.lock")
+    lock = try_file_lock(file)
+    if lock is None:
+        raise CheckpointError(
+            f"{out} is being written by {read_holder(file) or 'another process'}. Wait for it to end, or name another "
+            "folder. Nothing was changed."
+        )
+    return lock
 
 
 def _nearest_parent(out: Path) -> Path:

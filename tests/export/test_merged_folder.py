@@ -192,6 +192,17 @@ def test_a_folder_that_was_filled_meanwhile_stays(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs.txt"]
 
 
+def test_a_second_writer_of_the_folder_is_refused_and_the_first_one_goes_on(tmp_path):
+    out = tmp_path / "out"
+    with new_folder(out, 0) as writer:
+        writer.write("a", [b"first"])
+        with pytest.raises(CheckpointError, match=rf"out is being written by process {os.getpid()} on .* Wait for it"):
+            new_folder(out, 0).__enter__()
+        writer.write("b", [b"first"])
+    assert sorted(path.name for path in out.iterdir()) == ["a", "b", "manifest.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_full_disk_and_a_missing_source_are_told_apart(tmp_path):
     def failure(error: OSError) -> str:
         with pytest.raises(RunFailedError) as raised, new_folder(tmp_path / "out", 0):
