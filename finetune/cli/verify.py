@@ -65,7 +65,11 @@ def verify(
             f"--replay, --base and --checkpoint are for the folder of a run, but {source} has no config.yaml. Name the "
             "run's folder, or drop the option."
         )
-
+    if replay and (base or checkpoint):
+        raise ConfigError(
+            "--replay computes steps on the base and from the checkpoints that the run had, so "
+            f"{'--base' if base else '--checkpoint'} would change nothing in it. Run finetune verify once with each."
+        )
     if out is not None:
         _refuse_other_file(out)
 

@@ -241,6 +241,13 @@ def test_options_of_a_run_are_refused_for_a_model(made):
     assert "--replay, --base and --checkpoint are for the folder of a run" in done.errors
 
 
+@pytest.mark.parametrize("option", [{"base": "owner/base"}, {"checkpoint": "latest"}], ids=lambda it: next(iter(it)))
+def test_a_replay_refuses_options_that_it_would_ignore(tmp_path, option):
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigError, match=f"--{next(iter(option))} would change nothing in it"):
+        verify(tmp_path, replay=1, **option)
+
+
 def test_a_certificate_replaces_nothing_else(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     for out, reason in (("notes.txt", "is no certificate"), ("", "is no certificate"), ("gone/c.json", "no folder")):
