@@ -56,7 +56,7 @@ class HubFault(NamedTuple):
 def find_fault(repository: Repository, *, is_cached: bool = False) -> HubFault | None:
     """Ask the hub for a repository, once a minute at most; None if it answers.
 
-    A hub that cannot be reached is not asked for a second repository either.
+    A hub that cannot be reached is not asked for a second repository either, unless that question may wait longer.
 
     Args:
         repository: what to ask for.
@@ -66,13 +66,14 @@ def find_fault(repository: Repository, *, is_cached: bool = False) -> HubFault |
 
     if constants.HF_HUB_OFFLINE:
         return HubFault("offline", "HF_HUB_OFFLINE is set")
-    now, here = time.monotonic(), (_endpoint(), *repository)
-    for asked, (when, fault) in _answers.items():
-        is_same_hub = asked[0] == here[0] and fault is not None and fault.reason == "unreachable"
-        if now - when < _REMEMBERED_SECONDS and (asked == here or is_same_hub):
+    now, here, limit = time.monotonic(), (_endpoint(), *repository), _limit(is_cached=is_cached)
+    for asked, (when, waited, fault) in _answers.items():
+        is_unreachable = fault is not None and fault.reason == "unreachable"
+        counts_here = (waited >= limit and asked[0] == here[0]) if is_unreachable else asked == here
+        if now - when < _REMEMBERED_SECONDS and counts_here:
             return fault
-    fault = _ask(repository, _limit(is_cached=is_cached))
-    _answers[here] = time.monotonic(), fault
+    fault = _ask(repository, limit)
+    _answers[here] = time.monotonic(), limit, fault
     return fault
 
 
@@ -159,8 +160,8 @@ def cached_file(repository: Repository, name: str) -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-_answers: dict[tuple[Any, ...], tuple[float, HubFault | None]] = {}
-"""The time and the result of each question, by the hub's address and the repository."""
+_answers: dict[tuple[Any, ...], tuple[float, float, HubFault | None]] = {}
+"""The time, the limit in seconds and the result of each question, by the hub's address and the repository."""
 
 
 def _limit(*, is_cached: bool) -> float:
