@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -21,7 +21,7 @@ from finetune.model.training_mode import route_by_score
 from finetune.model.variants import describe_split_copy, explain_missing, refuse_unsupported
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.config.schema import ModelSection
 
@@ -141,6 +141,24 @@ def read_model_config(section: ModelSection) -> PretrainedConfig:
             "language model. Name one in model.path, for example microsoft/phi-4."
         )
     return config
+
+
+def read_generation_config(section: ModelSection) -> GenerationConfig | None:
+    """Read the model's generation_config.json. None without one, or if it is no JSON, as transformers takes it.
+
+    Raises:
+        ModelError: it cannot be read otherwise, with which the model cannot be loaded.
+    """
+    from transformers import GenerationConfig
+
+    where = locate_model(section)
+
+    def load() -> GenerationConfig | None:
+        with suppress(OSError):  # many models have no such file
+            return GenerationConfig.from_pretrained(where, revision=section.revision or "main")
+        return None
+
+    return _or_model_error(section, load, where=where)
 
 
 def locate_model(section: ModelSection) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.model.base import build_base_model, count_parameters, locate_model, read_model_config
+from finetune.model.base import build_base_model, count_parameters, read_generation_config, read_model_config
 from finetune.model.published import with_sizes_here
 
 if TYPE_CHECKING:
@@ -83,13 +82,8 @@ def shrink(keys: Mapping[str, Any], *, least_width: int = 0) -> dict[str, Any]:
 
 def _ids_that_end(section: ModelSection, config: Any) -> Any:
     """Return the stop ids of the model's generation_config.json, or without one those of its config.json."""
-    from transformers import GenerationConfig
-
-    if section.config is None:
-        revision = section.revision or "main"
-        with suppress(OSError):  # many models have no such file
-            return GenerationConfig.from_pretrained(locate_model(section), revision=revision).eos_token_id
-    return getattr(config, "eos_token_id", None)
+    found = read_generation_config(section) if section.config is None else None
+    return getattr(found or config, "eos_token_id", None)
 
 
 def _rope_of(keys: Mapping[str, Any]) -> Mapping[str, Any]:
