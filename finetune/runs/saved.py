@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -54,7 +56,7 @@ class SavedRun:
 
 
 def examine_run(path: Path) -> SavedRun:
-    """Read every byte that a run has saved and compare it with the manifests. Nothing is changed.
+    """Read every byte that a run has saved, once, and compare it with the manifests. Nothing is changed.
 
     Raises:
         CheckpointError: there is no run in the folder.
@@ -63,12 +65,13 @@ def examine_run(path: Path) -> SavedRun:
     run = open_run(path)
     folder = run.folder
     losses = dict(finite(run.points("validation", "loss")))
+    verified = functools.cache(verify)
     checkpoints = [
         saved
         for step in folder.checkpoint_steps()
-        if (saved := _examine(folder.checkpoint(step), step=step, validation_loss=losses.get(step)))
+        if (saved := _examine(folder.checkpoint(step), verified, step=step, validation_loss=losses.get(step)))
     ]
-    taken = newest_valid(folder)
+    taken = newest_valid(folder, verified)
     newest = next((folder.checkpoint(saved.step or 0) for saved in reversed(checkpoints) if not saved.problems), None)
     state = read_state(newest) if newest else None
     return SavedRun(
@@ -77,15 +80,21 @@ def examine_run(path: Path) -> SavedRun:
         best_step=state.best_step if state else None,
         best_loss=state.best_loss if state else None,
         checkpoints=checkpoints,
-        published=[saved for path in (folder.adapter, folder.base) if (saved := _examine(path))],
+        published=[saved for path in (folder.adapter, folder.base) if (saved := _examine(path, verify_published))],
     )
 
 
-def _examine(path: Path, *, step: int | None = None, validation_loss: float | None = None) -> SavedFolder | None:
+def _examine(
+    path: Path,
+    verified: Callable[[Path], list[str]],
+    *,
+    step: int | None = None,
+    validation_loss: float | None = None,
+) -> SavedFolder | None:
     """Examine a folder; None if it does not exist, since a run in progress may have removed an old checkpoint."""
     try:
         files = [file.lstat() for file in path.iterdir() if file.is_file() and not file.is_symlink()]
-        problems = verify_published(path) if step is None else verify(path)
+        problems = verified(path)
         manifest = path / MANIFEST
         written = (manifest if manifest.exists() else path).lstat().st_mtime
     except FileNotFoundError:

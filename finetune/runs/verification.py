@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from finetune.errors import CheckpointError
@@ -69,26 +69,30 @@ def verify_published(path: Path) -> list[str]:
     return unexpected_names(path, set()) or find_damage(path)
 
 
-def newest_valid(folder: RunFolder) -> Path | None:
+def newest_valid(folder: RunFolder, verified: Callable[[Path], list[str]] = verify) -> Path | None:
     """Find the newest intact checkpoint. A warning names each damaged one on the way, which stays as it is.
 
     If the checkpoint of its best step is damaged, an older one is preferred, from which the best is trained again.
+
+    Args:
+        folder: the run's.
+        verified: `verify`, or a function that remembers what it found.
     """
     without_best = None
-    for path in whole_checkpoints(folder):
+    for path in whole_checkpoints(folder, verified):
         best = read_state(path).best_step
-        if best not in folder.checkpoint_steps() or not (problems := verify(folder.checkpoint(best))):
+        if best not in folder.checkpoint_steps() or not (problems := verified(folder.checkpoint(best))):
             return path
         without_best = without_best or path
         _log.warning("checkpoint %s is whole, but its best step %d is damaged: %s", path, best, "; ".join(problems))
     return without_best
 
 
-def whole_checkpoints(folder: RunFolder) -> Iterator[Path]:
-    """Yield the intact checkpoints, newest first. A warning names each damaged one on the way."""
+def whole_checkpoints(folder: RunFolder, verified: Callable[[Path], list[str]] = verify) -> Iterator[Path]:
+    """Yield the intact checkpoints, newest first. A warning names each damaged one on the way; see `newest_valid`."""
     for step in reversed(folder.checkpoint_steps()):
         path = folder.checkpoint(step)
-        if problems := verify(path):
+        if problems := verified(path):
             _log.warning("checkpoint %s is damaged and not used: %s", path, "; ".join(problems))
         else:
             yield path

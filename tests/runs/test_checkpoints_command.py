@@ -14,7 +14,8 @@ import typer
 from finetune.cli.checkpoints import checkpoints
 from finetune.cli.train import train_from_words
 from finetune.errors import CheckpointError
-from finetune.runs.durable import committed_folder
+from finetune.runs import verification
+from finetune.runs.durable import committed_folder, find_damage
 from finetune.runs.folder import RunFolder
 from finetune.runs.saved import examine_run
 from finetune.runs.state import TrainerState
@@ -202,6 +203,13 @@ def test_json(folder):
         *((10, 0.9, []), (20, 0.4, []), (30, 0.7, []))
     ]
     assert [saved["name"] for saved in record["published"]] == ["adapter"]
+
+
+def test_each_checkpoint_is_read_once(folder, monkeypatch):
+    read = []
+    monkeypatch.setattr(verification, "find_damage", lambda path: read.append(path.name) or find_damage(path))
+    assert examine_run(folder.path).resumes_from == 30
+    assert sorted(read) == ["adapter", "step-000010", "step-000020", "step-000030"]
 
 
 @pytest.mark.process
