@@ -65,7 +65,8 @@ class RunView:
         self._last: Event = {}
         self._resources: Event = {}
         self._validation: Event = {}
-        self._best: tuple[float, int] | None = None
+        self._best: tuple[str, float, int] | None = None
+        """The name of the figure, its best value and that one's step."""
         self._losses: deque[float] = deque(maxlen=_KEPT_LOSSES)
         self._seconds: deque[float] = deque(maxlen=_SPEED_STEPS)
         self._warnings: list[str] = []
@@ -93,6 +94,11 @@ class RunView:
             *([] if speed is None else [f"{speed:,.0f} tokens/s"]),
         ]
         return _SEPARATOR.join([*facts, *self._left()])
+
+    def validation_line(self) -> str:
+        """Describe the last validation in one line."""
+        facts = [f"step {self._validation.get('step')}", f"validation loss {_figure(self._validation, 'loss', '.4f')}"]
+        return _SEPARATOR.join([*facts, *self._metrics()])
 
     def trend(self) -> Trend | None:
         """Compute the trend of the loss; None before there are enough steps."""
@@ -147,8 +153,8 @@ class RunView:
         name = str(event.get("best_metric", "loss"))
         value = number_in(event, name)
         sign = -1 if name == "loss" else 1
-        if value is not None and math.isfinite(value) and (self._best is None or sign * value > sign * self._best[0]):
-            self._best = value, step_of(event) or 0
+        if value is not None and math.isfinite(value) and (self._best is None or sign * value > sign * self._best[1]):
+            self._best = name, value, step_of(event) or 0
 
     def _loss(self) -> str:
         trend = self.trend()
@@ -156,13 +162,17 @@ class RunView:
         return f"{_SEPARATOR.join(words)}  {curve(list(self._losses), _CURVE_WIDTH)}".rstrip()
 
     def _validated(self) -> str:
-        text = f"{_figure(self._validation, 'loss', '.4f')} at step {self._validation.get('step')}"
-        for name in measured_beside_loss(self._validation):
-            if name not in _OF_BOTH_SIDES:
-                text += f"{_SEPARATOR}{visible(name)} {_figure(self._validation, name, '.3f')}"
-        if self._best is not None and self._best[1] != self._validation.get("step"):
-            text += f"{_SEPARATOR}best {self._best[0]:.4f} at step {self._best[1]}"
-        return text
+        words = [f"{_figure(self._validation, 'loss', '.4f')} at step {self._validation.get('step')}", *self._metrics()]
+        if self._best is not None and self._best[2] != self._validation.get("step"):
+            name, value, step = self._best
+            best = f"{value:.4f}" if name == "loss" else f"{visible(name)} {value:.3f}"
+            words.append(f"best {best} at step {step}")
+        return _SEPARATOR.join(words)
+
+    def _metrics(self) -> list[str]:
+        """The figures of the last validation beside its loss, each with its name."""
+        names = [name for name in measured_beside_loss(self._validation) if name not in _OF_BOTH_SIDES]
+        return [f"{visible(name)} {_figure(self._validation, name, '.3f')}" for name in names]
 
     def _speed(self) -> str:
         speed = number_in(self._last, "tokens_per_second")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from finetune.runs.folder import RunFolder
-from finetune.runs.metrics import Event, MetricsReader, number_in
+from finetune.runs.metrics import Event, MetricsReader
 from finetune.runs.recorded_run import RecordedRun, step_of
 from finetune.runs.view import RunView
 from finetune.terminal import visible
@@ -79,7 +79,7 @@ class Watch:
             self._last_line_at = step
             self._say(self._view.line())
         elif kind == "validation":
-            self._say(f"step {step} · validation {number_in(event, 'loss')}")
+            self._say(self._view.validation_line())
         elif kind == "checkpoint":
             self._say(f"step {step} · saved {event.get('path')}")
         elif kind == "warning":

@@ -79,6 +79,8 @@ def test_without_a_terminal_lines_come_while_the_run_goes_on(tmp_path):
             assert watching.stdout.readline().startswith("step 10 · epoch 1 · loss 2.0000")
             metrics.write("warning", step=10, kind="flat", text="the loss is flat")
             assert watching.stdout.readline() == "step 10 · warning: the loss is flat\n"
+            metrics.write("validation", step=10, loss=1.23456789, num_targets=5, exact_match=2 / 3)
+            assert watching.stdout.readline() == "step 10 · validation loss 1.2346 · exact_match 0.667\n"
         change_record(folder, status="completed")
     rest, _ = watching.communicate(timeout=240)
     assert watching.returncode == 0

@@ -141,7 +141,7 @@ def test_the_view_shows_metrics_and_the_best_of_the_one_that_counts():
         view.take({"event": "validation", "step": step, "loss": loss, "best_metric": "exact_match", **figures})
     assert view._validated() == "0.7000 at step 3 · exact_match 0.750"
     view.take({"event": "validation", "step": 4, "loss": 0.1, "best_metric": "exact_match", "exact_match": 0.5})
-    assert view._validated() == "0.1000 at step 4 · exact_match 0.500 · best 0.7500 at step 3"
+    assert view._validated() == "0.1000 at step 4 · exact_match 0.500 · best exact_match 0.750 at step 3"
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------
