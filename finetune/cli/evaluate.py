@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from finetune.cli.run_options import BaseOption, CheckpointOption, JsonOption, RunFolderArgument
+from finetune.cli.run_options import (
+    BaseOption,
+    CheckpointOption,
+    JsonOption,
+    RunFolderArgument,
+    refuse_missing_folder,
+)
 from finetune.config.objectives import OBJECTIVES
 from finetune.errors import ConfigError, RunFailedError
 from finetune.terminal import print_json, print_table
@@ -161,8 +167,7 @@ def _refuse_to_overwrite(output: Path | None) -> None:
         return
     if output.exists():
         raise ConfigError(f"--output is {output}, which exists already and stays as it is. Name a new file.")
-    if not output.absolute().parent.is_dir():
-        raise ConfigError(f"--output is {output}, but there is no folder {output.absolute().parent}. Make it first.")
+    refuse_missing_folder("--output", output)
 
 
 def _write(output: Path, record: Mapping[str, Any]) -> None:

@@ -28,6 +28,16 @@ def refuse_password(value: str | None) -> str | None:
     return value
 
 
+def refuse_missing_folder(option: str, file: Path) -> None:
+    """Refuse a file to write that is in no folder.
+
+    Raises:
+        ConfigError: names the option and the folder.
+    """
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"{option} is {file}, but there is no folder {file.absolute().parent}. Make it first.")
+
+
 RunFolderArgument = Annotated[
     Path, typer.Argument(metavar="RUN_FOLDER", help="A run's folder, for example runs/quickstart.")
 ]

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune.cli.run_options import BaseOption, CheckpointOption, JsonOption, refuse_several_processes
+from finetune.cli.run_options import (
+    BaseOption,
+    CheckpointOption,
+    JsonOption,
+    refuse_missing_folder,
+    refuse_several_processes,
+)
 from finetune.errors import ConfigError
 from finetune.logs import configure_logs, waiting
 from finetune.terminal import print_json, print_table, say
@@ -18,6 +24,9 @@ from finetune.training.progress import shown_folder
 
 if TYPE_CHECKING:
     from finetune.export.verifying import Verified
+
+_MOST_BYTES = 16 << 20
+"""Of a certificate that may be replaced. A larger file is something else, and is not read."""
 
 
 def verify(
@@ -101,12 +110,12 @@ def _refuse_other_file(out: Path) -> None:
     Raises:
         ConfigError: says which.
     """
-    if not out.absolute().parent.is_dir():
-        raise ConfigError(f"--out is {out}, but there is no folder {out.absolute().parent}. Make it first.")
+    refuse_missing_folder("--out", out)
     if not out.exists():
         return
     try:
-        is_certificate = "verdict" in dict(json.loads(out.read_bytes()))
+        is_small = out.is_file() and out.stat().st_size <= _MOST_BYTES
+        is_certificate = is_small and "verdict" in dict(json.loads(out.read_bytes()))
     except (OSError, ValueError, TypeError):
         is_certificate = False
     if not is_certificate:

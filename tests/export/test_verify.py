@@ -250,7 +250,9 @@ def test_a_replay_refuses_options_that_it_would_ignore(tmp_path, option):
 
 def test_a_certificate_replaces_nothing_else(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    for out, reason in (("notes.txt", "is no certificate"), ("", "is no certificate"), ("gone/c.json", "no folder")):
+    (tmp_path / "large.json").write_text(json.dumps({"verdict": "same", "more": "x" * (16 << 20)}))
+    no_certificate = [(name, "is no certificate") for name in ("notes.txt", "large.json", "")]
+    for out, reason in (*no_certificate, ("gone/c.json", "no folder")):
         with pytest.raises(ConfigError, match=reason):
             verify(tmp_path, out=tmp_path / out)
     assert (tmp_path / "notes.txt").read_text() == "mine"
