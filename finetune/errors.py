@@ -35,6 +35,11 @@ def first_line(error: BaseException) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
+def last_line(log: str) -> str:
+    """Return the last line of a program's log that is not blank, where it says why it ended; empty without one."""
+    return next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
+
+
 class FinetuneError(Exception):
     """The base class of all errors that are raised on purpose. Never raised itself."""
 

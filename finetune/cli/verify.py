@@ -82,7 +82,7 @@ def verify(
     if out is not None:
         _refuse_other_file(out)
 
-    from finetune.export.certificate import CERTIFICATE
+    from finetune.export.vectors import CERTIFICATE
     from finetune.export.verifying import certify, refuse_differences, verify_folder, verify_run
 
     with waiting("comparing with what was trained"):

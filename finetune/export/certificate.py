@@ -20,11 +20,10 @@ import torch
 from finetune.errors import CheckpointError, first_line
 from finetune.export.comparison import centred, relative_by_position
 from finetune.export.served_model import ServedModel, Turns
-from finetune.export.vectors import Vector, Vectors
+from finetune.export.vectors import CERTIFICATE, Vector, Vectors
 from finetune.runs.durable import MANIFEST, describe_os_error, disk_failures_end_the_run, replace_file
 from finetune.runs.metrics import as_json
 
-CERTIFICATE = "certificate.json"
 CERTIFICATE_HEAD = "## Certificate\n\nCompared by `finetune verify` with the run as it was trained.\n"
 """How the section of a model card begins. A section of that name that you wrote yourself begins otherwise."""
 _SCHEMA = 1

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.errors import ConfigError, ModelError, RunFailedError
+from finetune.errors import ConfigError, ModelError, RunFailedError, last_line
 from finetune.export.gguf_file import Header, read_header
 from finetune.export.gguf_tokens import TokenRules, is_byte_level
 
@@ -190,7 +190,7 @@ def _link_model(model: Path, scratch: Path, base: Path | None) -> None:
 
 def _refusal(log: str, scratch: str) -> str:
     """The converter's own reason, and what to do where that is known."""
-    reason = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "it gave no reason")
+    reason = last_line(log) or "it gave no reason"
     hint = "If the model is newer than your checkout of llama.cpp, update llama.cpp."
     if "pre-tokenizer was not recognized" in log:
         hint = (

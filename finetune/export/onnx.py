@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.engine.decoder import FAMILIES, SLIDING
-from finetune.errors import ModelError, RunFailedError
-from finetune.export.certificate import CERTIFICATE, Comparison, compare
+from finetune.errors import ModelError, RunFailedError, last_line
+from finetune.export.certificate import Comparison, compare
 from finetune.export.exported_folder import refuse_no_model
 from finetune.export.onnx_served import OnnxType, largest_difference, load_onnx, refuse_missing_packages
 from finetune.export.out_folder import new_folder, read_on
-from finetune.export.vectors import copy_vectors, read_vectors
+from finetune.export.vectors import CERTIFICATE, copy_vectors, read_vectors
 
 _BUILDER = "onnxruntime_genai.models.builder"
 _PRECISION: dict[OnnxType, str] = {"f32": "fp32", "int4": "int4"}
@@ -106,9 +106,7 @@ def _build(model: Path, out: Path, kind: OnnxType) -> None:
         variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, cwd=scratch, env=variables, capture_output=True, text=True)
     if done.returncode != 0:
-        reason = next(
-            (line.strip() for line in reversed(done.stderr.splitlines()) if line.strip()), "it gave no reason"
-        )
+        reason = last_line(done.stderr) or "it gave no reason"
         raise ModelError(
             f"onnxruntime-genai's builder refused the model: {reason.replace(str(source), 'the model')}. If the model "
             "is newer than your onnxruntime-genai, update it. The merged folder can be served without it."

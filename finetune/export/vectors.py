@@ -25,10 +25,11 @@ from finetune.errors import CheckpointError
 from finetune.export.plain_reload import render, weights_in_fp32
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.model.base import max_context
-from finetune.runs.durable import FolderWriter, describe_os_error
+from finetune.runs.durable import MANIFEST, FolderWriter, describe_os_error
 from finetune.runs.tensors import each_tensor
 from finetune.runs.verification import OPTIMIZER_FILE
 
+CERTIFICATE = "certificate.json"
 VECTORS_FILE = "test_vectors.json"
 LOGITS_FILE = "test_vectors.npy"
 MAX_NEW_TOKENS = 16
@@ -288,7 +289,7 @@ def digest_tensors(folder: Path) -> dict[str, str]:
 
 def digest_files(folder: Path) -> dict[str, str]:
     """Digest the files of a model folder that decide what it does, beside its weights: SHA-256 by name."""
-    left_out = (*_LEFT_OUT, VECTORS_FILE, LOGITS_FILE, "manifest.json", "certificate.json")
+    left_out = (*_LEFT_OUT, VECTORS_FILE, LOGITS_FILE, MANIFEST, CERTIFICATE)
     digests = {}
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.name not in left_out and path.suffix != ".safetensors":

@@ -154,7 +154,7 @@ class RunView:
         value = number_in(event, name)
         sign = -1 if name == "loss" else 1
         if value is not None and math.isfinite(value) and (self._best is None or sign * value > sign * self._best[1]):
-            self._best = name, value, step_of(event) or 0
+            self._best = name, value, shown_step(event)
 
     def _loss(self) -> str:
         trend = self.trend()
@@ -190,7 +190,7 @@ class RunView:
 
     def _take_step(self, event: Event) -> None:
         self._last = event
-        self.step = step_of(event) or 0
+        self.step = shown_step(event)
         loss = number_in(event, "loss")
         if loss is not None and math.isfinite(loss):
             self._losses.append(loss)
@@ -231,6 +231,11 @@ def in_words(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes} min"
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def shown_step(event: Event) -> int:
+    """Return the step that an event belongs to; 0 if it has no valid step, which no training counts."""
+    return step_of(event) or 0
 
 
 def _figure(event: Event, name: str, form: str) -> str:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import Event, MetricsReader
-from finetune.runs.recorded_run import RecordedRun, step_of
-from finetune.runs.view import RunView
+from finetune.runs.recorded_run import RecordedRun
+from finetune.runs.view import RunView, shown_step
 from finetune.terminal import visible
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Watch:
             self._live.refresh()
 
     def _say_event(self, event: Event) -> None:
-        kind, step = event["event"], step_of(event) or 0
+        kind, step = event["event"], shown_step(event)
         if kind == "step" and step % _LINE_EVERY == 0:
             self._last_line_at = step
             self._say(self._view.line())
