@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,6 +21,9 @@ from finetune.errors import ConfigError
 from finetune.logs import configure_logs, waiting
 from finetune.runs.durable import in_units
 from finetune.terminal import say
+
+if TYPE_CHECKING:
+    from finetune.export.exported_folder import Exported
 
 _log = logging.getLogger(__name__)
 OutArgument = Annotated[
@@ -154,14 +157,7 @@ def export(
             exported = export_lora(run, out, gguf=wanted, with_base=not adapter_only, with_modelfile=modelfile)
         else:
             exported = export_model(model_folder, out, gguf=wanted, with_modelfile=modelfile)
-    files = [path for path in sorted(out.expanduser().iterdir()) if path.suffix == ".gguf" or path.name == "Modelfile"]
-    say(f"Written to {out}: {', '.join(f'{path.name} ({in_units(path.stat().st_size)})' for path in files)}")
-    if exported.num_tensors is not None:
-        say(f"The GGUF file holds {exported.num_tensors} tensors.")
-    if gguf:
-        say(exported.token_ids)
-    if (out.expanduser() / "Modelfile").is_file():
-        say(f"Next: cd {out} && ollama create my-model -f Modelfile")
+    _say_exported(exported, out, is_gguf=gguf)
 
 
 def push(
@@ -234,6 +230,18 @@ def _refuse_lonely_options(*options: tuple[str, bool, str, bool]) -> None:
     for option, is_given, needed, is_there in options:
         if is_given and not is_there:
             raise ConfigError(f"{option} needs {needed}, which was not given. Add it, or leave out {option}.")
+
+
+def _say_exported(exported: Exported, out: Path, *, is_gguf: bool) -> None:
+    """Say what a folder for llama.cpp or Ollama holds, and how it is served."""
+    files = [path for path in sorted(out.expanduser().iterdir()) if path.suffix == ".gguf" or path.name == "Modelfile"]
+    say(f"Written to {out}: {', '.join(f'{path.name} ({in_units(path.stat().st_size)})' for path in files)}")
+    if exported.num_tensors is not None:
+        say(f"The GGUF file holds {exported.num_tensors} tensors.")
+    if is_gguf:
+        say(exported.token_ids)
+    if (out.expanduser() / "Modelfile").is_file():
+        say(f"Next: cd {out} && ollama create my-model -f Modelfile")
 
 
 def _export_onnx(
