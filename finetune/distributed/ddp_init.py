@@ -7,6 +7,7 @@ Accelerate, the second undoes only those changes, so that a launcher's own setti
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import time
@@ -20,7 +21,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not in __all__
 from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout
 
-from finetune.distributed.device import _resolve_device, device_identity, device_of_rank, refuse_shared_devices
+from finetune.distributed.device import (
+    _resolve_device,
+    device_identity,
+    device_of_rank,
+    refuse_different_devices,
+    refuse_shared_devices,
+)
 from finetune.distributed.environment import (
     GLOO_INTERFACE_VARIABLE,
     WORLD_VARIABLES,
@@ -106,7 +113,8 @@ def initialize_ddp(
         This process's place, or None when a group is up already. A world of one needs no group: `distributed` is False.
 
     Raises:
-        LaunchError: contradictory variables, nccl without CUDA, two ranks on one GPU, rank 0 not found.
+        LaunchError: contradictory variables, nccl without CUDA, ranks on different kinds of device or two on one
+            GPU, rank 0 not found.
         LeftToMain: rank 0 has confirmed that it trains alone; leaves the process with exit code 0.
     """
     if dist.is_initialized():
@@ -126,11 +134,15 @@ def initialize_ddp(
     try:
         _write_missing(environment.as_variables())
         why_alone = _initialize_distributed(
-            environment, chosen, DEFAULT_TIMEOUT if timeout is None else timeout, flag=flag, fallbacks=fallbacks
+            environment,
+            chosen,
+            own_device,
+            DEFAULT_TIMEOUT if timeout is None else timeout,
+            flag=flag,
+            fallbacks=fallbacks,
         )
         if why_alone is not None:
             return _go_on_alone(environment, why_alone, own_device, fallbacks)
-        _compare_devices(own_device)
     except BaseException:
         cleanup_ddp()
         raise
@@ -219,6 +231,7 @@ def _choose_backend(backend: str | None, device: torch.device) -> str:
 def _initialize_distributed(
     environment: LaunchEnvironment,
     backend: str,
+    device: torch.device,
     timeout: timedelta,
     *,
     flag: bool | None = None,
@@ -236,9 +249,10 @@ def _initialize_distributed(
     why = None
     if environment.rank == 0:
         why = _why_not_wanted(environment) if flag is False else rendezvous.wait_for_all()
-    why = _settle(rendezvous, why, fallbacks)
+    why = _settle(rendezvous, _verdict(why, fallbacks))
     if why is not None:
         return why
+    _compare_devices(rendezvous, device, backend)
     for candidate in (backend,) if backend != "nccl" or fallbacks.strict else (backend, "gloo"):
         failure = _start_backend(rendezvous, candidate, timeout)
         if failure is None:
@@ -247,7 +261,7 @@ def _initialize_distributed(
             return None
         why = failure
         _give_up(candidate)
-    return _settle(rendezvous, why, fallbacks)
+    return _settle(rendezvous, _verdict(why, fallbacks))
 
 
 def _why_not_wanted(environment: LaunchEnvironment) -> str:
@@ -257,21 +271,31 @@ def _why_not_wanted(environment: LaunchEnvironment) -> str:
     )
 
 
-def _settle(rendezvous: Rendezvous, why: str | None, fallbacks: Fallbacks) -> str | None:
-    """Rank 0 gives its verdict, the others obey it. None: together; else, on rank 0, why it goes on alone.
+def _verdict(why: str | None, fallbacks: Fallbacks) -> Verdict:
+    """What follows from the reason why the ranks cannot train together; None: there is none."""
+    if why is None:
+        return Verdict("together")
+    return Verdict("refused", f"{why}. No rank goes on alone.") if fallbacks.strict else Verdict("alone", why)
+
+
+def _settle(rendezvous: Rendezvous, verdict: Verdict) -> str | None:
+    """Rank 0 gives its verdict, the others obey it. None: together; else, on rank 0, why it goes on alone. Collective.
+
+    Args:
+        rendezvous: of all ranks.
+        verdict: rank 0's own; that of another rank is not used.
 
     Raises:
-        LaunchError: rank 0 is strict.
+        LaunchError: it refuses.
         LeftToMain: on the others, where rank 0 goes on alone.
     """
     environment = rendezvous.environment
     if environment.rank == 0:
-        verdict = Verdict("together") if why is None else Verdict("refused" if fallbacks.strict else "alone", why)
         rendezvous.give_verdict(verdict)
     else:
         verdict = rendezvous.read_verdict()
     if verdict.kind == "refused":
-        raise LaunchError(f"{verdict.why}. No rank goes on alone.")
+        raise LaunchError(verdict.why)
     if verdict.kind == "alone" and environment.rank != 0:
         _log.warning(
             "[Distributed] rank 0 trains alone: rank %d of %d leaves (%s)",
@@ -286,7 +310,7 @@ def _settle(rendezvous: Rendezvous, why: str | None, fallbacks: Fallbacks) -> st
 def _start_backend(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> str | None:
     """Connect the ranks, which are all present; None, or which of them could not and why. Collective."""
     environment = rendezvous.environment
-    seconds = min(_MOST_START_SECONDS, max(rendezvous.seconds_left, _LEAST_START_SECONDS))
+    seconds = _start_seconds(rendezvous)
     limit = timedelta(seconds=seconds)
     rendezvous.store.set_timeout(limit)
     interface = interface_towards(_address_of_a_peer(rendezvous, seconds) or environment.master_addr)
@@ -326,6 +350,11 @@ def _start_backend(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> 
     return None
 
 
+def _start_seconds(rendezvous: Rendezvous) -> float:
+    """How long ranks that are all present wait for each other."""
+    return min(_MOST_START_SECONDS, max(rendezvous.seconds_left, _LEAST_START_SECONDS))
+
+
 def _finish(work: dist.Work, seconds: float) -> None:
     """Wait for a collective whose backend has no limit that this process survives.
 
@@ -359,13 +388,23 @@ def _address_of_a_peer(rendezvous: Rendezvous, seconds: float) -> str | None:
     return next((address for address in notes.values() if address and not is_own_address(address)), None)
 
 
-def _compare_devices(device: torch.device) -> None:
-    """Two ranks that see one GPU each may see the same one. Collective where ranks compute on GPUs."""
-    rendezvous = _State.rendezvous
-    if rendezvous is None or device.type != "cuda":
-        return
-    notes = rendezvous.exchange("device", device_identity(device) or "", _MOST_START_SECONDS)
-    refuse_shared_devices([notes.get(rank) or None for rank in range(rendezvous.environment.world_size)])
+def _compare_devices(rendezvous: Rendezvous, device: torch.device, backend: str) -> None:
+    """Refuse ranks on different kinds of device or two on one GPU, before a backend starts and hangs. Collective.
+
+    Raises:
+        LaunchError: on all ranks.
+    """
+    note = json.dumps([f"{device.type} with {backend}", device_identity(device)])
+    notes = rendezvous.exchange("device", note, _start_seconds(rendezvous))
+    found = {rank: json.loads(text) for rank, text in notes.items()}
+    verdict = Verdict("together")
+    try:
+        refuse_different_devices({rank: kind for rank, (kind, _) in found.items()})
+        refuse_shared_devices([found.get(rank, ("", None))[1] for rank in range(rendezvous.environment.world_size)])
+    except LaunchError as error:
+        verdict = Verdict("refused", str(error))
+    # As a verdict, since rank 0 takes the store with it: it must not leave before the others have read why.
+    _settle(rendezvous, verdict)
 
 
 def _alone(

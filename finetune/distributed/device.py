@@ -6,11 +6,12 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from finetune.distributed.environment import is_gpu_choice_given, visible_gpus
+from finetune.distributed.guardian.faults import ranks_in_words
 from finetune.errors import LaunchError
 
 _log = logging.getLogger(__name__)
@@ -95,6 +96,27 @@ def device_identity(device: torch.device) -> str | None:
     name = visible[index].strip() if index < len(visible) else ""
     uuid = name if name.startswith("MIG-") else f"GPU-{torch.cuda.get_device_properties(index).uuid}"
     return f"{socket.gethostname()} {uuid}"
+
+
+def refuse_different_devices(kinds: Mapping[int, str]) -> None:
+    """Refuse ranks that could not sum their gradients: each backend waits for all ranks.
+
+    Args:
+        kinds: kind of device and backend in words, by rank.
+
+    Raises:
+        LaunchError: they differ.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, kind in kinds.items():
+        ranks.setdefault(kind, []).append(rank)
+    if len(ranks) > 1:
+        found = ", ".join(f"{kind} ({ranks_in_words(them)})" for kind, them in ranks.items())
+        raise LaunchError(
+            f"The ranks compute on different kinds of device, or with different backends: {found}. All need the same. "
+            "If a node should have GPUs, run `finetune doctor` there: its driver may be broken, or "
+            "CUDA_VISIBLE_DEVICES hides them. Otherwise give all ranks the same training.device and parallel.backend."
+        )
 
 
 def refuse_shared_devices(identities: Sequence[str | None]) -> None:

@@ -8,6 +8,7 @@ from finetune.distributed.device import (
     _resolve_device,
     device_identity,
     device_of_rank,
+    refuse_different_devices,
     refuse_shared_devices,
 )
 from finetune.errors import LaunchError
@@ -106,6 +107,14 @@ def test_a_gpu_is_known_by_its_uuid_whatever_its_index(gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-aa, MIG-bb")  # two slices of one GPU are two devices
     assert device_identity(torch.device("cuda", 1)).endswith(" MIG-bb")
     assert device_identity(torch.device("cpu")) is None
+
+
+def test_ranks_on_different_kinds_of_device_are_refused_by_kind():
+    kinds = ["cuda with nccl", "cpu with gloo", "cuda with nccl", "cpu with gloo"]
+    with pytest.raises(LaunchError) as caught:
+        refuse_different_devices(dict(enumerate(kinds)))
+    for part in ("cuda with nccl (ranks 0, 2), cpu with gloo (ranks 1, 3)", "training.device", "finetune doctor"):
+        assert part in str(caught.value)
 
 
 def test_two_ranks_on_one_gpu_are_refused_by_name():

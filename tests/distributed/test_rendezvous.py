@@ -213,6 +213,20 @@ def test_gloo_takes_over_from_an_nccl_that_does_not_start(tmp_path, strict):
         assert "nccl did not start" in fallback["why"]
 
 
+def test_ranks_on_different_kinds_of_device_are_refused_before_a_backend_starts(tmp_path):
+    """A broken driver leaves one node with its CPU. Its gloo and the others' nccl would wait for each other."""
+    port = free_port()
+    kinds = ["nccl", "gloo", "nccl"]
+    processes = [start(tmp_path, rank, port, world_size=3, backend=backend) for rank, backend in enumerate(kinds)]
+    codes, reports, outputs = ends(processes, tmp_path)
+    assert codes == [2, 2, 2], outputs
+    for report in reports:
+        assert report["error"] == "LaunchError"
+        assert "cpu with nccl (ranks 0, 2), cpu with gloo (rank 1)" in report["text"]
+        assert report["seconds"] < 10
+        assert report["clean"]
+
+
 def test_while_waiting_a_rank_says_who_is_missing(monkeypatch, caplog):
     monkeypatch.setattr(rendezvous, "REPORT_SECONDS", 0.2)
     port = free_port()

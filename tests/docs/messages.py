@@ -206,7 +206,7 @@ def left_to_rank_0(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 
     def leave() -> None:
         with pytest.raises(SystemExit):
-            ddp_init._settle(second, None, Fallbacks())
+            ddp_init._settle(second, Verdict("together"))
 
     printed = printed_by(leave)
     first.leave()
@@ -220,6 +220,12 @@ def left_to_rank_0(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 def too_few_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     return printed_by(lambda: device._pick_device(1))
+
+
+@maker
+def different_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    kinds = ["cuda with nccl"] * 4 + ["cpu with gloo"] * 4
+    return printed_by(lambda: device.refuse_different_devices(dict(enumerate(kinds))))
 
 
 @maker
