@@ -104,9 +104,14 @@ class Runtime:
         )
         self._compare_worlds()
         self._log_first_line()
-        self._hosts = self._connect_hosts()
+        self._hosts: dist.ProcessGroup | None = None
         if context.distributed:
-            self._watchdog = self._start_watchdog()
+            self._watchdog = self._start_watchdog()  # before a group is made: it waits for a rank that is gone
+            try:
+                self._hosts = self._connect_hosts()
+            except BaseException as error:
+                self.close(error)
+                raise
 
     @property
     def rank(self) -> int:
@@ -633,14 +638,24 @@ class Runtime:
         )
 
     def _connect_hosts(self) -> dist.ProcessGroup | None:
-        """Make a group for numbers of the CPU where the backend takes none; None: it does. Collective."""
+        """Make a group for numbers of the CPU where the backend takes none; None: it does. Collective.
+
+        Raises:
+            LaunchError: gloo does not connect the ranks.
+            RunFailedError: one of them is gone.
+        """
         if self.backend != "nccl":
             return None
+        watchdog = self._watchdog
         try:
             timeout = timedelta(minutes=self._parallel.timeout_minutes)
-            group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+            with watchdog.waiting("connecting the CPUs of all ranks") if watchdog is not None else nullcontext():
+                group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
             return group
         except (dist.DistError, RuntimeError) as error:
+            fault = watchdog.first_fault(_FAULT_SECONDS) if watchdog is not None else None
+            if fault is not None:
+                raise RunFailedError(str(fault), fault=fault) from error
             raise LaunchError(
                 f"nccl connects the GPUs of {self.world_size} ranks, but gloo does not connect their CPUs "
                 f"({first_line(error)}). Set {GLOO_INTERFACE_VARIABLE} to the network interface that leads to rank 0."

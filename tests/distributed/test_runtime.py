@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from finetune.config.schema import Config
+from finetune.distributed.ddp_init import ProcessContext
+from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import _check_world, launch
+from finetune.distributed.runtime import Runtime, forget_accelerate
 from finetune.errors import ConfigError, DataError, LaunchError
+from finetune.fallbacks import Fallbacks
 from tests.launches import free_port, place_variables, reports_of
 
 CPU = {"training": {"device": "cpu", "precision": "fp32"}}
@@ -351,6 +355,8 @@ def test_an_accelerator_that_finetune_does_not_know_is_missed_aloud(monkeypatch)
 class Recorder:
     """A watchdog and a GPU's stream that write down when they are called."""
 
+    is_reported_elsewhere = False
+
     def __init__(self):
         self.heard = []
 
@@ -359,6 +365,15 @@ class Recorder:
         self.heard.append(f"enter {collective}")
         yield
         self.heard.append("leave")
+
+    def first_fault(self, wait_seconds):
+        self.heard.append("ask for the fault")
+
+    def fail(self, error):
+        self.heard.append(f"failed: {error.partition(':')[0]}")
+
+    def close(self):
+        self.heard.append("closed")
 
     def synchronize(self):
         self.heard.append("the device is done")
@@ -378,6 +393,26 @@ def test_a_gpu_finishes_its_work_before_a_rank_waits_and_before_it_waits_no_more
         runtime.context, runtime._watchdog = there, None
     done = "the device is done"
     assert recorder.heard == [done, "enter barrier", done, "leave"]
+
+
+def test_ranks_are_watched_while_their_cpus_are_connected(monkeypatch):
+    """A rank that dies then would be waited for until the group's timeout, which is an hour."""
+    recorder = Recorder()
+
+    def fails(*args, **kwargs):
+        recorder.heard.append("connect")
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(Runtime, "_compare_worlds", lambda self: None)
+    monkeypatch.setattr(Runtime, "_start_watchdog", lambda self: recorder)
+    monkeypatch.setattr(Runtime, "backend", "nccl")
+    monkeypatch.setattr(torch.distributed, "new_group", fails)
+    context = ProcessContext(True, 0, 0, 2, torch.device("cpu"))
+    with pytest.raises(LaunchError, match="gloo does not connect their CPUs"):
+        Runtime(context, read_environment({}), Fallbacks(), config(), {})
+    forget_accelerate()
+    connecting = ["enter connecting the CPUs of all ranks", "connect"]
+    assert recorder.heard == [*connecting, "ask for the fault", "failed: LaunchError", "closed"]
 
 
 def test_only_the_last_backward_pass_of_a_step_waits_for_other_ranks():
