@@ -260,7 +260,6 @@ def _initialize_distributed(
                 _take(fallbacks, Fallback(what="parallel.backend", wanted=backend, used=candidate, why=str(why)))
             return None
         why = failure
-        _give_up(candidate)
     return _settle(rendezvous, _verdict(why, fallbacks))
 
 
@@ -308,7 +307,21 @@ def _settle(rendezvous: Rendezvous, verdict: Verdict) -> str | None:
 
 
 def _start_backend(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> str | None:
-    """Connect the ranks, which are all present; None, or which of them could not and why. Collective."""
+    """Connect the ranks, which are all present; None, or which of them could not and why. Collective.
+
+    No group is left if that fails, whatever the error: `cleanup_ddp` would wait for a collective that hangs.
+    """
+    has_started = False
+    try:
+        why = _connect_ranks(rendezvous, backend, timeout)
+        has_started = why is None
+    finally:
+        if not has_started:
+            _give_up(backend)
+    return why
+
+
+def _connect_ranks(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> str | None:
     environment = rendezvous.environment
     seconds = _start_seconds(rendezvous)
     limit = timedelta(seconds=seconds)

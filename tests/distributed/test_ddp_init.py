@@ -9,10 +9,8 @@ import torch.distributed as dist
 
 from finetune import cleanup_ddp, initialize_ddp
 from finetune.config.schema import Config
-from finetune.distributed.ddp_init import (
-    _finish,
-    _start_backend,
-)
+from finetune.distributed import ddp_init
+from finetune.distributed.ddp_init import _finish, _start_backend
 from finetune.distributed.environment import LAUNCH_VARIABLES, read_environment, with_place
 from finetune.errors import ConfigError, LaunchError
 from finetune.fallbacks import Fallbacks
@@ -221,6 +219,23 @@ def test_why_a_backend_does_not_start_is_said_whatever_lines_its_error_has(monke
     why = _start_backend(OneRank(), "gloo", timedelta(minutes=60))
     cleanup_ddp()
     assert why == f"gloo did not start on 1 of 1 ranks (rank 0: {reason})"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_a_start_that_is_interrupted_leaves_no_group_to_wait_for(monkeypatch, backend):
+    """Ctrl-C, or a store that is lost, while nccl hangs: destroying its group would wait for its collective."""
+    rendezvous, given_up = OneRank(), []
+    monkeypatch.setattr(ddp_init, "_abort_process_group", lambda: given_up.append("aborted"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: given_up.append("destroyed"))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: _interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        _start_backend(rendezvous, backend, timedelta(minutes=60))
+    assert given_up == ["aborted" if backend == "nccl" else "destroyed"]
+
+
+def _interrupt():
+    raise KeyboardInterrupt
 
 
 def test_the_limit_for_the_start_holds_for_the_start_alone():
