@@ -425,10 +425,9 @@ def _alone(
 ) -> ProcessContext:
     """A world of one, as it was launched."""
     if flag is True:
-        why = (
-            f"{environment.launcher} started one process; use torchrun, accelerate launch, srun or "
-            "parallel.num_processes for more"
-        )
+        has_launcher = environment.launcher != "none"
+        found = f"{environment.launcher} started one process" if has_launcher else "there is no launcher"
+        why = f"{found}; use torchrun, accelerate launch, srun or parallel.num_processes for several processes"
         fallbacks.take(
             Fallback(what="ddp", wanted="several processes", used="one process", why=why),
             warning="[Trainer] Warning: DDP was requested but WORLD_SIZE is 1: this process trains alone",

@@ -247,12 +247,16 @@ def _check_wish(config: Config, environment: LaunchEnvironment, fallbacks: Fallb
     if environment.launcher != "none":
         started["num_processes"] = environment.world_size
     shown = f"RANK={environment.rank}, WORLD_SIZE={environment.world_size}"
+    if environment.launcher == "none":
+        found = f"this process was started without a launcher, as {shown}"
+    else:
+        found = f"{environment.launcher} started this process with {shown}"
     for key, actual in started.items():
         asked = getattr(config.parallel, key)
         if asked is not None and asked != actual:
             raise LaunchError(
-                f"parallel.{key} is {asked} ({config.origin(f'parallel.{key}')}) but {environment.launcher} started "
-                f"this process with {shown}. Remove the key, or launch to match it."
+                f"parallel.{key} is {asked} ({config.origin(f'parallel.{key}')}) but {found}. "
+                "Remove the key, or launch to match it."
             )
     _check_address(config, environment)
     if config.ddp is False and (config.parallel.num_processes or 1) > 1:

@@ -708,8 +708,9 @@ class Runtime:
         different = [f"{name}: ours {a}, Accelerate's {b}" for name, (a, b) in pairs.items() if a != b]
         if different:
             raise LaunchError(
-                f"finetune and Accelerate see different worlds ({self.environment.launcher}): {'; '.join(different)}. "
-                "Remove the ACCELERATE_* variables or the accelerate config file that ask for something else."
+                f"finetune and Accelerate see different worlds (launcher {self.environment.launcher}): "
+                f"{'; '.join(different)}. Remove the ACCELERATE_* variables or the accelerate config file that ask for "
+                "something else."
             )
 
     def _log_first_line(self) -> None:

@@ -187,9 +187,8 @@ def _join_as_configured(world: ExitStack, rank: int, config: Config) -> None:
 def _check_rank(rank: int, runtime: Runtime) -> None:
     if rank != runtime.rank:
         raise LaunchError(
-            f"TrainerDDP was given rank {rank}, but this process is rank {runtime.rank} in the world of "
-            f"{runtime.world_size} that {runtime.environment.launcher} started. Give the rank that initialize_ddp was "
-            "given, or int(os.environ['RANK'])."
+            f"TrainerDDP was given rank {rank}, but this process is rank {runtime.rank} of {runtime.world_size}. "
+            "Give the rank that initialize_ddp was given, or int(os.environ['RANK'])."
         )
 
 

@@ -264,9 +264,17 @@ def test_a_wish_that_the_launch_does_not_meet_is_refused(monkeypatch, key, words
         pass
 
 
+def test_a_wish_for_several_ranks_without_a_launcher_is_refused():
+    words = r"but this process was started without a launcher, as RANK=0, WORLD_SIZE=1\."
+    with pytest.raises(LaunchError, match=words), launch(config(parallel={"world_size": 3})):
+        pass
+
+
 def test_ddp_true_alone_is_a_fallback_that_strict_refuses():
     with launch(config(ddp=True)) as runtime:
-        assert [record["what"] for record in runtime.fallbacks.as_records()] == ["ddp"]
+        (record,) = runtime.fallbacks.as_records()
+        assert record["what"] == "ddp"
+        assert record["why"].startswith("there is no launcher; use torchrun")
         assert runtime.world_size == 1
     with pytest.raises(ConfigError, match="strict"), launch(config(ddp=True, strict=True)):
         pass
