@@ -346,7 +346,7 @@ def _connect_ranks(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> 
             dist.barrier()
         _set_timeout(timeout)
         rendezvous.store.set_timeout(timeout)
-    except (dist.DistError, RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         # nccl's own reason stands lines below the first, which is the same for all of them.
         problem = f"{first_line(error)} {str(error).partition('Last error:')[2].strip()}".strip()
     notes = rendezvous.exchange(f"start of {backend}", problem, seconds + _LEAST_START_SECONDS)

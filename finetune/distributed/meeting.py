@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not in __all__
 
 from finetune.errors import Fault, RunFailedError
@@ -65,7 +64,7 @@ class Meetings:
                     raise RunFailedError(str(fault), fault=fault)
             self._store.add(f"{here}/seen", 1)
             self._last = f"{here}/seen"
-        except (dist.DistError, RuntimeError) as error:
+        except RuntimeError as error:
             raise _alone(what, "rank 0, which keeps the store, has left") from error
 
     def leave(self) -> None:
@@ -74,7 +73,7 @@ class Meetings:
         Rank 0 takes the store with it, so it waits until the others have seen that the last meeting was complete.
         """
         patience = time.monotonic() + _PATIENCE_SECONDS
-        with suppress(dist.DistError, RuntimeError):  # rank 0 and its store are gone: nobody waits there
+        with suppress(RuntimeError):  # rank 0 and its store are gone: nobody waits there
             self._store.compare_set(self._left, "", str(self._rank))
             while self._rank == 0 and self._last and not self._have_all(self._last) and time.monotonic() < patience:
                 time.sleep(_LOOK_SECONDS)

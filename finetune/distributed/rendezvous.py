@@ -3,6 +3,8 @@
 torch waits silently for about twice its timeout, and forever where something other than a store answers. So the ranks
 join at a store first: the missing ones are named while the others wait, and rank 0 gives one verdict that all of them
 read. Only then is a process group made.
+
+Where a store or another rank is gone, torch raises a RuntimeError of some kind, often a DistError, which is one too.
 """
 
 from __future__ import annotations
@@ -189,7 +191,7 @@ class Rendezvous:
                     if store.check([request]):
                         store.set(f"token/{store.get(request).decode()}", token)
                         num_answered[rank] += 1
-        except (dist.DistError, RuntimeError):
+        except RuntimeError:
             pass  # the store is gone; the main thread learns it from its own question
 
     def _join(self) -> str:
@@ -199,7 +201,7 @@ class Rendezvous:
             try:
                 self._refuse_another_launch()
                 return self._request_token()
-            except (dist.DistError, RuntimeError) as error:
+            except RuntimeError as error:
                 if self.seconds_left == 0:
                     raise self._lost_store() from error
 
@@ -223,7 +225,7 @@ class Rendezvous:
         try:
             # Rank 0 talks to its own store over loopback, whatever the others call this machine.
             store = _open_stores.get(environment.master_port) or self._tcp_store("127.0.0.1", is_master=True)
-        except (dist.DistError, RuntimeError) as error:
+        except RuntimeError as error:
             in_use = "EADDRINUSE" in str(error) or "in use" in str(error)
             raise LaunchError(
                 f"rank 0 cannot open port {environment.master_port} for the other ranks ({environment.launcher}): "
@@ -327,7 +329,7 @@ class Rendezvous:
         """Call a method of the store. Where the store is gone, rank 0 or the launcher's agent is gone too."""
         try:
             return getattr(self.store, verb)(*args)
-        except (dist.DistError, RuntimeError) as error:
+        except RuntimeError as error:
             raise self._lost_store() from error
 
     def _lost_store(self) -> LaunchError:

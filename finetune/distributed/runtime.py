@@ -540,7 +540,7 @@ class Runtime:
             if self.is_told_to_stop:
                 store.set(_TOLD_TO_STOP, "")
             return bool(store.check([_TOLD_TO_STOP]))
-        except (dist.DistError, RuntimeError):  # its process is gone: the next collective names it
+        except RuntimeError:  # its process is gone: the next collective names it
             return self.is_told_to_stop
 
     @contextmanager
@@ -652,7 +652,7 @@ class Runtime:
             with watchdog.waiting("connecting the CPUs of all ranks") if watchdog is not None else nullcontext():
                 group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
             return group
-        except (dist.DistError, RuntimeError) as error:
+        except RuntimeError as error:
             fault = watchdog.first_fault(_FAULT_SECONDS) if watchdog is not None else None
             if fault is not None:
                 raise RunFailedError(str(fault), fault=fault) from error
@@ -682,7 +682,7 @@ class Runtime:
                 yield
                 if waits_after:
                     self.let_device_finish()
-        except (dist.DistError, RuntimeError) as error:
+        except RuntimeError as error:
             fault = watchdog.first_fault(_FAULT_SECONDS) if watchdog is not None else None
             if fault is None and not _is_lost_contact(error):
                 raise

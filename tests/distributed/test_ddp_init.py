@@ -238,6 +238,11 @@ def _interrupt():
     raise KeyboardInterrupt
 
 
+def test_whatever_torch_raises_of_a_world_is_a_runtime_error():
+    """All that catches a lost store or a lost rank relies on it."""
+    assert issubclass(dist.DistError, RuntimeError)
+
+
 def test_the_limit_for_the_start_holds_for_the_start_alone():
     rendezvous = OneRank()
     assert _start_backend(rendezvous, "gloo", timedelta(minutes=60)) is None
