@@ -53,6 +53,3 @@ class Fallbacks:
     def as_records(self) -> list[dict[str, str]]:
         """Convert the downgrades to plain values for run.json."""
         return [asdict(fallback) for fallback in self._taken]
-
-    def __len__(self) -> int:
-        return len(self._taken)

@@ -68,7 +68,7 @@ def encode_examples(
         ConfigError: there is no template of the name in `data.chat_template`.
     """
     use_chat_template(tokenizer, section.chat_template)
-    encoder = _Encoder(tokenizer, section, Fallbacks() if fallbacks is None else fallbacks)
+    encoder = _Encoder(tokenizer, section, fallbacks or Fallbacks())
     parts = {
         split: [encoder.encode(part) for part in examples.parts]
         for split, examples in vars(splits).items()

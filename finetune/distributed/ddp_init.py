@@ -124,7 +124,7 @@ def initialize_ddp(
     environment = _environment_with(rank, worldsize, master_addr, master_port)
     if not is_configured():  # a script in the form of the guides begins here
         configure_logs(environment.rank, num_processes=environment.world_size)
-    fallbacks = Fallbacks() if fallbacks is None else fallbacks  # an empty list of them is false
+    fallbacks = fallbacks or Fallbacks()
     if environment.world_size == 1:
         return _alone(environment, device, flag, fallbacks)
     own_device = device_of_rank(environment.local_rank, device)

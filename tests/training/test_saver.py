@@ -66,7 +66,7 @@ def snapshot(folder, model, optimizer, step):
 
 
 def saver(folder, *, fallbacks=None, before=lambda: None, **keys):
-    return Saver(folder, CheckpointSection(**keys), Fallbacks() if fallbacks is None else fallbacks, before=before)
+    return Saver(folder, CheckpointSection(**keys), fallbacks or Fallbacks(), before=before)
 
 
 def weights_of(path):
