@@ -22,7 +22,7 @@ def read_linear(module: Any, like: Any) -> Linear | nn.Module:
         module: a layer for which `unknown_linear` returns None.
         like: a tensor with the rows, the type and the device of the module's input.
     """
-    if own_way_reason(module) is not None:
+    if reason_to_call(module) is not None:
         called: nn.Module = module
         return called
     base = getattr(module, "base_layer", module)
@@ -40,7 +40,7 @@ def read_linear(module: Any, like: Any) -> Linear | nn.Module:
     )
 
 
-def own_way_reason(module: Any) -> str | None:
+def reason_to_call(module: Any) -> str | None:
     """Return the reason to call a linear layer's own forward; None where its tensors are enough."""
     if _holds_readable_weight(module):
         return hook_reason(module)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from finetune.engine.adapted import hook_reason, own_way_reason, unknown_linear
+from finetune.engine.adapted import hook_reason, reason_to_call, unknown_linear
 from finetune.engine.decoder import FAMILIES, FULL, SLIDING, bare_model
 
 _PLAIN_TYPES = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList)
@@ -17,7 +17,7 @@ def unsupported_reason(model: nn.Module) -> str | None:
     """Return the reason why `Decoder` cannot replace the model's own forward; None where it can.
 
     Every module must be of a known type, so that replaced, wrapped and hooked modules are found. The linear layers of
-    `own_layers` are supported by calling them.
+    `called_layers` are supported by calling them.
 
     Args:
         model: a transformers causal language model, or a PEFT model around one.
@@ -66,11 +66,11 @@ def _window_reasons(config: Any) -> Iterator[str]:
         yield "some of its layers have a sliding window (layer_types) whose size is not set (sliding_window)"
 
 
-def own_layers(model: nn.Module) -> dict[str, list[str]]:
+def called_layers(model: nn.Module) -> dict[str, list[str]]:
     """Return the names of linear layers that the engine must call, by reason."""
     found: dict[str, list[str]] = {}
     for name, module in _linears(bare_model(model)):
-        reason = own_way_reason(module)
+        reason = reason_to_call(module)
         if reason is not None:
             found.setdefault(reason, []).append(name)
     return found

@@ -28,7 +28,7 @@ from finetune.export.vectors import Vector, digest_files, digest_tensors, make_v
 from finetune.inference.finished_run import FinishedRun, put_adapter_on
 from finetune.model.base import build_base_model
 from finetune.model.new_tokens import build_run_tokenizer
-from finetune.model.tokens import agree_on_tokens
+from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.runs.durable import Chunks
 from finetune.runs.model_files import encode_full_model, encode_tokenizer, has_adapter
 from finetune.runs.tensors import TensorFile, read_tensors
@@ -85,7 +85,7 @@ def write_merged(
     asked = prompts_to_ask(tokenizer, model)
     prompts = [one.token_ids for one in asked]
     tuned, base = logits_in_fp32(model, prompts), None
-    stops = agree_on_tokens(model, tokenizer)
+    stops = set_stop_and_pad_ids(model, tokenizer)
     vectors = make_vectors(model, asked, tuned, stop_ids=stops, has_template=tokenizer.chat_template is not None)
     if run.is_full:
         convert_weights(model, target)

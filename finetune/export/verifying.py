@@ -24,7 +24,7 @@ from finetune.export.vectors import Vectors, digest_files, digest_tensors, make_
 from finetune.inference.finished_run import FinishedRun, find_run
 from finetune.model.base import locate_model
 from finetune.model.new_tokens import build_run_tokenizer
-from finetune.model.tokens import agree_on_tokens
+from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.runs.durable import MANIFEST
 from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import RecordedRun, whole
@@ -170,7 +170,7 @@ def vectors_of_run(run: FinishedRun) -> Vectors:
     """
     tokenizer, model = build_run_tokenizer(run.config), load_tuned_model(run)
     asked = prompts_to_ask(tokenizer, model)
-    stops = agree_on_tokens(model, tokenizer)
+    stops = set_stop_and_pad_ids(model, tokenizer)
     logits = engine_logits(run.config.training, model.float(), [one.token_ids for one in asked])
     return make_vectors(model, asked, logits, stop_ids=stops, has_template=tokenizer.chat_template is not None)
 

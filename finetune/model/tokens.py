@@ -19,7 +19,7 @@ _KEPT_FREE = re.compile(r"<\|(dummy|placeholder|reserved|unused)[\w-]*\|>")
 _log = logging.getLogger(__name__)
 
 
-def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def set_stop_and_pad_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Put the stop ids and the padding id into the model's configurations, where `generate` and saving find them.
 
     The stop ids are the template's end of turn, eos, and those of the model's own generation_config.json. With eos

@@ -13,7 +13,7 @@ from finetune.engine.attention import prepared_by_the_host
 from finetune.engine.attention_cuda import attention_downgrade
 from finetune.engine.decoder import layer_windows
 from finetune.engine.fused import switch_fused, why_not_fused
-from finetune.engine.supported import own_layers, unsupported_reason
+from finetune.engine.supported import called_layers, unsupported_reason
 from finetune.fallbacks import Fallback
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def choose_forward(
         prepare_attention=prepare_attention,
         windows=layer_windows(model),
     )
-    return Forward(collate=collate, called_layers=own_layers(model))
+    return Forward(collate=collate, called_layers=called_layers(model))
 
 
 def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn.Module) -> Forward:

@@ -31,7 +31,7 @@ from finetune.inference.losses import LossSums, sum_losses
 from finetune.inference.scores import Comparison, show_comparison
 from finetune.model.base import checkpoint_gradients, longrope_boundary
 from finetune.model.lora import without_adapter
-from finetune.model.tokens import agree_on_tokens
+from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.model.training_mode import add_embedding_noise
 from finetune.runs.checkpoints import load_checkpoint, save_base, take_snapshot
 from finetune.runs.folder import RunFolder
@@ -133,7 +133,7 @@ class Trainer:
         self._metrics = check_metrics(config, self.figures_of(config))
         if splits.validation is not None:
             refuse_rows_without_answers(config, splits.validation.kind)
-        agree_on_tokens(model, tokenizer)
+        set_stop_and_pad_ids(model, tokenizer)
         runtime.agree_set_up()
         runtime.refuse_differences("the data", "/".join(split.fingerprint for split in named_splits(splits).values()))
         runtime.fit_threads(model)

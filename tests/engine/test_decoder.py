@@ -12,7 +12,7 @@ from finetune.engine.decoder import Decoder, layer_windows
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.loss_head import summed_head_loss
-from finetune.engine.supported import own_layers, unsupported_reason
+from finetune.engine.supported import called_layers, unsupported_reason
 from tests.docs.pages import DOCS
 from tests.tiny_models import (
     LLAMA_KIN,
@@ -407,7 +407,7 @@ OWN = {
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_layers_with_a_way_of_their_own_are_called_and_named(kind, what, checkpoint_layers):
     model = OWN[what](build_tiny(CONFIGS[kind]))
-    names = own_layers(model)[what]
+    names = called_layers(model)[what]
     assert 0 < len(names) <= 3 * len(LORA_TARGETS[model.config.model_type])
     assert_same_step(model, checkpoint_layers=checkpoint_layers)
 

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 
 from finetune.config.compose import load_config, resolved_yaml
 from finetune.inference.finished_run import FinishedRun, find_run
-from finetune.model.tokens import agree_on_tokens
+from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.runs.durable import committed_folder
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import encode_model, encode_tokenizer
@@ -79,7 +79,7 @@ def write_run(
     base.config._name_or_path = base.name_or_path = str(base_folder)
     model = build_tiny(base.config, seed=3, dtype=dtype) if full else None
     model = model or add_drawn_adapter(base, kind, scale=scale, **settings)
-    agree_on_tokens(model, tokenizer)
+    set_stop_and_pad_ids(model, tokenizer)
     run = RunFolder(folder)
     run.path.mkdir(parents=True)
     with committed_folder(run.adapter) as writer:

@@ -15,7 +15,7 @@ from finetune.distributed.precision import Precision, convert_weights
 from finetune.engine.four_bits import holds_nf4, widened
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
-from finetune.engine.supported import own_layers
+from finetune.engine.supported import called_layers
 from finetune.model.base import build_base_model
 from finetune.model.lora import add_lora
 from finetune.model.quantized import load_in_4_bits
@@ -52,7 +52,7 @@ def test_four_bits_are_the_weights_that_they_stand_for(
     section = ModelSection(path=str(inputs / "base"))
     in_four_bits = adapted(load_in_4_bits(section, device), precision, device)
     plain = adapted(build_base_model(section), precision, device)
-    assert own_layers(in_four_bits) == {}
+    assert called_layers(in_four_bits) == {}
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     is_quantized = False
     for name, module in in_four_bits.named_modules():

@@ -16,7 +16,7 @@ from finetune.engine.four_bits import holds_nf4, widened
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.products import unchanged_weights
-from finetune.engine.supported import own_layers
+from finetune.engine.supported import called_layers
 from finetune.errors import ConfigError, ModelError
 from finetune.model.base import build_base_model
 from finetune.model.lora import load_adapter
@@ -159,7 +159,7 @@ def test_the_engine_reads_four_bits_as_the_weights_that_they_stand_for(inputs, d
     section = ModelSection(path=str(inputs / "base"))
     models = [add_lora(base, LoraSection(r=4)).train() for base in (load_on_cpu(section), build_base_model(section))]
     in_four_bits, plain = models
-    assert own_layers(in_four_bits) == {}
+    assert called_layers(in_four_bits) == {}
     for name, module in in_four_bits.named_modules():
         if holds_nf4(module):
             plain.get_submodule(name).weight.data = widened(module.weight, dtype)

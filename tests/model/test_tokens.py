@@ -11,7 +11,7 @@ from finetune.config.schema import LoraSection, ModelSection
 from finetune.errors import DataError, ModelError
 from finetune.model.base import build_base_model, build_tokenizer
 from finetune.model.lora import add_lora
-from finetune.model.tokens import agree_on_tokens, choose_pad_token
+from finetune.model.tokens import choose_pad_token, set_stop_and_pad_ids
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config, tiny_phi_config
 
@@ -21,35 +21,35 @@ END, EOS = 321, 320
 def test_the_models_own_stop_ids_stay_behind_the_tokenizers() -> None:
     model = build_tiny(tiny_phi3_config(vocab_size=336))
     model.generation_config.eos_token_id = [7, EOS]
-    assert agree_on_tokens(model, tiny_tokenizer()) == [END, EOS, 7]
+    assert set_stop_and_pad_ids(model, tiny_tokenizer()) == [END, EOS, 7]
     assert model.generation_config.eos_token_id == model.config.eos_token_id == [END, EOS, 7]
-    assert agree_on_tokens(model, tiny_tokenizer()) == [END, EOS, 7], "a second time changes nothing"
+    assert set_stop_and_pad_ids(model, tiny_tokenizer()) == [END, EOS, 7], "a second time changes nothing"
 
 
 def test_an_id_that_the_model_has_no_row_for_stops_nothing() -> None:
     model = build_tiny(tiny_phi3_config(vocab_size=336, eos_token_id=32000))
-    assert agree_on_tokens(model, tiny_tokenizer()) == [END, EOS]
+    assert set_stop_and_pad_ids(model, tiny_tokenizer()) == [END, EOS]
 
 
 def test_an_adapters_base_is_told_and_a_single_stop_id_is_a_list_too() -> None:
     base = build_tiny(tiny_phi_config(vocab_size=336, eos_token_id=EOS))
     adapted = add_lora(base, LoraSection(r=2))
-    assert agree_on_tokens(adapted, tiny_tokenizer("none")) == [EOS]
+    assert set_stop_and_pad_ids(adapted, tiny_tokenizer("none")) == [EOS]
     assert base.generation_config.eos_token_id == [EOS]
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_has_rows_is_refused() -> None:
     tokenizer = tiny_tokenizer()
-    agree_on_tokens(build_tiny(tiny_phi3_config(vocab_size=len(tokenizer))), tokenizer)
+    set_stop_and_pad_ids(build_tiny(tiny_phi3_config(vocab_size=len(tokenizer))), tokenizer)
     with pytest.raises(ModelError, match=r"the tokenizer has 327 tokens, but the model's embedding 326 rows"):
-        agree_on_tokens(build_tiny(tiny_phi3_config(vocab_size=326)), tokenizer)
+        set_stop_and_pad_ids(build_tiny(tiny_phi3_config(vocab_size=326)), tokenizer)
 
 
 def test_a_tokenizer_that_nothing_can_end_is_refused() -> None:
     tokenizer = tiny_tokenizer("none")
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="nothing could end an answer"):
-        agree_on_tokens(build_tiny(tiny_phi3_config(vocab_size=336)), tokenizer)
+        set_stop_and_pad_ids(build_tiny(tiny_phi3_config(vocab_size=336)), tokenizer)
 
 
 def test_a_padding_token_that_ends_nothing_stays() -> None:

@@ -26,7 +26,7 @@ from finetune.inference.decoding import Decoding, generate_answers
 from finetune.model.base import build_base_model, build_tokenizer, longrope_boundary
 from finetune.model.lora import add_lora
 from finetune.model.targets import resolve_targets
-from finetune.model.tokens import agree_on_tokens
+from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.runs.model_files import encode_full_model
 from finetune.training.trainer import Trainer
 from tests.launches import REPOSITORY
@@ -102,7 +102,7 @@ def test_the_padding_token_ends_nothing_and_needs_no_new_row(made: tuple[Variant
     variant, folder = made
     tokenizer = build_tokenizer(variant.run_config(folder).model)
     model = build_base_model(variant.run_config(folder).model)
-    stops = agree_on_tokens(model, tokenizer)
+    stops = set_stop_and_pad_ids(model, tokenizer)
     assert tokenizer.pad_token_id not in stops
     assert tokenizer.pad_token_id < len(model.get_input_embeddings().weight)
     assert len(model.get_input_embeddings().weight) == len(variant.tokenizer()) + 13, "the vocabulary was cut or grown"
@@ -118,7 +118,7 @@ def test_stop_ids_are_a_list_all_the_way_to_the_saved_generation_config(
     section = variant.run_config(folder).model
     tokenizer, model = build_tokenizer(section), build_base_model(section)
     adapted = add_lora(model, LoraSection(r=2))
-    stops = agree_on_tokens(adapted, tokenizer)
+    stops = set_stop_and_pad_ids(adapted, tokenizer)
     names = tokenizer.convert_ids_to_tokens(stops)
     assert names == list(dict.fromkeys([variant.end, tokenizer.eos_token]))
     for name, content in encode_full_model(adapted.unload()).items():
@@ -263,7 +263,7 @@ def test_answers_end_at_each_of_the_stop_ids(made: tuple[Variant, Path]) -> None
     variant, folder = made
     section = variant.run_config(folder).model
     tokenizer, model = build_tokenizer(section), build_base_model(section)
-    stops = agree_on_tokens(model, tokenizer)
+    stops = set_stop_and_pad_ids(model, tokenizer)
     assert tokenizer.eos_token_id in stops
     for stop in stops:
         with torch.no_grad():  # a head that says nothing but this token
