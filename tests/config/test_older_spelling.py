@@ -172,8 +172,11 @@ def test_what_is_refused(tmp_path: Path, row: str, text: str, reason: str) -> No
         "null",
     ],
 )
-def test_names_of_causal_models(tmp_path: Path, name: str) -> None:
-    composed(tmp_path, f"model.type: {name}")
+def test_names_of_causal_models_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    with caplog.at_level(logging.WARNING, "finetune"):
+        composed(tmp_path, f"model.type: {name}")
+    (message,) = caplog.messages
+    assert message.endswith(":1: model.type is left out: the class follows from the model's own config.json")
 
 
 @pytest.mark.parametrize(
