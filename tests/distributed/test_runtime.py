@@ -357,7 +357,7 @@ def test_an_accelerator_that_finetune_does_not_know_is_missed_aloud(monkeypatch)
     with pytest.raises(ConfigError, match="strict"), launch(config(training={"device": "auto"}, strict=True)):
         pass
     with launch(config()) as runtime:  # training.device=cpu
-        assert not runtime.fallbacks
+        assert runtime.fallbacks.as_records() == []
 
 
 class Recorder:

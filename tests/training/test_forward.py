@@ -25,7 +25,7 @@ def test_attention_that_a_gpu_lacks_is_a_fallback(is_strict: bool, monkeypatch: 
         here = runtime.context
         model = build_tiny(tiny_phi3_config())
         assert agree_on_forward(runtime, config.training, model).why_not_engine is None
-        assert not runtime.fallbacks
+        assert runtime.fallbacks.as_records() == []
         runtime.context = here._replace(device=torch.device("cuda", 0))
         try:
             if is_strict:
