@@ -7,6 +7,7 @@ import re
 import signal
 
 import torch
+import torch.distributed as dist
 
 from finetune.distributed.watchdog import Watchdog
 from finetune.errors import PeerFailedError, PreemptedError, RunFailedError
@@ -14,6 +15,8 @@ from finetune.signals import Terminated, told_to_stop
 
 _FAULT_SECONDS = 2.0
 """torchrun ends a rank by SIGTERM as soon as another is gone, perhaps before this one learns which and why."""
+LATE_FAULT_SECONDS = 5.0
+"""A broken collective is noticed before this rank learns why."""
 _SIGNS_OF_NO_MEMORY = (
     *("out of memory", "can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc"),
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -73,3 +76,24 @@ def as_out_of_memory(error: BaseException) -> RunFailedError | None:
         "training.gradient_checkpointing=true; in an evaluation lower its own batch_size. Committed checkpoints are "
         "intact: resume=auto"
     )
+
+
+def as_lost_rank(error: RuntimeError, during: str, watchdog: Watchdog | None) -> RunFailedError | None:
+    """The error to report if a collective failed because of another rank; None if it is this one's own.
+
+    Args:
+        error: that of the collective.
+        during: the collective, as a fault names it.
+        watchdog: this rank's.
+    """
+    fault = None if watchdog is None else watchdog.first_fault(LATE_FAULT_SECONDS)
+    if fault is not None:
+        return RunFailedError(str(fault), fault=fault)
+    return RunFailedError(f"another rank left during {during}: {error}") if _is_lost_contact(error) else None
+
+
+def _is_lost_contact(error: Exception) -> bool:
+    """Whether a collective failed because of another rank, for which the backends have no type of error."""
+    text = str(error)
+    signs = ("closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out", "NCCL", "Socket")
+    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)

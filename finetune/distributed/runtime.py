@@ -29,7 +29,7 @@ from accelerate.utils import DistributedType, broadcast_object_list, gather_obje
 from finetune import __version__
 from finetune.distributed.accelerate_settings import refuse_another_precision
 from finetune.distributed.ddp_init import ProcessContext, rendezvous_store
-from finetune.distributed.ending import explain, in_a_line
+from finetune.distributed.ending import LATE_FAULT_SECONDS, as_lost_rank, explain, in_a_line
 from finetune.distributed.environment import GLOO_INTERFACE_VARIABLE, LaunchEnvironment, launcher_pid
 from finetune.distributed.gradients import LossFunction, Reducer, gradient_norm, sum_flat
 from finetune.distributed.guardian.faults import ranks_in_words
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 _log = logging.getLogger(__name__)
-_FAULT_SECONDS = 5.0
-"""A broken collective is noticed before this rank learns why."""
 _LOOK_SECONDS = 0.5
 _SAME_COMMAND = "Start every rank with the same command, the same config files and the same data."
 _TOLD_TO_STOP = "told to stop"
@@ -653,7 +651,7 @@ class Runtime:
                 group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
             return group
         except RuntimeError as error:
-            fault = watchdog.first_fault(_FAULT_SECONDS) if watchdog is not None else None
+            fault = watchdog.first_fault(LATE_FAULT_SECONDS) if watchdog is not None else None
             if fault is not None:
                 raise RunFailedError(str(fault), fault=fault) from error
             raise LaunchError(
@@ -683,12 +681,11 @@ class Runtime:
                 if waits_after:
                     self.let_device_finish()
         except RuntimeError as error:
-            fault = watchdog.first_fault(_FAULT_SECONDS) if watchdog is not None else None
-            if fault is None and not _is_lost_contact(error):
+            lost = as_lost_rank(error, what, watchdog)
+            if lost is None:
                 raise
             _log.debug("%s: %s", what, error)
-            message = f"another rank left during {what}: {error}" if fault is None else str(fault)
-            raise RunFailedError(message, fault=fault) from error
+            raise lost from error
 
     def _gathering(self, what: str) -> AbstractContextManager[None]:
         """A block in which this rank computes and gathers weights, so that it has no range and no wait of its own."""
@@ -770,10 +767,3 @@ def _device_name(device: torch.device) -> str:
     if device.type == "cuda" and device.index is None:
         return f"cuda:{torch.cuda.current_device()}"
     return device.type if device.type == "cpu" else f"{device.type}:{device.index or 0}"
-
-
-def _is_lost_contact(error: Exception) -> bool:
-    """Whether a collective failed because of another rank, for which the backends have no type of error."""
-    text = str(error)
-    signs = ("closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out", "NCCL", "Socket")
-    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
