@@ -53,8 +53,8 @@ def second_line(runs: Sequence[RecordedRun]) -> str:
     if len(_validation_rows(runs)) > 1:
         return "They were validated on different rows: their losses cannot be compared."
     if len(_losses(runs)) > 1:
-        names = list(dict.fromkeys(run.objective.name for run in runs))
-        which = " and ".join(names) if len(names) > 1 else f"{names[0]} with other settings"
+        objectives = list(dict.fromkeys(run.objective.name for run in runs))
+        which = " and ".join(objectives) if len(objectives) > 1 else f"{objectives[0]} with other settings"
         return f"They minimise different losses ({which}), which cannot be compared."
     changed = [row for row in compare_runs(runs) if row.part == "config"]
     if not changed:
