@@ -192,7 +192,7 @@ def test_a_dict_may_choose_groups_by_name_as_a_run_file_does(config):
 
 
 def test_another_rank_than_the_world_gave_is_refused(config):
-    with pytest.raises(LaunchError, match=r"given rank 1, but this process is rank 0 in the world of 1"):
+    with pytest.raises(LaunchError, match=r"given rank 1, but this process is rank 0 of 1\."):
         TrainerDDP(1, config)
     TrainerDDP(0, config).close()
 
