@@ -36,7 +36,7 @@ from finetune.training.memory_trace import (
     name_of_layers,
     trace,
 )
-from finetune.training.preference import PreferenceMicrobatch
+from finetune.training.objectives.preferences import PreferenceMicrobatch
 
 PARTS: tuple[Part, ...] = (
     *("weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace"),

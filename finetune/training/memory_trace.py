@@ -33,7 +33,7 @@ from finetune.engine.loss_head import CHUNK_BYTES
 from finetune.engine.microbatch import Microbatch
 from finetune.engine.mlp import CHUNK_ROWS
 from finetune.engine.products import unchanged_weights
-from finetune.training.preference import PreferenceMicrobatch
+from finetune.training.objectives.preferences import PreferenceMicrobatch
 
 Part = Literal["weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace", "gathered"]
 """The purposes of memory."""

@@ -18,7 +18,8 @@ from finetune.engine.loss import BY_DEVICE, Choices
 from finetune.errors import ConfigError, DataError
 from finetune.inference.losses import LossSums
 from finetune.model.base import longrope_boundary
-from finetune.training.preference import (
+from finetune.training.objectives.preference_losses import PreferenceLoss
+from finetune.training.objectives.preferences import (
     put_labelled_together,
     put_pairs_together,
     sum_before_step,
@@ -26,7 +27,6 @@ from finetune.training.preference import (
     summed_preferences,
     tell_whole,
 )
-from finetune.training.preference_losses import PreferenceLoss
 from finetune.training.step import LossWithFigures
 from finetune.training.trainer import Trainer
 

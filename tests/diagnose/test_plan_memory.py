@@ -20,9 +20,9 @@ from finetune.engine.products import unchanged_weights
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.training.memory_need import OptimizerNeed, optimizer_need, predict_peak
+from finetune.training.objectives.preference_losses import PreferenceLoss
+from finetune.training.objectives.preferences import put_pairs_together, summed_preferences
 from finetune.training.optim import build_optimizer
-from finetune.training.preference import put_pairs_together, summed_preferences
-from finetune.training.preference_losses import PreferenceLoss
 from tests.diagnose.error_table import WRITE, cases_of_page, record_error
 from tests.diagnose.measured import held_by, peak_of
 from tests.model.variants import VARIANTS

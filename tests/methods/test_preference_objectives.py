@@ -22,15 +22,15 @@ from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.errors import ConfigError
 from finetune.training.fit import check_fit
-from finetune.training.optim import trainable_parameters
-from finetune.training.preference import (
+from finetune.training.objectives.preference_losses import PreferenceLoss, RowNats, Whole
+from finetune.training.objectives.preferences import (
     put_labelled_together,
     put_pairs_together,
     sum_before_step,
     summed_preferences,
     tell_whole,
 )
-from finetune.training.preference_losses import PreferenceLoss, RowNats, Whole
+from finetune.training.optim import trainable_parameters
 from tests.methods.test_preference_loss import COLLATIONS, pairs_of_ids, tiny_lora
 
 SECTIONS = {

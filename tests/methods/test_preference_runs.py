@@ -22,7 +22,7 @@ from finetune import (
 )
 from finetune.cli.train import train_from_words
 from finetune.errors import CheckpointError, ConfigError
-from finetune.training.preference_losses import FIGURES
+from finetune.training.objectives.preference_losses import FIGURES
 from finetune.training.resume import _sha256
 from tests.in_process import run_finetune
 from tests.launches import REPOSITORY, run_launched
