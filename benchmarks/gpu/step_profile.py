@@ -15,6 +15,7 @@ from benchmarks.base_model import TORCH_TYPES, make_base
 from benchmarks.flops import necessary_flops
 from benchmarks.gpu.session import Session
 from benchmarks.gpu.timing import as_tensors, measure, synchronize, with_adapter
+from benchmarks.gpu.trace import read_trace, time_shares
 from benchmarks.job import row_shape
 from benchmarks.limit import matmul_rate
 from finetune.data.batches import packer
@@ -23,7 +24,6 @@ from finetune.engine.attention import prepared_by_the_host
 from finetune.engine.fused import fused_or_not
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.products import unchanged_weights
-from finetune.training.trace import read_trace, time_shares
 
 _COPIED_BYTES = 2**30
 

@@ -229,10 +229,10 @@ class Journal:
         self._note_saved(self._saver.finish(is_last=True))
 
     def profile(self, profile: Profile) -> None:
-        """Record and log what a profile of some steps found."""
-        self._profile_summary = profile.in_words()
-        trace = shown_folder(self.folder.path / profile.files[0])
-        _log.info("%s. Open %s in %s", self._profile_summary, trace, TRACE_VIEWER)
+        """Record the profile of some steps, and log its table of operators."""
+        self._profile_summary = profile.describe()
+        trace = shown_folder(self.folder.path / profile.file)
+        _log.info("%s. Open %s in %s\n%s", self._profile_summary, trace, TRACE_VIEWER, profile.table)
         self._record.update(profile=profile.as_record())
         self._last_step_at = time.monotonic()  # writing it does not count towards the next step
 

@@ -1,11 +1,11 @@
-"""Profile some steps of a run with torch's profiler, and write each rank's trace and memory into the run's folder."""
+"""Profile some steps of a run with torch's profiler, and write each rank's trace into the run's folder."""
 
 from __future__ import annotations
 
 import errno
 import gzip
-import json
 import logging
+import re
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from finetune.distributed.guardian.faults import ranks_in_words
 from finetune.fallbacks import Fallback
-from finetune.runs.durable import describe_os_error, in_units, replace_file
-from finetune.training.trace import MemoryPeak, TimeShares, memory_peak, parse_trace, time_shares
+from finetune.runs.durable import describe_os_error, replace_file
 
 if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
@@ -24,37 +23,41 @@ if TYPE_CHECKING:
 _WARM_UP_STEPS = 2
 """The first steps allocate memory, choose kernels and compile."""
 _COMPRESSION = 5
+_NUM_NAMED = 5
+_NUM_TABLE_ROWS = 15
+_STEP_RANGE = re.compile(r"step \d+: (data|training)")
 _log = logging.getLogger(__name__)
 
 
 class Profile(NamedTuple):
-    """What one rank's profile found, and its files in the run's folder."""
+    """The profile of some steps of one rank."""
 
-    time: TimeShares
-    memory: MemoryPeak | None
-    files: tuple[str, ...]
-    """Relative to the run's folder; the trace first."""
+    first_step: int
+    last_step: int
+    seconds_per_step: float
+    """From the wait for the rows to the update, without validation and saving."""
+    shares: dict[str, float]
+    """The share of each operator in the time of all, the largest first: time of the GPU if there is one."""
+    table: str
+    """The table that torch's profiler makes of its averages."""
+    file: str
+    """The trace, relative to the run's folder."""
 
-    def in_words(self) -> str:
-        """Say what took the time: `profile of steps 3 to 7: 61 % matrix products, ...; 142 ms a step; ...`."""
-        text = f"profile of {_in_words(*self.time.steps)}: {self.time.in_words()}"
-        text += f"; {1000 * self.time.seconds_per_step:,.3g} ms a step"
-        if self.memory is not None:
-            beyond = "" if self.memory.bytes_before else " beyond what was there before"
-            text += f"; at most {in_units(self.memory.num_bytes)} of memory{beyond}, in step {self.memory.step}"
-        return text
+    def describe(self) -> str:
+        """Name the operators that took the most time: `profile of steps 3 to 7: 142 ms a step; 61 % aten::mm, ...`."""
+        most = ", ".join(f"{share:.0%} {name}" for name, share in list(self.shares.items())[:_NUM_NAMED])
+        time = f"{1000 * self.seconds_per_step:,.3g} ms a step"
+        return f"profile of {_describe_steps(self.first_step, self.last_step)}: {time}; of the time in operators {most}"
 
     def as_record(self) -> dict[str, Any]:
         """Convert to plain values for run.json."""
-        first, last = self.time.steps
         return {
-            "first_step": first,
-            "last_step": last,
-            "seconds_per_step": self.time.seconds_per_step,
-            "shares": self.time.shares,
-            "peak_memory": self.memory and self.memory.num_bytes,
-            "files": list(self.files),
-            "summary": self.in_words(),
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "seconds_per_step": self.seconds_per_step,
+            "shares": self.shares,
+            "files": [self.file],
+            "summary": self.describe(),
         }
 
 
@@ -86,7 +89,7 @@ class StepProfiler:
             _log.warning(
                 "training.profile=%d: only %s will be profiled, after %d to warm up: the run ends with step %d",
                 wanted,
-                _in_words(self._first, self._last),
+                _describe_steps(self._first, self._last),
                 self._first - done - 1,
                 num_steps,
             )
@@ -127,7 +130,7 @@ class StepProfiler:
                 profile = self._write(self._stop())
             except OSError as error:
                 self._why_not = describe_os_error(error)
-            except Exception as error:  # of the profiler, or of a trace in another form: training goes on
+            except Exception as error:  # of the profiler: training continues
                 self._why_not = f"{type(error).__name__}: {error}"
         self._agree(has_failed=profile is None)
         return profile
@@ -141,8 +144,8 @@ class StepProfiler:
             self._runtime.fallbacks.take(
                 Fallback(
                     what="training.profile",
-                    wanted=f"a profile of {_in_words(self._first, self._last)}",
-                    used=f"none of {ranks_in_words(failed)}; training goes on",
+                    wanted=f"a profile of {_describe_steps(self._first, self._last)}",
+                    used=f"{ranks_in_words(failed)} wrote no trace; training continues",
                     why=self._why_not or f"the log of {ranks_in_words(failed)} says why",
                 )
             )
@@ -156,29 +159,34 @@ class StepProfiler:
     def _write(self, recording: Any) -> Profile:
         if not self._folder.record_file.exists():
             raise FileNotFoundError(errno.ENOENT, f"this rank does not see {self._folder.path}")
+        averages = recording.key_averages()
+        time = "self_device_time_total" if self._runtime.device.type == "cuda" else "self_cpu_time_total"
+        shares = _shares_of_operators(averages, time)
+        if not shares:
+            raise ValueError("the trace has no kernels; the driver may reserve its counters for administrators")
+        seconds = sum(event.cpu_time_total for event in averages if _STEP_RANGE.fullmatch(event.key)) / 1e6
         with tempfile.TemporaryDirectory(prefix="finetune-profile-") as scratch:
             plain = Path(scratch) / "trace.json"
             recording.export_chrome_trace(str(plain))
-            data = plain.read_bytes()
-        trace = parse_trace(data)
-        time, memory = time_shares(trace), memory_peak(trace)
-        if self._runtime.device.type == "cuda" and not time.has_kernels:
-            raise ValueError("the trace has no kernels; the driver may reserve its counters for administrators")
-        end = f"steps-{self._first}-{self._last}-rank{self._runtime.rank}"
-        contents = {f"trace-{end}.json.gz": gzip.compress(data, _COMPRESSION, mtime=0)}
-        if memory is not None:
-            contents[f"memory-{end}.json"] = (json.dumps(memory._asdict(), indent=2) + "\n").encode()
+            packed = gzip.compress(plain.read_bytes(), _COMPRESSION, mtime=0)
+        name = f"trace-steps-{self._first}-{self._last}-rank{self._runtime.rank}.json.gz"
         self._folder.profile.mkdir(exist_ok=True)
-        for name, content in contents.items():
-            replace_file(self._folder.profile / name, content)
-        return Profile(time, memory, tuple(f"{self._folder.profile.name}/{name}" for name in contents))
+        replace_file(self._folder.profile / name, packed)
+        return Profile(
+            self._first,
+            self._last,
+            seconds_per_step=seconds / (self._last - self._first + 1),
+            shares=shares,
+            table=averages.table(sort_by=time, row_limit=_NUM_TABLE_ROWS, max_name_column_width=40),
+            file=f"{self._folder.profile.name}/{name}",
+        )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
@@ -186,8 +194,24 @@ class StepProfiler:
             return
         self._stop()
         if self._runtime.is_main_process:
-            _log.warning("the profile of %s is not written: training ended before", _in_words(self._first, self._last))
+            _log.warning(
+                "the profile of %s is not written: training ended before", _describe_steps(self._first, self._last)
+            )
 
 
-def _in_words(first: int, last: int) -> str:
+def _describe_steps(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
+
+
+def _shares_of_operators(averages: Any, time: str) -> dict[str, float]:
+    """Return the share of each operator in the time of all, the largest first; empty if no time was recorded.
+
+    Args:
+        averages: of torch's profiler.
+        time: the attribute of an average that holds the operator's own time.
+    """
+    # A range that was named around operators is not an operator, and a kernel counts for the one that launched it.
+    operators = [each for each in averages if each.device_type.name == "CPU" and not each.is_user_annotation]
+    total = sum(getattr(operator, time) for operator in operators)
+    found = {operator.key: getattr(operator, time) / total for operator in operators if getattr(operator, time) > 0}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -18,7 +18,6 @@ from tests.launches import run_launched
 from tests.tiny_runs import write_base, write_rows
 
 TRACE = "trace-steps-{}-rank{}.json.gz"
-MEMORY = "memory-steps-{}-rank{}.json"
 
 pytestmark = pytest.mark.warm
 
@@ -96,7 +95,7 @@ def test_a_profile_is_written_and_changes_no_value(words, unprofiled, tmp_path):
     assert losses(run) == losses(unprofiled)
     assert weights(run) == weights(unprofiled)
 
-    assert {path.name for path in (run / "profile").iterdir()} == {TRACE.format("3-4", 0), MEMORY.format("3-4", 0)}
+    assert {path.name for path in (run / "profile").iterdir()} == {TRACE.format("3-4", 0)}
     ranges = {event["name"] for event in trace_of(run, "3-4")["traceEvents"] if event.get("cat") == "user_annotation"}
     parts = {f"step {step}: {part}" for step in (3, 4) for part in ("data", "training")}
     assert parts | {"forward", "backward", "step 3: evaluation", "step 3: saving"} <= ranges
@@ -105,21 +104,18 @@ def test_a_profile_is_written_and_changes_no_value(words, unprofiled, tmp_path):
     profile = record(run)["profile"]
     assert (profile["first_step"], profile["last_step"]) == (3, 4)
     assert sum(profile["shares"].values()) == pytest.approx(1)
-    assert profile["shares"]["matrix products"] > 0
-    assert {"attention", "optimizer", "waiting for data", "Python and launches"} <= profile["shares"].keys()
-    memory = json.loads((run / profile["files"][1]).read_text())
-    assert profile["peak_memory"] == memory["num_bytes"] == memory["highest_of_steps"][str(memory["step"])] > 10_000
-    assert {"forward", "backward"} & {held["phase"] for held in memory["held"]}
+    assert {"_GatedMlp", "aten::as_strided"} <= profile["shares"].keys()
+    assert not [name for name in profile["shares"] if name in ranges]
+    trained = [event["dur"] for event in trace_of(run, "3-4")["traceEvents"] if event["name"] in parts]
+    assert profile["seconds_per_step"] == pytest.approx(sum(trained) / 1e6 / 2, rel=0.01)
 
     sentence = profile["summary"]
     assert re.fullmatch(
-        r"profile of steps 3 to 4: (\d+ % [\w ]+(, )?)+; [\d.,e+]+ ms a step; at most [\d.]+ .?B of memory beyond what "
-        r"was there before, in step [34]",
-        sentence,
+        r"profile of steps 3 to 4: [\d.,e+]+ ms a step; of the time in operators (\d+% [^,]+(, |$)){5}", sentence
     )
-    assert sum(map(int, re.findall(r"(\d+) %", sentence))) == 100
     trace = run / "profile" / TRACE.format("3-4", 0)
     assert f"{sentence}. Open {trace} in https://ui.perfetto.dev" in (run / "log.txt").read_text()
+    assert "Self CPU total:" in (run / "log.txt").read_text()
     assert f"P{sentence[1:]}." in ended.answer
     assert "profile/ " in ended.answer
 
@@ -168,7 +164,7 @@ def test_a_profile_that_cannot_be_written_ends_no_run(words, unprofiled, tmp_pat
     assert fallback == {
         "what": "training.profile",
         "wanted": "a profile of step 3",
-        "used": "none of rank 0; training goes on",
+        "used": "rank 0 wrote no trace; training continues",
         "why": "File exists (EEXIST)",
     }
 
@@ -193,12 +189,11 @@ def test_each_rank_writes_its_own_trace(words, tmp_path):
     run = tmp_path / "run"
     ended = run_launched("torchrun", ["-m", "finetune", *words, f"output_dir={run}", "training.profile=2"])
     assert ended.returncode == 0, ended.stdout
-    names = {form.format("3-4", rank) for form in (TRACE, MEMORY) for rank in (0, 1)}
+    names = {TRACE.format("3-4", rank) for rank in (0, 1)}
     assert {path.name for path in (run / "profile").iterdir()} == names
     for rank in (0, 1):
         ranges = {event["name"] for event in trace_of(run, "3-4", rank)["traceEvents"]}
         assert {"collective: sync_gradients", "collective: sum", "step 3: training"} <= ranges
-    assert record(run)["profile"]["shares"]["exchange with other ranks"] > 0
     assert record(run)["fallbacks"] == []
 
 
@@ -207,12 +202,7 @@ def test_what_a_killed_rank_left_is_removed(tmp_path):
     profile = tmp_path / "profile"
     profile.mkdir()
     whole = profile / TRACE.format("3-4", 0)
-    for path in (
-        whole,
-        profile / f".tmp-{whole.name}",
-        profile / f".tmp-{MEMORY.format('3-4', 1)}",
-        profile / ".tmp-x",
-    ):
+    for path in (whole, profile / f".tmp-{whole.name}", profile / ".tmp-x"):
         path.write_bytes(b"torn")
     with RunFolder(tmp_path).open("auto"):
         assert {path.name for path in profile.iterdir()} == {whole.name, ".tmp-x"}

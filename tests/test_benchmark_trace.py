@@ -1,13 +1,12 @@
 """What a trace says about time and memory, on traces that were made by hand: a GPU's needs no GPU here."""
 
-import gzip
 from itertools import count
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from finetune.training.trace import TimeShares, memory_peak, read_trace, time_shares
+from benchmarks.gpu.trace import read_trace, time_shares
 
 _ids = count(1)
 
@@ -27,12 +26,6 @@ def _launch(operator, kernel, start, end, *, at, tid=1):
 
 def _range(name, start, end):
     return _event(name, start, end, cat="user_annotation")
-
-
-def _memory(at, num_bytes, address, *, total=0, kind=0, tid=1):
-    args = {"Bytes": num_bytes, "Addr": address, "Device Type": kind, "Device Id": 0 if kind else -1}
-    args |= {"Total Allocated": total, "Total Reserved": 2 * total}
-    return {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "pid": 1, "tid": tid, "ts": at, "args": args}
 
 
 def test_on_a_cpu_each_instant_counts_for_the_innermost_operator():
@@ -100,65 +93,25 @@ def test_a_kernel_that_no_operator_launched_takes_the_kind_of_none():
     assert time_shares({"traceEvents": events}).shares.get("matrix products") is None
 
 
-def test_percentages_add_up_to_100():
-    shares = {"matrix products": 1 / 3, "attention": 1 / 3, "optimizer": 0.333, "copies and gathers": 1 / 3 - 0.333}
-    assert TimeShares((1, 1), 1.0, shares, False).in_words() == ("34 % matrix products, 33 % attention, 33 % optimizer")
-
-
 def test_a_trace_of_another_program_needs_no_ranges_of_ours():
     alone = {"traceEvents": [_event("aten::mm", 0, 75), _event("aten::mul", 75, 100)]}
-    assert time_shares(alone).in_words() == "75 % matrix products, 25 % elementwise and along rows"
+    assert time_shares(alone).shares == {"matrix products": 0.75, "elementwise and along rows": 0.25}
     ranges = [_range("ProfilerStep#4", 0, 100), _range("ProfilerStep#5", 100, 200)]
     found = time_shares({"traceEvents": [*ranges, *alone["traceEvents"]]})
     assert found.steps == (4, 5)
-    assert found.in_words() == "50 % Python and launches, 38 % matrix products, 12 % elementwise and along rows"
-
-
-def test_the_memory_of_a_gpu_at_its_peak():
-    events = [
-        _range("step 1: training", 0, 100),
-        _range("forward", 0, 50),
-        _event("_GatedMlp", 10, 40),
-        _memory(11, 100, 1, total=1100, kind=1),
-        _memory(12, 50, 2, total=1150, kind=1),
-        _memory(13, 9999, 3),  # of the CPU
-        _memory(45, -50, 2, total=1100, kind=1),
-        _range("step 2: training", 100, 200),
-        _range("backward", 100, 190),
-        _event("autograd::engine::evaluate_function: _GatedMlpBackward", 110, 150),
-        _memory(120, 300, 4, total=1400, kind=1),
-        _memory(130, -400, 1, total=1000, kind=1),
-        _memory(300, 9999, 5, total=10999, kind=1),  # after the steps
-    ]
-    peak = memory_peak({"traceEvents": events})
-    assert (peak.device, peak.num_bytes, peak.step) == ("cuda:0", 1400, 2)
-    assert (peak.bytes_before, peak.bytes_reserved) == (1000, 2800)
-    assert peak.highest_of_steps == {1: 1150, 2: 1400}
-    assert peak.held == [
-        {"operator": "_GatedMlpBackward", "phase": "backward", "bytes": 300, "tensors": 1},
-        {"operator": "_GatedMlp", "phase": "forward", "bytes": 100, "tensors": 1},
-    ]
+    kinds = {"Python and launches": 0.5, "matrix products": 0.375, "elementwise and along rows": 0.125}
+    assert found.shares == kinds
 
 
 def test_a_real_trace_is_read_from_its_file(tmp_path):
     weight = torch.randn(64, 64, requires_grad=True)
-    with (
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
-        record_function("step 9: training"),
-    ):
-        kept = torch.ones(250_000)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("step 9: training"):
         (weight @ weight).sum().backward()
-    profiler.export_chrome_trace(str(tmp_path / "plain.json"))
-    packed = tmp_path / "packed.json.gz"
-    packed.write_bytes(gzip.compress((tmp_path / "plain.json").read_bytes()))
-
-    found = [read_trace(path) for path in (tmp_path / "plain.json", packed)]
-    assert found[0] == found[1]
-    assert time_shares(found[0]).shares["matrix products"] > 0
-    assert sum(time_shares(found[0]).shares.values()) == pytest.approx(1)
-    peak = memory_peak(found[0])
-    assert (peak.device, peak.step, peak.held[0]["bytes"]) == ("cpu", 9, kept.nbytes)
-    assert peak.num_bytes >= kept.nbytes
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    found = time_shares(read_trace(tmp_path / "trace.json"))
+    assert found.steps == (9, 9)
+    assert found.shares["matrix products"] > 0
+    assert sum(found.shares.values()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
@@ -179,4 +132,3 @@ def test_what_is_no_whole_trace_is_refused(tmp_path, data, why):
 def test_a_trace_without_operators_is_refused():
     with pytest.raises(ValueError, match="no operator and no kernel"):
         time_shares({"traceEvents": []})
-    assert memory_peak({"traceEvents": []}) is None

@@ -1,11 +1,10 @@
-"""Read a trace of torch's profiler: what took the time, and what held the memory at its peak.
+"""Divide the time of a trace of torch's profiler among types of operations, for the table of part `profile`.
 
 It reads the file that `torch.profiler` exports for Perfetto, whatever program was profiled, and needs no torch.
 """
 
 from __future__ import annotations
 
-import gzip
 import heapq
 import json
 import re
@@ -54,7 +53,6 @@ _KERNELS = {
 """Words in the names of a GPU's kernels, where the operator that launched one does not say more."""
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 _STEP = re.compile(r"step (\d+): (data|training)|ProfilerStep#(\d+)")
-_CUDA = 1
 
 
 class TimeShares(NamedTuple):
@@ -73,56 +71,15 @@ class TimeShares(NamedTuple):
     shares: dict[str, float]
     has_kernels: bool
 
-    def in_words(self) -> str:
-        """Write the shares as whole percentages that add up to 100: `61 % matrix products, 39 % attention`."""
-        exact = {kind: 100 * share for kind, share in self.shares.items()}
-        whole = {kind: int(percent) for kind, percent in exact.items()}
-        by_rest = sorted(exact, key=lambda kind: whole[kind] - exact[kind])
-        for kind in by_rest[: 100 - sum(whole.values())]:
-            whole[kind] += 1
-        return ", ".join(f"{percent} % {kind}" for kind, percent in whole.items() if percent)
-
-
-class MemoryPeak(NamedTuple):
-    """What tensors held at the highest moment of some steps.
-
-    Attributes:
-        device: `cpu`, or a GPU.
-        num_bytes: at the peak. On a GPU all that torch had allocated, on a CPU what it allocated since the first step.
-        step: the step of the peak.
-        bytes_before: allocated before the first step, and part of `num_bytes`; 0 on a CPU, where it is not counted.
-        bytes_reserved: what torch had taken from the GPU by then, unused blocks included; 0 on a CPU.
-        highest_of_steps: the peak of each step.
-        held: by what was allocated since the first step, the largest first: `operator`, `phase`, `bytes`, `tensors`.
-    """
-
-    device: str
-    num_bytes: int
-    step: int
-    bytes_before: int
-    bytes_reserved: int
-    highest_of_steps: dict[int, int]
-    held: list[dict[str, Any]]
-
 
 def read_trace(path: Path) -> Trace:
-    """Read a Chrome trace, compressed by gzip or not.
+    """Read a Chrome trace.
 
     Raises:
         OSError: the file cannot be read.
         ValueError: it is not a whole trace.
     """
-    data = path.read_bytes()
-    return parse_trace(gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data)
-
-
-def parse_trace(data: bytes) -> Trace:
-    """Parse a Chrome trace.
-
-    Raises:
-        ValueError: it is not a whole trace.
-    """
-    trace = json.loads(data)
+    trace = json.loads(path.read_bytes())
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise ValueError("it has no list of traceEvents")
     return trace
@@ -160,47 +117,6 @@ def time_shares(trace: Trace) -> TimeShares:
     return TimeShares((numbers[0], numbers[-1]), total / 1e6 / len(numbers), shares, bool(kernels))
 
 
-def memory_peak(trace: Trace) -> MemoryPeak | None:
-    """Say what held the memory at its peak; None if the profiler was not asked for memory.
-
-    A GPU's memory is looked at if there is one in the trace.
-    """
-    events = trace["traceEvents"]
-    changes = [event for event in events if event.get("name") == "[memory]"]
-    kinds = {change["args"]["Device Type"] for change in changes}
-    steps = _steps([event for event in events if event.get("ph") == "X"]) if changes else []
-    first, last = (steps[0].start, max(step.end for step in steps)) if steps else (0.0, 0.0)
-    is_gpu = _CUDA in kinds
-    changes = [
-        change
-        for change in sorted(changes, key=lambda change: (change["ts"], change["args"].get("Ev Idx", 0)))
-        if first <= change["ts"] <= last and (change["args"]["Device Type"] == _CUDA) == is_gpu
-    ]
-    if not changes:
-        return None
-    begin = changes[0]["args"]
-    before = begin["Total Allocated"] - begin["Bytes"] if is_gpu else 0
-    in_use, highest, at_peak, step_of_peak = before, -1, 0, steps[0].number
-    highest_of_steps: dict[int, int] = {}
-    for position, change in enumerate(changes):
-        in_use += change["args"]["Bytes"]
-        number = next((step.number for step in steps if step.start <= change["ts"] <= step.end), None)
-        if number is None:
-            continue  # validation or saving, between two steps
-        highest_of_steps[number] = max(in_use, highest_of_steps.get(number, 0))
-        if in_use > highest:
-            highest, at_peak, step_of_peak = in_use, position, number
-    return MemoryPeak(
-        device=f"cuda:{begin['Device Id']}" if is_gpu else "cpu",
-        num_bytes=highest,
-        step=step_of_peak,
-        bytes_before=before,
-        bytes_reserved=changes[at_peak]["args"]["Total Reserved"],
-        highest_of_steps=highest_of_steps,
-        held=_held(changes[: at_peak + 1], events),
-    )
-
-
 class _Step(NamedTuple):
     """A part of a step on the thread that trains, in microseconds."""
 
@@ -229,10 +145,6 @@ class _Nested(NamedTuple):
     kind: str
     is_whole: bool
     """Its kind is also that of everything inside."""
-    operator: str
-    """The outermost operator around it."""
-    phase: str
-    """The innermost range around it that someone named."""
 
 
 def _bounds(event: Event) -> tuple[float, float]:
@@ -266,8 +178,8 @@ def _waits_for(step: _Step, *, has_kernels: bool) -> str:
 
 
 def _nested(events: Iterable[Event]) -> Iterator[_Nested]:
-    """Yield the host's operators and ranges, and changes of memory, each after the ones around it."""
-    hosts = ("cpu_op", "user_annotation", "cpu_instant_event")
+    """Yield the host's operators and ranges, each after the ones around it."""
+    hosts = ("cpu_op", "user_annotation")
     ours = sorted((e for e in events if e.get("cat") in hosts), key=lambda e: (e["ts"], -e.get("dur", 0)))
     open_in: dict[tuple[Any, Any], list[_Nested]] = defaultdict(list)
     for event in ours:
@@ -275,20 +187,15 @@ def _nested(events: Iterable[Event]) -> Iterator[_Nested]:
         while stack and _bounds(stack[-1].event)[1] <= event["ts"]:
             stack.pop()
         around = stack[-1] if stack else None
-        name, is_operator = event["name"], event["cat"] == "cpu_op"
-        whole, own = _kinds(name)
+        whole, own = _kinds(event["name"])
         whole = around.kind if around and around.is_whole else whole
-        outermost = around.operator if around else ""
         one = _Nested(
             event,
             depth=len(stack),
             kind=whole or own,
             is_whole=bool(whole),
-            operator=outermost or (name.removeprefix("autograd::engine::evaluate_function: ") if is_operator else ""),
-            phase=name if event["cat"] == "user_annotation" else around.phase if around else "",
         )
-        if event["cat"] != "cpu_instant_event":
-            stack.append(one)
+        stack.append(one)
         yield one
 
 
@@ -337,25 +244,3 @@ def _partition(spans: Iterable[_Span]) -> dict[str, float]:
         if now < steps_until:
             spent[running[0][2].kind] += following - now
     return spent
-
-
-def _held(changes: Sequence[Event], events: Sequence[Event]) -> list[dict[str, Any]]:
-    """Say what of the memory allocated in these changes was not freed in them, by operator and phase."""
-    there: dict[int, Event] = {}
-    for change in changes:
-        if change["args"]["Bytes"] > 0:
-            there[change["args"]["Addr"]] = change
-        else:
-            there.pop(change["args"]["Addr"], None)
-    wanted = {id(change) for change in there.values()}
-    num_bytes: Counter[tuple[str, str]] = Counter()
-    tensors: Counter[tuple[str, str]] = Counter()
-    for each in _nested(events):
-        if id(each.event) in wanted:
-            maker = (each.operator, each.phase)
-            num_bytes[maker] += each.event["args"]["Bytes"]
-            tensors[maker] += 1
-    return [
-        {"operator": maker[0], "phase": maker[1], "bytes": size, "tensors": tensors[maker]}
-        for maker, size in num_bytes.most_common()
-    ]
