@@ -1,4 +1,4 @@
-"""What holds for the whole package: floors, one home per fact, no pickle, no print."""
+"""What holds for the whole package: layers, one home per fact, no pickle, no print."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def files_where(is_found) -> set[str]:
     return {str(path.relative_to(REPOSITORY)) for path in SOURCES if is_found(path)}
 
 
-def test_every_module_imports_from_lower_floors_only():
+def test_every_module_imports_from_lower_layers_only():
     done = subprocess.run(
         [Path(sys.executable).with_name("lint-imports")], cwd=REPOSITORY, capture_output=True, text=True
     )

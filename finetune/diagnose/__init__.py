@@ -1,1 +1,1 @@
-"""Readers of what the floors below know: they look, measure and report, and change nothing."""
+"""Readers of what the layers below know. They look, measure and report, and change nothing."""
