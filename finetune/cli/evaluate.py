@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from finetune.cli.option_rules import OptionRules
 from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,
@@ -64,14 +65,24 @@ def evaluate(
     from finetune.inference.harness import require_harness
 
     _refuse_to_overwrite(output)
-    if harness is None and harness_tasks is not None:
-        raise ConfigError("--harness-tasks needs --harness, which was not given. Add it, or leave out --harness-tasks.")
+    rules = OptionRules(
+        {
+            "--harness": harness,
+            "--harness-tasks": harness_tasks,
+            "--split": split != "test",
+            "--metric": metric or None,
+            "--metrics-from": metrics_from or None,
+        }
+    )
+    rules.need("--harness-tasks", "--harness")
+    rules.exclude(
+        "--harness",
+        "--split",
+        "--metric",
+        "--metrics-from",
+        because="--harness measures its own tasks, not rows of the run. Run finetune evaluate once with each.",
+    )
     if harness is not None:
-        if split != "test" or metric or metrics_from:
-            raise ConfigError(
-                "--split, --metric and --metrics-from are for rows of the run, but --harness measures its own tasks. "
-                "Leave them out, or run finetune evaluate once more without --harness."
-            )
         require_harness()
     run = find_run(run_folder, words or [], base=base, checkpoint=checkpoint, is_alone=harness is not None)
     if harness is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from finetune.cli.option_rules import OptionRules
 from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,
@@ -17,7 +18,6 @@ from finetune.cli.run_options import (
     refuse_password,
     refuse_several_processes,
 )
-from finetune.errors import ConfigError
 from finetune.logs import configure_logs, waiting
 from finetune.runs.durable import in_units
 from finetune.terminal import say
@@ -128,16 +128,27 @@ def export(
     With --gguf --lora, export a run's adapter instead: OUT/adapter.gguf, OUT/base.gguf and OUT/Modelfile.
     """
     refuse_several_processes("export")
-    _refuse_other_formats(gguf=gguf, onnx=onnx, kind=kind)
-    _refuse_lonely_options(
-        ("--max-difference", max_difference is not None, "--onnx", onnx),
-        ("--lora", lora, "--gguf", gguf),
-        ("--adapter-only", adapter_only, "--lora", lora),
-        ("--llama-cpp", llama_cpp is not None, "--gguf", gguf),
-        ("--base", base is not None, "--gguf", gguf),
-        ("--allow-differences", allow_differences, "--gguf or --onnx", gguf or onnx),
-        ("--no-modelfile", not modelfile, "--gguf", gguf),
+    rules = OptionRules(
+        {
+            "--gguf": gguf,
+            "--onnx": onnx,
+            "--lora": lora,
+            "--adapter-only": adapter_only,
+            "--llama-cpp": llama_cpp,
+            "--base": base,
+            "--no-modelfile": not modelfile,
+            "--max-difference": max_difference,
+            "--allow-differences": allow_differences,
+            f"--type {kind}": kind != "auto",
+        }
     )
+    rules.exclude("--gguf", "--onnx", because="a folder has one format. Run finetune export twice.")
+    rules.need(f"--type {kind}", *_formats_with(kind))
+    for option in ("--lora", "--llama-cpp", "--base", "--no-modelfile"):
+        rules.need(option, "--gguf")
+    rules.need("--adapter-only", "--lora")
+    rules.need("--max-difference", "--onnx")
+    rules.need("--allow-differences", "--gguf", "--onnx")
     configure_logs(rank=0)
     if onnx:
         _export_onnx(model_folder, out, "int4" if kind == "int4" else "f32", max_difference, allow_differences)
@@ -206,30 +217,10 @@ def push(
     say(f"Sent: {sent}")
 
 
-def _refuse_other_formats(*, gguf: bool, onnx: bool, kind: str) -> None:
-    """Refuse two formats at once, and a type that the format does not have.
-
-    Raises:
-        ConfigError: says which.
-    """
-    if gguf and onnx:
-        raise ConfigError("--gguf and --onnx were both given, but a folder has one format. Run finetune export twice.")
+def _formats_with(weight_type: str) -> list[str]:
+    """Return the options of the formats that can store this type of weights."""
     types = {"--gguf": ("f32", "f16", "bf16", "q8_0"), "--onnx": ("f32", "int4")}
-    chosen = "--onnx" if onnx else "--gguf"
-    if kind != "auto" and (kind not in types[chosen] or not (gguf or onnx)):
-        fits = " or ".join(name for name, known in types.items() if kind in known)
-        raise ConfigError(f"--type {kind} needs {fits}; {chosen if gguf or onnx else 'neither'} was given.")
-
-
-def _refuse_lonely_options(*options: tuple[str, bool, str, bool]) -> None:
-    """Refuse options that would be ignored: each with whether it is given, what it needs, and whether that is given.
-
-    Raises:
-        ConfigError: names the first one.
-    """
-    for option, is_given, needed, is_there in options:
-        if is_given and not is_there:
-            raise ConfigError(f"{option} needs {needed}, which was not given. Add it, or leave out {option}.")
+    return [option for option, known in types.items() if weight_type in known]
 
 
 def _say_exported(exported: Exported, out: Path, *, is_gguf: bool) -> None:

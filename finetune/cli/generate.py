@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from finetune.cli.option_rules import OptionRules
 from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,
@@ -24,7 +25,7 @@ from finetune.cli.run_options import (
     read_tools_option,
     refuse_password,
 )
-from finetune.errors import ConfigError, DataError
+from finetune.errors import DataError
 from finetune.logs import waiting
 from finetune.terminal import print_json, print_table, visible
 
@@ -70,11 +71,13 @@ def generate(
     from finetune.inference.answering import AnswerSettings, open_run
     from finetune.inference.finished_run import find_run
 
-    if raw and (system is not None or tools is not None):
-        raise ConfigError(
-            "--system and --tools are written by the chat template, which --raw leaves out. Drop --raw, or write them "
-            "into the prompt."
-        )
+    OptionRules({"--raw": raw, "--system": system, "--tools": tools}).exclude(
+        "--raw",
+        "--system",
+        "--tools",
+        because="the chat template writes them, and --raw leaves the chat template out. Drop --raw, or write them "
+        "into the prompt.",
+    )
     wished = AnswerSettings(
         system=system,
         tools=read_tools_option(tools),

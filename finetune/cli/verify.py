@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from finetune.cli.option_rules import OptionRules
 from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,
@@ -74,11 +75,12 @@ def verify(
             f"--replay, --base and --checkpoint are for the folder of a run, but {source} has no config.yaml. Name the "
             "run's folder, or drop the option."
         )
-    if replay and (base or checkpoint):
-        raise ConfigError(
-            "--replay computes steps on the base and from the checkpoints that the run had, so "
-            f"{'--base' if base else '--checkpoint'} would change nothing in it. Run finetune verify once with each."
-        )
+    OptionRules({"--replay": replay > 0, "--base": base, "--checkpoint": checkpoint}).exclude(
+        "--replay",
+        "--base",
+        "--checkpoint",
+        because="a replay uses the base and the checkpoints of the run itself. Run finetune verify once with each.",
+    )
     if out is not None:
         _refuse_other_file(out)
 

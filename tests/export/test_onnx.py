@@ -203,15 +203,15 @@ def test_what_the_builder_imports_is_needed_to_build_and_not_to_serve(monkeypatc
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--gguf", "--onnx"), "--gguf and --onnx were both given, but a folder has one format"),
-        (("--onnx", "--type", "q8_0"), "--type q8_0 needs --gguf; --onnx was given"),
-        (("--gguf", "--type", "int4"), "--type int4 needs --onnx; --gguf was given"),
+        (("--gguf", "--onnx"), "--gguf and --onnx cannot be given together: a folder has one format"),
+        (("--onnx", "--type", "q8_0"), "--type q8_0 needs --gguf, which was not given"),
+        (("--gguf", "--type", "int4"), "--type int4 needs --onnx, which was not given"),
         (("--gguf", "--max-difference", "1"), "--max-difference needs --onnx"),
         (("--onnx", "--llama-cpp", "x"), "--llama-cpp needs --gguf"),
         (("--onnx", "--base", "x"), "--base needs --gguf"),
         (("--onnx", "--no-modelfile"), "--no-modelfile needs --gguf"),
         (("--allow-differences",), "--allow-differences needs --gguf or --onnx"),
-        (("--type", "f32"), "--type f32 needs --gguf or --onnx; neither was given"),
+        (("--type", "f32"), "--type f32 needs --gguf or --onnx, which was not given"),
     ],
 )
 def test_a_folder_has_one_format_and_a_type_that_it_knows(tmp_path, capsys, words, reason):

@@ -244,7 +244,7 @@ def test_options_of_a_run_are_refused_for_a_model(made):
 @pytest.mark.parametrize("option", [{"base": "owner/base"}, {"checkpoint": "latest"}], ids=lambda it: next(iter(it)))
 def test_a_replay_refuses_options_that_it_would_ignore(tmp_path, option):
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(ConfigError, match=f"--{next(iter(option))} would change nothing in it"):
+    with pytest.raises(ConfigError, match=f"--replay and --{next(iter(option))} cannot be given together"):
         verify(tmp_path, replay=1, **option)
 
 

@@ -127,8 +127,8 @@ def test_figures_are_shown_also_where_they_cannot_be_written(capsys, adapter_run
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"harness": "a", "split": "train"}, "--harness measures its own tasks"),
-        ({"harness": "a", "metric": ["token_f1"]}, "--harness measures its own tasks"),
+        ({"harness": "a", "split": "train"}, "cannot be given together: --harness measures its own tasks"),
+        ({"harness": "a", "metric": ["token_f1"]}, "cannot be given together: --harness measures its own tasks"),
         ({"harness_tasks": Path("tasks")}, "--harness-tasks needs --harness"),
     ],
 )

@@ -113,7 +113,7 @@ def test_a_key_of_the_runs_config_can_be_set(asked, adapter_run):
     [
         ({"temperature": 0.0}, ConfigError, "--temperature is 0"),
         ({"top_p": 0.0}, ConfigError, "--top-p is 0"),
-        ({"prompts": ["a"], "raw": True, "system": "b"}, ConfigError, "which --raw leaves out"),
+        ({"prompts": ["a"], "raw": True, "system": "b"}, ConfigError, "--raw and --system cannot be given together"),
         ({"from_file": "x.jsonl", "prompts": ["a"]}, DataError, "PROMPT and --from are both given. Drop one."),
         ({"prompts": ["a <|end|> b"]}, DataError, "special token"),
         ({"prompts": ["\udcff"]}, DataError, "prompt 1"),
