@@ -138,7 +138,7 @@ def synchronisations(session: Session) -> dict[str, Any]:
     from finetune import add_lora, launch, load_config
     from finetune.training.forward import agree_on_forward
     from finetune.training.optim import build_optimizer
-    from finetune.training.step import train_step
+    from finetune.training.step import StepSettings, train_step
 
     rows = [as_tensors(row) for row in _rows(session)]
     with TemporaryDirectory() as folder:
@@ -154,8 +154,8 @@ def synchronisations(session: Session) -> dict[str, Any]:
 
             def step(number: int) -> Callable[[], object]:
                 share = [(index, lock(collate(rows[index::number]))) for index in range(number)]
-                how = {"step": 1, "learning_rate": 1e-4, "max_grad_norm": 1.0, "seed": 0}
-                return partial(train_step, runtime, model, optimizer, share, **how)
+                how = StepSettings(step=1, learning_rate=1e-4, max_grad_norm=1.0, seed=0)
+                return partial(train_step, runtime, model, optimizer, share, how)
 
             step(1)()
             (one, _), (three, places) = (_count_waits(session, step(number)) for number in (1, 3))

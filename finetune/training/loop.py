@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from finetune.errors import RunFailedError
 from finetune.runs.state import TrainerState
@@ -65,7 +64,7 @@ class Cadence:
         return by_steps or by_epochs or self.is_last(step)
 
     def owes_validation(self, state: TrainerState) -> bool:
-        """Return whether the run was told to stop before the validation that was due after its last step."""
+        """Return whether the run was preempted before the validation that was due after its last step."""
         step, done = state.step, state.validations_without_improvement
         if state.validated_step is not None:
             return self.validates_after(step) and state.validated_step != step
@@ -74,47 +73,65 @@ class Cadence:
         return done < sum(map(self.validates_after, range((state.best_step or 0) + 1, step + 1)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Actions:
-    """The functions that the loop calls. All are collective: every rank calls them in the same order.
+class LoopActions(Protocol):
+    """What the loop asks of a run. All methods are collective: every rank calls them in the same order.
 
-    Attributes:
-        batches: (epoch, first step) to this rank's share of each step from there on.
-        train: (step, share) to the step's result.
-        validate: (state) to figures, or to None if a rank was told to stop meanwhile; None without a validation split.
-        save: commits a checkpoint of the state.
-        report: called after every step.
-        agree_to_stop: returns rank 0's argument on every rank.
+    `finetune.training.training_run.TrainingRun` is the one that trains.
     """
 
-    batches: Callable[[int, int], Iterable[Any]]
-    train: Callable[[int, Any], StepResult]
-    validate: Callable[[TrainerState], Validated | None] | None
-    save: Callable[[TrainerState], None]
-    report: Callable[[TrainerState, StepResult], None]
-    agree_to_stop: Callable[[bool], bool]
+    @property
+    def validates(self) -> bool:
+        """Whether there is a validation split."""
+
+    def batches(self, epoch: int, first_step: int) -> Iterable[Any]:
+        """Yield this rank's micro-batches of each step of an epoch, from `first_step` of the epoch on."""
+
+    def train(self, step: int, microbatches: Any) -> StepResult:
+        """Train one step."""
+
+    def validate(self, state: TrainerState) -> Validated | None:
+        """Return the metrics of a validation; None if the run was preempted meanwhile."""
+
+    def save(self, state: TrainerState) -> None:
+        """Commit a checkpoint of the state."""
+
+    def report(self, state: TrainerState, result: StepResult) -> None:
+        """Write down a step. The loop calls it after every step."""
+
+    def agree_to_stop(self, is_exhausted: bool) -> bool:
+        """Return rank 0's argument on every rank."""
+
+
+class StopRules(NamedTuple):
+    """The rules by which the loop ends a run early."""
+
+    patience: int | None = None
+    """Validations without improvement before the run stops; None: it never stops for that."""
+    criteria: Criteria = BY_LOSS
+    """Which metric counts."""
+    max_skipped_steps: int = 0
+    """Steps of the run, over all its starts, that may be skipped because they were not finite."""
+
+    @classmethod
+    def of(cls, config: Config) -> StopRules:
+        """Make the rules of a configuration."""
+        training = config.training
+        skips = training.max_skipped_steps if training.on_nonfinite == "skip" else 0
+        return cls(config.early_stopping.patience, Criteria.of(config), skips)
 
 
 class LoopEnd(NamedTuple):
     """The end of training."""
 
     state: TrainerState
-    is_told_to_stop: bool
+    is_preempted: bool
     """True if a signal ended training early; the state is saved."""
 
 
-def run_loop(
-    state: TrainerState,
-    cadence: Cadence,
-    actions: Actions,
-    *,
-    patience: int | None,
-    criteria: Criteria = BY_LOSS,
-    max_skipped_steps: int = 0,
-) -> LoopEnd:
-    """Train from `state` to the last step, to an agreed early stop, or to the step in which a rank was told to stop.
+def run_loop(state: TrainerState, cadence: Cadence, actions: LoopActions, rules: StopRules) -> LoopEnd:
+    """Train from `state` to the last step, to an agreed early stop, or to the step in which a rank was preempted.
 
-    A run that is told to stop saves and leaves the validation to the resumed run, since its time may be short.
+    A preempted run saves and leaves the validation to the resumed run, because its time may be short.
 
     Collective: every rank, with equal arguments; every rank leaves at the same step.
 
@@ -122,41 +139,40 @@ def run_loop(
         RunFailedError: on every rank, before saving: more than `max_skipped_steps` steps of the run, over all its
             starts, were not finite, or a validation loss was not.
     """
-    stops = is_patience_exhausted(state, patience)
-    is_told = False
-    after_step = partial(_after_step, cadence=cadence, actions=actions, patience=patience, criteria=criteria)
-    if actions.validate is not None and cadence.owes_validation(state):
-        state, stops, is_told = after_step(state, is_told)
-    while not (stops or is_told or cadence.is_last(state.step)):
-        for share in actions.batches(state.epoch, state.steps_in_epoch):
-            result = actions.train(state.step + 1, share)
+    stops = is_patience_exhausted(state, rules.patience)
+    is_preempted = False
+    if actions.validates and cadence.owes_validation(state):
+        state, stops, is_preempted = _after_step(state, is_preempted, cadence, actions, rules)
+    while not (stops or is_preempted or cadence.is_last(state.step)):
+        for microbatches in actions.batches(state.epoch, state.steps_in_epoch):
+            result = actions.train(state.step + 1, microbatches)
 
             state = _advanced(state, cadence, result)
             if result.is_skipped:
-                _refuse_too_many(state, result, max_skipped_steps)
+                _refuse_too_many(state, result, rules.max_skipped_steps)
             actions.report(state, result)
-            is_told = result.num_told_to_stop > 0 and not cadence.is_last(state.step)
-            state, stops, is_told = after_step(state, is_told)
-            if stops or is_told or cadence.is_last(state.step):
+            is_preempted = result.num_preempted > 0 and not cadence.is_last(state.step)
+            state, stops, is_preempted = _after_step(state, is_preempted, cadence, actions, rules)
+            if stops or is_preempted or cadence.is_last(state.step):
                 break
-    return LoopEnd(state, is_told)
+    return LoopEnd(state, is_preempted)
 
 
 def _after_step(
-    state: TrainerState, is_told: bool, *, cadence: Cadence, actions: Actions, patience: int | None, criteria: Criteria
+    state: TrainerState, is_preempted: bool, cadence: Cadence, actions: LoopActions, rules: StopRules
 ) -> tuple[TrainerState, bool, bool]:
-    """Validate and save where due; return the state, whether to stop early, and whether a rank was told to stop."""
+    """Validate and save where due; return the state, whether to stop early, and whether a rank was preempted."""
     stops = False
-    if actions.validate is not None and cadence.validates_after(state.step) and not is_told:
+    if actions.validates and cadence.validates_after(state.step) and not is_preempted:
         found = actions.validate(state)
-        is_told = found is None
+        is_preempted = found is None
         if found is not None:
             _refuse_not_finite(state, found.loss)
-            state = after_validation(state, found, criteria)
-            stops = actions.agree_to_stop(is_patience_exhausted(state, patience))
-    if cadence.saves_after(state.step) or stops or is_told:
+            state = after_validation(state, found, rules.criteria)
+            stops = actions.agree_to_stop(is_patience_exhausted(state, rules.patience))
+    if cadence.saves_after(state.step) or stops or is_preempted:
         actions.save(state)
-    return state, stops, is_told
+    return state, stops, is_preempted
 
 
 def is_patience_exhausted(state: TrainerState, patience: int | None) -> bool:

@@ -25,7 +25,7 @@ from finetune.training.objectives.preferences import (
     sum_before_step,
     sum_preference_losses,
     summed_preferences,
-    tell_whole,
+    with_whole,
 )
 from finetune.training.step import LossWithFigures
 from finetune.training.trainer import Trainer
@@ -84,8 +84,8 @@ class PreferenceTrainer(Trainer):
         return LossWithFigures(
             partial(summed_preferences, loss=loss, choices=choices),
             loss.figures,
-            before=partial(sum_before_step, loss=loss) if loss.takes_whole else None,
-            tell=tell_whole,
+            global_sums=partial(sum_before_step, loss=loss) if loss.takes_whole else None,
+            with_global_sums=with_whole,
         )
 
     @staticmethod

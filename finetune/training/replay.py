@@ -28,8 +28,8 @@ from finetune.runs.verification import whole_checkpoints
 from finetune.training.fit import named_splits
 from finetune.training.loop import Cadence
 from finetune.training.memory_choice import MemoryChoice, masks_follow_the_cut
-from finetune.training.optim import build_optimizer, learning_rate_at
-from finetune.training.step import train_step
+from finetune.training.optim import build_optimizer
+from finetune.training.step import StepSettings, train_step
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
 from finetune.training.validating import LOSS
@@ -240,10 +240,7 @@ def _step(
         trainer.model,
         optimizer,
         next(loader.steps(epoch, place)),
-        step=step,
-        learning_rate=learning_rate_at(step, cadence.num_steps, config.optim),
-        max_grad_norm=config.optim.max_grad_norm,
-        seed=config.seed,
+        StepSettings.of(config, step, cadence.num_steps),
         compute=trainer.loss_function,
     )
     return result.loss

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -22,7 +22,10 @@ from finetune.engine.products import unchanged_weights
 from finetune.engine.reference import in_float64
 from finetune.errors import DataError, RunFailedError
 from finetune.runs.tensors import own_part
-from finetune.training.optim import set_learning_rate, trainable_parameters
+from finetune.training.optim import learning_rate_at, set_learning_rate, trainable_parameters
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
 
 Result = TypeVar("Result")
 
@@ -34,10 +37,10 @@ class LossWithFigures:
     sums: LossFunction
     """(model, micro-batch) to shape (1 + names,): the loss, with a gradient, then the figures."""
     names: tuple[str, ...]
-    before: Callable[[Runtime, torch.nn.Module, Sequence[Any]], Sequence[float]] | None = None
-    """Sums over a rank's micro-batches what the loss needs to know of the whole global batch, without a gradient."""
-    tell: Callable[[Any, Sequence[float]], Any] | None = None
-    """Gives a micro-batch these sums over all ranks."""
+    global_sums: Callable[[Runtime, torch.nn.Module, Sequence[Any]], Sequence[float]] | None = None
+    """Computes this rank's part of the sums over the global batch that the loss needs, without a gradient."""
+    with_global_sums: Callable[[Any, Sequence[float]], Any] | None = None
+    """Returns a copy of a micro-batch that holds these sums over all ranks."""
 
     def __call__(self, model: torch.nn.Module, microbatch: Any) -> torch.Tensor:
         """Return the loss and the figures."""
@@ -56,6 +59,24 @@ class StepTooLargeError(Exception):
         self.error = error
 
 
+class StepSettings(NamedTuple):
+    """The settings of one step."""
+
+    step: int
+    """The number of the optimizer step, for dropout's seeds and for messages."""
+    learning_rate: float
+    max_grad_norm: float | None
+    """See `Runtime.clip_grad_norm`."""
+    seed: int
+    """Of the run."""
+
+    @classmethod
+    def of(cls, config: Config, step: int, num_steps: int) -> StepSettings:
+        """Make the settings of a step of a run with `num_steps` steps."""
+        rate = learning_rate_at(step, num_steps, config.optim)
+        return cls(step, rate, config.optim.max_grad_norm, config.seed)
+
+
 class StepResult(NamedTuple):
     """The result of one step, over the whole global batch."""
 
@@ -69,8 +90,8 @@ class StepResult(NamedTuple):
     """Without padding; a shared token counts once for each row."""
     num_computed: int = 0
     """Without padding; a shared token counts once."""
-    num_told_to_stop: int = 0
-    """Ranks that a signal told to stop before this step; the same number on all ranks."""
+    num_preempted: int = 0
+    """Ranks that a signal preempted before this step; the same number on all ranks."""
     not_finite: str = ""
     """The reason why the step made no update, the same on all ranks; empty if it made one."""
     rank_seconds: tuple[float, ...] = ()
@@ -89,32 +110,26 @@ def train_step(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     microbatches: Sequence[tuple[int, Microbatch]],
+    settings: StepSettings,
     *,
-    step: int,
-    learning_rate: float,
-    max_grad_norm: float | None,
-    seed: int,
     compute: LossFunction = summed_cross_entropy,
     may_be_too_large: bool = False,
 ) -> StepResult:
-    """Update the weights with this rank's share of a global batch.
+    """Update the weights with a global batch, of which this rank computes its micro-batches.
 
     The loss is the sum over all target tokens of the global batch, divided by their number. A mean of means over
     micro-batches or ranks would weigh a short row's tokens more than a long row's.
 
     If the loss or the gradient is not finite on any rank, no rank makes an update, and the result says why.
 
-    Collective: every rank, with the same step; a rank's share may be empty.
+    Collective: every rank, with the same step; a rank may have no micro-batch.
 
     Args:
         runtime: the world of processes.
         model: in training mode.
         optimizer: prepared by the runtime.
         microbatches: (index in the global batch, micro-batch) pairs of this rank.
-        step: the optimizer step, for dropout's seeds and for messages.
-        learning_rate: of this step.
-        max_grad_norm: see `Runtime.clip_grad_norm`.
-        seed: of the run.
+        settings: of this step.
         compute: sums the loss, and perhaps other figures, over the targets of a micro-batch.
         may_be_too_large: let all ranks raise StepTooLargeError if one runs out of memory. Not with torch's reducer,
             whose backward passes wait for each other.
@@ -130,42 +145,38 @@ def train_step(
         runtime.agree_on_failure_beside()
     if batch.num_targets == 0:
         raise DataError(
-            f"no row of step {step} has a target token. See how the rows are encoded, or raise data.max_length."
+            f"no row of step {settings.step} has a target token. See how the rows are encoded, "
+            "or raise data.max_length."
         )
-    share = list(microbatches)
-    if runtime.needs_even_shares:
-        rounds = math.ceil(batch.num_microbatches / runtime.world_size)
-        share += [(batch.num_microbatches, EMPTY_MICROBATCH)] * (rounds - len(share))
-    # Dropout masks belong to the micro-batch, whichever rank computes it and however often the run was resumed.
-    seeded = [(derived_seed(seed, step, index), microbatch) for index, microbatch in share]
+    seeded = _seeded(runtime, microbatches, settings, num_microbatches=batch.num_microbatches)
     with unchanged_weights():
-        told = _sum_before(runtime, model, seeded, compute, tries=may_be_too_large)
-        run = partial(_backpropagate, runtime, model, told, compute, batch.num_targets)
+        prepared = _with_global_sums(runtime, model, seeded, compute, tries=may_be_too_large)
+        run = partial(_backpropagate, runtime, model, prepared, compute, batch.num_targets)
         sums, seconds = _if_memory_suffices(runtime, model, run) if may_be_too_large else run()
 
     parameters = trainable_parameters(model)
     runtime.sync_gradients(parameters)
     # Clipping by an infinite norm turns gradients into zeros or NaN; it is detected before they reach a weight.
-    norm = runtime.clip_grad_norm(parameters, max_grad_norm)
+    norm = runtime.clip_grad_norm(parameters, settings.max_grad_norm)
     whole = _read_over_ranks(runtime, sums, norm, seconds)
     loss = whole.loss / batch.num_targets
     not_finite = ""
     if math.isfinite(loss) and not whole.is_bad_norm:
-        set_learning_rate(optimizer, learning_rate)
+        set_learning_rate(optimizer, settings.learning_rate)
         optimizer.step()
     else:
         whose = _whose(runtime, not math.isfinite(whole.own_loss))
         not_finite = f"the loss is {loss}{whose} and the gradient norm {whole.grad_norm}"
-        _refuse_broken_weights(runtime, model, f"step {step}: {not_finite}")
+        _refuse_broken_weights(runtime, model, f"step {settings.step}: {not_finite}")
     optimizer.zero_grad()
     return StepResult(
         loss=loss,
         grad_norm=whole.grad_norm,
-        learning_rate=learning_rate,
+        learning_rate=settings.learning_rate,
         num_targets=batch.num_targets,
         num_tokens=batch.num_tokens,
         num_computed=batch.num_computed,
-        num_told_to_stop=batch.num_told_to_stop,
+        num_preempted=batch.num_preempted,
         not_finite=not_finite,
         rank_seconds=() if runtime.needs_even_shares else whole.rank_seconds,
         figures={
@@ -176,6 +187,24 @@ def train_step(
     )
 
 
+def _seeded(
+    runtime: Runtime,
+    microbatches: Sequence[tuple[int, Microbatch]],
+    settings: StepSettings,
+    *,
+    num_microbatches: int,
+) -> Sequence[tuple[int, Microbatch]]:
+    """Return this rank's micro-batches with the seed of each, and empty ones where all ranks need equally many.
+
+    Dropout masks belong to the micro-batch, whichever rank computes it and however often the run was resumed.
+    """
+    indexed = list(microbatches)
+    if runtime.needs_even_shares:
+        rounds = math.ceil(num_microbatches / runtime.world_size)
+        indexed += [(num_microbatches, EMPTY_MICROBATCH)] * (rounds - len(indexed))
+    return [(derived_seed(settings.seed, settings.step, index), microbatch) for index, microbatch in indexed]
+
+
 class _Counted(NamedTuple):
     """Counts over all ranks for a global batch."""
 
@@ -183,14 +212,14 @@ class _Counted(NamedTuple):
     num_tokens: int
     num_computed: int
     num_microbatches: int
-    num_told_to_stop: int
+    num_preempted: int
     num_failed_beside: int
 
 
 def _count(runtime: Runtime, microbatches: Sequence[tuple[int, Microbatch]]) -> _Counted:
     """Count over all ranks. Collective.
 
-    The same exchange tells all ranks, in the same step and at no cost, whether a rank was told to stop or failed.
+    The same exchange tells all ranks, in the same step and at no cost, whether a rank was preempted or failed.
     """
     counts = [
         sum(getattr(microbatch, name) for _, microbatch in microbatches)
@@ -200,7 +229,7 @@ def _count(runtime: Runtime, microbatches: Sequence[tuple[int, Microbatch]]) -> 
     return _Counted(*map(int, runtime.sum([*counts, len(microbatches), *flags])))
 
 
-def _sum_before(
+def _with_global_sums(
     runtime: Runtime,
     model: torch.nn.Module,
     seeded: Sequence[tuple[int, Microbatch]],
@@ -208,15 +237,16 @@ def _sum_before(
     *,
     tries: bool,
 ) -> Sequence[tuple[int, Microbatch]]:
-    """Tell the micro-batches what their loss needs to know of the whole global batch. Collective, if it needs it.
+    """Give the micro-batches the sums over the global batch that their loss needs. Collective if it needs any.
 
-    The sums are over the global batch, so that the loss does not depend on its cut or on the number of ranks.
+    The sums are over the global batch, so that the loss does not depend on the split into micro-batches or on the
+    number of ranks.
     """
-    if not isinstance(compute, LossWithFigures) or compute.before is None or compute.tell is None:
+    if not isinstance(compute, LossWithFigures) or compute.global_sums is None or compute.with_global_sums is None:
         return seeded
-    run = partial(compute.before, runtime, model, [microbatch for _, microbatch in seeded])
+    run = partial(compute.global_sums, runtime, model, [microbatch for _, microbatch in seeded])
     whole = runtime.sum(_if_memory_suffices(runtime, model, run) if tries else run())
-    return [(seed, compute.tell(microbatch, whole)) for seed, microbatch in seeded]
+    return [(seed, compute.with_global_sums(microbatch, whole)) for seed, microbatch in seeded]
 
 
 def _backpropagate(

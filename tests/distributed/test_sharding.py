@@ -53,7 +53,9 @@ def train_and_look(words: list[str]) -> None:
         if runtime.shard_size is None:
             return
         shards = Shards(runtime.shard_size, trainer.config.parallel.reshard_after_forward)
-        assert Weights(trainer._measured).gathered(shards) == runtime.gathered_bytes, "as `finetune plan` counts it"
+        assert Weights(trainer._setup.measured).gathered(shards) == runtime.gathered_bytes, (
+            "as `finetune plan` counts it"
+        )
         kept = {name: weight for name, weight in trainer.model.named_parameters() if isinstance(weight, DTensor)}
         frozen = {name for name, weight in trainer.model.named_parameters() if not weight.requires_grad}
         assert set(kept) == frozen

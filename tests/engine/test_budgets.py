@@ -38,7 +38,7 @@ from finetune.model.published import published_sizes
 from finetune.training.forward import agree_on_forward
 from finetune.training.optim import trainable_parameters
 from finetune.training.preference_trainer import PreferenceTrainer
-from finetune.training.step import train_step
+from finetune.training.step import StepSettings, train_step
 from finetune.training.trainer import Trainer
 from tests.engine.fake_device import KIND, FakeDevice, move, register_device
 from tests.engine.test_fake_device import ROWS as SHARING_ROWS
@@ -293,10 +293,7 @@ def waits_of_a_step(
                 model,
                 optimizer,
                 [(index, collate(rows).pin_memory()) for index in range(number)],
-                step=step,
-                learning_rate=1e-3,
-                max_grad_norm=0.1,
-                seed=0,
+                StepSettings(step, learning_rate=1e-3, max_grad_norm=0.1, seed=0),
                 compute=loss or trainer.loss_of(config),
             )
         runtime.context = here

@@ -25,7 +25,7 @@ from finetune.model.lora import add_lora
 from finetune.training.objectives.preference_losses import PreferenceLoss
 from finetune.training.objectives.preferences import PreferenceMicrobatch, summed_preferences
 from finetune.training.optim import trainable_parameters
-from finetune.training.step import train_step
+from finetune.training.step import StepSettings, train_step
 from tests.engine import test_decoder as decoder_tests
 from tests.engine.fake_device import KIND, DeviceTensor, FakeDevice, move, use_there
 from tests.engine.prefix_rows import rows_of
@@ -185,8 +185,8 @@ def test_a_whole_step(device: FakeDevice) -> None:
         with launch(config) as runtime:
             here, runtime.context = runtime.context, runtime.context._replace(device=place)
             optimizer = torch.optim.AdamW(trainable_parameters(model))
-            settings = {"step": 1, "learning_rate": 1e-2, "max_grad_norm": 0.1, "seed": 0}
-            result = train_step(runtime, model, optimizer, microbatches, **settings)
+            settings = StepSettings(step=1, learning_rate=1e-2, max_grad_norm=0.1, seed=0)
+            result = train_step(runtime, model, optimizer, microbatches, settings)
             runtime.context = here
         weights: list[Any] = trainable_parameters(model)
         return result.loss, result.grad_norm, [getattr(weight, "data_on_cpu", weight.detach()) for weight in weights]

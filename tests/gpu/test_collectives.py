@@ -15,7 +15,7 @@ from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.errors import DataError
 from finetune.training.optim import trainable_parameters
-from finetune.training.step import StepResult, train_step
+from finetune.training.step import StepResult, StepSettings, train_step
 from tests.engine.prefix_rows import random_rows
 from tests.gpu.models import placed
 from tests.launches import free_port, place_variables
@@ -60,8 +60,8 @@ def test_a_step_is_that_of_a_process_alone(runtime: Runtime, device: torch.devic
         runtime.place(model)
         optimizer = torch.optim.AdamW(trainable_parameters(model))
         microbatches = [(0, pack(random_rows(3, targets=0.5)))]
-        settings = {"step": 1, "learning_rate": 1e-2, "max_grad_norm": 1.0, "seed": 0}
-        return train_step(runtime, model, optimizer, microbatches, compute=summed_cross_entropy, **settings)
+        settings = StepSettings(step=1, learning_rate=1e-2, max_grad_norm=1.0, seed=0)
+        return train_step(runtime, model, optimizer, microbatches, settings, compute=summed_cross_entropy)
 
     together = step()
     runtime.context = runtime.context._replace(distributed=False)

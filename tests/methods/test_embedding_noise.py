@@ -13,7 +13,7 @@ from finetune.model.base import checkpoint_gradients, evaluation_mode
 from finetune.model.lora import add_lora
 from finetune.model.training_mode import add_embedding_noise
 from finetune.training.optim import trainable_parameters
-from finetune.training.step import train_step
+from finetune.training.step import StepSettings, train_step
 from tests.launches import run_launched
 from tests.methods.tiny_training import (
     curve,
@@ -51,8 +51,8 @@ def microbatches():
 
 def step(runtime, model, share, *, number=1, seed=0):
     optimizer = runtime.prepare_optimizer(torch.optim.SGD(trainable_parameters(model), lr=0.1))
-    keys = {"step": number, "learning_rate": 0.1, "max_grad_norm": None, "seed": seed}
-    return train_step(runtime, model, optimizer, share, **keys).loss
+    settings = StepSettings(number, learning_rate=0.1, max_grad_norm=None, seed=seed)
+    return train_step(runtime, model, optimizer, share, settings).loss
 
 
 def test_the_noise_is_uniform_and_as_large_as_the_paper_says():

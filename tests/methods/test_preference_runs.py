@@ -24,6 +24,7 @@ from finetune.cli.train import train_from_words
 from finetune.errors import CheckpointError, ConfigError
 from finetune.training.objectives.preference_losses import FIGURES
 from finetune.training.resume import _sha256
+from finetune.training.training_run import TrainingRun
 from tests.in_process import run_finetune
 from tests.launches import REPOSITORY, run_launched
 from tests.methods import tiny_training
@@ -63,23 +64,28 @@ def inputs(tmp_path_factory):
     return folder
 
 
-class Watched(PreferenceTrainer):
-    """Keeps what each step found beside the loss."""
+def keep_figures(patch):
+    """Return a list that gets the loss and the other metrics of each step."""
+    found, report = [], TrainingRun.report
 
-    def _report(self, profiler, state, result):
-        vars(self).setdefault("figures", []).append((result.loss, dict(result.figures)))
-        super()._report(profiler, state, result)
+    def reporting(self, state, result):
+        found.append((result.loss, dict(result.figures)))
+        report(self, state, result)
+
+    patch.setattr(TrainingRun, "report", reporting)
+    return found
 
 
 def train(words):
     """The recipe's lines."""
     config = load_config(words)
-    with launch(config) as runtime:
+    with launch(config) as runtime, pytest.MonkeyPatch.context() as patch:
         tokenizer = build_tokenizer(config.model)
         splits = encode_preferences(config.data, tokenizer, fallbacks=runtime.fallbacks)
         model = add_lora(build_base_model(config.model), config.lora)
-        trainer = Watched(runtime, config, model, tokenizer, splits)
+        trainer = PreferenceTrainer(runtime, config, model, tokenizer, splits)
         train_loader, val_loader, _ = trainer.prepare_dataloaders()
+        trainer.figures = keep_figures(patch)
         trainer.run_training(train_loader, val_loader)
         return trainer
 

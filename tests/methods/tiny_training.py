@@ -25,7 +25,7 @@ from finetune import (
     load_config,
     load_examples,
 )
-from finetune.training import trainer as trainer_module
+from finetune.training import training_run
 from tests.tiny_runs import write_base, write_rows
 
 IDS = list(range(5, 25))
@@ -109,14 +109,14 @@ def train(words: list[str]) -> Trainer:
 
 def break_at(patch: pytest.MonkeyPatch, step: int) -> None:
     """Training ends with an error in the middle of a step."""
-    whole = trainer_module.train_step
+    whole = training_run.train_step
 
     def breaking(*args, **keys):
-        if keys["step"] == step:
+        if args[4].step == step:
             raise RuntimeError("power cut")
         return whole(*args, **keys)
 
-    patch.setattr(trainer_module, "train_step", breaking)
+    patch.setattr(training_run, "train_step", breaking)
 
 
 def refuse_to_differ_after_a_break(words: list[str], whole: Path, broken: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from finetune.errors import RunFailedError
 from finetune.runs.state import TrainerState
-from finetune.training.loop import Actions, Cadence, run_loop
+from finetune.training.loop import Cadence, StopRules, run_loop
 from finetune.training.step import StepResult
 from finetune.training.validating import Validated
 
@@ -18,25 +18,22 @@ class Recorder:
         self._steps_per_epoch = steps_per_epoch
         self._losses = losses
         self._happens_at = happens_at
-        self.actions = Actions(
-            batches=self._batches,
-            train=self._train,
-            validate=None if losses is None else self._validate,
-            save=self._save,
-            report=lambda state, result: self.did.append(("report", state.step, result.num_targets)),
-            agree_to_stop=answer,
-        )
+        self.validates = losses is not None
+        self.agree_to_stop = answer
 
-    def _batches(self, epoch, first_step):
+    def report(self, state, result):
+        self.did.append(("report", state.step, result.num_targets))
+
+    def batches(self, epoch, first_step):
         return ((epoch, step) for step in range(first_step, self._steps_per_epoch))
 
-    def _train(self, step, share):
+    def train(self, step, share):
         self.did.append(("train", step, share))
         num_told = int(self._is_now("told_at", step))
         why = "the loss is nan" if self._is_now("skipped_at", step) else ""
-        return StepResult(1.0, 1.0, 1.0, step, 2 * step, num_told_to_stop=num_told, not_finite=why)
+        return StepResult(1.0, 1.0, 1.0, step, 2 * step, num_preempted=num_told, not_finite=why)
 
-    def _validate(self, state):
+    def validate(self, state):
         if self._is_now("cut_short_at", state.step):
             return None
         self.did.append(("validate", state.step))
@@ -45,7 +42,7 @@ class Recorder:
     def _is_now(self, what, step):
         return step in self._happens_at.get(what, ())
 
-    def _save(self, state):
+    def save(self, state):
         self.did.append(("save", state.step))
         self.saved[state.step] = state
 
@@ -55,8 +52,8 @@ class Recorder:
 
 def run(cadence, *, state=None, recorder=None, losses=None, patience=None, limit=0, **keys):
     recorder = recorder or Recorder(steps_per_epoch=cadence.steps_per_epoch, losses=losses, **keys)
-    end = run_loop(state or TrainerState(), cadence, recorder.actions, patience=patience, max_skipped_steps=limit)
-    recorder.is_told_to_stop = end.is_told_to_stop
+    end = run_loop(state or TrainerState(), cadence, recorder, StopRules(patience=patience, max_skipped_steps=limit))
+    recorder.is_preempted = end.is_preempted
     return recorder, end.state
 
 
@@ -145,7 +142,7 @@ def test_a_run_that_was_told_to_stop_at_any_step_goes_on_as_the_whole_run_did(ke
     whole, end = run(plan, losses=LOSSES, patience=patience)
     for step in range(1, 13):
         stopped, state = run(plan, losses=LOSSES, patience=patience, **{when: [step]})
-        if not stopped.is_told_to_stop:
+        if not stopped.is_preempted:
             assert stopped.did == whole.did
             continue
         assert (state.step, stopped.steps_of("save")[-1]) == (step, step)
@@ -153,12 +150,12 @@ def test_a_run_that_was_told_to_stop_at_any_step_goes_on_as_the_whole_run_did(ke
         assert resumed_end == end
         for what in ("train", "report", "validate"):
             assert stopped.steps_of(what) + resumed.steps_of(what) == whole.steps_of(what), step
-        assert not resumed.is_told_to_stop
+        assert not resumed.is_preempted
 
 
 def test_a_run_that_is_told_to_stop_in_its_last_step_completes():
     recorder, end = run(cadence(), losses=falling(), told_at=[7])
-    assert (recorder.is_told_to_stop, end.best_step) == (False, 7)
+    assert (recorder.is_preempted, end.best_step) == (False, 7)
     assert recorder.steps_of("validate")[-1] == recorder.steps_of("save")[-1] == 7
 
 

@@ -13,7 +13,7 @@ from finetune.distributed.launch import launch
 from finetune.errors import DataError, RunFailedError
 from finetune.model.lora import add_lora
 from finetune.training.optim import trainable_parameters
-from finetune.training.step import train_step
+from finetune.training.step import StepSettings, train_step
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
 
 pytestmark = pytest.mark.trains
@@ -50,10 +50,7 @@ def step(runtime, model, microbatches, *, optimizer=None, number=1, seed=0, max_
         model,
         runtime.prepare_optimizer(optimizer),
         microbatches,
-        step=number,
-        learning_rate=rate,
-        max_grad_norm=max_grad_norm,
-        seed=seed,
+        StepSettings(number, rate, max_grad_norm, seed),
     )
 
 
@@ -118,9 +115,9 @@ def test_the_step_counts_tokens_and_targets_and_repeats_its_rate(runtime):
 
 def test_a_signal_is_told_with_the_next_step(runtime):
     model = tiny_lora()
-    assert step(runtime, model, split([8])).num_told_to_stop == 0
+    assert step(runtime, model, split([8])).num_preempted == 0
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert step(runtime, model, split([8]), number=2).num_told_to_stop == 1
+    assert step(runtime, model, split([8]), number=2).num_preempted == 1
 
 
 def test_the_update_is_clipped_and_the_norm_before_that_is_reported(runtime):

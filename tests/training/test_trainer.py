@@ -21,6 +21,7 @@ from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedEr
 from finetune.inference.losses import LossSums
 from finetune.threads import settle_waiting
 from finetune.training import trainer as trainer_module
+from finetune.training import training_run
 from finetune.training.journal import Journal
 from tests.tiny_runs import random_model_words, write_base, write_rows
 
@@ -100,14 +101,14 @@ def contents(folder):
 
 def break_at(monkeypatch, step, error):
     """Training ends with an error in the middle of a step."""
-    whole = trainer_module.train_step
+    whole = training_run.train_step
 
     def breaking(*args, **keys):
-        if keys["step"] == step:
+        if args[4].step == step:
             raise error
         return whole(*args, **keys)
 
-    monkeypatch.setattr(trainer_module, "train_step", breaking)
+    monkeypatch.setattr(training_run, "train_step", breaking)
 
 
 def give_validation_losses(monkeypatch, losses):

@@ -178,7 +178,7 @@ def sum_before_step(runtime: Runtime, model: Any, microbatches: Iterable[Any], *
     return totals
 
 
-def tell_whole(microbatch: Any, whole: Sequence[float]) -> Any:
+def with_whole(microbatch: Any, whole: Sequence[float]) -> Any:
     """Return a micro-batch that knows the sums over the global batch; the empty one needs none."""
     return microbatch if microbatch is EMPTY_MICROBATCH else replace(microbatch, whole=Whole(*whole))
 

@@ -1,0 +1,269 @@
+"""Set up a run: from a model, a configuration and encoded rows to everything that training uses, in order."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from finetune.config.compose import resolved_yaml
+from finetune.data.batches import Collate, EvaluationLoader
+from finetune.data.encoded import EncodedSplits
+from finetune.distributed.gradients import LossFunction
+from finetune.distributed.precision import convert_weights
+from finetune.distributed.runtime import Runtime
+from finetune.engine.fused import is_fused
+from finetune.engine.loss import BY_DEVICE, Choices
+from finetune.fallbacks import Fallback
+from finetune.inference.losses import LossSums
+from finetune.model.base import checkpoint_gradients
+from finetune.model.lora import without_adapter
+from finetune.model.tokens import set_stop_and_pad_ids
+from finetune.model.training_mode import add_embedding_noise
+from finetune.runs.checkpoints import save_base
+from finetune.runs.folder import RunFolder
+from finetune.runs.model_files import load_model
+from finetune.training.fit import check_fit, named_splits
+from finetune.training.forward import agree_on_forward
+from finetune.training.journal import Journal
+from finetune.training.loaders import global_batch_size
+from finetune.training.memory_choice import MemoryChoice, agree_on_memory, choose, shards_of
+from finetune.training.memory_need import copy_without_data
+from finetune.training.validating import check_metrics, refuse_rows_without_answers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.config.schema import Config
+
+_log = logging.getLogger(__name__)
+_NOT_IN_BACKGROUND = Fallback(
+    what="checkpoint.background",
+    wanted="written in the background",
+    used="written while training waits",
+    why="all ranks gather the sharded weights, tensor by tensor, for rank 0 to write",
+)
+
+
+class Objective(Protocol):
+    """What an objective decides about a run. Each trainer class is one.
+
+    Attributes:
+        objectives: the values of `training.objective` that it trains.
+        epoch: the current epoch; the run sets it.
+        validation_figures: the metrics of the last validation beside the loss, by name.
+    """
+
+    objectives: ClassVar[tuple[str, ...]]
+    epoch: int
+    validation_figures: dict[str, float]
+
+    @property
+    def loss_function(self) -> LossFunction:
+        """The sum of the loss over the targets of a micro-batch."""
+
+    @staticmethod
+    def loss_of(config: Config, choices: Choices = BY_DEVICE) -> LossFunction:
+        """Make the loss function of a configuration."""
+
+    @staticmethod
+    def figures_of(config: Config) -> tuple[str, ...]:
+        """Return the names of the metrics that a validation measures beside loss and `validation.metrics`."""
+
+    @staticmethod
+    def collation_of(config: Config, collate: Collate) -> Any:
+        """Return the collate function for the loaders, given the one for plain rows."""
+
+    def measure(self, loader: EvaluationLoader) -> LossSums:
+        """Measure this rank's rows of the validation split. Collective."""
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """A run that is ready to train, on one rank.
+
+    Attributes:
+        runtime: this process's place in the world.
+        config: the whole run, with what the world decides filled in.
+        model: on its device, sharded if the run shards.
+        tokenizer: the model's.
+        splits: encoded rows.
+        journal: the journal of the run on the main process; None on the others.
+        metrics: `validation.metrics`, by name.
+        collate: makes a micro-batch of rows.
+        is_packed: whether micro-batches are packed for the engine.
+        measured: the model on copies of which memory is measured, because a sharded model cannot be copied.
+        memory: checkpointing and the size of micro-batches.
+    """
+
+    runtime: Runtime
+    config: Config
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    splits: EncodedSplits
+    journal: Journal | None
+    metrics: Mapping[str, Any]
+    collate: Collate
+    is_packed: bool
+    measured: Any
+    memory: MemoryChoice
+
+    def on_main(self, action: Callable[[Journal], None], during: str) -> None:
+        """Let the main process act while the others wait, and raise its failure on all ranks. Collective."""
+        with self.runtime.failing_together(during):
+            if self.journal is not None:
+                action(self.journal)
+
+    def record_memory(self) -> None:
+        """Write the choice by memory into run.json. Collective."""
+        self.on_main(lambda journal: journal.record_memory(self.memory), "recording the choice by memory")
+
+
+def set_up(
+    objective: Objective,
+    runtime: Runtime,
+    config: Config,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    splits: EncodedSplits,
+) -> Setup:
+    """Check that all parts fit, open the run's folder, place the model, and decide on its forward and its memory.
+
+    Collective: every rank.
+
+    Raises:
+        ConfigError: model, rows and configuration do not fit each other.
+        CheckpointError: the run's folder cannot be used.
+    """
+    config = runtime.settle(config)
+    check_fit(config, model, splits, trainer=type(objective).__name__, objectives=objective.objectives)
+    metrics = check_metrics(config, objective.figures_of(config))
+    if splits.validation is not None:
+        refuse_rows_without_answers(config, splits.validation.kind)
+    set_stop_and_pad_ids(model, tokenizer)
+    runtime.agree_set_up()
+    runtime.refuse_differences("the data", "/".join(split.fingerprint for split in named_splits(splits).values()))
+    runtime.fit_threads(model)
+    _refuse_background_of_shards(runtime, config)
+    journal = None
+    with runtime.failing_together("opening the run's folder"):
+        if runtime.is_main_process:
+            journal = _open_journal(runtime, config, model, tokenizer, splits)
+    if _saves_base(config) and config.resume == "auto":
+        # A resumed run keeps the random weights it began with, whatever its seed is now.
+        with runtime.failing_together("reading the base model"):
+            load_model(without_adapter(model), RunFolder(config.output_dir).base)
+    if runtime.shard_size is None:
+        runtime.place(model)
+    if config.training.neftune_alpha:
+        add_embedding_noise(model, config.training.neftune_alpha)
+    forward = agree_on_forward(runtime, config.training, model)
+    collate = objective.collation_of(config, forward.collate)
+    measured = _shard(runtime, model) if runtime.shard_size is not None else model
+    choose_by_memory = partial(
+        _choose_by_memory, runtime, config, measured, splits, collate=collate, loss_of=objective.loss_of
+    )
+    recorded = None if journal is None else journal.recorded_memory()
+    setup = Setup(
+        runtime=runtime,
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+        splits=splits,
+        journal=journal,
+        metrics=metrics,
+        collate=collate,
+        is_packed=forward.why_not_engine is None,
+        measured=measured,
+        memory=agree_on_memory(runtime, config, recorded, choose_by_memory),
+    )
+    if setup.memory.gradient_checkpointing:
+        checkpoint_gradients(model)
+    setup.record_memory()
+    return setup
+
+
+def _saves_base(config: Config) -> bool:
+    """Return whether the base is random, so that the run's folder must hold it for the adapter."""
+    return config.model.init == "random" and config.training.method == "lora"
+
+
+def _refuse_background_of_shards(runtime: Runtime, config: Config) -> None:
+    """Say that a run that shards its trained weights saves while training waits, and refuse it if strict."""
+    if not (runtime.shards_trained and config.checkpoint.background):
+        return
+    if config.origin("checkpoint.background") == "default":
+        _log.info("checkpoints are %s: %s", _NOT_IN_BACKGROUND.used, _NOT_IN_BACKGROUND.why)
+    else:
+        runtime.fallbacks.take(_NOT_IN_BACKGROUND)
+
+
+def _open_journal(
+    runtime: Runtime, config: Config, model: Any, tokenizer: PreTrainedTokenizerBase, splits: EncodedSplits
+) -> Journal:
+    environment = runtime.environment
+    rows = {f"data.{name}": split.fingerprint for name, split in named_splits(splits).items()}
+    texts = {"config": resolved_yaml(config), "chat_template": str(tokenizer.chat_template)}
+    journal = Journal(
+        config,
+        runtime.fallbacks,
+        world={
+            "world_size": runtime.world_size,
+            "processes_started": environment.world_size,
+            "launcher": environment.launcher,
+            "backend": runtime.backend,
+            "threads": runtime.threads,
+            "sharding": "none" if runtime.shard_size is None else config.parallel.sharding,
+            "shard_size": runtime.shard_size,
+            "device": runtime.device.type,
+            "precision": runtime.precision,
+        },
+        global_batch={
+            "global_batch_size": global_batch_size(config, environment.world_size),
+            "batch_size": config.training.batch_size,
+            "world_size_asked": config.parallel.world_size or environment.world_size,
+        },
+        fingerprints=rows | {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
+    )
+    runtime.on_close(journal.close)
+    if _saves_base(config):
+        save_base(journal.folder, without_adapter(model), tokenizer)
+    return journal
+
+
+def _shard(runtime: Runtime, model: Any) -> Any:
+    """Shard a model, and return a copy without data of the whole one."""
+    measured = copy_without_data(model)
+    convert_weights(measured, runtime.precision)
+    runtime.shard(model)
+    return measured
+
+
+def _choose_by_memory(
+    runtime: Runtime,
+    config: Config,
+    model: Any,
+    splits: EncodedSplits,
+    room: int,
+    is_cut_settled: bool,
+    *,
+    collate: Collate,
+    loss_of: Callable[..., LossFunction],
+) -> MemoryChoice:
+    return choose(
+        config,
+        model,
+        longest=int(splits.train.lengths.max()),
+        collate=collate,
+        loss_of=partial(loss_of, config),
+        kind=runtime.device.type,
+        is_bf16=runtime.precision == "bf16",
+        is_fused=is_fused(),
+        world_size=runtime.world_size,
+        room=room,
+        shards=shards_of(config.parallel, runtime.world_size),
+        is_cut_settled=is_cut_settled,
+    )

@@ -1,0 +1,240 @@
+"""A run while it trains: what the loop asks for, done with the model, the loaders and the journal of one rank."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Iterator
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from finetune.data.batches import EvaluationLoader, TrainLoader
+from finetune.data.shares import shuffled
+from finetune.engine.microbatch import Microbatch
+from finetune.errors import FinetuneError, RunFailedError
+from finetune.fallbacks import Fallback
+from finetune.inference.evaluation import Dialogues, measure_answers
+from finetune.inference.losses import LossSums
+from finetune.runs.checkpoints import take_snapshot
+from finetune.runs.folder import RunFolder
+from finetune.runs.state import TrainerState
+from finetune.training.loaders import log_cut_examples, log_share
+from finetune.training.loop import Cadence
+from finetune.training.memory_choice import masks_follow_the_cut
+from finetune.training.profiling import StepProfiler
+from finetune.training.setup import Objective, Setup
+from finetune.training.step import StepResult, StepSettings, StepTooLargeError, train_step
+from finetune.training.validating import Validated
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger(__name__)
+
+
+class TrainingRun:
+    """Do what the training loop asks for: the `LoopActions` of a run.
+
+    Collective: every rank makes one, and the loop calls its methods in the same order on every rank.
+
+    Args:
+        setup: the run.
+        objective: its loss and how it validates.
+        optimizer: prepared by the runtime.
+        cadence: which steps save and validate.
+        train_loader: yields this rank's micro-batches.
+        val_loader: the validation split; None without one.
+        profiler: sees each step.
+
+    Attributes:
+        last_loss: of the last step that was not skipped, in nats per target token; nan before it.
+        last_validation: of this start; None before it.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        *,
+        cadence: Cadence,
+        train_loader: TrainLoader,
+        val_loader: EvaluationLoader | None,
+        profiler: StepProfiler,
+    ) -> None:
+        self.last_loss = math.nan
+        self.last_validation: LossSums | None = None
+        self._setup = setup
+        self._runtime = setup.runtime
+        self._config = setup.config
+        self._objective = objective
+        self._optimizer = optimizer
+        self._cadence = cadence
+        self._train_loader = train_loader
+        self._val_loader = val_loader
+        self._profiler = profiler
+        self._is_memory_tried = False
+        self._data_wait_seconds = 0.0
+
+    @property
+    def validates(self) -> bool:
+        """See `LoopActions`."""
+        return self._val_loader is not None
+
+    def batches(self, epoch: int, first_step: int) -> Iterator[list[tuple[int, Microbatch]]]:
+        """Yield this rank's micro-batches of each step of an epoch, from a step of the epoch on."""
+        self._objective.epoch = epoch
+        self._batches = self._train_loader.steps(epoch, first_step)
+        try:
+            for step in itertools.count(epoch * self._train_loader.rule.steps_per_epoch + first_step + 1):
+                self._profiler.before(step)
+                self._runtime.at("data", step)
+                asked = time.monotonic()
+                microbatches = next(self._batches, None)
+                self._data_wait_seconds = time.monotonic() - asked
+                if microbatches is None:
+                    return
+                yield microbatches
+        finally:
+            self._batches = iter(())  # the workers of a loader end with its iterator
+
+    def train(self, step: int, microbatches: list[tuple[int, Microbatch]]) -> StepResult:
+        """Train one step; in the first one, halve the micro-batches until memory suffices."""
+        self._runtime.at("training", step)
+        if self._config.training.debug and step <= 2:
+            log_share(step, microbatches, self._setup.tokenizer, self._runtime.device)
+        while not (self._is_memory_tried or self._runtime.needs_even_shares):
+            try:
+                result = self._take_step(step, microbatches, may_be_too_large=True)
+            except StepTooLargeError as too_large:
+                error = too_large.error
+            else:
+                self._is_memory_tried = True
+                return result
+            microbatches = self._halve_microbatches(step, error)
+        return self._take_step(step, microbatches, may_be_too_large=False)
+
+    def validate(self, state: TrainerState) -> Validated | None:
+        """Validate and return the metrics; None, and nothing is recorded, if the run was preempted meanwhile."""
+        assert self._val_loader is not None
+        self._runtime.at("evaluation", state.step)
+        sums = LossSums(*self._runtime.sum(self._objective.measure(self._val_loader)))
+        if sums.num_cut_short:
+            return None
+        self.last_validation = sums
+        _log.info("Validation: loss=%.3f ± %.3f", sums.loss, sums.standard_error)
+        if self._setup.metrics and not self._measure_answers(state):
+            return None
+        metrics = self._objective.validation_figures
+        if self._setup.journal is not None:
+            self._setup.journal.validation(state, sums, figures=metrics)
+        return Validated(sums.loss, metrics)
+
+    def save(self, state: TrainerState) -> None:
+        """Commit a checkpoint of the state."""
+        runtime, folder = self._runtime, RunFolder(self._config.output_dir)
+        runtime.at("saving", state.step)
+        _log.info("Saving checkpoint %s at epoch %d", folder.checkpoint(state.step).name, self._objective.epoch)
+        take = partial(
+            take_snapshot, folder, state.step, model=self._setup.model, optimizer=self._optimizer, state=state
+        )
+        during = f"saving step {state.step}"
+        if not runtime.shards_trained:
+            self._setup.on_main(lambda journal: journal.save(take(), best=state.best_step), during)
+            return
+        with runtime.failing_together(during):
+            snapshot = take()
+            snapshot.refuse_not_finite()
+        with runtime.failing_together(during), runtime.gathering(snapshot.tensors) as whole:
+            if self._setup.journal is not None:
+                self._setup.journal.save(snapshot.read_by(whole), best=state.best_step)
+
+    def report(self, state: TrainerState, result: StepResult) -> None:
+        """Write the step down, and the profile after its last step."""
+        if not result.is_skipped:
+            self.last_loss = result.loss
+        journal = self._setup.journal
+        if journal is not None:
+            waits, ranks = self._data_wait_seconds, result.rank_seconds
+            journal.step(state, result, data_wait_seconds=waits, rank_seconds=ranks)
+            try:
+                journal.settle_saves()
+            except FinetuneError as error:
+                self._runtime.fail_in_next_step(error, "saving in the background")
+        # A preempted run has no time to write a profile; the resumed run makes one of its own.
+        profile = None if result.num_preempted else self._profiler.after(state.step)
+        if profile is not None and journal is not None:
+            journal.profile(profile)
+
+    def agree_to_stop(self, is_exhausted: bool) -> bool:
+        """Return rank 0's argument on every rank."""
+        return self._runtime.broadcast_from_main(is_exhausted)
+
+    def _take_step(
+        self, step: int, microbatches: list[tuple[int, Microbatch]], *, may_be_too_large: bool
+    ) -> StepResult:
+        return train_step(
+            self._runtime,
+            self._setup.model,
+            self._optimizer,
+            microbatches,
+            StepSettings.of(self._config, step, self._cadence.num_steps),
+            compute=self._objective.loss_function,
+            may_be_too_large=may_be_too_large,
+        )
+
+    def _halve_microbatches(self, step: int, error: RunFailedError | None) -> list[tuple[int, Microbatch]]:
+        """Halve the micro-batches of the run from this step on, and return this rank's of the step. Collective.
+
+        Raises:
+            ConfigError: the size of micro-batches is part of the recipe, and the run is strict.
+            RunFailedError: the rank's own error, where micro-batches cannot be smaller.
+        """
+        setup, loader = self._setup, self._train_loader
+        epoch, place = divmod(step - 1, loader.rule.steps_per_epoch)
+        smaller = loader.rule.halved(epoch, place)
+        if smaller is None or smaller.max_tokens is None:
+            self._runtime.agree(error, f"training, step {step}")
+            raise AssertionError("a rank ran out of memory")
+        setup.memory = setup.memory.after_out_of_memory(smaller.max_tokens, step)
+        if masks_follow_the_cut(self._config):
+            used = f"at most {smaller.max_tokens} tokens, so that other tokens are dropped"
+            why = f"memory ran out in step {step}"
+            fallback = Fallback(what="training.max_tokens_per_microbatch", wanted="larger", used=used, why=why)
+            self._runtime.fallbacks.take(fallback)
+        else:
+            _log.warning("out of memory in step %d, which is tried again: %s", step, setup.memory)
+        setup.record_memory()
+        log_cut_examples(smaller)
+        loader.rule = smaller
+        self._batches = loader.steps(epoch, place)
+        return next(self._batches)
+
+    def _measure_answers(self, state: TrainerState) -> bool:
+        """Measure generated answers on the sample of the validation split; False if preempted. Collective."""
+        self._runtime.at("evaluation", state.step)  # begins the time limit anew
+        section = self._config.validation
+        found = measure_answers(
+            self._runtime,
+            self._setup.model,
+            self._setup.tokenizer,
+            self._sample,
+            metrics=self._setup.metrics,
+            max_new_tokens=section.max_new_tokens,
+            batch_size=section.batch_size,
+        )
+        if found is None:
+            return False
+        self._objective.validation_figures = found
+        _log.info("Validation: %s", ", ".join(f"{name}={mean:.3f}" for name, mean in found.items()))
+        return True
+
+    @cached_property
+    def _sample(self) -> Dialogues:
+        """The rows that validations answer: a function of the split and its seed alone."""
+        rows: Any = self._setup.splits.validation
+        answered = rows.has_answer.nonzero()[:, 0]
+        chosen = sorted(shuffled(len(answered), self._config.data.split_seed)[: self._config.validation.num_samples])
+        return Dialogues(rows.select(answered[chosen]), self._setup.tokenizer)
