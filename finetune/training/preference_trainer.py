@@ -20,9 +20,9 @@ from finetune.inference.losses import LossSums
 from finetune.model.base import longrope_boundary
 from finetune.training.objectives.preference_losses import PreferenceLoss
 from finetune.training.objectives.preferences import (
+    own_part_of_whole,
     put_labelled_together,
     put_pairs_together,
-    sum_before_step,
     sum_preference_losses,
     summed_preferences,
     with_whole,
@@ -84,7 +84,7 @@ class PreferenceTrainer(Trainer):
         return LossWithFigures(
             partial(summed_preferences, loss=loss, choices=choices),
             loss.figures,
-            global_sums=partial(sum_before_step, loss=loss) if loss.takes_whole else None,
+            global_sums=partial(own_part_of_whole, loss=loss) if loss.takes_whole else None,
             with_global_sums=with_whole,
         )
 

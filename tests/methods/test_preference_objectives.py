@@ -24,11 +24,11 @@ from finetune.errors import ConfigError
 from finetune.training.fit import check_fit
 from finetune.training.objectives.preference_losses import PreferenceLoss, RowNats, Whole
 from finetune.training.objectives.preferences import (
+    own_part_of_whole,
     put_labelled_together,
     put_pairs_together,
-    sum_before_step,
     summed_preferences,
-    tell_whole,
+    with_whole,
 )
 from finetune.training.optim import trainable_parameters
 from tests.methods.test_preference_loss import COLLATIONS, pairs_of_ids, tiny_lora
@@ -92,8 +92,8 @@ def ours(name, model, cuts, way="shared"):
     microbatches = [collation(name, way)(rows) for rows in cuts]
     config = Config.model_validate({"training": {"device": "cpu", "precision": "fp32"}})
     with launch(config) as runtime:
-        whole = sum_before_step(runtime, model, microbatches, loss=loss)
-    told = [tell_whole(microbatch, whole) for microbatch in microbatches]
+        whole = own_part_of_whole(runtime, model, microbatches, loss=loss)
+    told = [with_whole(microbatch, whole) for microbatch in microbatches]
     sums = torch.stack([summed_preferences(model, microbatch, loss=loss) for microbatch in told]).sum(0)
     mean = sums / sum(microbatch.num_targets for microbatch in told)
     return mean, torch.autograd.grad(mean[0], trainable_parameters(model))
@@ -209,8 +209,8 @@ def test_a_rank_without_rows_adds_nothing(name):
     assert not sums.any()
     config = Config.model_validate({"training": {"device": "cpu", "precision": "fp32"}})
     with launch(config) as runtime:
-        assert not any(sum_before_step(runtime, model, [EMPTY_MICROBATCH], loss=loss_of(name)))
-    assert tell_whole(EMPTY_MICROBATCH, [1.0] * len(Whole._fields)) is EMPTY_MICROBATCH
+        assert not any(own_part_of_whole(runtime, model, [EMPTY_MICROBATCH], loss=loss_of(name)))
+    assert with_whole(EMPTY_MICROBATCH, [1.0] * len(Whole._fields)) is EMPTY_MICROBATCH
     sums[0].backward()
 
 

@@ -164,7 +164,7 @@ def measure_preferences(
     return found._replace(losses=losses + (weighted - weighted.detach()) / len(losses))
 
 
-def sum_before_step(runtime: Runtime, model: Any, microbatches: Iterable[Any], *, loss: PreferenceLoss) -> Whole:
+def own_part_of_whole(runtime: Runtime, model: Any, microbatches: Iterable[Any], *, loss: PreferenceLoss) -> Whole:
     """Add up this rank's part of `Whole`, without gradients; the sum over ranks goes into every micro-batch.
 
     Collective if the model is sharded: every rank, with equally many micro-batches.
@@ -198,7 +198,7 @@ def sum_preference_losses(
             if is_cut := runtime.is_anyone_told_to_stop():
                 break
             measured.append(runtime.forward(partial(_score, objective=loss.objective), model, microbatch))
-            own = _added(own, sum_before_step(runtime, model, [microbatch], loss=loss))
+            own = _added(own, own_part_of_whole(runtime, model, [microbatch], loss=loss))
     num_cut_short, *whole = runtime.sum([float(is_cut), *own])
     if num_cut_short:
         return LossSums(num_cut_short=float(is_cut)), [0.0] * len(loss.figures)
