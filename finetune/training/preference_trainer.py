@@ -20,14 +20,14 @@ from finetune.inference.losses import LossSums
 from finetune.model.base import longrope_boundary
 from finetune.training.objectives.preference_losses import PreferenceLoss
 from finetune.training.objectives.preferences import (
-    own_part_of_whole,
+    local_sums,
     put_labelled_together,
     put_pairs_together,
     sum_preference_losses,
     summed_preferences,
-    with_whole,
+    with_global_sums,
 )
-from finetune.training.step import LossWithFigures
+from finetune.training.step import LossWithMetrics
 from finetune.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -81,11 +81,11 @@ class PreferenceTrainer(Trainer):
     def loss_of(config: Config, choices: Choices = BY_DEVICE) -> LossFunction:
         """See `Trainer.loss_of`."""
         loss = _loss_of(config)
-        return LossWithFigures(
+        return LossWithMetrics(
             partial(summed_preferences, loss=loss, choices=choices),
             loss.figures,
-            global_sums=partial(own_part_of_whole, loss=loss) if loss.takes_whole else None,
-            with_global_sums=with_whole,
+            global_sums=partial(local_sums, loss=loss) if loss.needs_global_sums else None,
+            with_global_sums=with_global_sums,
         )
 
     @staticmethod

@@ -31,11 +31,11 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class LossWithFigures:
-    """A loss function that also sums other figures over the targets."""
+class LossWithMetrics:
+    """A loss function that also sums other metrics over the targets."""
 
     sums: LossFunction
-    """(model, micro-batch) to shape (1 + names,): the loss, with a gradient, then the figures."""
+    """(model, micro-batch) to shape (1 + names,): the loss, with a gradient, then the metrics."""
     names: tuple[str, ...]
     global_sums: Callable[[Runtime, torch.nn.Module, Sequence[Any]], Sequence[float]] | None = None
     """Computes this rank's part of the sums over the global batch that the loss needs, without a gradient."""
@@ -43,7 +43,7 @@ class LossWithFigures:
     """Returns a copy of a micro-batch that holds these sums over all ranks."""
 
     def __call__(self, model: torch.nn.Module, microbatch: Any) -> torch.Tensor:
-        """Return the loss and the figures."""
+        """Return the loss and the metrics."""
         return self.sums(model, microbatch)
 
 
@@ -97,7 +97,7 @@ class StepResult(NamedTuple):
     rank_seconds: tuple[float, ...] = ()
     """Seconds that each rank computed, without waiting; empty in a world of one."""
     figures: Mapping[str, float] = MappingProxyType({})
-    """The means over the targets of other figures, by name."""
+    """The means over the targets of other metrics, by name."""
 
     @property
     def is_skipped(self) -> bool:
@@ -130,7 +130,7 @@ def train_step(
         optimizer: prepared by the runtime.
         microbatches: (index in the global batch, micro-batch) pairs of this rank.
         settings: of this step.
-        compute: sums the loss, and perhaps other figures, over the targets of a micro-batch.
+        compute: sums the loss, and perhaps other metrics, over the targets of a micro-batch.
         may_be_too_large: let all ranks raise StepTooLargeError if one runs out of memory. Not with torch's reducer,
             whose backward passes wait for each other.
 
@@ -242,7 +242,7 @@ def _with_global_sums(
     The sums are over the global batch, so that the loss does not depend on the split into micro-batches or on the
     number of ranks.
     """
-    if not isinstance(compute, LossWithFigures) or compute.global_sums is None or compute.with_global_sums is None:
+    if not isinstance(compute, LossWithMetrics) or compute.global_sums is None or compute.with_global_sums is None:
         return seeded
     run = partial(compute.global_sums, runtime, model, [microbatch for _, microbatch in seeded])
     whole = runtime.sum(_if_memory_suffices(runtime, model, run) if tries else run())
@@ -262,7 +262,7 @@ def _backpropagate(
     for the host.
 
     Returns:
-        The sums over the targets, of the loss and then of other figures: float64, on the device if it has float64; and
+        The sums over the targets, of the loss and then of other metrics: float64, on the device if it has float64; and
         in a world of several, the seconds that this rank computed.
     """
     sums = in_float64(torch.zeros(1 + len(_names(compute)), device=runtime.device))
@@ -302,7 +302,7 @@ def _if_memory_suffices(runtime: Runtime, model: torch.nn.Module, backpropagate:
 
 
 def _names(compute: LossFunction) -> tuple[str, ...]:
-    return compute.names if isinstance(compute, LossWithFigures) else ()
+    return compute.names if isinstance(compute, LossWithMetrics) else ()
 
 
 class _Whole(NamedTuple):

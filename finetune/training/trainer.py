@@ -75,7 +75,7 @@ class Trainer:
     Attributes:
         epoch: the current or last epoch, counted from 0.
         journal: the journal of the run on the main process; None on the others.
-        validation_figures: figures of the last validation beside the loss, by name.
+        validation_figures: metrics of the last validation beside the loss, by name.
 
     Raises:
         ConfigError: model, rows and configuration do not fit each other.
@@ -125,7 +125,7 @@ class Trainer:
 
     @staticmethod
     def figures_of(config: Config) -> tuple[str, ...]:
-        """Return the names of the figures that a validation measures beside loss and `validation.metrics`."""
+        """Return the names of the metrics that a validation measures beside loss and `validation.metrics`."""
         del config  # this loss has none
         return ()
 
@@ -163,7 +163,7 @@ class Trainer:
 
         Raises:
             RunFailedError: a loss is not finite, or the disk fails.
-            PreemptedError: a rank was told to stop; all ranks have left after the same step and its checkpoint.
+            PreemptedError: a rank was preempted; all ranks have left after the same step and its checkpoint.
         """
         config, runtime = self.config, self.runtime
         cadence = Cadence.of(config, train_loader.rule.steps_per_epoch)
@@ -211,7 +211,7 @@ class Trainer:
         Collective if the weights are sharded: every rank; rank 0 returns and writes the figures.
 
         Raises:
-            PreemptedError: this process was told to stop; a resumed run measures again.
+            PreemptedError: this process was preempted; a resumed run measures again.
             RunFailedError: the weights are sharded, and another rank has left or waits elsewhere.
         """
         is_alone = self.runtime.shard_size is None
@@ -234,7 +234,7 @@ class Trainer:
             return comparison
 
     def measure(self, loader: EvaluationLoader) -> LossSums:
-        """Measure this rank's rows of the validation split; cut short if a rank was told to stop. Collective."""
+        """Measure this rank's rows of the validation split; cut short if a rank was preempted. Collective."""
         return sum_losses(self.runtime, self.model, loader, is_to_stop=self.runtime.is_anyone_told_to_stop)
 
     def _fresh_state(self) -> TrainerState:

@@ -44,7 +44,7 @@ class TrainerDDP(Trainer):
     the process ends. `close`, or a `with` block, ends it earlier, before or after `cleanup_ddp`. A process is in one
     world at a time, so the next `TrainerDDP` closes the one before.
 
-    A script in this form that is told to stop (see `PreemptedError`) ends with exit code 75 and no traceback.
+    A script in this form that is preempted (see `PreemptedError`) ends with exit code 75 and no traceback.
 
     Collective: every rank makes one.
 
@@ -125,7 +125,7 @@ class TrainerDDP(Trainer):
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:

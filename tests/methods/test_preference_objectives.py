@@ -22,13 +22,13 @@ from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.errors import ConfigError
 from finetune.training.fit import check_fit
-from finetune.training.objectives.preference_losses import PreferenceLoss, RowNats, Whole
+from finetune.training.objectives.preference_losses import GlobalSums, PreferenceLoss, RowNats
 from finetune.training.objectives.preferences import (
-    own_part_of_whole,
+    local_sums,
     put_labelled_together,
     put_pairs_together,
     summed_preferences,
-    with_whole,
+    with_global_sums,
 )
 from finetune.training.optim import trainable_parameters
 from tests.methods.test_preference_loss import COLLATIONS, pairs_of_ids, tiny_lora
@@ -92,8 +92,8 @@ def ours(name, model, cuts, way="shared"):
     microbatches = [collation(name, way)(rows) for rows in cuts]
     config = Config.model_validate({"training": {"device": "cpu", "precision": "fp32"}})
     with launch(config) as runtime:
-        whole = own_part_of_whole(runtime, model, microbatches, loss=loss)
-    told = [with_whole(microbatch, whole) for microbatch in microbatches]
+        whole = local_sums(runtime, model, microbatches, loss=loss)
+    told = [with_global_sums(microbatch, whole) for microbatch in microbatches]
     sums = torch.stack([summed_preferences(model, microbatch, loss=loss) for microbatch in told]).sum(0)
     mean = sums / sum(microbatch.num_targets for microbatch in told)
     return mean, torch.autograd.grad(mean[0], trainable_parameters(model))
@@ -209,8 +209,8 @@ def test_a_rank_without_rows_adds_nothing(name):
     assert not sums.any()
     config = Config.model_validate({"training": {"device": "cpu", "precision": "fp32"}})
     with launch(config) as runtime:
-        assert not any(own_part_of_whole(runtime, model, [EMPTY_MICROBATCH], loss=loss_of(name)))
-    assert with_whole(EMPTY_MICROBATCH, [1.0] * len(Whole._fields)) is EMPTY_MICROBATCH
+        assert not any(local_sums(runtime, model, [EMPTY_MICROBATCH], loss=loss_of(name)))
+    assert with_global_sums(EMPTY_MICROBATCH, [1.0] * len(GlobalSums._fields)) is EMPTY_MICROBATCH
     sums[0].backward()
 
 
@@ -258,10 +258,10 @@ def test_strangers_longer_than_the_models_context_are_refused():
 
 def test_rewards_are_means_over_good_and_over_bad_answers_or_missing():
     nats, reference = torch.tensor([[1.0, 2.0, 4.0], [2.0, 5.0, 3.0]], dtype=torch.float64)
-    rows = RowNats(nats, reference, torch.ones(3), torch.tensor([True, True, False]), Whole(3, 0, 2, 1.5))
+    rows = RowNats(nats, reference, torch.ones(3), torch.tensor([True, True, False]), GlobalSums(3, 0, 2, 1.5))
     sums = loss_of("kto")(rows).sums() / 3
     assert sums[1:].tolist() == pytest.approx([0.4 * 2, 0.4 * -1, 0.4 * 3, 1, 0.5])
-    only_good = rows._replace(is_good=torch.ones(3, dtype=torch.bool), whole=Whole(3, 0, 3, -9.0))
+    only_good = rows._replace(is_good=torch.ones(3, dtype=torch.bool), whole=GlobalSums(3, 0, 3, -9.0))
     figures = (loss_of("kto")(only_good).sums() / 3).tolist()
     assert figures[1] == pytest.approx(0.4 * 1)
     assert [str(value) for value in figures[2:4]] == ["nan", "nan"]
@@ -270,7 +270,7 @@ def test_rewards_are_means_over_good_and_over_bad_answers_or_missing():
 
 def test_an_answer_that_is_certain_has_finite_odds_and_gradients():
     nats = torch.tensor([0.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
-    rows = RowNats(nats, None, torch.tensor([2.0, 2.0, 0.0], dtype=torch.float64), None, Whole(1, 5, 0, 0))
+    rows = RowNats(nats, None, torch.tensor([2.0, 2.0, 0.0], dtype=torch.float64), None, GlobalSums(1, 5, 0, 0))
     losses = loss_of("orpo")(rows).losses
     (gradient,) = torch.autograd.grad(losses.sum(), nats)
     assert losses.isfinite().all()

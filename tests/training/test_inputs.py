@@ -49,5 +49,7 @@ def test_a_path_that_is_not_here_is_told_before_the_group_the_model_and_the_hub(
 def test_what_may_be_elsewhere_is_no_missing_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for data in ("org/rows", "s3://bucket/rows.jsonl", "shipped:orders"):
-        words = ["task=finetune_lora", "model.path=org/model", f"data.path={data}", "data.validation=0.05"]
-        check_paths(load_config([*words, "data.test=memory://dev.jsonl"]))
+        words = ["task=finetune_lora", "model.path=does/not/exist", f"data.path={data}", "data.validation=0.05"]
+        with pytest.raises(ModelError) as caught:
+            check_paths(load_config([*words, "data.test=memory://dev.jsonl"]))
+        assert str(caught.value).startswith(NO_MODEL), "the model is the only problem"

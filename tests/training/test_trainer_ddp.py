@@ -132,15 +132,20 @@ def test_a_config_without_a_section_parallel_is_refused(config, as_config):
         TrainerDDP(0, load_config(words) if as_config else config)
 
 
-@pytest.mark.parametrize("word", [{"parallel": "single"}, {"parallel.backend": "gloo"}])
-def test_one_word_is_a_section_parallel(config, word):
+@pytest.mark.parametrize(
+    ("section", "key", "origin"),
+    [
+        ({"parallel": "single"}, "ddp", "configs/parallel/single.yaml"),
+        ({"parallel.backend": "gloo"}, "parallel.backend", "the dict given to TrainerDDP"),
+        ({"parallel": {"timeout_minutes": 0.5}}, "parallel.timeout_minutes", "the dict given to TrainerDDP"),
+        ({"parallel": {}}, "parallel.timeout_minutes", "default"),
+    ],
+)
+def test_a_section_parallel_is_a_group_a_key_or_a_dict(config, section, key, origin):
     del config["parallel"]
-    TrainerDDP(0, {**config, **word}).close()
-
-
-@pytest.mark.parametrize("parallel", [{}, {"timeout_minutes": 0.5}])
-def test_a_section_parallel_may_be_empty(config, parallel):
-    TrainerDDP(0, {**config, "parallel": parallel}).close()
+    with TrainerDDP(0, {**config, **section}) as trainer:
+        assert trainer.runtime.world_size == 1
+        assert trainer.config.origin(key).startswith(origin)
 
 
 def test_a_config_of_load_config_will_do(config, tmp_path):

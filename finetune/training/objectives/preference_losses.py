@@ -34,7 +34,7 @@ _CERTAIN = -(2.0**-40)
 """The highest log-probability whose odds are finite."""
 
 
-class Whole(NamedTuple):
+class GlobalSums(NamedTuple):
     """Sums over a whole global batch, or a validation split, that losses take besides their own rows."""
 
     num_rows: float = 0.0
@@ -44,10 +44,10 @@ class Whole(NamedTuple):
     num_good: float = 0.0
     """Answers that are labelled good."""
     gained: float = 0.0
-    """How much more the model prefers strangers than the reference does, in nats."""
+    """How much more the model prefers mismatched completions than the reference does, in nats."""
 
 
-NOTHING = Whole()
+NOTHING = GlobalSums()
 """The sums over no rows."""
 
 
@@ -62,7 +62,7 @@ class RowNats(NamedTuple):
     """Float64, shape (rows,)."""
     is_good: torch.Tensor | None
     """The labels, shape (rows,)."""
-    whole: Whole
+    whole: GlobalSums
 
     @property
     def gained(self) -> torch.Tensor:
@@ -112,7 +112,7 @@ class PreferenceLoss:
         return KTO_FIGURES if self.name == "kto" else FIGURES
 
     @property
-    def takes_whole(self) -> bool:
+    def needs_global_sums(self) -> bool:
         """Whether it takes sums over the whole global batch."""
         return self.name in ("kto", "orpo")
 

@@ -25,7 +25,7 @@ from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
 from finetune.engine.reference import in_float64
 from finetune.inference.losses import LossSums, in_even_rounds
 from finetune.model.base import evaluation_mode
-from finetune.training.objectives.preference_losses import NOTHING, Outcomes, PreferenceLoss, RowNats, Whole
+from finetune.training.objectives.preference_losses import NOTHING, GlobalSums, Outcomes, PreferenceLoss, RowNats
 
 if TYPE_CHECKING:
     from finetune.config.objectives import Objective
@@ -42,7 +42,7 @@ class PreferenceMicrobatch:
             learns the prompt. A labelled answer is one row.
         each: rows of a pair or of a labelled answer.
         num_tokens: tokens of all answers with their prompts.
-        strangers: of labelled answers, see `finetune.data.labelled`.
+        mismatched: of labelled answers, each prompt with the completion of another row (`finetune.data.labelled`).
         is_good: the labels, bool, shape (rows,).
         counts: what the micro-batch adds to the sums over the whole global batch.
         whole: these sums, once they are known.
@@ -51,10 +51,10 @@ class PreferenceMicrobatch:
     rows: Microbatch
     each: int = 2
     num_tokens: int
-    strangers: Microbatch | None = None
+    mismatched: Microbatch | None = None
     is_good: torch.Tensor | None = None
-    counts: Whole = NOTHING
-    whole: Whole = NOTHING
+    counts: GlobalSums = NOTHING
+    whole: GlobalSums = NOTHING
 
     @property
     def num_rows(self) -> int:
@@ -78,15 +78,15 @@ class PreferenceMicrobatch:
 
     def to(self, device: torch.device) -> PreferenceMicrobatch:
         """A copy on another device."""
-        strangers = None if self.strangers is None else self.strangers.to(device)
+        mismatched = None if self.mismatched is None else self.mismatched.to(device)
         is_good = None if self.is_good is None else self.is_good.to(device, non_blocking=True)
-        return replace(self, rows=self.rows.to(device), strangers=strangers, is_good=is_good)
+        return replace(self, rows=self.rows.to(device), mismatched=mismatched, is_good=is_good)
 
     def pin_memory(self) -> PreferenceMicrobatch:
         """A copy in page-locked memory, for a loader with `pin_memory`."""
-        strangers = None if self.strangers is None else self.strangers.pin_memory()
+        mismatched = None if self.mismatched is None else self.mismatched.pin_memory()
         is_good = None if self.is_good is None else self.is_good.pin_memory()
-        return replace(self, rows=self.rows.pin_memory(), strangers=strangers, is_good=is_good)
+        return replace(self, rows=self.rows.pin_memory(), mismatched=mismatched, is_good=is_good)
 
 
 def put_pairs_together(
@@ -104,19 +104,19 @@ def put_pairs_together(
         rows=rows([row for of_pair in of_pairs for row in of_pair]),
         each=3 if learns_prompt else 2,
         num_tokens=sum(len(side.input_ids) for pair in pairs for side in pair),
-        counts=Whole(num_rows=len(pairs), num_read=sum(len(pair.chosen.input_ids) - 1 for pair in pairs)),
+        counts=GlobalSums(num_rows=len(pairs), num_read=sum(len(pair.chosen.input_ids) - 1 for pair in pairs)),
     )
 
 
 def put_labelled_together(answers: Sequence[LabelledExample], *, rows: Collate) -> PreferenceMicrobatch:
-    """Make a micro-batch of labelled answers, and one of their strangers; `rows` packs or pads them."""
+    """Make a micro-batch of labelled answers and one of their mismatched completions; `rows` packs or pads them."""
     return PreferenceMicrobatch(
         rows=rows([each.answer for each in answers]),
         each=1,
         num_tokens=sum(len(each.answer.input_ids) for each in answers),
-        strangers=rows([each.stranger for each in answers]),
+        mismatched=rows([each.stranger for each in answers]),
         is_good=torch.tensor([each.is_good for each in answers]),
-        counts=Whole(num_rows=len(answers), num_good=sum(each.is_good for each in answers)),
+        counts=GlobalSums(num_rows=len(answers), num_good=sum(each.is_good for each in answers)),
     )
 
 
@@ -164,8 +164,8 @@ def measure_preferences(
     return found._replace(losses=losses + (weighted - weighted.detach()) / len(losses))
 
 
-def own_part_of_whole(runtime: Runtime, model: Any, microbatches: Iterable[Any], *, loss: PreferenceLoss) -> Whole:
-    """Add up this rank's part of `Whole`, without gradients; the sum over ranks goes into every micro-batch.
+def local_sums(runtime: Runtime, model: Any, microbatches: Iterable[Any], *, loss: PreferenceLoss) -> GlobalSums:
+    """Add up this rank's part of `GlobalSums`, without gradients. The sum over ranks goes into every micro-batch.
 
     Collective if the model is sharded: every rank, with equally many micro-batches.
     """
@@ -173,14 +173,14 @@ def own_part_of_whole(runtime: Runtime, model: Any, microbatches: Iterable[Any],
     with evaluation_mode(model):
         for microbatch in microbatches:
             given = _as_preferences(microbatch, loss.objective)
-            gained = _gained_by_strangers(runtime, model, given, loss) if given.is_good is not None else 0.0
+            gained = _gained_by_mismatched(runtime, model, given, loss) if given.is_good is not None else 0.0
             totals = _added(totals, given.counts._replace(gained=gained))
     return totals
 
 
-def with_whole(microbatch: Any, whole: Sequence[float]) -> Any:
-    """Return a micro-batch that knows the sums over the global batch; the empty one needs none."""
-    return microbatch if microbatch is EMPTY_MICROBATCH else replace(microbatch, whole=Whole(*whole))
+def with_global_sums(microbatch: Any, whole: Sequence[float]) -> Any:
+    """Return a copy of a micro-batch that holds the sums over the global batch. The empty one needs none."""
+    return microbatch if microbatch is EMPTY_MICROBATCH else replace(microbatch, whole=GlobalSums(*whole))
 
 
 def sum_preference_losses(
@@ -188,7 +188,7 @@ def sum_preference_losses(
 ) -> tuple[LossSums, list[float]]:
     """Add up losses and figures of this rank's pairs or answers, without gradients and in evaluation mode.
 
-    Once a rank was told to stop, the evaluation is cut short and the figures are zero. Collective.
+    Once a rank is preempted, the evaluation is cut short and the sums are zero. Collective.
     """
     measured: list[RowNats] = []
     own, is_cut = NOTHING, False
@@ -198,13 +198,13 @@ def sum_preference_losses(
             if is_cut := runtime.is_anyone_told_to_stop():
                 break
             measured.append(runtime.forward(partial(_score, objective=loss.objective), model, microbatch))
-            own = _added(own, own_part_of_whole(runtime, model, [microbatch], loss=loss))
+            own = _added(own, local_sums(runtime, model, [microbatch], loss=loss))
     num_cut_short, *whole = runtime.sum([float(is_cut), *own])
     if num_cut_short:
         return LossSums(num_cut_short=float(is_cut)), [0.0] * len(loss.figures)
     totals, figures = [0.0] * 4, [0.0] * len(loss.figures)
     for rows in measured:
-        outcomes = loss(rows._replace(whole=Whole(*whole)))
+        outcomes = loss(rows._replace(whole=GlobalSums(*whole)))
         losses = outcomes.losses
         value, *more = outcomes.sums().tolist()
         added = (value, float(len(losses)), value, float((losses**2).sum()))
@@ -219,7 +219,7 @@ def _as_preferences(microbatch: Any, objective: Objective) -> PreferenceMicrobat
     if isinstance(microbatch, PreferenceMicrobatch):
         return microbatch
     is_good = torch.zeros(0, dtype=torch.bool) if objective.rows == "labelled" else None
-    return PreferenceMicrobatch(rows=microbatch, num_tokens=0, strangers=EMPTY_MICROBATCH, is_good=is_good)
+    return PreferenceMicrobatch(rows=microbatch, num_tokens=0, mismatched=EMPTY_MICROBATCH, is_good=is_good)
 
 
 def _score(model: Any, microbatch: Any, *, objective: Objective, choices: Choices = BY_DEVICE) -> RowNats:
@@ -229,10 +229,10 @@ def _score(model: Any, microbatch: Any, *, objective: Objective, choices: Choice
     return _row_nats(given, nats, _reference_nats(model, given.rows, objective, choices))
 
 
-def _gained_by_strangers(runtime: Runtime, model: Any, given: PreferenceMicrobatch, loss: PreferenceLoss) -> float:
-    """Return how much more the model prefers all strangers than the reference does, in nats."""
-    strangers = PreferenceMicrobatch(rows=given.strangers or given.rows, num_tokens=0, each=1)
-    rows = runtime.forward(partial(_score, objective=loss.objective), model, strangers)
+def _gained_by_mismatched(runtime: Runtime, model: Any, given: PreferenceMicrobatch, loss: PreferenceLoss) -> float:
+    """Return how much more the model prefers all mismatched completions than the reference does, in nats."""
+    mismatched = PreferenceMicrobatch(rows=given.mismatched or given.rows, num_tokens=0, each=1)
+    rows = runtime.forward(partial(_score, objective=loss.objective), model, mismatched)
     return float(rows.gained.sum())
 
 
@@ -266,5 +266,5 @@ def _prompt_of(answer: EncodedExample) -> EncodedExample:
     return answer._replace(is_target=~answer.is_target)
 
 
-def _added(one: Whole, other: Whole) -> Whole:
-    return Whole(*map(sum, zip(one, other, strict=True)))
+def _added(one: GlobalSums, other: GlobalSums) -> GlobalSums:
+    return GlobalSums(*map(sum, zip(one, other, strict=True)))
