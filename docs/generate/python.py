@@ -11,7 +11,13 @@ The names that `from finetune import …` offers; the recipes use no others. Eac
 """
 _BESIDE = {
     "The configuration": ["finetune.config.schema.Config"],
-    "The runtime": ["finetune.distributed.runtime.Runtime"],
+    "The runtime": [
+        "finetune.distributed.runtime.Runtime",
+        "finetune.distributed.collectives.Collectives",
+        "finetune.distributed.placement.Placement",
+        "finetune.distributed.liveness.Liveness",
+        "finetune.distributed.stop_requests.StopRequests",
+    ],
     "One optimizer step": ["finetune.training.step"],
     "Errors": ["finetune.errors"],
 }

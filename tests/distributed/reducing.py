@@ -132,7 +132,7 @@ def main(folder: str) -> None:
             for name, shares in SHARES.items()
         }
         report = {"differences": seen, "unused": unused_parameters(), "two": two_models(runtime)}
-        reducer = weakref.ref(runtime._reducer)
+        reducer = weakref.ref(runtime.placement._reducer)
     write_report(folder, runtime.rank, {**report, "is_reducer_gone": reducer() is None})
 
 

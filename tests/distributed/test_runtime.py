@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from finetune.config.schema import Config
+from finetune.distributed.collectives import Collectives
 from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import _check_world, launch
@@ -174,7 +175,7 @@ def test_ranks_that_would_train_in_different_precisions_are_refused(monkeypatch)
     with launch(config(training={"device": "cpu"})) as runtime:
         alone, runtime.context = runtime.context, runtime.context._replace(distributed=True, world_size=2)
         other = {"fp32": ["bf16"]}
-        monkeypatch.setattr("finetune.distributed.runtime.gather_object", lambda own: own + other.get(own[0], own))
+        monkeypatch.setattr("finetune.distributed.collectives.gather_object", lambda own: own + other.get(own[0], own))
         with pytest.raises(LaunchError, match=r"precision.*=auto.* of rank 1 differs.*training\.precision=fp32"):
             _check_world(config(training={"device": "cpu"}), runtime, trains=False)
         runtime.context = alone
@@ -392,13 +393,13 @@ def test_a_gpu_finishes_its_work_before_a_rank_waits_and_before_it_waits_no_more
     recorder = Recorder()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: recorder)
     with launch(config()) as runtime:
-        there, runtime._watchdog = runtime.context, recorder
+        there, runtime.liveness.watchdog = runtime.context, recorder
         runtime.barrier()
         assert recorder.heard == ["enter barrier", "leave"]  # on the CPU, no call returns early
         recorder.heard.clear()
         runtime.context = there._replace(device=torch.device("cuda", 0))
         runtime.barrier()
-        runtime.context, runtime._watchdog = there, None
+        runtime.context, runtime.liveness.watchdog = there, None
     done = "the device is done"
     assert recorder.heard == [done, "enter barrier", done, "leave"]
 
@@ -412,8 +413,8 @@ def test_ranks_are_watched_while_their_cpus_are_connected(monkeypatch):
         raise RuntimeError("no network")
 
     monkeypatch.setattr(Runtime, "_compare_worlds", lambda self: None)
-    monkeypatch.setattr(Runtime, "_start_watchdog", lambda self: recorder)
-    monkeypatch.setattr(Runtime, "backend", "nccl")
+    monkeypatch.setattr("finetune.distributed.liveness.Watchdog", lambda *args, **kwargs: recorder)
+    monkeypatch.setattr(Collectives, "backend", "nccl")
     monkeypatch.setattr(torch.distributed, "new_group", fails)
     context = ProcessContext(True, 0, 0, 2, torch.device("cpu"))
     with pytest.raises(LaunchError, match="gloo does not connect their CPUs"):
@@ -426,12 +427,12 @@ def test_ranks_are_watched_while_their_cpus_are_connected(monkeypatch):
 def test_only_the_last_backward_pass_of_a_step_waits_for_other_ranks():
     recorder, weight = Recorder(), torch.nn.Parameter(torch.ones(2))
     with launch(config()) as runtime:
-        runtime._watchdog, runtime._reducer = recorder, object()
+        runtime.liveness.watchdog, runtime.placement._reducer = recorder, object()
         runtime.backward(weight.sum(), is_last=False)
         assert recorder.heard == []
         runtime.backward(weight.sum(), is_last=True)
         assert recorder.heard == ["enter backward", "leave"]
-        runtime._watchdog = runtime._reducer = None
+        runtime.liveness.watchdog = runtime.placement._reducer = None
     assert weight.grad.tolist() == [2.0, 2.0]
 
 

@@ -25,7 +25,7 @@ from finetune.data.encoded import EncodedExample
 from finetune.data.preferences import EncodedPair
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.launch import launch
-from finetune.distributed.runtime import Runtime
+from finetune.distributed.liveness import Liveness
 from finetune.engine.attention_cuda import VarlenRuns, varlen_attention
 from finetune.engine.decoder import Decoder
 from finetune.engine.fused import FORMULAS, LAUNCHES, _run, switch_fused
@@ -318,7 +318,7 @@ def test_one_of_several_ranks_waits_twice(device: FakeDevice, monkeypatch: pytes
     """Until it has computed its own share, so that a fault names the rank that still computes; and to read."""
     exchanged: list[str] = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: exchanged.append(tensor.device.type))
-    monkeypatch.setattr(Runtime, "let_device_finish", lambda _: device.waits.update(["let_device_finish"]))
+    monkeypatch.setattr(Liveness, "let_device_finish", lambda _: device.waits.update(["let_device_finish"]))
     waits = waits_of_a_step(device, adapted(), number=3, world_size=2, sharding=sharding)
     assert waits == {**READ_ONCE, "let_device_finish": 1}
     assert exchanged[-3:] == ["cpu", KIND, KIND], "counts, gradients, sums"

@@ -37,7 +37,7 @@ def runtime(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[R
         settings = {"device": str(device), "precision": "fp32"}
         with launch(Config.model_validate({"training": settings}), trains=False) as runtime:
             runtime.context = runtime.context._replace(distributed=True)
-            runtime._hosts = runtime._connect_hosts()
+            runtime.collectives.connect_hosts(timeout_minutes=1)
             yield runtime
     finally:
         dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""Let the ranks begin together what needs all of them, and say who is missing where one begins alone.
+"""A barrier at the store of the rendezvous, which names the rank that does not come.
 
 Sharded weights make every forward pass a collective. A script that lets rank 0 alone evaluate would wait for ever for
-ranks that have left or wait elsewhere, so the ranks meet at the store of the rendezvous first.
+ranks that have left or wait elsewhere, so all ranks wait at this barrier first.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 2.0
 
 
-class Meetings:
-    """The meetings of a world, in the order that is the same on all ranks.
+class StoreBarrier:
+    """A barrier that can be waited at many times. All ranks wait at it in the same order.
 
-    Collective: every rank makes one, and attends every meeting.
+    Collective: every rank makes one.
 
     Args:
-        store: that of the rendezvous.
-        token: the same on all ranks, and for this world alone.
+        store: the store of the rendezvous.
+        token: the same on all ranks, and used by this world alone.
         rank: of this process.
-        world_size: processes that meet.
+        world_size: number of processes.
     """
 
     def __init__(self, store: PrefixStore, token: str, *, rank: int, world_size: int) -> None:
@@ -35,10 +35,10 @@ class Meetings:
         self._token = token
         self._rank = rank
         self._world_size = world_size
-        self._num_met = 0
+        self._num_waits = 0
         self._last: str | None = None
 
-    def meet(self, what: str, first_fault: Callable[[float], Fault | None]) -> None:
+    def wait(self, what: str, first_fault: Callable[[float], Fault | None]) -> None:
         """Wait until all ranks are here. Collective.
 
         Args:
@@ -46,10 +46,10 @@ class Meetings:
             first_fault: waits for so many seconds, and returns the world's first fault if there is one.
 
         Raises:
-            RunFailedError: another rank has left or meets for something else, or the world has a fault.
+            RunFailedError: another rank has left or waits for something else, or the world has a fault.
         """
-        self._num_met += 1
-        here = f"{self._token}/{self._num_met}"
+        self._num_waits += 1
+        here = f"{self._token}/{self._num_waits}"
         try:
             first = self._store.compare_set(here, "", what).decode()
             if first != what:
@@ -68,9 +68,9 @@ class Meetings:
             raise _alone(what, "rank 0, which keeps the store, has left") from error
 
     def leave(self) -> None:
-        """Say that this rank comes to no further meeting. Not a collective.
+        """Say that this rank does not come to the barrier again. Not a collective.
 
-        Rank 0 takes the store with it, so it waits until the others have seen that the last meeting was complete.
+        The store ends with rank 0, so rank 0 waits until the others have seen that all had come the last time.
         """
         patience = time.monotonic() + _PATIENCE_SECONDS
         with suppress(RuntimeError):  # rank 0 and its store are gone: nobody waits there

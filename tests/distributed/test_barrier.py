@@ -1,11 +1,11 @@
-"""Ranks that meet at a store of a world, in orders that a busy machine brings about."""
+"""Ranks that wait at the barrier in orders that a busy machine brings about."""
 
 import threading
 
 import pytest
 import torch.distributed as dist
 
-from finetune.distributed.meeting import Meetings
+from finetune.distributed.barrier import StoreBarrier
 from finetune.errors import RunFailedError
 
 
@@ -26,7 +26,7 @@ def no_fault(_seconds):
 
 
 def ranks_at(store):
-    return [Meetings(store, "token", rank=rank, world_size=2) for rank in range(2)]
+    return [StoreBarrier(store, "token", rank=rank, world_size=2) for rank in range(2)]
 
 
 def test_a_rank_may_come_and_leave_while_another_looks_elsewhere():
@@ -34,13 +34,13 @@ def test_a_rank_may_come_and_leave_while_another_looks_elsewhere():
     first, second = ranks_at(store)
 
     def come_and_leave():
-        second.meet("the test phase", no_fault)
+        second.wait("the test phase", no_fault)
         second.leave()
 
     store.meanwhile = come_and_leave
-    first.meet("the test phase", no_fault)
+    first.wait("the test phase", no_fault)
     with pytest.raises(RunFailedError, match=r"this rank is in another, but rank 1 has left"):
-        first.meet("another", no_fault)
+        first.wait("another", no_fault)
 
 
 def test_rank_0_does_not_take_the_store_away_from_those_who_still_look():
@@ -52,10 +52,10 @@ def test_rank_0_does_not_take_the_store_away_from_those_who_still_look():
         is_looking.set()
         assert not has_left.wait(0.3), "rank 0 has left before rank 1 had seen it"
 
-    waiting = threading.Thread(target=second.meet, args=("the test phase", look))
+    waiting = threading.Thread(target=second.wait, args=("the test phase", look))
     waiting.start()
     assert is_looking.wait(10)
-    first.meet("the test phase", no_fault)
+    first.wait("the test phase", no_fault)
     first.leave()
     has_left.set()
     waiting.join(10)

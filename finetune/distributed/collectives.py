@@ -1,0 +1,230 @@
+"""What the ranks tell each other by value: sums, rank 0's value, and whether one of them has failed.
+
+Every method of `Collectives` that says "Collective" must be called by all ranks in the same order. In a world of one
+each returns at once.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate.state import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+
+from finetune.distributed.barrier import StoreBarrier
+from finetune.distributed.ddp_init import ProcessContext, rendezvous_store
+from finetune.distributed.ending import LATE_FAULT_SECONDS
+from finetune.distributed.environment import GLOO_INTERFACE_VARIABLE
+from finetune.distributed.guardian.faults import ranks_in_words
+from finetune.distributed.liveness import Liveness
+from finetune.errors import FinetuneError, LaunchError, PeerFailedError, RunFailedError, first_line
+
+Value = TypeVar("Value")
+
+_SAME_COMMAND = "Start every rank with the same command, the same config files and the same data."
+
+
+class Collectives:
+    """The values that ranks exchange, and the failures on which they agree.
+
+    Args:
+        liveness: names a rank that is gone while the others wait.
+    """
+
+    def __init__(self, liveness: Liveness) -> None:
+        self._liveness = liveness
+        self._is_set_up = False
+        self._failed_beside: tuple[BaseException, str] | None = None
+        self._hosts: dist.ProcessGroup | None = None
+        self._barrier: StoreBarrier | None = None
+
+    @property
+    def context(self) -> ProcessContext:
+        """This process's rank, world size and device."""
+        return self._liveness.context
+
+    @property
+    def backend(self) -> str:
+        """``nccl``, ``gloo``, or ``none`` in a world of one."""
+        return str(dist.get_backend()) if self.context.distributed else "none"
+
+    def connect_hosts(self, timeout_minutes: float) -> None:
+        """Make a group for numbers on the CPU if the backend is nccl, which takes none. Collective.
+
+        Args:
+            timeout_minutes: how long a rank waits for the others in a collective of this group.
+
+        Raises:
+            LaunchError: gloo does not connect the ranks.
+            RunFailedError: one of them is gone.
+        """
+        if self.backend != "nccl":
+            return
+        try:
+            with self._liveness.waiting("connecting the CPUs of all ranks"):
+                self._hosts = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
+        except RuntimeError as error:
+            fault = self._liveness.first_fault(LATE_FAULT_SECONDS)
+            if fault is not None:
+                raise RunFailedError(str(fault), fault=fault) from error
+            raise LaunchError(
+                f"nccl connects the GPUs of {self.context.world_size} ranks, but gloo does not connect their CPUs "
+                f"({first_line(error)}). Set {GLOO_INTERFACE_VARIABLE} to the network interface that leads to rank 0."
+            ) from error
+
+    def sum(self, values: Iterable[float]) -> list[float]:
+        """Add numbers over ranks, in float64, without the device. Collective: every rank, with equally many values."""
+        numbers = torch.tensor(list(values), dtype=torch.float64)
+        if self.context.distributed:
+            with self._liveness.collective("sum", waits_before=False, waits_after=False):
+                dist.all_reduce(numbers, group=self._hosts)
+        summed: list[float] = numbers.tolist()
+        return summed
+
+    def sum_and_read(self, values: torch.Tensor, own: torch.Tensor) -> tuple[list[float], list[float]]:
+        """Add a vector over ranks, and read it and this rank's own values, for which the host waits only once.
+
+        Collective: every rank, with equally many values, after `let_device_finish` or `sync_gradients`.
+
+        Args:
+            values: float64, on this rank's device; a new tensor.
+            own: like them, but not added over ranks.
+        """
+        if not self.context.distributed:
+            read: list[float] = torch.cat([values, own]).tolist()
+        else:
+            with self._liveness.collective("sum", waits_before=False, waits_after=False):
+                dist.all_reduce(values)
+                read = torch.cat([values, own]).tolist()  # waits, inside the block, for this and for the gradients
+        return read[: len(values)], read[len(values) :]
+
+    def least(self, value: float) -> float:
+        """Return the smallest of the values that the ranks give. Collective: every rank."""
+        rank, world_size = self.context.rank, self.context.world_size
+        return min(self.sum([value * (other == rank) for other in range(world_size)]))
+
+    def broadcast_from_main(self, value: Value) -> Value:
+        """Return rank 0's value on every rank. Collective."""
+        if not self.context.distributed:
+            return value
+        box: list[Value] = [value]
+        with self._liveness.collective("broadcast_from_main"):
+            broadcast_object_list(box, from_process=0)
+        return box[0]
+
+    def agree(self, error: BaseException | None, during: str) -> None:
+        """Raise on all ranks if one has an error. Collective.
+
+        Raises:
+            PeerFailedError: another rank failed; the ranks that failed raise their own error.
+        """
+        if not self.context.distributed:
+            if error is not None:
+                raise error
+            return
+        code = error.exit_code if isinstance(error, FinetuneError) else 1
+        mine = (self.context.rank, code, f"{type(error).__name__}: {error}")
+        with self._liveness.collective(f"agree on {during}"):
+            failed = [entry for entry in gather_object([None if error is None else mine]) if entry is not None]
+        if not failed:
+            return
+        rank, code, text = failed[0]
+        if error is None:
+            raise PeerFailedError(f"rank {rank} failed during {during}: {text}", exit_code=code)
+        if isinstance(error, FinetuneError):
+            error.is_reported_elsewhere = mine != failed[0] and mine[2] == text
+        raise error
+
+    @contextmanager
+    def failing_together(self, during: str) -> Iterator[None]:
+        """Run a block that fails on all ranks if it fails on one, as `agree` does. Collective: every rank enters it."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        self.agree(error, during)
+
+    def fail_in_next_step(self, error: BaseException, during: str) -> None:
+        """Let all ranks raise at the start of the next step, after a failure beside training. Not a collective."""
+        self._failed_beside = (error, during)
+
+    @property
+    def has_failed_beside(self) -> bool:
+        """Whether `fail_in_next_step` was called on this rank; `train_step` lets all ranks know."""
+        return self._failed_beside is not None
+
+    def agree_on_failure_beside(self) -> None:
+        """Raise on all ranks the error that any gave to `fail_in_next_step`, as `agree` does. Collective."""
+        error, during = self._failed_beside or (None, "work beside training")
+        self.agree(error, during)
+
+    def agree_set_up(self) -> None:
+        """Wait until every rank has its model and data. Collective: once, before the first step."""
+        if not self._is_set_up:
+            self._is_set_up = True
+            self.agree(None, during="set-up")
+
+    def refuse_differences(self, what: str, digest: str, *, remedy: str = _SAME_COMMAND) -> None:
+        """Refuse to train if ranks were given different things, because their sum would mean nothing. Collective.
+
+        Args:
+            what: for the message, for example ``the training rows``.
+            digest: equal on all ranks, or it is an error.
+            remedy: a sentence for the message: what makes them equal.
+
+        Raises:
+            LaunchError: on all ranks.
+        """
+        if not self.context.distributed:
+            return
+        with self._liveness.collective(f"comparing {what}"):
+            digests = gather_object([digest])
+        different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if different:
+            raise LaunchError(f"{what} of {ranks_in_words(different)} differs from that of rank 0. {remedy}")
+
+    def barrier(self) -> None:
+        """Wait for all ranks. Collective."""
+        self.meet("barrier")
+        with self._liveness.collective("barrier"):
+            PartialState().wait_for_everyone()
+
+    def start_store_barrier(self) -> None:
+        """Let `meet` wait for all ranks at the rendezvous store, if there is one: not in a group that others made.
+
+        Collective.
+        """
+        store, token = rendezvous_store(), self.broadcast_from_main(secrets.token_hex(8))
+        if store is not None:
+            self._barrier = StoreBarrier(store, token, rank=self.context.rank, world_size=self.context.world_size)
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks after `start_store_barrier`, before they run a sharded model outside of a step.
+
+        Collective then. Before `start_store_barrier`, and in a group that others made, nothing is checked.
+
+        Args:
+            what: for the message, the same on all ranks.
+
+        Raises:
+            RunFailedError: another rank has left or waits elsewhere, so that this one would wait for ever.
+        """
+        if self._barrier is not None:
+            with self._liveness.waiting(what):
+                self._barrier.wait(what, self._liveness.first_fault)
+
+    def leave(self) -> None:
+        """Tell ranks that wait at the store barrier that this one does not come. Not a collective."""
+        if self._barrier is not None:
+            self._barrier.leave()
+
+    def forget_groups(self) -> None:
+        """Drop what refers to a group: it keeps its threads, and a process that ends with them is sometimes aborted."""
+        self._hosts = self._barrier = None

@@ -1,0 +1,169 @@
+"""What one rank tells the others of itself: where it is, that it failed, and that it leaves.
+
+`Liveness` owns the rank's watchdog. Everything that waits for other ranks does so in `Liveness.collective`, so that a
+rank that is gone is named within seconds instead of being waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from finetune.distributed.ddp_init import ProcessContext
+from finetune.distributed.ending import as_lost_rank, explain, in_a_line
+from finetune.distributed.environment import LaunchEnvironment, launcher_pid
+from finetune.distributed.watchdog import Watchdog, WatchedRank
+from finetune.errors import Fault, FinetuneError, PreemptedError, RunFailedError
+
+_log = logging.getLogger(__name__)
+
+
+class Liveness:
+    """A rank's phases, its watchdog, and the error with which it ends.
+
+    Attributes:
+        context: this process's rank, world size and device.
+        watchdog: this rank's link to the world's first fault; None in a world of one, before `start_watchdog`, and
+            from `leaving` on.
+        is_timed: whether the step timeout counts in the current phase.
+    """
+
+    def __init__(self, context: ProcessContext) -> None:
+        self.context = context
+        self.watchdog: Watchdog | None = None
+        self.is_timed = False
+        self._closing: list[Callable[[BaseException | None], None]] = []
+        self._make_range: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        self._phase = ExitStack()
+
+    def start_watchdog(
+        self, environment: LaunchEnvironment, *, step_timeout_minutes: float, share: Callable[[Any], Any]
+    ) -> None:
+        """Watch over all ranks from here on. Collective.
+
+        Args:
+            environment: this process's place in the launch.
+            step_timeout_minutes: see `parallel.step_timeout_minutes`.
+            share: hands rank 0's value to every rank. Collective.
+        """
+        watched = WatchedRank(
+            rank=self.context.rank,
+            world_size=self.context.world_size,
+            master_addr=environment.master_addr,
+            launcher_pid=launcher_pid(os.environ, environment),
+            step_timeout_seconds=60 * step_timeout_minutes,
+        )
+        self.watchdog = Watchdog(
+            watched,
+            share=share,
+            last_words=lambda fault: self.run_closing_actions(RunFailedError(str(fault), fault=fault)),
+        )
+
+    def at(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
+        """Report where this rank is: a fault names it, and `parallel.step_timeout_minutes` starts anew.
+
+        Args:
+            phase: for example ``training``.
+            step: the optimizer step, where there is one.
+            timed: whether the step timeout counts from here on.
+        """
+        self.is_timed = timed
+        if self.watchdog is not None:
+            self.watchdog.at(phase, step, timed=timed)
+        self._phase.close()
+        self._phase.enter_context(self.range(phase if step is None else f"step {step}: {phase}"))
+
+    def name_ranges(self, make_range: Callable[[str], AbstractContextManager[Any]]) -> None:
+        """From here on, make a range of each phase, forward and backward pass and collective, for a profiler.
+
+        Args:
+            make_range: makes a range of a name; `nullcontext`: none.
+        """
+        self._phase.close()
+        self._make_range = make_range
+
+    def range(self, name: str) -> AbstractContextManager[Any]:
+        """Return a block that a profiler shows under this name."""
+        return self._make_range(name)
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Return a block that waits for other ranks: if it lasts too long, they are to blame and not this rank.
+
+        Args:
+            what: as a fault names it.
+        """
+        return nullcontext() if self.watchdog is None else self.watchdog.waiting(what)
+
+    def first_fault(self, wait_seconds: float) -> Fault | None:
+        """Return the world's first fault, or None if this rank does not learn of one in time."""
+        return None if self.watchdog is None else self.watchdog.first_fault(wait_seconds)
+
+    def let_device_finish(self) -> None:
+        """Wait for a GPU's queued work. The host would wait for it later, where a fault names the wrong rank."""
+        if self.context.device.type == "cuda":
+            torch.cuda.current_stream(self.context.device).synchronize()
+
+    @contextmanager
+    def collective(
+        self, what: str, *, waits_before: bool = True, waits_after: bool = True, is_named: bool = True
+    ) -> Iterator[None]:
+        """Run a block that waits for the other ranks. If one of them is gone, a RunFailedError says which and where.
+
+        Args:
+            what: as a fault names it.
+            waits_before: let the device finish first: a rank that still computes does not count as waiting.
+            waits_after: let it finish in the block too: nccl's calls return before the other ranks have come.
+            is_named: a profiler shows it as a range.
+        """
+        if waits_before:
+            self.let_device_finish()
+        try:
+            with self.range(f"collective: {what}") if is_named else nullcontext(), self.waiting(what):
+                yield
+                if waits_after:
+                    self.let_device_finish()
+        except RuntimeError as error:
+            lost = as_lost_rank(error, what, self.watchdog)
+            if lost is None:
+                raise
+            _log.debug("%s: %s", what, error)
+            raise lost from error
+
+    def on_close(self, action: Callable[[BaseException | None], None]) -> None:
+        """Call `action` when the run leaves this world, with the error that ends it or None."""
+        self._closing.append(action)
+
+    def run_closing_actions(self, error: BaseException | None) -> None:
+        """Call the actions of `on_close`, the last one first."""
+        while self._closing:
+            self._closing.pop()(error)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return the error to leave with instead of this one: its cause, and a note of where this rank was."""
+        return explain(error, self.watchdog)
+
+    @contextmanager
+    def leaving(self, error: BaseException | None) -> Iterator[None]:
+        """Run the block that ends what was opened. Before it the other ranks learn of `error`; after it nobody watches.
+
+        Args:
+            error: what ends the run on this rank; None: it is done.
+        """
+        watchdog, self.watchdog = self.watchdog, None
+        is_expected = isinstance(error, PreemptedError)
+        # Where the ranks agreed on the failure, the rank that prints the error tells the world too.
+        is_expected = is_expected or (isinstance(error, FinetuneError) and error.is_reported_elsewhere)
+        try:
+            if watchdog is not None and error is not None and not is_expected:
+                watchdog.fail(in_a_line(error))
+            yield
+        finally:
+            if watchdog is not None:
+                if isinstance(error, FinetuneError) and not is_expected:
+                    error.is_reported_elsewhere = watchdog.is_reported_elsewhere
+                watchdog.close()

@@ -1,0 +1,307 @@
+"""Where a model's weights are, and how ranks compute its loss and gradients together.
+
+`Placement` moves or shards a model, computes forward and backward passes in the run's precision, and sums the
+gradients over ranks: in one all-reduce after the backward passes, by torch's reducer, or as FSDP2 does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+
+from finetune.distributed.collectives import Collectives
+from finetune.distributed.ddp_init import ProcessContext
+from finetune.distributed.gradients import LossFunction, Reducer, gradient_norm, sum_flat
+from finetune.distributed.liveness import Liveness
+from finetune.distributed.precision import Precision, convert_weights
+from finetune.distributed.sharding import ShardedModel, copy_trained_from_main
+from finetune.distributed.stop_requests import StopRequests
+from finetune.runs.tensors import lies_in_parts
+from finetune.threads import is_for_one_thread
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+
+Value = TypeVar("Value")
+
+_log = logging.getLogger(__name__)
+
+
+class Placement:
+    """The model's weights on this rank's device, and the forward and backward passes over them.
+
+    Args:
+        accelerator: scales nothing and accumulates nothing; it knows the autocast and the backward pass.
+        config: the run's configuration.
+        precision: of the run.
+        liveness: of this rank.
+        collectives: of this rank.
+        stop_requests: of all ranks.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: Config,
+        precision: Precision,
+        *,
+        liveness: Liveness,
+        collectives: Collectives,
+        stop_requests: StopRequests,
+    ) -> None:
+        self._accelerator = accelerator
+        self._parallel = config.parallel
+        self._is_full = config.training.method == "full"
+        self._precision = precision
+        self._liveness = liveness
+        self._collectives = collectives
+        self._stop_requests = stop_requests
+        self._reducer: Reducer | None = None
+        self._sharded: ShardedModel | None = None
+
+    @property
+    def context(self) -> ProcessContext:
+        """This process's rank, world size and device."""
+        return self._liveness.context
+
+    def fit_threads(self, model: torch.nn.Module) -> None:
+        """Let one thread compute a narrow model on the CPU, until this run leaves."""
+        width, before = getattr(getattr(model, "config", None), "hidden_size", None), torch.get_num_threads()
+        if self.context.device.type == "cpu" and before > 1 and is_for_one_thread(width, os.environ):
+            _log.info("one thread computes this model of width %s; OMP_NUM_THREADS sets another number", width)
+            torch.set_num_threads(1)
+            self._liveness.on_close(lambda _: torch.set_num_threads(before))
+
+    def place(self, model: torch.nn.Module) -> None:
+        """Move a model to this process's device and convert its weights to the types of the run.
+
+        Trained weights are fp32 always; frozen ones take the precision of the run. Collective: rank 0's trained weights
+        are copied to all, so that every rank starts equal whatever its own random numbers were.
+        """
+        convert_weights(model, self._precision, self.context.device)
+        self._accelerator.prepare_model(model, evaluation_mode=True)
+        if self.context.distributed:
+            with self._liveness.collective("copying rank 0's weights"):
+                copy_trained_from_main(model.parameters())
+
+    def shard(self, model: torch.nn.Module) -> None:
+        """Do as `place`, and shard the weights over the ranks (`parallel.sharding`); see `ShardedModel`.
+
+        From here on `apply`, `forward` and `loss` are the only ways through the model. Collective.
+        """
+        assert self.shard_size is not None
+        self._collectives.start_store_barrier()
+        with self._liveness.collective("sharding the model"):
+            self._sharded = ShardedModel(
+                model,
+                self._parallel,
+                precision=self._precision,
+                device=self.context.device,
+                world_size=self.context.world_size,
+                shards_trained=self._is_full,
+            )
+        self._stop_requests.is_forward_collective = True
+        what = "all weights" if self._is_full else "the frozen weights"
+        _log.info("%s are shared out among %d processes, layer by layer", what, self.shard_size)
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Hand an optimizer to Accelerate. The learning rate is never handed over: it is a function of the step."""
+        prepared: torch.optim.Optimizer = self._accelerator.prepare_optimizer(optimizer)
+        return prepared
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return the context in which a forward pass computes in the run's precision."""
+        context: AbstractContextManager[None] = self._accelerator.autocast()
+        return context
+
+    @property
+    def uses_reducer(self) -> bool:
+        """Whether torch's reducer sums the gradients (`parallel.gradient_sync=ddp`)."""
+        return self._parallel.gradient_sync == "ddp" and self.context.distributed
+
+    @property
+    def shard_size(self) -> int | None:
+        """Number of processes that share one copy of the weights; None: each has a copy of its own."""
+        if self._parallel.sharding == "none" or not self.context.distributed:
+            return None
+        return self._parallel.shard_size or self.context.world_size
+
+    @property
+    def shards_trained(self) -> bool:
+        """Whether the trained weights are sharded, with their gradients and optimizer state."""
+        return self.shard_size is not None and self._is_full
+
+    @property
+    def gathered_bytes(self) -> int:
+        """See `ShardedModel`; 0 if nothing is sharded."""
+        return 0 if self._sharded is None else self._sharded.gathered_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        """See `ShardedModel`; 0 if nothing is sharded."""
+        return 0 if self._sharded is None else self._sharded.received_bytes
+
+    @property
+    def needs_even_shares(self) -> bool:
+        """Whether every rank needs the same number of micro-batches: torch's reducer and sharded weights do."""
+        return self.uses_reducer or self.shard_size is not None
+
+    def forward(
+        self, compute: Callable[[torch.nn.Module, Any], Value], model: torch.nn.Module, microbatch: Any
+    ) -> Value:
+        """Compute something of a micro-batch in the run's precision.
+
+        Collective if the model is sharded: every rank, equally often.
+
+        Args:
+            compute: a function of the model and the micro-batch.
+            model: placed, or sharded.
+            microbatch: on any device.
+        """
+        there = microbatch.to(self.context.device)
+        with self.autocast():
+            return self.apply(lambda whole: compute(whole, there), model)
+
+    def apply(self, compute: Callable[[Any], Value], model: torch.nn.Module) -> Value:
+        """Compute something of a model, which may run it several times.
+
+        Collective if the model is sharded: every rank, equally often.
+
+        Args:
+            compute: a function of the model.
+            model: placed, or sharded.
+        """
+        if self._sharded is None:
+            return compute(model)
+        self._stop_requests.before_sharded_forward()
+        with self._all_gathering("forward"):
+            return self._sharded.apply(compute)
+
+    def loss(self, compute: LossFunction, model: torch.nn.Module, microbatch: Any, *, is_last: bool) -> torch.Tensor:
+        """Compute a micro-batch's loss in the run's precision.
+
+        Collective if `needs_even_shares`: every rank, equally often in a step.
+
+        Args:
+            compute: (model, micro-batch) to the loss.
+            model: placed, or sharded.
+            microbatch: on the CPU or on this rank's device.
+            is_last: whether it is the step's last, whose backward pass may sync the gradients.
+        """
+        if not self.uses_reducer:
+            with self._liveness.range("forward"):
+                return self.forward(compute, model, microbatch)
+        there = microbatch.to(self.context.device)
+        with self._liveness.range("forward"), self.autocast():
+            if self._reducer is None or self._reducer.model is not model:
+                wish = self._parallel
+                with self._liveness.collective("making torch's reducer"):
+                    self._reducer = Reducer(
+                        model,
+                        compute,
+                        device=self.context.device,
+                        output_device=wish.output_device,
+                        find_unused_parameters=wish.find_unused_parameters,
+                    )
+            return self._reducer.loss(there, is_last=is_last)
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Add a loss's gradients to this rank's own; `sync_gradients` sums them over ranks.
+
+        Collective if the weights are sharded; and with `parallel.gradient_sync=ddp`, where the step's last backward
+        pass sums them.
+
+        Args:
+            loss: of a micro-batch.
+            is_last: whether it is the step's last.
+        """
+        waiting: AbstractContextManager[None] = nullcontext()
+        if self._sharded is not None:
+            waiting = self._all_gathering("backward")
+        elif is_last and self._reducer is not None:
+            # Without a range of its own and a wait before: this rank computes in the block too.
+            waiting = self._liveness.collective("backward", is_named=False, waits_before=False)
+        with self._liveness.range("backward"), waiting:
+            self._accelerator.backward(loss)
+
+    def sync_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Sum the gradients over ranks, where the backward passes have not done so.
+
+        A parameter without a gradient counts as zero, in a world of one too, so that the optimizer does the same
+        everywhere. A GPU sums them while the host goes on to `sum_and_read`, which waits.
+
+        Collective: every rank, once per step, with the same parameters, after `let_device_finish`.
+        """
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if self.context.distributed and self._reducer is None and not self.shards_trained:
+            with self._liveness.collective("sync_gradients", waits_before=False, waits_after=False):
+                sum_flat(parameters)
+
+    def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
+        """Scale gradients down to `max_norm` (None: only measure), and return their norm before that.
+
+        After `sync_gradients` the norm is equal on all ranks. It is a scalar on their device, where it may still be
+        computed: reading it makes the host wait.
+
+        Collective if `shards_trained`.
+
+        Args:
+            parameters: each of which has a gradient.
+            max_norm: positive.
+        """
+        if self._sharded is None or not self._sharded.shards_trained:
+            norm = gradient_norm(parameters)
+        else:
+            with self._liveness.collective("gradient norm", waits_before=False, waits_after=False):
+                norm = gradient_norm(parameters, over=self._sharded.group)
+        if max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.float())
+        return norm
+
+    @contextmanager
+    def gathering(self, tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Run a block in which the main process gets full tensors for sharded ones, one after the other.
+
+        At the end all ranks all-gather the tensors that the main process has not asked for, for example because its
+        disk failed. So no rank waits for ever.
+
+        Collective: every rank enters it, with the same tensors in the same order, and only the main process calls the
+        function that the block is given, with each of them in this order.
+        """
+        left = deque(tensor for tensor in tensors if lies_in_parts(tensor))
+
+        def whole(tensor: torch.Tensor) -> torch.Tensor:
+            if not lies_in_parts(tensor):
+                return tensor
+            assert left.popleft() is tensor, "the ranks gather in one order"
+            with self._liveness.collective("gathering weights (saving)", is_named=False):
+                gathered: torch.Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
+                return gathered
+
+        try:
+            yield whole
+        except Exception:
+            while left:
+                whole(left[0])
+            raise
+        while left:
+            whole(left[0])
+
+    def forget_model(self) -> None:
+        """Drop what refers to the model and to groups, when the run leaves."""
+        self._reducer = self._sharded = None
+        self._accelerator.free_memory()
+
+    def _all_gathering(self, what: str) -> AbstractContextManager[None]:
+        """Return a block in which this rank computes and all-gathers weights: without a range or a wait of its own."""
+        what = f"gathering weights ({what})"
+        return self._liveness.collective(what, is_named=False, waits_before=False, waits_after=False)

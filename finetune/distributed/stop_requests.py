@@ -1,0 +1,101 @@
+"""Whether a signal asked the run to stop, on this rank or on another, between batches that need no other collective."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from finetune.distributed.collectives import Collectives
+from finetune.distributed.ddp_init import rendezvous_store
+from finetune.distributed.liveness import Liveness
+from finetune.signals import Terminated, stop_signals_are_noted, told_to_stop
+
+_LOOK_SECONDS = 0.5
+_KEY = "told to stop"
+
+
+class StopRequests:
+    """The stop signals of all ranks.
+
+    Args:
+        collectives: of this rank.
+        liveness: of this rank.
+
+    Attributes:
+        is_forward_collective: whether each forward pass needs all ranks, because the model is sharded. Then all ranks
+            must stop before the same batch.
+    """
+
+    def __init__(self, collectives: Collectives, liveness: Liveness) -> None:
+        self.is_forward_collective = False
+        self._collectives = collectives
+        self._liveness = liveness
+        self._next_look = 0.0
+        self._stops_in: str | None = None
+
+    @property
+    def is_on_this_rank(self) -> bool:
+        """Whether a signal asked this process to stop after its step; `train_step` lets all ranks know."""
+        return told_to_stop() is not None
+
+    def is_on_any_rank(self) -> bool:
+        """Return whether any rank was asked to stop, in a phase of many batches without a collective.
+
+        Not a collective itself, unless the weights are sharded. A rank that was asked to stop tells the others through
+        the store of the rendezvous, where they look twice a second. In a group that others made there is no store, and
+        the answer is False on every rank.
+        """
+        if not self._collectives.context.distributed:
+            return self.is_on_this_rank
+        if self.is_forward_collective:
+            self.meet_between_phases()
+            return bool(sum(self._collectives.sum([float(self.is_on_this_rank)])))
+        store, now = rendezvous_store(), time.monotonic()
+        if store is None or (now < self._next_look and not self.is_on_this_rank):
+            return False
+        self._next_look = now + _LOOK_SECONDS
+        try:
+            if self.is_on_this_rank:
+                store.set(_KEY, "")
+            return bool(store.check([_KEY]))
+        except RuntimeError:  # the process that keeps the store is gone: the next collective names it
+            return self.is_on_this_rank
+
+    @contextmanager
+    def stopping_together(self, phase: str) -> Iterator[None]:
+        """Run a block in which a signal ends all ranks with Terminated, before the same forward of a sharded model.
+
+        If the model is not sharded, the block runs as it is.
+
+        Args:
+            phase: as a fault names it; the step timeout counts for each forward.
+        """
+        if not self.is_forward_collective:
+            yield
+            return
+        with stop_signals_are_noted():
+            self._stops_in = phase
+            try:
+                yield
+            finally:
+                self._stops_in = None
+
+    def before_sharded_forward(self) -> None:
+        """Leave inside `stopping_together` if any rank was asked to stop, and wait for all ranks between phases.
+
+        Collective: every rank, before each forward pass of a sharded model.
+
+        Raises:
+            Terminated: a rank was asked to stop.
+        """
+        if self._stops_in is not None:
+            self._liveness.at(self._stops_in)
+            if self.is_on_any_rank():
+                raise Terminated
+        self.meet_between_phases()
+
+    def meet_between_phases(self) -> None:
+        """Wait for all ranks where the script decides what comes next, because they may decide differently."""
+        if not self._liveness.is_timed:
+            self._collectives.meet("a forward pass")
