@@ -84,8 +84,9 @@ def verify(
     if out is not None:
         _refuse_other_file(out)
 
-    from finetune.export.vectors import CERTIFICATE
-    from finetune.export.verifying import certify, refuse_differences, verify_folder, verify_run
+    from finetune.export.certificate import write_certificate
+    from finetune.export.digests import CERTIFICATE
+    from finetune.export.verifying import refuse_differences, verify_folder, verify_run
 
     with waiting("comparing with what was trained"):
         if is_run:
@@ -97,7 +98,7 @@ def verify(
 
         found = replace(found, replay=compute_again(source, replay))
     file = out or found.folder / CERTIFICATE
-    content = certify(found, file)
+    content = write_certificate(file, found.folder, found.as_record())
     if as_json:
         print_json(content)
     else:

@@ -18,12 +18,13 @@ from safetensors import safe_open
 from finetune.config.hub import cached_file
 from finetune.data.templates import stop_ids
 from finetune.errors import ConfigError, ModelError
+from finetune.export.digests import digest_tensors
 from finetune.export.exported_folder import Exported, gguf_bytes, stored_stop_ids, write_gguf
 from finetune.export.gguf import Gguf, read_written, run_converter
 from finetune.export.gguf_served import ADAPTER_FILE, BASE_FILE, GgufFiles, check_in_llama_cpp
 from finetune.export.ollama import modelfile
 from finetune.export.out_folder import new_folder
-from finetune.export.vectors import digest_tensors, write_vectors
+from finetune.export.vectors import write_vectors
 from finetune.export.verifying import vectors_of_run
 from finetune.inference.finished_run import FinishedRun
 from finetune.model.base import locate_model

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from finetune.errors import ModelError
 from finetune.export.plain_reload import render
+from finetune.export.served_comparison import first_difference
 from finetune.export.served_model import Turns
 from finetune.export.vectors import CONVERSATIONS
 
@@ -57,10 +58,7 @@ class OtherIds:
     served: list[str]
 
     def __str__(self) -> str:
-        at = next(
-            (n for n, (one, other) in enumerate(zip(self.trained, self.served, strict=False)) if one != other),
-            min(len(self.trained), len(self.served)),
-        )
+        at = first_difference(self.trained, self.served)
         return (
             f"{self.text!r} is {_around(self.trained, at)} in training and {_around(self.served, at)} in llama.cpp, "
             f"from token {at} on"

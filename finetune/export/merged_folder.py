@@ -19,12 +19,13 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from finetune.errors import ModelError, RunFailedError
 from finetune.export import plain_reload
-from finetune.export.comparison import Difference, compare_logits, refuse_far, relative_by_position
+from finetune.export.digests import digest_files, digest_tensors
+from finetune.export.logits import LogitDifference, compare_logits, refuse_far, relative_by_position
 from finetune.export.merge import convert_weights, is_tied, merge_adapter
 from finetune.export.model_card import merged_card
 from finetune.export.out_folder import new_folder
 from finetune.export.plain_reload import logits_in_fp32
-from finetune.export.vectors import Vector, digest_files, digest_tensors, make_vectors, prompts_to_ask, write_vectors
+from finetune.export.vectors import Vector, make_vectors, prompts_to_ask, write_vectors
 from finetune.inference.finished_run import FinishedRun, put_adapter_on
 from finetune.model.base import build_base_model
 from finetune.model.new_tokens import build_run_tokenizer
@@ -58,7 +59,7 @@ class Merged:
     dtype: str
     is_tied: bool
     stop_ids: list[int]
-    difference: Difference
+    difference: LogitDifference
     vectors_sha256: str
 
 

@@ -19,7 +19,7 @@ from finetune.config.schema import Config
 from finetune.config.shipped_files import SHIPPED_PREFIX
 from finetune.data.compressed import suffix_of
 from finetune.data.readers import SUFFIXES
-from finetune.export.comparison import Difference
+from finetune.export.logits import LogitDifference
 from finetune.inference.finished_run import FinishedRun
 from finetune.runs.recorded_run import RecordedRun
 
@@ -56,7 +56,13 @@ class _Trained(NamedTuple):
 
 
 def merged_card(
-    run: FinishedRun, *, dtype: str, is_tied: bool, stop_ids: list[int], difference: Difference, vectors_sha256: str
+    run: FinishedRun,
+    *,
+    dtype: str,
+    is_tied: bool,
+    stop_ids: list[int],
+    difference: LogitDifference,
+    vectors_sha256: str,
 ) -> str:
     """The card of a merged or fully tuned model: its weights' type, its ties, its stop ids, and how it compares."""
     trained = _read(run)

@@ -20,11 +20,13 @@ from typing import Any
 
 from finetune.engine.decoder import FAMILIES, SLIDING
 from finetune.errors import ModelError, RunFailedError, last_line
-from finetune.export.certificate import Comparison, compare
+from finetune.export.certificate import write_certificate
+from finetune.export.digests import CERTIFICATE
 from finetune.export.exported_folder import refuse_no_model
 from finetune.export.onnx_served import OnnxType, largest_difference, load_onnx, refuse_missing_packages
 from finetune.export.out_folder import new_folder, read_on
-from finetune.export.vectors import CERTIFICATE, copy_vectors, read_vectors
+from finetune.export.served_comparison import ServedComparison, compare
+from finetune.export.vectors import copy_vectors, read_vectors
 
 _BUILDER = "onnxruntime_genai.models.builder"
 _PRECISION: dict[OnnxType, str] = {"f32": "fp32", "int4": "int4"}
@@ -50,7 +52,7 @@ class Onnx:
     allows_differences: bool = False
 
 
-def export_onnx(model: Path, out: Path, onnx: Onnx) -> Comparison:
+def export_onnx(model: Path, out: Path, onnx: Onnx) -> ServedComparison:
     """Write a folder that onnxruntime-genai serves, compared there with base and adapter; all of it or nothing.
 
     Args:
@@ -81,10 +83,11 @@ def export_onnx(model: Path, out: Path, onnx: Onnx) -> Comparison:
         comparison = _compare_elsewhere(writer.path, bound)
         if not comparison.is_same and not onnx.allows_differences:
             raise RunFailedError(_refusal(comparison.mismatches, model))
-    from finetune.export.verifying import Verified, certify  # here: the process that compares needs no training code
+    from finetune.export.verifying import Verified  # here: the process that compares needs no training code
 
     out = out.expanduser().absolute()
-    certify(Verified(folder=out, source=str(model), vectors=vectors, comparison=comparison), out / CERTIFICATE)
+    verified = Verified(folder=out, source=str(model), vectors=vectors, comparison=comparison)
+    write_certificate(out / CERTIFICATE, out, verified.as_record())
     return comparison
 
 
@@ -152,7 +155,7 @@ def _as_the_runtime_splits(tokenizer: dict[str, Any]) -> dict[str, Any]:
     return tokenizer
 
 
-def _compare_elsewhere(folder: Path, bound: float) -> Comparison:
+def _compare_elsewhere(folder: Path, bound: float) -> ServedComparison:
     """Compare in a process of its own: a runtime in native code can end its process.
 
     Raises:
@@ -167,7 +170,7 @@ def _compare_elsewhere(folder: Path, bound: float) -> Comparison:
             ) from error
 
 
-def _compare_here(folder: Path, bound: float) -> Comparison:
+def _compare_here(folder: Path, bound: float) -> ServedComparison:
     return compare(load_onnx(folder), read_vectors(folder), bound=bound)
 
 

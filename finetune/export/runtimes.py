@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from finetune.errors import CheckpointError, RunFailedError, first_line
-from finetune.export.comparison import MOST_DIFFERENCE
 from finetune.export.gguf_served import gguf_bound, load_gguf
+from finetune.export.logits import MOST_DIFFERENCE
 from finetune.export.onnx_served import GENAI_CONFIG, largest_difference, load_onnx
 from finetune.export.plain_reload import logits_in_fp32, render
 from finetune.export.served_model import Rendered, ServedModel, Turns
@@ -21,7 +21,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 _IN_FP32 = MOST_DIFFERENCE["float32"]
 
 
-class Runtime(NamedTuple):
+class ServingRuntime(NamedTuple):
     """A runtime, and the folders that are for it."""
 
     name: str
@@ -112,23 +112,38 @@ def load_peft(folder: Path, base: str | None = None, revision: str | None = None
     return ServedByTransformers(model, tokenizer, stops, f"{_named(peft)} on {_named(transformers)}")
 
 
+def _llama_cpp_bound(vectors: Vectors, folder: Path) -> float:
+    """Return the bound of converted weights: twice the rounding of the merge, and what llama.cpp's arithmetic adds."""
+    return gguf_bound(folder) + 2 * vectors.rounding
+
+
+def _peft_bound(vectors: Vectors, folder: Path) -> float:
+    """Return the bound of unmerged weights, which no merge has rounded."""
+    return _IN_FP32
+
+
+def _transformers_bound(vectors: Vectors, folder: Path) -> float:
+    """Return the bound of merged weights: twice the rounding of the merge, and the order of additions in fp32."""
+    return 2 * vectors.rounding + _IN_FP32
+
+
 RUNTIMES = (
-    Runtime("llama.cpp", ("*.gguf",), load_gguf, lambda vectors, folder: gguf_bound(folder) + 2 * vectors.rounding),
-    Runtime("PEFT", (ADAPTER_CONFIG,), load_peft, lambda vectors, folder: _IN_FP32, has_written_weights=True),
-    Runtime(
+    ServingRuntime("llama.cpp", ("*.gguf",), load_gguf, _llama_cpp_bound),
+    ServingRuntime("PEFT", (ADAPTER_CONFIG,), load_peft, _peft_bound, has_written_weights=True),
+    ServingRuntime(
         "transformers",
         ("config.json", "*.safetensors"),
         load_transformers,
-        lambda vectors, folder: 2 * vectors.rounding + _IN_FP32,
+        _transformers_bound,
         has_written_weights=True,
     ),
-    Runtime("onnxruntime-genai", (GENAI_CONFIG,), load_onnx, largest_difference),
+    ServingRuntime("onnxruntime-genai", (GENAI_CONFIG,), load_onnx, largest_difference),
 )
 """The first one whose marks are all in a folder serves it. Another runtime is one more entry, with its package imported
 by its `load`; if its folders have a config.json and safetensors files too, it comes before transformers."""
 
 
-def runtime_of(folder: Path) -> Runtime:
+def runtime_of(folder: Path) -> ServingRuntime:
     """Find the runtime that serves a folder.
 
     Raises:

@@ -25,11 +25,8 @@ from finetune.errors import CheckpointError
 from finetune.export.plain_reload import render, weights_in_fp32
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.model.base import max_context
-from finetune.runs.durable import MANIFEST, FolderWriter, describe_os_error
-from finetune.runs.tensors import each_tensor
-from finetune.runs.verification import OPTIMIZER_FILE
+from finetune.runs.durable import FolderWriter, describe_os_error
 
-CERTIFICATE = "certificate.json"
 VECTORS_FILE = "test_vectors.json"
 LOGITS_FILE = "test_vectors.npy"
 MAX_NEW_TOKENS = 16
@@ -38,8 +35,6 @@ _MOST_POSITIONS = 32
 """Positions with logits: at 4 bytes for each token of the vocabulary, 26 MB for the 200,064 of Phi-4-mini."""
 _RANDOM_PROMPTS = 4
 _RANDOM_LENGTH = 24
-_LEFT_OUT = ("README.md", "Modelfile")
-"""Files whose text is meant to be edited."""
 CONVERSATIONS: Mapping[str, Sequence[Mapping[str, str]]] = {
     "one turn": [{"role": "user", "content": "What is the capital of Portugal?"}],
     "system": [
@@ -270,29 +265,3 @@ def copy_vectors(model: Path, writer: FolderWriter) -> str | None:
     for name in (LOGITS_FILE, VECTORS_FILE):
         writer.write(name, [(model / name).read_bytes()])
     return vectors.sha256
-
-
-def digest_tensors(folder: Path) -> dict[str, str]:
-    """Digest each weight in a folder's safetensors files: type, shape, and the SHA-256 of its bytes, by name.
-
-    Raises:
-        CheckpointError: a file is not a safetensors file.
-    """
-    digests = {}
-    for path in sorted(set(folder.glob("*.safetensors")) - {folder / OPTIMIZER_FILE}):
-        for name, tensor in each_tensor(path):
-            raw = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-            kind = str(tensor.dtype).removeprefix("torch.")
-            digests[name] = f"{kind} {list(tensor.shape)} sha256:{hashlib.sha256(raw).hexdigest()}"
-    return dict(sorted(digests.items()))
-
-
-def digest_files(folder: Path) -> dict[str, str]:
-    """Digest the files of a model folder that decide what it does, beside its weights: SHA-256 by name."""
-    left_out = (*_LEFT_OUT, VECTORS_FILE, LOGITS_FILE, MANIFEST, CERTIFICATE)
-    digests = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.name not in left_out and path.suffix != ".safetensors":
-            with path.open("rb") as file:
-                digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return digests

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,12 +15,13 @@ from finetune.data.encoded import EncodedExample
 from finetune.engine.layout import PackedMicrobatch
 from finetune.engine.loss import before_head
 from finetune.errors import CheckpointError, RunFailedError
-from finetune.export.certificate import Comparison, Count, compare, other_digests, write_certificate
+from finetune.export.digests import RecordedDigests, digest_files, digest_tensors
 from finetune.export.merged_folder import load_tuned_model
 from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.runtimes import ADAPTER_CONFIG, load_peft, runtime_of
+from finetune.export.served_comparison import ServedComparison, compare
 from finetune.export.served_model import ServedModel
-from finetune.export.vectors import Vectors, digest_files, digest_tensors, make_vectors, prompts_to_ask, read_vectors
+from finetune.export.vectors import Vectors, make_vectors, prompts_to_ask, read_vectors
 from finetune.inference.finished_run import FinishedRun, find_run
 from finetune.model.base import locate_model
 from finetune.model.new_tokens import build_run_tokenizer
@@ -51,7 +52,7 @@ class Verified:
     folder: Path
     source: str
     vectors: Vectors
-    comparison: Comparison
+    comparison: ServedComparison
     notes: tuple[str, ...] = ()
     replay: Replay | None = None
 
@@ -62,10 +63,9 @@ class Verified:
 
     def as_record(self) -> dict[str, Any]:
         """Convert to plain values for certificate.json."""
-        compared = asdict(self.comparison)
         return {
             "vectors_sha256": self.vectors.sha256 or None,
-            **compared,
+            **self.comparison.as_record(),
             "mismatches": self.mismatches,
             "notes": [*self.notes, *(self.replay.notes if self.replay else ())],
             "replay": self.replay.as_record() if self.replay else None,
@@ -86,14 +86,14 @@ def verify_folder(folder: Path, *, vectors: Path | None = None, bound: float | N
     """
     folder = folder.expanduser().absolute()
     runtime, known = runtime_of(folder), read_vectors(vectors or folder)
-    kept = _Kept()
+    recorded = RecordedDigests()
     if runtime.has_written_weights:
         is_adapter = (folder / ADAPTER_CONFIG).is_file()
-        kept = _Kept(known.trained) if is_adapter else _Kept(known.written, known.files)
+        recorded = RecordedDigests(known.trained) if is_adapter else RecordedDigests(known.written, known.files)
     bound = runtime.bound(known, folder) if bound is None else bound
-    comparison = _compare(runtime.load, folder, known, bound, kept)
+    comparison = _compare(runtime.load, folder, known, bound, recorded)
     notes = []
-    if not kept.weights:
+    if not recorded.tensors:
         notes.append(f"{runtime.name} has converted weights, so their bytes were compared with nothing")
     if not (folder / MANIFEST).is_file():
         notes.append(f"the folder has no {MANIFEST}, so the certificate does not say of which files it is")
@@ -133,17 +133,18 @@ def verify_run(
         run = find_run(path, base=base, checkpoint=checkpoint, is_alone=True)
     except CheckpointError as error:
         folder = RunFolder(path)
-        kept = _published_from(folder) if checkpoint is None and folder.adapter.is_dir() else _Kept()
-        if changed := kept.differences(folder.adapter):
-            raise RunFailedError(f"{path} is not what was trained: {in_words(changed)}.") from error
+        recorded = _published_from(folder) if checkpoint is None and folder.adapter.is_dir() else RecordedDigests()
+        tensors, files = recorded.check(folder.adapter)
+        if changed := [*tensors.mismatches, *files.mismatches]:
+            raise RunFailedError(f"{path} is not what was trained: {summarize(changed)}.") from error
         raise
     _refuse_other_template(run)
     if vectors is not None:
         known = read_vectors(vectors)
-        kept = _Kept(known.trained)
+        recorded = RecordedDigests(known.trained)
     else:
         known = vectors_of_run(run)
-        kept = _published_from(run.folder) if checkpoint is None else _Kept()
+        recorded = _published_from(run.folder) if checkpoint is None else RecordedDigests()
 
     def load(folder: Path) -> ServedModel:
         if run.is_full:
@@ -151,14 +152,14 @@ def verify_run(
         return load_peft(folder, locate_model(run.config.model), run.config.model.revision)
 
     bound = runtime_of(run.weights).bound(known, run.weights) if bound is None else bound
-    found = _compare(load, run.weights, known, bound, kept)
+    found = _compare(load, run.weights, known, bound, recorded)
     unknown = "no intact checkpoint holds another copy of these weights, so their bytes were compared with nothing"
     return Verified(
         folder=run.weights,
         source=str(vectors) if vectors else "the engine that trained it",
         vectors=known,
         comparison=found,
-        notes=() if kept.weights else (unknown,),
+        notes=() if recorded.tensors else (unknown,),
     )
 
 
@@ -201,15 +202,6 @@ def engine_logits(section: TrainingSection, model: Any, prompts: Sequence[Sequen
     return torch.cat(rows)
 
 
-def certify(verified: Verified, file: Path) -> dict[str, Any]:
-    """Write the certificate of a verification, also where something differs. Returns its content.
-
-    Raises:
-        RunFailedError: the disk refused.
-    """
-    return write_certificate(file, verified.folder, verified.as_record(), verified.mismatches)
-
-
 def refuse_differences(verified: Verified, file: Path) -> None:
     """Refuse a model that is not the one that was trained.
 
@@ -218,47 +210,29 @@ def refuse_differences(verified: Verified, file: Path) -> None:
     """
     if verified.mismatches:
         raise RunFailedError(
-            f"{verified.folder} is not what was trained: {in_words(verified.mismatches)}. {file} lists all differences."
+            f"{verified.folder} is not what was trained: {summarize(verified.mismatches)}. {file} lists all "
+            "differences."
         )
 
 
-def in_words(mismatches: Sequence[str]) -> str:
-    """Join the first differences into one sentence, without a full stop."""
+def summarize(mismatches: Sequence[str]) -> str:
+    """Join the first differences into one sentence without a full stop."""
     more = len(mismatches) - _MOST_SHOWN
     return "; ".join(mismatches[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
-class _Kept(NamedTuple):
-    """Digests that were recorded elsewhere, by name; empty where there are none."""
-
-    weights: Mapping[str, str] = {}
-    files: Mapping[str, str] = {}
-
-    def differences(self, folder: Path) -> list[str]:
-        """Compare a folder with them; one sentence for each tensor or file that differs."""
-        changed = other_digests(digest_tensors(folder), self.weights, "tensor") if self.weights else []
-        if self.files:
-            present = {name: digest for name, digest in digest_files(folder).items() if name in self.files}
-            changed += other_digests(present, self.files, "file")
-        return changed
-
-
 def _compare(
-    load: Callable[[Path], ServedModel], folder: Path, known: Vectors, bound: float, kept: _Kept
-) -> Comparison:
+    load: Callable[[Path], ServedModel], folder: Path, known: Vectors, bound: float, recorded: RecordedDigests
+) -> ServedComparison:
     """Compare bytes, then load and compare answers; changed bytes are named also where the folder cannot be loaded."""
-    changed = kept.differences(folder)
+    tensors, files = recorded.check(folder)
     try:
         served = load(folder)
     except RunFailedError as error:
-        raise RunFailedError("; ".join([str(error), *changed[:_MOST_SHOWN]])) from error
-    found = compare(served, known, bound=bound)
-    return replace(
-        found,
-        tensors=_count(kept.weights, changed, "tensor"),
-        files=_count(kept.files, changed, "file"),
-        mismatches=(*changed, *found.mismatches),
-    )
+        raise RunFailedError(
+            "; ".join([str(error), *[*tensors.mismatches, *files.mismatches][:_MOST_SHOWN]])
+        ) from error
+    return replace(compare(served, known, bound=bound), tensors=tensors, files=files)
 
 
 def _refuse_other_template(run: FinishedRun) -> None:
@@ -272,19 +246,13 @@ def _refuse_other_template(run: FinishedRun) -> None:
         )
 
 
-def _count(recorded: Mapping[str, str], changed: Sequence[str], what: str) -> Count:
-    """Count the recorded tensors or files that no sentence of `changed` names."""
-    differ = [name for name in recorded if any(line.startswith(f"{what} {name} ") for line in changed)]
-    return Count(len(recorded), len(recorded) - len(differ))
-
-
-def _published_from(folder: RunFolder) -> _Kept:
-    """Digest the checkpoint that `adapter/` was published from, if it is kept and intact."""
+def _published_from(folder: RunFolder) -> RecordedDigests:
+    """Digest the checkpoint that `adapter/` was published from, if that checkpoint is kept and intact."""
     best = whole(RecordedRun(folder.path).result.get("best_step"))
     if best is None or best not in folder.checkpoint_steps():
-        return _Kept()
+        return RecordedDigests()
     checkpoint = folder.checkpoint(best)
     if verify(checkpoint):
-        return _Kept()
+        return RecordedDigests()
     files = {name: digest for name, digest in digest_files(checkpoint).items() if name != STATE_FILE}
-    return _Kept(digest_tensors(checkpoint), files)
+    return RecordedDigests(digest_tensors(checkpoint), files)

@@ -22,13 +22,13 @@ import torch
 
 from finetune.errors import ModelError
 from finetune.export import exported_folder
-from finetune.export.certificate import compare
 from finetune.export.exported_folder import export_model
 from finetune.export.gguf import Gguf
 from finetune.export.gguf_lora import export_lora
 from finetune.export.gguf_served import MODEL_FILE, gguf_bound, load_gguf
 from finetune.export.gguf_tokens import TokenRules, find_rules
 from finetune.export.merged_folder import load_tuned_model, write_merged
+from finetune.export.served_comparison import compare
 from finetune.export.vectors import CONVERSATIONS, read_vectors
 from tests.docs.pages import DOCS
 from tests.export.finished_runs import write_run

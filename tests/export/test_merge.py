@@ -9,7 +9,7 @@ import torch
 
 from finetune.config.schema import LoraSection
 from finetune.errors import ModelError, RunFailedError
-from finetune.export.comparison import compare_logits, refuse_far
+from finetune.export.logits import compare_logits, refuse_far
 from finetune.export.merge import convert_weights, is_tied, merge_adapter
 from finetune.export.plain_reload import logits_in_fp32
 from finetune.model.lora import add_lora

@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 from finetune.cli import main as finetune
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import onnx, onnx_served
+from finetune.export.digests import CERTIFICATE
 from finetune.export.merged_folder import write_merged
 from finetune.export.onnx import Onnx, as_the_builder_reads, export_onnx
 from finetune.export.onnx_served import load_onnx, type_of
-from finetune.export.vectors import CERTIFICATE
 from finetune.export.verifying import verify_folder
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.model.new_tokens import build_run_tokenizer

@@ -19,11 +19,13 @@ from transformers import AutoModelForCausalLM
 from finetune.cli.verify import verify
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import verifying
-from finetune.export.certificate import CERTIFICATE_HEAD, Comparison, compare, read_certificate
+from finetune.export.certificate import CERTIFICATE_HEAD, read_certificate
+from finetune.export.digests import digest_tensors
 from finetune.export.push import pack
 from finetune.export.runtimes import load_peft
+from finetune.export.served_comparison import ServedComparison, compare
 from finetune.export.served_model import Rendered
-from finetune.export.vectors import Vector, Vectors, digest_tensors, read_vectors
+from finetune.export.vectors import Vector, Vectors, read_vectors
 from finetune.export.verifying import verify_run
 from finetune.runs.durable import MANIFEST, find_damage
 from tests.export.finished_runs import write_run
@@ -325,7 +327,7 @@ class Recorded:
         return self._answer or self._vectors.vectors[0].answer
 
 
-def answered(**changes: object) -> Comparison:
+def answered(**changes: object) -> ServedComparison:
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
     turns = [{"role": "user", "content": "a"}]
     vector = Vector(name="a", turns=turns, text="<a>", token_ids=[1, 2, 3, 4], positions=[3], answer=[5, 6, 2])

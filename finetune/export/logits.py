@@ -1,4 +1,4 @@
-"""Compare a merged model with its base and adapter, and refuse it where the two are too far apart."""
+"""Compare logits, and refuse a merged model whose logits are too far from those of its base and adapter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_LOST = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class LogitDifference:
     """The logits of the merged model after a reload, against those of base and adapter. Both are computed in fp32.
 
     Attributes:
@@ -43,11 +43,11 @@ class Difference:
         )
 
 
-def compare_logits(merged: torch.Tensor, tuned: torch.Tensor, base: torch.Tensor | None) -> Difference:
+def compare_logits(merged: torch.Tensor, tuned: torch.Tensor, base: torch.Tensor | None) -> LogitDifference:
     """Compare (positions, vocabulary) logits of the merged model, of base and adapter, and of the base alone."""
     error = centred(merged) - centred(tuned)
     effect = 0.0 if base is None else float((centred(tuned) - centred(base)).norm())
-    return Difference(
+    return LogitDifference(
         max_abs=float((merged - tuned).abs().max()),
         relative=float(error.norm() / centred(tuned).norm().clamp_min(1e-30)),
         same_greedy=float((merged.argmax(dim=-1) == tuned.argmax(dim=-1)).float().mean()),
@@ -56,7 +56,7 @@ def compare_logits(merged: torch.Tensor, tuned: torch.Tensor, base: torch.Tensor
     )
 
 
-def refuse_far(difference: Difference, dtype: str, most: float | None = None) -> None:
+def refuse_far(difference: LogitDifference, dtype: str, most: float | None = None) -> None:
     """Refuse a merged model that is not the tuned one.
 
     Args:

@@ -1,0 +1,84 @@
+"""Digest the tensors and files of a model folder, and compare the digests with recorded ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from finetune.export.served_comparison import Check
+from finetune.export.vectors import LOGITS_FILE, VECTORS_FILE
+from finetune.runs.durable import MANIFEST
+from finetune.runs.tensors import each_tensor
+from finetune.runs.verification import OPTIMIZER_FILE
+
+CERTIFICATE = "certificate.json"
+_EDITED_BY_USERS = ("README.md", "Modelfile")
+
+
+class RecordedDigests(NamedTuple):
+    """Digests of a folder that were recorded elsewhere, by name; empty where none were recorded."""
+
+    tensors: Mapping[str, str] = {}
+    files: Mapping[str, str] = {}
+
+    def check(self, folder: Path) -> tuple[Check, Check]:
+        """Compare the tensors and the other files of a folder. Files that were not recorded do not count.
+
+        Raises:
+            CheckpointError: a file is not a safetensors file.
+        """
+        tensors = digest_tensors(folder) if self.tensors else {}
+        files = digest_files(folder) if self.files else {}
+        known = {name: digest for name, digest in files.items() if name in self.files}
+        return _check_digests(tensors, self.tensors, "tensor"), _check_digests(known, self.files, "file")
+
+
+def digest_tensors(folder: Path) -> dict[str, str]:
+    """Digest each weight in a folder's safetensors files: type, shape, and the SHA-256 of its bytes, by name.
+
+    Raises:
+        CheckpointError: a file is not a safetensors file.
+    """
+    digests = {}
+    for path in sorted(set(folder.glob("*.safetensors")) - {folder / OPTIMIZER_FILE}):
+        for name, tensor in each_tensor(path):
+            raw = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            kind = str(tensor.dtype).removeprefix("torch.")
+            digests[name] = f"{kind} {list(tensor.shape)} sha256:{hashlib.sha256(raw).hexdigest()}"
+    return dict(sorted(digests.items()))
+
+
+def digest_files(folder: Path) -> dict[str, str]:
+    """Digest the files of a model folder that decide what it does, beside its weights: SHA-256 by name."""
+    left_out = (*_EDITED_BY_USERS, VECTORS_FILE, LOGITS_FILE, MANIFEST, CERTIFICATE)
+    digests = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.name not in left_out and path.suffix != ".safetensors":
+            with path.open("rb") as file:
+                digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
+
+
+def _check_digests(found: Mapping[str, str], expected: Mapping[str, str], what: str) -> Check:
+    """Compare the digests of tensors or files with recorded ones."""
+    equal = [name for name, digest in expected.items() if found.get(name) == digest]
+    changed = sorted((found.keys() & expected.keys()) - set(equal))
+    mismatches = (
+        *(
+            f"{what} {name} is not the one that was written ({_short(found[name])}, expected {_short(expected[name])})"
+            for name in changed
+        ),
+        *(f"{what} {name} is missing" for name in sorted(expected.keys() - found.keys())),
+        *(f"{what} {name} was not written by finetune" for name in sorted(found.keys() - expected.keys())),
+    )
+    return Check(len(expected), len(equal), mismatches)
+
+
+def _short(digest: str) -> str:
+    """Cut the SHA-256 of a digest to 12 characters."""
+    head, _, value = digest.rpartition(":")
+    return f"{head}:{value[:12]}" if head else value[:12]
