@@ -1,4 +1,4 @@
-"""`finetune rehearse`: a job's dress rehearsal."""
+"""`finetune rehearse`: rehearse a whole job and print the result of each stage."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def rehearse_from_words(
     keep: Path | None = None,
     as_json: bool = False,
 ) -> int:
-    """Rehearse a run and print what became of it.
+    """Rehearse a run and print the results.
 
     Args:
-        words: as for `finetune train`.
-        sizes: `steps`, `minutes` and `processes` of `finetune.diagnose.rehearsal.Rehearser`.
+        words: the arguments of `finetune train`.
+        sizes: `steps`, `minutes` and `processes` of `finetune.diagnose.rehearsal.RehearsalOptions`.
         device: the name of the device to plan for; by default the one at hand.
         keep: the folder to use, which stays.
         as_json: write the result as JSON.
@@ -51,12 +51,14 @@ def rehearse_from_words(
     configure_logs(0, level=logging.ERROR)  # what matters is in the table, and in the logs of the stages
 
     from finetune.diagnose.plan_devices import find_device, read_device
-    from finetune.diagnose.rehearsal import Rehearser, rehearsal_folder
+    from finetune.diagnose.rehearsal import Rehearsal, RehearsalOptions, rehearsal_folder
 
     where = find_device(config.training.device) if device is None else read_device(device)
     # A signal leaves neither the folder nor a process of a stage behind.
     with stop_signals_go_to(_stop), rehearsal_folder(config, keep) as folder:
-        rehearsal = Rehearser(config, words, folder, device=where, **sizes).run()
+        options = RehearsalOptions(device=where, **sizes)
+        rehearsal = Rehearsal(config=config, arguments=words, folder=folder, options=options)
+        rehearsal.run()
     if keep is None and not rehearsal.failed:
         shutil.rmtree(rehearsal.folder)  # only the logs are left
     code = _exit_code(rehearsal, config)
@@ -79,20 +81,17 @@ def _exit_code(rehearsal: Rehearsal, config: Config) -> int:
 
 
 def _show(rehearsal: Rehearsal, config: Config) -> None:
-    for stage in rehearsal.stages:
-        what = {"ok": stage.what, "failed": "failed, see below", "not run": f"not run: {stage.what}"}[stage.outcome]
-        say(f"{stage.name:<9} {stage.seconds:>6.1f} s  {what}", indent=" " * 20)
-    _list("Other than in the real run", [str(change) for change in rehearsal.changes if not change.missed])
-    missed = [*rehearsal.missed, *(str(change) for change in rehearsal.changes if change.missed)]
-    _list("Not rehearsed", missed)
-    _list(
-        "Would have failed",
-        [
-            f"{stage.name} (exit code {stage.exit_code}): {stage.what}"
-            + (f"\n    log: {stage.log}" if stage.log else "")
-            for stage in rehearsal.failed
-        ],
-    )
+    for result in rehearsal.results:
+        what = {"ok": result.what, "failed": "failed, see below", "not run": f"not run: {result.what}"}[result.outcome]
+        say(f"{result.name:<9} {result.seconds:>6.1f} s  {what}", indent=" " * 20)
+    _list("Other than in the real run", [str(change) for change in rehearsal.changes if not change.limit])
+    _list("Not rehearsed", rehearsal.not_rehearsed)
+    errors = [
+        f"{result.name} (exit code {result.exit_code}): {result.what}"
+        + (f"\n    log: {result.log}" if result.log else "")
+        for result in rehearsal.failed
+    ]
+    _list("Would have failed", errors)
     if rehearsal.plan is not None:
         say("\nPlan of the real run")
         show_plan(rehearsal.plan, Console())

@@ -1,4 +1,8 @@
-"""`finetune rehearse`: a run's own commands, one after the other, on a tiny random model of the same family."""
+"""`finetune rehearse`: run the commands of a whole job, one after the other, on a tiny random model of the same family.
+
+`STAGES` at the end of this file lists what is run. A stage is a function that returns a sentence about its result, or
+raises the error that the real run would end with.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from finetune.diagnose.folder_checks import check_cache
 from finetune.diagnose.plan import Plan, make_plan
-from finetune.diagnose.rehearsal_commands import Commands, StageError, kill_tree, refuse_failure
-from finetune.diagnose.rehearsal_words import Change, Scale, changes, word
+from finetune.diagnose.rehearsal_commands import Commands, StageError
+from finetune.diagnose.rehearsal_overrides import Change, Scale, changes, override
 from finetune.distributed.device import accelerator_kind
 from finetune.errors import CheckpointError, FinetuneError, RunFailedError
 from finetune.logs import waiting
@@ -31,240 +35,155 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.diagnose.plan_devices import Device
 
-_POLL_SECONDS = 0.005
+
+class Stage(NamedTuple):
+    """A stage of every rehearsal."""
+
+    name: str
+    run: Callable[[Rehearsal, Path], str]
+    """Takes the rehearsal and the file for a command's output; returns a sentence about the result."""
+    is_needed: bool = True
+    """Whether the later stages need its results."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage:
-    """One part of a rehearsal."""
+class StageResult:
+    """The result of one stage."""
 
     name: str
-    seconds: float
+    seconds: float = 0.0
     outcome: Literal["ok", "failed", "not run"]
     what: str
-    """What happened; after a failure the error."""
+    """A sentence about the result, or the error."""
     exit_code: int = 0
     log: Path | None = None
     """The output of its command."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RehearsalOptions:
+    """The options of `finetune rehearse`."""
+
+    device: Device
+    """The device to plan for."""
+    steps: int
+    """The most optimizer steps to take."""
+    minutes: float
+    """A stage that still runs this many minutes after the start has failed."""
+    processes: int | None = None
+    """The number of processes of the real launch. None if the configuration says it."""
+
+
 @dataclass(kw_only=True)
 class Rehearsal:
-    """What became of a rehearsal."""
+    """The rehearsal of one run: what is rehearsed, and the results so far."""
 
+    config: Config
+    """The complete real run."""
+    arguments: Sequence[str]
+    """The arguments that describe the real run."""
     folder: Path
-    stages: list[Stage] = field(default_factory=list)
+    options: RehearsalOptions
+    results: list[StageResult] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
-    missed: list[str] = field(default_factory=list)
-    """What was not rehearsed besides the changes."""
+    limits: list[str] = field(default_factory=list)
+    """What is not rehearsed, besides what `changes` says."""
     plan: Plan | None = None
+    measured_rows: int = 0
+    """The rows of the validation split or the test split, of the larger one. 0 until the rows are read."""
+
+    def __post_init__(self) -> None:
+        self.commands = Commands(self.options.minutes)
 
     @property
-    def failed(self) -> list[Stage]:
-        """The stages that the real run would not survive either."""
-        return [stage for stage in self.stages if stage.outcome == "failed"]
+    def processes(self) -> int:
+        """The number of processes of the real launch."""
+        parallel = self.config.parallel
+        return self.options.processes or parallel.world_size or parallel.num_processes or 1
+
+    @property
+    def failed(self) -> list[StageResult]:
+        """The stages with an error that the real run would end with too."""
+        return [result for result in self.results if result.outcome == "failed"]
+
+    @property
+    def not_rehearsed(self) -> list[str]:
+        """Everything that the rehearsal cannot tell about the real run."""
+        return [*self.limits, *(str(change) for change in self.changes if change.limit)]
+
+    def run(self) -> None:
+        """Run all stages. After a stage that others need has failed, the later stages are not run."""
+        (self.folder / "logs").mkdir(parents=True)
+        missing = ""
+        for stage in STAGES:
+            if missing:
+                what = f"it needs what `{missing}` makes"
+                self.results.append(StageResult(name=stage.name, outcome="not run", what=what))
+                continue
+            result = self._run(stage)
+            self.results.append(result)
+            if stage.is_needed and result.outcome == "failed":
+                missing = stage.name
+
+    def _run(self, stage: Stage) -> StageResult:
+        log, begun, code = self.folder / "logs" / f"{stage.name}.log", time.monotonic(), 0
+        try:
+            with waiting(f"rehearsing: {stage.name}"):
+                what = stage.run(self, log)
+        except FinetuneError as error:
+            what, code = str(error), error.exit_code
+        return StageResult(
+            name=stage.name,
+            seconds=time.monotonic() - begun,
+            outcome="failed" if code else "ok",
+            what=visible(what),
+            exit_code=code,
+            log=log if log.is_file() else None,
+        )
+
+    def choose_changes(self) -> None:
+        """Choose the keys that the rehearsal sets. Called again when the number of rows is known."""
+        real = None if self.plan is None else self.plan.batches.steps
+        steps = min(self.options.steps, real or self.options.steps)
+        scale = Scale(steps, real, self.processes, self.measured_rows, self.options.minutes)
+        self.changes = changes(self.config, scale, stand_in=self.folder / "stand-in")
+
+    def overrides(self) -> list[str]:
+        """Return the arguments of the real run, and those that make it a rehearsal."""
+        tokenizer = self.config.model.tokenizer or self.config.model.path
+        return [
+            *self.arguments,
+            override("model.tokenizer", tokenizer),
+            *(change.override for change in self.changes),
+        ]
+
+    def train(
+        self, log: Path, name: str, *, resume: str = "never", kill_when: Callable[[], bool] | None = None
+    ) -> bool:
+        """Run `finetune train` in the folder `name`; return whether `kill_when` ended it."""
+        words = [*self.overrides(), override("output_dir", str(self.folder / name)), f"resume={resume}"]
+        return self.commands.run(log, "train", *words, kill_when=kill_when)
 
     def as_record(self) -> dict[str, Any]:
         """Convert to plain values for JSON, see docs/rehearse.md."""
-        stages = [{**vars(stage), "log": None if stage.log is None else str(stage.log)} for stage in self.stages]
         return {
             "version": 1,
-            "stages": stages,
-            "changes": [change._asdict() for change in self.changes],
-            "not_rehearsed": [*self.missed, *(change.missed for change in self.changes if change.missed)],
+            "stages": [
+                {**vars(result), "log": None if result.log is None else str(result.log)} for result in self.results
+            ],
+            "changes": [change.as_record() for change in self.changes],
+            "not_rehearsed": [*self.limits, *(change.limit for change in self.changes if change.limit)],
             "plan": None if self.plan is None else self.plan.as_record(),
         }
 
 
-class Rehearser:
-    """Rehearse one run.
-
-    Args:
-        config: the complete real run.
-        words: the words that describe it.
-        folder: where to write; it exists.
-        device: the device to plan for.
-        steps: optimizer steps to take, at most.
-        minutes: end a stage that still runs after so many minutes since the start.
-        processes: of the real launch; None: as the configuration says.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        words: Sequence[str],
-        folder: Path,
-        *,
-        device: Device,
-        steps: int,
-        minutes: float,
-        processes: int | None,
-    ) -> None:
-        self._config = config
-        self._words = list(words)
-        self._folder = folder
-        self._device = device
-        self._steps = steps
-        self._minutes = minutes
-        self._commands = Commands(minutes)
-        parallel = config.parallel
-        self._processes = processes or parallel.world_size or parallel.num_processes or 1
-        self._measured_rows = 0
-        self._changed: list[str] = []
-        self.result = Rehearsal(folder=folder)
-
-    def run(self) -> Rehearsal:
-        """Run all stages. One that needs what an earlier one did not make is not run."""
-        (self._folder / "logs").mkdir(parents=True)
-        self._run("plan", self._plan)
-        self._run("folders", self._check_folders)
-        if not self._run("stand-in", self._write_stand_in):
-            return self.result
-        if self._config.resume == "auto" and RunFolder(self._config.output_dir).checkpoint_steps():
-            self.result.missed.append("the run would go on from the checkpoints in output_dir: here it begins anew")
-        failed = ""
-        for name, run in self._in_order():
-            if failed:
-                what = f"it needs what `{failed}` makes"
-                self.result.stages.append(Stage(name=name, seconds=0.0, outcome="not run", what=what))
-            elif not self._run(name, run):
-                failed = name
-        return self.result
-
-    def _in_order(self) -> Iterator[tuple[str, Callable[[Path], str]]]:
-        """Yield the stages of which each needs the one before it."""
-        yield "data", self._read_data
-        yield "train", self._train
-        yield "kill", self._kill
-        yield "resume", self._resume
-        yield "merge", self._merge
-        yield "verify", self._verify
-
-    def _run(self, name: str, stage: Callable[[Path], str]) -> bool:
-        """Run a stage, record what happened, and return whether all went well."""
-        log, begun, code = self._folder / "logs" / f"{name}.log", time.monotonic(), 0
-        try:
-            with waiting(f"rehearsing: {name}"):
-                what = stage(log)
-        except StageError as error:
-            what, code = str(error), error.exit_code
-        except FinetuneError as error:
-            what, code = f"{type(error).__name__}: {error}", error.exit_code
-        written = log if log.is_file() else None
-        seconds = time.monotonic() - begun
-        outcome: Literal["ok", "failed"] = "failed" if code else "ok"
-        stage_ = Stage(name=name, seconds=seconds, outcome=outcome, what=visible(what), exit_code=code, log=written)
-        self.result.stages.append(stage_)
-        return not code
-
-    def _plan(self, _: Path) -> str:
-        config = self._config.with_values({"parallel.world_size": (self._processes, "rehearsal")})
-        if config.lora.quantize != "none":  # a plan refuses what it cannot count
-            config = config.with_values({"lora.quantize": ("none", "rehearsal")})
-            self.result.missed.append("the plan is that of lora.quantize=none, whose base takes more memory")
-        self.result.plan = plan = make_plan(config, self._device)
-        steps = plan.batches.steps
-        return f"{plan.parameters:,} parameters, {'steps not known' if steps is None else f'{steps:,} steps'}"
-
-    def _check_folders(self, _: Path) -> str:
-        folder = RunFolder(self._config.output_dir)
-        folder.check(self._config.resume)
-        folder.check_writable()
-        cache = check_cache(self._config.data.cache_dir)
-        if cache.level == "problem":
-            raise CheckpointError(f"{cache.what}. Fix: {cache.fix}.")
-        return f"output_dir={folder.path} can be written"
-
-    def _write_stand_in(self, _: Path) -> str:
-        lora = self._config.lora
-        width = lora.r if self._config.training.method == "lora" and lora.init != "default" else 0
-        stand_in = self._folder / "stand-in"
-        made = write_stand_in(self._config.model, stand_in, seed=self._config.seed, least_width=width)
-        self._choose_words()
-        return made
-
-    def _choose_words(self) -> None:
-        """Choose what the rehearsal sets; again once the number of rows is known."""
-        real = None if self.result.plan is None else self.result.plan.batches.steps
-        steps = min(self._steps, real or self._steps)
-        scale = Scale(steps, real, self._processes, self._measured_rows, self._minutes)
-        self.result.changes = changes(self._config, scale, stand_in=self._folder / "stand-in")
-        tokenizer = self._config.model.tokenizer or self._config.model.path
-        self._changed = [word("model.tokenizer", tokenizer), *(change.word for change in self.result.changes)]
-
-    def _read_data(self, log: Path) -> str:
-        """Encode and check all rows of all splits, which fills the cache of the real run."""
-        try:
-            self._commands.run(log, "preview", *self._words, *self._changed, "--rows", "0", "--json")
-        except StageError as error:
-            found = _last_json(log).get("findings", [])
-            problems = [f"{each['what']}. Fix: {each['fix']}." for each in found if each["level"] == "problem"]
-            raise StageError("\n".join(problems) or str(error), error.exit_code) from None
-        record = _last_json(log)
-        splits = {name: split["rows"] for name, split in record["splits"].items() if split is not None}
-        self._measured_rows = max((rows for name, rows in splits.items() if name != "train"), default=0)
-        self._choose_words()
-        return ", ".join(f"{name}: {rows:,} rows" for name, rows in splits.items()) + _warnings(record)
-
-    def _train(self, log: Path) -> str:
-        self._commands.run(log, "train", *self._training_words("whole"))
-        run = RecordedRun(self._folder / "whole")
-        losses = [value for _, value in run.points("step", "loss")]
-        counted = {name: len(run.of(name)) for name in ("validation", "checkpoint")}
-        counts = ", ".join(f"{number} {name}{'s' * (number != 1)}" for name, number in counted.items())
-        tested = ", tested" if run.of("test") else ", no test split"
-        taken = "".join(f"; fallback: {_fallback_in_words(entry)}" for entry in run.entries("fallbacks"))
-        return f"{len(losses)} steps, loss {losses[0]:.4g} to {losses[-1]:.4g}, {counts}{tested}{taken}"
-
-    def _kill(self, log: Path) -> str:
-        """Train again, and kill all processes as soon as a checkpoint is committed."""
-        folder = RunFolder(self._folder / "killed")
-        with self._commands.started(log, "train", *self._training_words("killed")) as process:
-            while not folder.checkpoint_steps() and process.poll() is None:
-                self._commands.refuse_overtime("train")
-                time.sleep(_POLL_SECONDS)
-            refuse_failure(process, log)
-            if process.poll() == 0:
-                self.result.missed.append(
-                    "a kill in mid-run: the run ended before it could be killed (try more --steps)"
-                )
-                return "the run ended before it could be killed"
-            kill_tree(process)
-        return f"SIGKILL to all processes once the checkpoint of step {folder.checkpoint_steps()[-1]} was committed"
-
-    def _resume(self, log: Path) -> str:
-        self._commands.run(log, "train", *self._training_words("killed"), "resume=auto")
-        whole, killed = (_digests(self._folder / name) for name in ("whole", "killed"))
-        differing = [name for name in whole if killed.get(name) != whole[name]]
-        if not differing:
-            return f"the same bytes as the run that was not killed: {', '.join(whole)}"
-        what = f"{', '.join(differing)} differ from those of the run that was not killed"
-        training = self._config.training
-        if training.deterministic or training.device == "cpu" or accelerator_kind() is None:
-            raise StageError(
-                f"{what}. docs/checkpoints.md has the limits of an exact resume.", RunFailedError.exit_code
-            )
-        return f"{what}, as a GPU's kernels may: training.deterministic=true repeats them exactly"
-
-    def _merge(self, log: Path) -> str:
-        self._commands.run(log, "merge", str(self._folder / "killed"), str(self._folder / "merged"))
-        return next((line for line in log.read_text().splitlines() if line.startswith("Reloaded by")), "merged")
-
-    def _verify(self, log: Path) -> str:
-        self._commands.run(log, "verify", str(self._folder / "merged"))
-        return "the merged folder answers as the run does"
-
-    def _training_words(self, name: str) -> list[str]:
-        return [*self._words, *self._changed, word("output_dir", str(self._folder / name)), "resume=never"]
-
-
 @contextmanager
 def rehearsal_folder(config: Config, keep: Path | None) -> Iterator[Path]:
-    """Make the folder of a rehearsal beside that of the run, and remove it, or all but the logs after a failure.
+    """Make the folder of a rehearsal beside the run's folder. When the block ends, remove everything but the logs.
 
     Args:
         config: the real run.
-        keep: a folder to use instead, which stays.
+        keep: a folder to use instead, of which nothing is removed.
 
     Raises:
         CheckpointError: `keep` is not empty, or no folder can be made.
@@ -279,7 +198,7 @@ def rehearsal_folder(config: Config, keep: Path | None) -> Iterator[Path]:
     prefix = f"{run.name}.rehearsal-"
     try:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=existing_folder(run.parent)))
-    except OSError:  # a stage says so; the others have another place
+    except OSError:  # the stage `folders` reports it; the other stages can run elsewhere
         folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield folder
@@ -292,8 +211,102 @@ def rehearsal_folder(config: Config, keep: Path | None) -> Iterator[Path]:
                 shutil.rmtree(inside)
 
 
+def _plan(rehearsal: Rehearsal, _: Path) -> str:
+    config = rehearsal.config.with_values({"parallel.world_size": (rehearsal.processes, "rehearsal")})
+    if config.lora.quantize != "none":  # a plan refuses what it cannot count
+        config = config.with_values({"lora.quantize": ("none", "rehearsal")})
+        rehearsal.limits.append("the plan is made with lora.quantize=none, so its base model takes more memory")
+    rehearsal.plan = plan = make_plan(config, rehearsal.options.device)
+    steps = plan.batches.steps
+    return f"{plan.parameters:,} parameters, {'steps not known' if steps is None else f'{steps:,} steps'}"
+
+
+def _check_folders(rehearsal: Rehearsal, _: Path) -> str:
+    config, folder = rehearsal.config, RunFolder(rehearsal.config.output_dir)
+    folder.check(config.resume)
+    folder.check_writable()
+    cache = check_cache(config.data.cache_dir)
+    if cache.level == "problem":
+        raise CheckpointError(f"{cache.what}. Fix: {cache.fix}.")
+    return f"output_dir={folder.path} can be written"
+
+
+def _write_stand_in(rehearsal: Rehearsal, _: Path) -> str:
+    config = rehearsal.config
+    if config.resume == "auto" and RunFolder(config.output_dir).checkpoint_steps():
+        rehearsal.limits.append("the real run would resume from the checkpoints in output_dir: here it begins anew")
+    width = config.lora.r if config.training.method == "lora" and config.lora.init != "default" else 0
+    made = write_stand_in(config.model, rehearsal.folder / "stand-in", seed=config.seed, least_width=width)
+    rehearsal.choose_changes()
+    return made
+
+
+def _read_data(rehearsal: Rehearsal, log: Path) -> str:
+    """Encode and check all rows of all splits. The real run will find them in its cache."""
+    try:
+        rehearsal.commands.run(log, "preview", *rehearsal.overrides(), "--rows", "0", "--json")
+    except StageError as error:
+        found = _last_json(log).get("findings", [])
+        problems = [f"{each['what']}. Fix: {each['fix']}." for each in found if each["level"] == "problem"]
+        raise StageError("\n".join(problems) or str(error), error.exit_code) from None
+    record = _last_json(log)
+    rows = {name: split["rows"] for name, split in record["splits"].items() if split is not None}
+    rehearsal.measured_rows = max((count for name, count in rows.items() if name != "train"), default=0)
+    rehearsal.choose_changes()
+    counts = ", ".join(f"{name}: {count:,} rows" for name, count in rows.items())
+    bad = [f"{found['level']}: {found['what']}" for found in record["findings"] if found["level"] != "ok"]
+    return "; ".join([counts, *bad])
+
+
+def _train(rehearsal: Rehearsal, log: Path) -> str:
+    rehearsal.train(log, "whole")
+    run = RecordedRun(rehearsal.folder / "whole")
+    losses = [value for _, value in run.points("step", "loss")]
+    numbers = {name: len(run.of(name)) for name in ("validation", "checkpoint")}
+    counts = ", ".join(f"{number} {name}{'s' * (number != 1)}" for name, number in numbers.items())
+    tested = "tested" if run.of("test") else "no test split"
+    summary = f"{len(losses)} steps, loss {losses[0]:.4g} to {losses[-1]:.4g}, {counts}, {tested}"
+    fallbacks = [
+        f"fallback: {each.get('what')} is {each.get('used')}: {each.get('why')}" for each in run.entries("fallbacks")
+    ]
+    return "; ".join([summary, *fallbacks])
+
+
+def _kill(rehearsal: Rehearsal, log: Path) -> str:
+    """Train again, and kill all processes as soon as a checkpoint is committed."""
+    folder = RunFolder(rehearsal.folder / "killed")
+    if not rehearsal.train(log, "killed", kill_when=lambda: bool(folder.checkpoint_steps())):
+        what = "the run ended before it could be killed"
+        rehearsal.limits.append(f"a kill in mid-run: {what} (try more --steps)")
+        return what
+    return f"SIGKILL to all processes once the checkpoint of step {folder.checkpoint_steps()[-1]} was committed"
+
+
+def _resume(rehearsal: Rehearsal, log: Path) -> str:
+    rehearsal.train(log, "killed", resume="auto")
+    whole, killed = (_digests(rehearsal.folder / name) for name in ("whole", "killed"))
+    differing = [name for name in whole if killed.get(name) != whole[name]]
+    if not differing:
+        return f"the same bytes as the run that was not killed: {', '.join(whole)}"
+    what = f"{', '.join(differing)} differ from those of the run that was not killed"
+    training = rehearsal.config.training
+    if training.deterministic or training.device == "cpu" or accelerator_kind() is None:
+        raise StageError(f"{what}. docs/checkpoints.md has the limits of an exact resume.", RunFailedError.exit_code)
+    return f"{what}, as a GPU's kernels may: training.deterministic=true repeats them exactly"
+
+
+def _merge(rehearsal: Rehearsal, log: Path) -> str:
+    rehearsal.commands.run(log, "merge", str(rehearsal.folder / "killed"), str(rehearsal.folder / "merged"))
+    return next((line for line in log.read_text().splitlines() if line.startswith("Reloaded by")), "merged")
+
+
+def _verify(rehearsal: Rehearsal, log: Path) -> str:
+    rehearsal.commands.run(log, "verify", str(rehearsal.folder / "merged"))
+    return "the merged folder answers as the run does"
+
+
 def _digests(run: Path) -> dict[str, str]:
-    """Return digests of the trained weights and of the last optimizer state, by name."""
+    """Return digests of the trained weights and of the last optimizer state, by file name."""
     last = RunFolder(run).checkpoint(RunFolder(run).checkpoint_steps()[-1])
     files = [*sorted((run / "adapter").glob("*.safetensors")), *sorted(last.glob(OPTIMIZER_FILE))]
     return {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
@@ -305,9 +318,14 @@ def _last_json(log: Path) -> dict[str, Any]:
     return record
 
 
-def _warnings(record: dict[str, Any]) -> str:
-    return "".join(f"; {found['level']}: {found['what']}" for found in record["findings"] if found["level"] != "ok")
-
-
-def _fallback_in_words(entry: dict[str, Any]) -> str:
-    return f"{entry.get('what')} is {entry.get('used')}: {entry.get('why')}"
+STAGES = (
+    Stage("plan", _plan, is_needed=False),
+    Stage("folders", _check_folders, is_needed=False),
+    Stage("stand-in", _write_stand_in),
+    Stage("data", _read_data),
+    Stage("train", _train),
+    Stage("kill", _kill),
+    Stage("resume", _resume),
+    Stage("merge", _merge),
+    Stage("verify", _verify),
+)

@@ -1,4 +1,4 @@
-"""The commands of a rehearsal: run as their user would run them, with an end, and with nothing left behind."""
+"""Run one command of a rehearsal as a user would run it, with a time limit, and leave none of its processes behind."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-from finetune.errors import RunFailedError
+from finetune.errors import FinetuneError, RunFailedError
 
+_POLL_SECONDS = 0.005
 _MOST_LINES = 12
 _OUR_ERROR = re.compile(r"^finetune: ")
 _ANY_ERROR = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
 
 
-class StageError(Exception):
-    """A stage failed: the error in words, and the exit code of its command."""
+class StageError(FinetuneError):
+    """Say that a stage failed, with the exit code of its command."""
 
     def __init__(self, what: str, exit_code: int) -> None:
         super().__init__(what)
@@ -28,60 +29,56 @@ class StageError(Exception):
 
 
 class Commands:
-    """Runs commands of finetune.
+    """Run commands of finetune under one common time limit.
 
     Args:
-        minutes: end a command that still runs after so many minutes from now.
+        minutes: a command that still runs this many minutes from now is killed.
     """
 
     def __init__(self, minutes: float) -> None:
         self._minutes = minutes
         self._until = time.monotonic() + 60 * minutes
 
-    def run(self, log: Path, *arguments: str) -> None:
-        """Run a command to its end.
+    def run(self, log: Path, *arguments: str, kill_when: Callable[[], bool] | None = None) -> bool:
+        """Run a command to its end, or kill it and its children when `kill_when` returns true.
 
         Args:
             log: the file for its output.
-            arguments: what follows `finetune`.
+            arguments: the command and its arguments, without `finetune`.
+            kill_when: called every few milliseconds while the command runs.
+
+        Returns:
+            Whether `kill_when` ended the command.
 
         Raises:
-            StageError: it failed, or did not end in time.
+            StageError: the command failed, or ran beyond the time limit.
         """
-        with self.started(log, *arguments) as process:
-            try:
-                process.wait(max(0.0, self._until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                raise self._overtime(arguments[0]) from None
-        refuse_failure(process, log)
-
-    @contextmanager
-    def started(self, log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Start a command in a block, and leave none of its processes behind."""
         command = [sys.executable, "-m", "finetune", *arguments]
         with log.open("wb") as file:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
         try:
-            yield process
+            while process.poll() is None and not (kill_when is not None and kill_when()):
+                self._refuse_overtime(arguments[0])
+                time.sleep(_POLL_SECONDS)
+            code = process.poll()
         finally:
             if process.poll() is None:
-                kill_tree(process)
+                _kill_tree(process)
+        if code:
+            raise StageError(_error_in(log), code if code > 0 else RunFailedError.exit_code)
+        return code is None
 
-    def refuse_overtime(self, command: str) -> None:
-        """Raise `StageError` once the time is up."""
+    def _refuse_overtime(self, command: str) -> None:
         if time.monotonic() >= self._until:
-            raise self._overtime(command)
-
-    def _overtime(self, command: str) -> StageError:
-        what = f"finetune {command} had not ended {self._minutes:g} minutes after the start: it hangs, or is slow"
-        fix = "Give it more with --minutes, or set a smaller training.global_batch_size."
-        return StageError(f"{what}. {fix}", RunFailedError.exit_code)
+            what = f"finetune {command} had not ended {self._minutes:g} minutes after the start: it hangs, or is slow"
+            fix = "Give it more with --minutes, or set a smaller training.global_batch_size."
+            raise StageError(f"{what}. {fix}", RunFailedError.exit_code)
 
 
-def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command and all that it started, also the workers, which are not in its process group."""
+def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill a command and its children, one by one: the workers are not in its process group."""
     with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(process.pid)
         for each in (parent, *parent.children(recursive=True)):
@@ -90,19 +87,10 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def refuse_failure(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Raise `StageError` with the error of a command that has failed."""
-    if process.poll():
-        code = process.returncode
-        raise StageError(_error_in(log), code if code > 0 else RunFailedError.exit_code)
-
-
 def _error_in(log: Path) -> str:
     """Return the error that a command ended with, from its output."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    first = next((place for place, line in enumerate(lines) if _OUR_ERROR.match(line)), None)
-    if first is not None:
-        text = "\n".join(lines[first : first + _MOST_LINES])
-        return _OUR_ERROR.sub("", text)
-    raised = [line for line in lines if _ANY_ERROR.match(line)]
-    return (raised or [line for line in lines if line.strip()] or ["it ended without a word"])[-1]
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    for number, line in enumerate(lines):
+        if _OUR_ERROR.match(line):
+            return _OUR_ERROR.sub("", "\n".join(lines[number : number + _MOST_LINES]))
+    return ([line for line in lines if _ANY_ERROR.match(line)] or lines or ["it ended without any output"])[-1]

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.config.compose import compose, list_configs
 from finetune.config.schema import LoraSection
 from finetune.diagnose.plan_devices import find_device
-from finetune.diagnose.rehearsal import Rehearser, rehearsal_folder
-from finetune.diagnose.rehearsal_words import MOST_ROWS, Change, Scale, changes
+from finetune.diagnose.rehearsal import Rehearsal, RehearsalOptions, _plan, rehearsal_folder
+from finetune.diagnose.rehearsal_overrides import MOST_ROWS, Change, Scale, changes
 from finetune.errors import ModelError
 from finetune.model.base import build_base_model, longrope_boundary
 from finetune.model.published import published_sizes
@@ -126,7 +126,7 @@ def test_what_is_counted_in_steps_is_scaled_and_the_rest_is_kept() -> None:
 def test_a_world_that_this_machine_cannot_start_is_smaller_and_keeps_the_global_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("finetune.diagnose.rehearsal_words.num_cores", lambda: 4.5)
+    monkeypatch.setattr("finetune.diagnose.rehearsal_overrides.num_cores", lambda: 4.5)
     words = ["parallel.world_size=16", "parallel.sharding=fsdp2", "parallel.shard_size=8", "training.batch_size=4"]
     words += ["training.device=cpu", "parallel.backend=nccl", "lora.quantize=nf4"]
     config = compose(["model=phi_tiny", "data=orders", *words])
@@ -137,8 +137,8 @@ def test_a_world_that_this_machine_cannot_start_is_smaller_and_keeps_the_global_
     assert found["training.global_batch_size"].rehearsed == 64
     assert "parallel.sharding" not in found
     if not torch.cuda.is_available():
-        assert found["parallel.backend"].word == 'parallel.backend="auto"'
-        assert found["lora.quantize"].missed == "weights in 4 bits need CUDA and bitsandbytes"
+        assert found["parallel.backend"].override == 'parallel.backend="auto"'
+        assert found["lora.quantize"].limit == "weights in 4 bits need CUDA and bitsandbytes"
 
 
 @pytest.mark.parametrize(("words", "processes", "planned"), [([], 3, 3), (["parallel.num_processes=2"], None, 2)])
@@ -146,12 +146,11 @@ def test_the_plan_is_that_of_the_real_launch(
     tmp_path: Path, words: list[str], processes: int | None, planned: int
 ) -> None:
     config = compose(["model=phi_tiny", "data=orders", f"data.cache_dir={tmp_path}", *words])
-    rehearser = Rehearser(
-        config, words, tmp_path, device=find_device("cpu"), steps=6, minutes=15.0, processes=processes
-    )
-    rehearser._plan(tmp_path)
-    assert rehearser.result.plan is not None
-    assert rehearser.result.plan.batches.world_size == planned
+    options = RehearsalOptions(device=find_device("cpu"), steps=6, minutes=15.0, processes=processes)
+    rehearsal = Rehearsal(config=config, arguments=words, folder=tmp_path, options=options)
+    _plan(rehearsal, tmp_path)
+    assert rehearsal.plan is not None
+    assert rehearsal.plan.batches.world_size == planned
 
 
 @pytest.mark.parametrize("signal", [KeyboardInterrupt, Terminated])
@@ -162,9 +161,9 @@ def test_a_signal_leaves_no_folder(tmp_path: Path, signal: type[BaseException]) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_path_is_read_again_from_its_word() -> None:
+def test_a_path_is_read_again_from_its_override() -> None:
     for path in ("/runs/a #1/ü", "/runs/a: b", "null", "/runs/a\\b"):
-        assert compose([Change("output_dir", None, path).word], complete=False).output_dir == path
+        assert compose([Change("output_dir", None, path).override], complete=False).output_dir == path
 
 
 Job = Callable[..., list[str]]
@@ -204,17 +203,19 @@ def outcomes(stages: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_bad_row_of_the_validation_split_would_have_failed(job: Job, tmp_path: Path) -> None:
+def test_a_bad_row_of_the_validation_split_would_have_failed_and_so_would_a_folder(job: Job, tmp_path: Path) -> None:
     def break_row(splits: dict[str, list[Any]]) -> None:
         splits["validation"][3] = {"messages": [{"role": "user", "content": 5}]}
 
-    ended, stages = rehearse(job(change=break_row))
+    (tmp_path / "file").touch()
+    ended, stages = rehearse([*job(change=break_row), f"output_dir={tmp_path / 'file/run'}"])
     assert ended.returncode == 2
-    assert stages["data"]["outcome"] == "failed"
+    assert outcomes(stages) == {
+        **{"plan": "ok", "folders": "failed", "stand-in": "ok", "data": "failed"},
+        **dict.fromkeys(["train", "kill", "resume", "merge", "verify"], "not run"),
+    }
+    assert "a part of the path is a file" in stages["folders"]["what"]
     assert "validation.jsonl, row 4" in stages["data"]["what"] or "validation.jsonl:4" in stages["data"]["what"]
-    assert outcomes(stages)["train"] == "not run"
-    assert not (tmp_path / "runs" / "run").exists()
-    assert [path.name for path in Path(stages["data"]["log"]).parent.parent.iterdir()] == ["logs"]
 
 
 def without_answers(splits: dict[str, list[Any]]) -> None:
@@ -222,42 +223,18 @@ def without_answers(splits: dict[str, list[Any]]) -> None:
         row["messages"][1]["weight"] = 0
 
 
-def with_long_answers(splits: dict[str, list[Any]]) -> None:
-    for row in splits["train"]:
-        row["messages"][1]["content"] = "send three crates of oranges " * 40
-
-
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("change", "words", "said"),
-    [
-        pytest.param(without_answers, [], "so nothing to learn", id="no-targets"),
-        pytest.param(with_long_answers, ["data.max_length=24"], "data.max_length", id="all-cut"),
-    ],
-)
-def test_rows_that_teach_nothing_would_have_failed_and_so_would_a_folder(
-    job: Job, tmp_path: Path, change: Any, words: list[str], said: str
-) -> None:
-    (tmp_path / "file").touch()
-    ended, stages = rehearse([*job(*words, change=change), f"output_dir={tmp_path / 'file/run'}"])
-    assert ended.returncode == 2
-    assert outcomes(stages) == {
-        **{"plan": "ok", "folders": "failed", "stand-in": "ok", "data": "failed"},
-        **dict.fromkeys(["train", "kill", "resume", "merge", "verify"], "not run"),
-    }
-    assert "a part of the path is a file" in stages["folders"]["what"]
-    assert said in stages["data"]["what"]
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_a_template_that_does_not_open_an_answer_would_have_failed(job: Job, tmp_path: Path) -> None:
+def test_what_preview_finds_would_have_failed_with_each_finding(job: Job, tmp_path: Path) -> None:
+    """The rows can be encoded here, so `preview` reports several problems and the stage names all of them."""
     template = tmp_path / "closed.jinja"
     template.write_text("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}")
-    ended, stages = rehearse(job(f"data.chat_template={template}"))
+    ended, stages = rehearse(job(f"data.chat_template={template}", change=without_answers))
     assert (ended.returncode, stages["data"]["outcome"]) == (2, "failed")
+    assert "so nothing to learn" in stages["data"]["what"]
     assert "no generation prompt: <|assistant|> carries loss" in stages["data"]["what"]
+    assert not (tmp_path / "runs/run").exists()
+    assert [path.name for path in Path(stages["data"]["log"]).parent.parent.iterdir()] == ["logs"]
 
 
 @pytest.mark.slow

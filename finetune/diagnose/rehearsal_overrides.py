@@ -1,4 +1,4 @@
-"""The words of a rehearsal: those of the real run, with what has to be smaller, shorter or elsewhere."""
+"""Choose the configuration keys that a rehearsal changes, and say what it cannot tell because of each change."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config
 
 MOST_NEW_TOKENS = 16
-"""A random model does not end its answers."""
+"""The longest answer that is generated, because a random model does not end its answers."""
 MOST_ROWS = 256
-"""Of a split. All are encoded and checked; where more would be measured, only the first take part in training."""
+"""The most rows of a split that a rehearsal trains on and measures. It encodes and checks all rows."""
 MOST_SAMPLES = 8
 
 
@@ -30,25 +30,29 @@ class Change(NamedTuple):
     key: str
     real: Any
     rehearsed: Any
-    missed: str | None = None
-    """What the rehearsal says nothing about because of it."""
+    limit: str | None = None
+    """What the rehearsal cannot tell about the real run because of this change."""
 
     @property
-    def word(self) -> str:
-        """The word that sets it."""
-        return word(self.key, self.rehearsed)
+    def override(self) -> str:
+        """The argument that sets the key."""
+        return override(self.key, self.rehearsed)
+
+    def as_record(self) -> dict[str, Any]:
+        """Convert to plain values for JSON, see docs/rehearse.md."""
+        return {"key": self.key, "real": self.real, "rehearsed": self.rehearsed, "missed": self.limit}
 
     def __str__(self) -> str:
-        real, rehearsed = (_in_words(value) for value in (self.real, self.rehearsed))
-        return f"{self.key}: {rehearsed} here, {real} in the real run" + (f"; {self.missed}" if self.missed else "")
+        real, rehearsed = (_format_value(value) for value in (self.real, self.rehearsed))
+        return f"{self.key}: {rehearsed} here, {real} in the real run" + (f"; {self.limit}" if self.limit else "")
 
 
-def word(key: str, value: Any) -> str:
-    """Return the word that sets a key, with texts in quotes: words are read as YAML."""
+def override(key: str, value: Any) -> str:
+    """Return the argument that sets a key. Strings are quoted, because arguments are read as YAML."""
     return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
-def _in_words(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "not set" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
@@ -58,17 +62,17 @@ class Scale(NamedTuple):
     steps: int
     """Optimizer steps."""
     real_steps: int | None
-    """Of the real run; None where they are not known."""
+    """Optimizer steps of the real run. None if the number is not known."""
     processes: int
-    """Of the real launch."""
+    """The number of processes of the real launch."""
     measured_rows: int
     """Rows of the larger one of the validation split and the test split."""
     minutes: float
-    """The longest that it may take."""
+    """The time limit of the rehearsal."""
 
 
 def changes(config: Config, scale: Scale, *, stand_in: Path) -> list[Change]:
-    """Choose the keys that a rehearsal sets, and leave out those that have their value already.
+    """Return the keys that a rehearsal sets to another value than the real run.
 
     Args:
         config: the real run.
@@ -111,7 +115,7 @@ def _world(config: Config, scale: Scale) -> Iterator[Change]:
 
 
 def _most_processes(config: Config) -> int:
-    """Return how many processes to start here at most: one for each GPU, or for each core, and on one core two."""
+    """Return the most processes to start on this machine: one for each GPU, or else one for each core, at least two."""
     if config.training.device != "cpu" and torch.cuda.is_available():
         return torch.cuda.device_count()
     return max(2, int(num_cores()))
@@ -129,7 +133,7 @@ def _device(config: Config) -> Iterator[Change]:
 
 
 def _lengths(config: Config, scale: Scale) -> Iterator[Change]:
-    """Scale the run's length down, and with it what is counted in steps; limit what the length does not limit."""
+    """Scale down the steps and all keys that count steps. Limit the rows and the lengths of generated answers."""
     training, optim, steps = config.training, config.optim, scale.steps
     every = max(1, steps // 3)
     yield Change("training.max_steps", training.max_steps, steps)
