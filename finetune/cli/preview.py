@@ -15,6 +15,8 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
 from finetune.cli.words import config_from_words
@@ -25,15 +27,17 @@ from finetune.distributed.environment import is_first_process
 from finetune.findings import count, exit_code
 from finetune.findings import show as show_findings
 from finetune.logs import configure_logs
-from finetune.terminal import fold, screen_width
+from finetune.terminal import fold
 
 if TYPE_CHECKING:
     from finetune.diagnose.preview import Preview, PreviewedRow
+    from finetune.diagnose.preview_splits import SplitSummary
 
 MOST_TOKENS = 1500
 """The middle of a longer row is left out, unless it is shown with `--row`."""
 _TOKENS_AT_THE_END = 300
 _WIDEST_BAR = 40
+_UNBOUNDED = 100_000
 
 _LOSS, _NO_LOSS = "bold green", ""
 _SPECIAL = {True: "black on green", False: "reverse"}
@@ -106,13 +110,13 @@ def show_preview(preview: Preview, console: Console, *, whole_rows: bool, as_tab
         as_table: print a line for each token in place of the running text.
     """
 
-    def say(line: Text | str = "", *, indent: str = "  ", style: str = "") -> None:
+    def say(line: Table | Text | str = "", *, indent: str = "  ", style: str = "") -> None:
         if isinstance(line, str):
             console.print(fold(line, console.file, indent=indent), style=style, soft_wrap=True)
         else:
             console.print(line, soft_wrap=not console.is_terminal)
 
-    for line in (*_head(preview), "", *_split_table(preview, screen_width(console.file)), "", *_bars(preview)):
+    for line in (*_head(preview), "", *_split_table(preview, console), "", *_bars(preview)):
         say(line)
     is_coloured = console.color_system is not None
     for row in preview.rows:
@@ -147,28 +151,29 @@ def _head(preview: Preview) -> Iterator[str]:
         yield f"{name + ':':<15}{value}"
 
 
-def _split_table(preview: Preview, width: int | None) -> Iterator[str]:
-    """Tabulate all splits; where the table is wider than the terminal, each split has a paragraph."""
+def _split_table(preview: Preview, console: Console) -> Iterator[Table | str]:
+    """Yield a table of all splits. If the terminal is too narrow for it, yield a paragraph for each split."""
     rows = f"{OBJECTIVES[preview.objective].row_in_words}s"
     columns = ("split", rows, "tokens", "with loss", "", "median", "99 %", "longest", "truncated", "repeated")
-    lines: list[tuple[str, ...]] = [columns]
-    for name, split in preview.splits.items():
-        figures = (split.rows, split.tokens, split.target_tokens)
-        lengths = (split.median, split.percentile_99, split.longest)
-        counted = (split.truncated.count, split.duplicates.count)
-        cells = [*(f"{n:,}" for n in figures), f"{split.target_share:.1%}", *(f"{n:,}" for n in (*lengths, *counted))]
-        lines.append((name, *cells))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    spare = (1000 if width is None else width) - sum(widths)
-    if spare < len(widths) - 1:
-        for line in lines[1:]:
-            named = (f"{column}: {cell}".removeprefix(": ") for column, cell in zip(columns, line, strict=True))
-            yield " · ".join(named)
-        return
-    space = "  " if spare >= 2 * (len(widths) - 1) else " "
-    for line in lines:
-        first, *rest = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        yield space.join([first.strip().ljust(widths[0]), *rest])
+    cells = [(name, *_split_cells(split)) for name, split in preview.splits.items()]
+    for spaces in (2, 1):
+        table = Table(box=None, header_style="", pad_edge=False, padding=(0, spaces, 0, 0))
+        for column in columns:
+            table.add_column(column, justify="left" if column == "split" else "right", no_wrap=True)
+        for row in cells:
+            table.add_row(*row)
+        table.width = Measurement.get(console, console.options.update(width=_UNBOUNDED), table).maximum
+        if not console.is_terminal or table.width <= console.width:
+            yield table
+            return
+    for row in cells:
+        yield " · ".join(f"{column}: {cell}".removeprefix(": ") for column, cell in zip(columns, row, strict=True))
+
+
+def _split_cells(split: SplitSummary) -> list[str]:
+    numbers = (split.median, split.percentile_99, split.longest, split.truncated.count, split.duplicates.count)
+    counts = (split.rows, split.tokens, split.target_tokens)
+    return [*(f"{n:,}" for n in counts), f"{split.target_share:.1%}", *(f"{n:,}" for n in numbers)]
 
 
 def _bars(preview: Preview) -> Iterator[str]:

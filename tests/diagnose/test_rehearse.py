@@ -218,9 +218,9 @@ def test_a_bad_row_of_the_validation_split_would_have_failed_and_so_would_a_fold
     assert "validation.jsonl, row 4" in stages["data"]["what"] or "validation.jsonl:4" in stages["data"]["what"]
 
 
-def without_answers(splits: dict[str, list[Any]]) -> None:
+def with_long_answers(splits: dict[str, list[Any]]) -> None:
     for row in splits["train"]:
-        row["messages"][1]["weight"] = 0
+        row["messages"][1]["content"] = "send three crates of oranges " * 40
 
 
 @pytest.mark.slow
@@ -229,9 +229,9 @@ def test_what_preview_finds_would_have_failed_with_each_finding(job: Job, tmp_pa
     """The rows can be encoded here, so `preview` reports several problems and the stage names all of them."""
     template = tmp_path / "closed.jinja"
     template.write_text("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}")
-    ended, stages = rehearse(job(f"data.chat_template={template}", change=without_answers))
+    ended, stages = rehearse(job(f"data.chat_template={template}", "data.max_length=64", change=with_long_answers))
     assert (ended.returncode, stages["data"]["outcome"]) == (2, "failed")
-    assert "so nothing to learn" in stages["data"]["what"]
+    assert "data.max_length" in stages["data"]["what"]
     assert "no generation prompt: <|assistant|> carries loss" in stages["data"]["what"]
     assert not (tmp_path / "runs/run").exists()
     assert [path.name for path in Path(stages["data"]["log"]).parent.parent.iterdir()] == ["logs"]
@@ -239,23 +239,31 @@ def test_what_preview_finds_would_have_failed_with_each_finding(job: Job, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_metric_that_raises_would_have_failed_in_training(
+def test_a_metric_that_raises_would_have_failed_in_training_also_of_a_preset_without_the_hub(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own/scores_of_mine.py").write_text("def ratio(answer, expected):\n    return len(answer) / 0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"))
     monkeypatch.syspath_prepend(tmp_path / "own")
+    monkeypatch.setenv("COLUMNS", "400")
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     words = ["validation.metrics=scores_of_mine.ratio", "validation.metrics_from=scores_of_mine"]
-    ended, stages = rehearse(job(*words))
-    assert ended.returncode == stages["train"]["exit_code"] != 0
-    assert outcomes(stages) == {
-        **dict.fromkeys(["plan", "folders", "stand-in", "data"], "ok"),
-        "train": "failed",
-        **dict.fromkeys(["kill", "resume", "merge", "verify"], "not run"),
-    }
-    assert "division by zero" in stages["train"]["what"]
-    assert "ratio" in Path(stages["train"]["log"]).read_text()
+    words += [word for word in job() if not word.startswith("model.path=")]
+    preset = ["model=phi4_mini", f"model.tokenizer={tmp_path / 'tokenizer'}", "training.batch_size=2"]
+    ended = run_finetune("rehearse", *words, *preset, "--device", "H100 80GB", "--steps", "4")
+    shown = " ".join(ended.stdout.split())
+    assert "phi3, 2 layers, hidden size 96, " in shown
+    offline = "HF_HUB_OFFLINE is set, so the sizes of microsoft/Phi-4-mini-instruct are those shipped with finetune"
+    assert offline in shown
+    assert "the weights themselves are not rehearsed" in shown
+    assert "Plan of the real run Model phi3, 32 layers, 3,8" in shown
+    assert "not run: it needs what `train` makes" in shown
+    assert f"Would have failed train (exit code {ended.returncode}): ZeroDivisionError: division by zero" in shown
+    assert shown.endswith("The real run would fail: train. Nothing of it was written but the cache of encoded rows.")
+    (log,) = (tmp_path / "runs").parent.glob("*.rehearsal-*/logs/train.log")
+    assert f"log: {log}" in shown
+    assert "ratio" in log.read_text()
 
 
 @pytest.mark.slow
@@ -303,33 +311,15 @@ def test_a_job_of_two_processes_is_rehearsed_to_its_end(job: Job, tmp_path: Path
         "lora.new_tokens=[<a>,<b>]",
         "lora.dropout=0.1",
     ]
-    ended, stages = rehearse(job(*words), "--keep", str(keep))
+    ended = run_finetune("rehearse", *job(*words), "--keep", str(keep))
     assert ended.returncode == 0, ended.stdout
-    assert set(outcomes(stages).values()) == {"ok"}
-    assert stages["train"]["what"].startswith("6 steps, loss ")
-    assert "3 validations, 4 checkpoints, tested" in stages["train"]["what"]
-    assert "SIGKILL to all processes" in stages["kill"]["what"]
-    assert stages["resume"]["what"].startswith("the same bytes as the run that was not killed: adapter/")
+    shown = " ".join(ended.stdout.split())
+    assert " s 6 steps, loss " in shown
+    assert "3 validations, 4 checkpoints, tested" in shown
+    assert "SIGKILL to all processes once the checkpoint of step 2 was committed" in shown
+    assert "the same bytes as the run that was not killed: adapter/" in shown
+    assert "the merged folder answers as the run does" in shown
+    assert "All stages of the rehearsal succeeded; the plan has 0 problems" in shown
     assert "resumed from step=" in (keep / "logs/resume.log").read_text()
     assert json.loads((keep / "whole/run.json").read_text())["world_size"] == 2
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_a_preset_is_rehearsed_without_the_hub(job: Job, tmp_path: Path) -> None:
-    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    words = [word for word in job() if not word.startswith("model.path=")]
-    preset = ["model=phi4_mini", f"model.tokenizer={tmp_path / 'tokenizer'}", "training.batch_size=2"]
-    ended = run_finetune("rehearse", *words, *preset, "--device", "H100 80GB", "--steps", "4")
-    assert ended.returncode == 0, ended.stdout
-    shown = " ".join(ended.stdout.split())
-    assert "phi3, 2 layers, hidden size 96, " in shown
-    assert (
-        "HF_HUB_OFFLINE is set, so the sizes of microsoft/Phi-4-mini-instruct are those shipped with finetune" in shown
-    )
-    assert "the weights themselves are not rehearsed" in shown
-    assert "Plan of the real run Model phi3, 32 layers, 3,8" in shown
-    assert "All stages of the rehearsal succeeded; the plan has 0 problems" in shown
-    assert not (tmp_path / "runs").exists()
-    assert not list(tmp_path.glob("*.rehearsal-*"))
