@@ -259,11 +259,13 @@ def test_a_metric_that_raises_would_have_failed_in_training_also_of_a_preset_wit
     assert "the weights themselves are not rehearsed" in shown
     assert "Plan of the real run Model phi3, 32 layers, 3,8" in shown
     assert "not run: it needs what `train` makes" in shown
-    assert f"Would have failed train (exit code {ended.returncode}): ZeroDivisionError: division by zero" in shown
+    error = shown.partition(f"Would have failed train (exit code {ended.returncode}): ")[2]
+    assert "division by zero" in error
     assert shown.endswith("The real run would fail: train. Nothing of it was written but the cache of encoded rows.")
-    (log,) = (tmp_path / "runs").parent.glob("*.rehearsal-*/logs/train.log")
+    (log,) = tmp_path.glob("*.rehearsal-*/logs/train.log")
     assert f"log: {log}" in shown
     assert "ratio" in log.read_text()
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
