@@ -335,5 +335,5 @@ def _status(error: BaseException | None) -> Status:
 
 
 def _epoch_of_last_step(state: TrainerState) -> int:
-    """Return the epoch of the step just done; `state.epoch` is that of the next step."""
+    """Return the epoch of the step just done. `state.epoch` is the epoch of the next step."""
     return state.epoch if state.steps_in_epoch else state.epoch - 1

@@ -74,7 +74,7 @@ def publish_best(
 ) -> int | None:
     """Publish the best checkpoint as `adapter/`, or the last where nothing was validated or the best was not saved.
 
-    A checkpoint that was saved only because the run was told to stop does not count: the result would depend on it.
+    A checkpoint that was saved only because the run was preempted does not count: the result would depend on it.
 
     Args:
         folder: an open run folder.

@@ -81,7 +81,7 @@ def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
     """Look up an optimizer class by its dotted name. Nothing outside the allowed modules is imported.
 
     Raises:
-        ConfigError: the name is not that of a supported optimizer in an allowed module.
+        ConfigError: the name is not a supported optimizer in an allowed module.
     """
     if not is_allowed_object(name):
         raise ConfigError(f"optim.optimizer is {name}; it must come from {', '.join(ALLOWED_OBJECT_MODULES)}.")

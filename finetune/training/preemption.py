@@ -1,4 +1,4 @@
-"""Errors of a run that a signal told to stop. They name the signal, the ranks and the next command."""
+"""Make the errors of a preempted run. They name the signal, the ranks and the next command."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def preempted_in_test(runtime: Runtime) -> Iterator[None]:
     """Run the test phase. A signal ends it at once, or before it begins; with shards, before the next forward of all.
 
     Raises:
-        PreemptedError: this process was told to stop.
+        PreemptedError: this process was preempted.
     """
     try:
         if runtime.is_told_to_stop and runtime.shard_size is None:  # in the last step: do not begin what may take long

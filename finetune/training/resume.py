@@ -100,7 +100,7 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
 
 
 def refuse_other_global_batch(folder: RunFolder, config: Config, *, global_batch_size: int, world_size: int) -> None:
-    """Refuse to resume with another global batch size than that of the checkpoints: it would change the curve.
+    """Refuse to resume when the global batch size differs from the checkpoints, because this would change the curve.
 
     Args:
         folder: the run's, open.

@@ -179,11 +179,7 @@ def train_step(
         num_preempted=batch.num_preempted,
         not_finite=not_finite,
         rank_seconds=() if runtime.needs_even_shares else whole.rank_seconds,
-        figures={
-            name: figure / batch.num_targets
-            for name, figure in zip(_names(compute), whole.figures, strict=True)
-            if not math.isnan(figure)  # there was nothing to measure
-        },
+        figures=_means(_names(compute), whole.figures, batch.num_targets),
     )
 
 
@@ -299,6 +295,11 @@ def _if_memory_suffices(runtime: Runtime, model: torch.nn.Module, backpropagate:
             torch.cuda.empty_cache()
         raise StepTooLargeError(error)
     return made
+
+
+def _means(names: Sequence[str], sums: Sequence[float], num_targets: int) -> dict[str, float]:
+    """Return the mean of each metric, by name, without those for which there was nothing to measure."""
+    return {name: total / num_targets for name, total in zip(names, sums, strict=True) if not math.isnan(total)}
 
 
 def _names(compute: LossFunction) -> tuple[str, ...]:
