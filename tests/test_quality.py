@@ -40,7 +40,7 @@ def test_every_module_imports_from_lower_layers_only():
 
 def test_one_module_imports_accelerate():
     assert files_where(lambda path: any(name.split(".")[0] == "accelerate" for name in imports_of(path))) == {
-        "finetune/distributed/runtime.py"
+        "finetune/distributed/accelerate_library.py"
     }
 
 

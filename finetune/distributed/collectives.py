@@ -14,9 +14,8 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate.state import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
 
+from finetune.distributed.accelerate_library import PartialState, broadcast_object_list, gather_object
 from finetune.distributed.barrier import StoreBarrier
 from finetune.distributed.ddp_init import ProcessContext, rendezvous_store
 from finetune.distributed.ending import LATE_FAULT_SECONDS

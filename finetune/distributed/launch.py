@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from finetune.config.tracker_packages import refuse_missing_trackers
+from finetune.distributed.accelerate_library import forget_accelerate
 from finetune.distributed.accelerate_settings import check_accelerate_command, fsdp_is_hidden, settings_of_accelerate
 from finetune.distributed.ddp_init import (
     ProcessContext,
@@ -35,7 +36,7 @@ from finetune.distributed.environment import (
 )
 from finetune.distributed.local_spawn import run_as_processes
 from finetune.distributed.precision import deterministic_algorithms
-from finetune.distributed.runtime import Runtime, forget_accelerate
+from finetune.distributed.runtime import Runtime
 from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
 from finetune.engine.fused import switch_fused
 from finetune.errors import ConfigError, LaunchError

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from accelerate import Accelerator
 
+from finetune.distributed.accelerate_library import Accelerator
 from finetune.distributed.collectives import Collectives
 from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.gradients import LossFunction, Reducer, gradient_norm, sum_flat

@@ -8,7 +8,7 @@ from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.compose import resolved_yaml
-from finetune.distributed.runtime import open_tracker
+from finetune.distributed.accelerate_library import open_tracker
 from finetune.errors import ConfigError
 from finetune.fallbacks import Fallback
 from finetune.runs.metrics import Event

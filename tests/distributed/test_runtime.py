@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from finetune.config.schema import Config
+from finetune.distributed.accelerate_library import forget_accelerate
 from finetune.distributed.collectives import Collectives
 from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import _check_world, launch
-from finetune.distributed.runtime import Runtime, forget_accelerate
+from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, DataError, LaunchError
 from finetune.fallbacks import Fallbacks
 from tests.launches import free_port, place_variables, reports_of

@@ -26,13 +26,14 @@ from finetune import build_tokenizer, cleanup_ddp, initialize_ddp, launch, load_
 from finetune.config import hub
 from finetune.config.schema import Config, ModelSection
 from finetune.distributed import accelerate_settings, ddp_init, device, rendezvous
+from finetune.distributed.accelerate_library import forget_accelerate
 from finetune.distributed.accelerate_settings import AccelerateCommand, launch_options
 from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.ending import explain
 from finetune.distributed.environment import LaunchEnvironment, read_environment
 from finetune.distributed.guardian.faults import Position, describe_late, unreachable
 from finetune.distributed.rendezvous import Rendezvous, Verdict
-from finetune.distributed.runtime import Runtime, forget_accelerate
+from finetune.distributed.runtime import Runtime
 from finetune.errors import FinetuneError
 from finetune.export.gguf_tokens import find_rules, refuse_other_ids
 from finetune.fallbacks import Fallbacks
