@@ -15,7 +15,7 @@ from finetune.diagnose.folder_checks import check_folders
 from finetune.diagnose.launch_checks import AREA as THIS_PROCESS
 from finetune.diagnose.launch_checks import check_address, check_launch, check_sharding
 from finetune.diagnose.machine_checks import check_backend, check_devices, check_limits, check_versions
-from finetune.diagnose.world_checks import gather_json, judge_bandwidth, judge_ranks, meet, probe_world
+from finetune.diagnose.world_checks import gather_json, judge_bandwidth, judge_ranks, probe_world, wait_for_all_ranks
 from finetune.distributed.ddp_init import cleanup_ddp, initialize_ddp
 from finetune.distributed.environment import LaunchEnvironment, read_environment
 from finetune.distributed.launch import wished_device
@@ -93,7 +93,7 @@ def _examine_world(environment: LaunchEnvironment, config: Config, own: list[Fin
             fallbacks=Fallbacks(strict=True),  # training alone would hide the problem
         )
         assert context is not None  # the command line starts without a group
-        meet(timeout)
+        wait_for_all_ranks(timeout)
         hosts = gather_json(socket.gethostname(), context.device)
         by_rank = gather_json([asdict(finding) for finding in own], context.device)
         others = findings_of_others([[Finding(**finding) for finding in findings] for findings in by_rank], hosts)
@@ -127,7 +127,7 @@ def _sentence(error: Exception) -> str:
 
 @dataclass(kw_only=True)
 class _Report:
-    """The report of rank 0, in which each finding is printed once."""
+    """Print the report on rank 0. Each finding is printed once."""
 
     is_silent: bool
     as_json: bool

@@ -1,4 +1,7 @@
-"""Measure the world (sums, latency, bandwidth, each rank and its link), and judge the figures."""
+"""Measure all ranks of a launch (sums, latency, bandwidth, speed, clocks) and report what is wrong or slow.
+
+`probe_world` measures, on every rank. The functions `judge_…` turn the measurements into findings, on rank 0.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ _MOST_CLOCK_SKEW_SECONDS = 2.0
 
 
 class RankMeasurement(NamedTuple):
-    """The figures of one rank."""
+    """The measurements of one rank."""
 
     rank: int
     host: str
@@ -60,7 +63,7 @@ class RankMeasurement(NamedTuple):
 
 
 class Bandwidth(NamedTuple):
-    """All-reduces of one size. Formulas: NVIDIA's nccl-tests, doc/PERFORMANCE.md."""
+    """The measured time of all-reduces of one size. The formulas are from NVIDIA's nccl-tests, doc/PERFORMANCE.md."""
 
     num_bytes: int
     seconds: float
@@ -79,7 +82,7 @@ class Bandwidth(NamedTuple):
 
 
 class WorldMeasurement(NamedTuple):
-    """The figures of all ranks; the same on every rank."""
+    """The measurements of all ranks. Every rank holds the same ones."""
 
     ranks: list[RankMeasurement]
     latency_seconds: float
@@ -115,12 +118,12 @@ def probe_world(context: ProcessContext, hosts: Sequence[str], output_dir: Path)
     return WorldMeasurement(ranks, latency, _measure_bandwidth(context))
 
 
-def meet(timeout: timedelta) -> None:
+def wait_for_all_ranks(timeout: timedelta) -> None:
     """Wait for all ranks that have joined. Collective.
 
     Raises:
-        RuntimeError: some ranks do not answer; the message names them. Only gloo does so: with nccl, a gloo group is
-            made.
+        RuntimeError: some ranks do not answer; the message names them. Only gloo names ranks, so with nccl this
+            function makes a gloo group.
     """
     group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
     dist.monitored_barrier(group, timeout, wait_all_ranks=True)
@@ -240,7 +243,7 @@ def _slowest(seconds: float, context: ProcessContext) -> float:
 
 
 def judge_ranks(ranks: Sequence[RankMeasurement], *, needs_shared_folder: bool) -> list[Finding]:
-    """Report wrong sums and unseen folders, every rank with its figures, and slow ranks, links and clocks.
+    """Report every rank's measurements. Name wrong sums, folders that a rank cannot see, slow ranks, links and clocks.
 
     Args:
         ranks: all of them, in order.
@@ -266,7 +269,7 @@ def judge_ranks(ranks: Sequence[RankMeasurement], *, needs_shared_folder: bool) 
 
 
 def judge_compute(ranks: Sequence[RankMeasurement]) -> list[Finding]:
-    """Name the ranks that compute more slowly than the others: in every step the others wait for them."""
+    """Name the slow ranks. In every step the other ranks wait for them."""
     usual = median_low(rank.compute_seconds for rank in ranks)
     usual_cpu = median_low(rank.compute_cpu_seconds for rank in ranks)
     found = []

@@ -1,4 +1,4 @@
-"""A tiny random model of another model's family, for `finetune rehearse`."""
+"""Write a tiny random model of the same family as a real model, for `finetune rehearse`."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ _LEAST_HIDDEN, _LEAST_LAYERS, _MOST_EXPERTS = 64, 2, 4
 
 
 def write_stand_in(section: ModelSection, folder: Path, *, seed: int, least_width: int = 0) -> str:
-    """Write a tiny random model of the same family as a folder that takes the place of `model.path`.
+    """Write a tiny random model into a folder that a rehearsal uses as `model.path`.
 
-    Vocabulary, positions, window, tied embeddings, the type of the weights, the ratio of heads to key-value heads and
-    the names of the layers are the model's. There is a layer of each kind that it has, and its LongRoPE factors are
-    sampled to the smaller heads.
+    The tiny model keeps the vocabulary, positions, window, tied embeddings, dtype, ratio of heads to key-value heads
+    and layer names of the real model, with a layer of each layer type. LongRoPE factors are sampled for smaller heads.
 
     Args:
-        section: names the model.
+        section: the real model.
         folder: where to write.
-        seed: of the weights.
-        least_width: no layer has fewer inputs or outputs.
+        seed: the seed of the random weights.
+        least_width: the fewest inputs and outputs of a layer. PiSSA needs as many as its rank.
 
     Returns:
-        What was made, in words.
+        A description of the tiny model.
 
     Raises:
-        ModelError: no such model, or its sizes can neither be read nor are they shipped.
+        ModelError: there is no such model, or its sizes can neither be read nor are shipped with finetune.
     """
     sized, why = with_sizes_here(section)
     real = read_model_config(sized)
