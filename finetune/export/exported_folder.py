@@ -41,7 +41,7 @@ class Exported:
 
     @property
     def token_ids(self) -> str:
-        """Whether llama.cpp reads chats as in training, and how that is known."""
+        """Say whether llama.cpp encodes chats as in training, and how this was found out."""
         if self.reading is None:
             return "Token ids were not compared, because the base was not exported."
         others, num = len(self.reading.plain) + len(self.reading.edges), len(self.reading.chats)
@@ -85,7 +85,7 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
 
 
 def gguf_bytes(model: Path, kind: GgufType) -> int:
-    """About the size of the GGUF file of a model; the model may be stored in 16 bits."""
+    """Estimate the size of a model's GGUF file in bytes. The model may be stored in 16 bits."""
     return (4 if kind == "f32" else 2) * sum(path.stat().st_size for path in model.glob("*.safetensors"))
 
 
@@ -140,7 +140,7 @@ def refuse_no_model(model: Path) -> None:
 
 
 def stored_stop_ids(model: Path) -> list[int]:
-    """The stop ids of generation_config.json, which a merged folder holds as a list; empty if it names none."""
+    """Return the stop ids of generation_config.json; an empty list if the file names none."""
     file = model / "generation_config.json"
     found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
     return [found] if isinstance(found, int) else [int(token_id) for token_id in found or []]

@@ -115,7 +115,7 @@ def read_written(out: Path) -> Header:
 
 
 def keys_for_llama_cpp(rules: TokenRules, header: Header, stop_ids: Sequence[int]) -> dict[str, bool | int]:
-    """Keys that the converter does not write as the run needs them.
+    """Return the keys that the converter does not write as the run needs them.
 
     A chat template renders the whole text, so llama.cpp must add no token before it. llama.cpp ends an answer at eos,
     end of turn and end of message, and at tokens whose text it knows.
@@ -125,7 +125,7 @@ def keys_for_llama_cpp(rules: TokenRules, header: Header, stop_ids: Sequence[int
 
 
 def stops_left_out(header: Header, stop_ids: Sequence[int]) -> list[int]:
-    """The stop ids for which a GGUF file has no key. llama.cpp stops there only if it knows the token's text."""
+    """Return the stop ids without a key in a GGUF file. llama.cpp stops there only if it knows the token's text."""
     return _stops_beside_eos(header, stop_ids)[len(_ENDS_BESIDE_EOS) :]
 
 
@@ -152,7 +152,7 @@ def _stops_beside_eos(header: Header, stop_ids: Sequence[int]) -> list[int]:
 
 
 def _name(kind: str, rules: TokenRules) -> str:
-    """A name for the file; llama.cpp reads from it whether special tokens strip white space, see `TokenRules`."""
+    """Choose the file's `general.name`, which tells llama.cpp whether special tokens strip white space."""
     if rules.strips:
         return "phi-3"
     return "phi" if kind.startswith("phi3") else kind
@@ -189,7 +189,7 @@ def _link_model(model: Path, scratch: Path, base: Path | None) -> None:
 
 
 def _refusal(log: str, scratch: str) -> str:
-    """The converter's own reason, and what to do where that is known."""
+    """Write the message of a refusal: the converter's own reason, and what to do if it is known."""
     reason = last_line(log) or "it gave no reason"
     hint = "If the model is newer than your checkout of llama.cpp, update llama.cpp."
     if "pre-tokenizer was not recognized" in log:

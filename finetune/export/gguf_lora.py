@@ -122,13 +122,13 @@ def _write_adapter(
 
 
 def _alpha(record: dict[str, Any]) -> float:
-    """The alpha for which alpha / rank is the run's scale. rsLoRA scales by alpha / sqrt(rank)."""
+    """Return the alpha for which alpha / rank is the run's scale. rsLoRA scales by alpha / sqrt(rank)."""
     alpha = float(record["lora_alpha"])
     return alpha * math.sqrt(record["r"]) if record.get("use_rslora") else alpha
 
 
 def _base_folder(run: FinishedRun) -> Path:
-    """The folder of the run's base, in the hub's cache if it came from the hub.
+    """Return the folder of the run's base, in the hub's cache if it came from the hub.
 
     Raises:
         ModelError: its files are not here.
@@ -147,7 +147,7 @@ def _base_folder(run: FinishedRun) -> Path:
 
 
 def _with_tokenizer_of_run(base: Path, tokenizer: Any, aside: Path) -> Path:
-    """A folder with the base's weights and the run's tokenizer."""
+    """Make a folder with the base's weights and the run's tokenizer."""
     model = aside / "base"
     model.mkdir()
     for path in base.iterdir():

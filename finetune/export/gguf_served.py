@@ -51,7 +51,7 @@ def find_gguf(folder: Path) -> GgufFiles | None:
 
 
 def installed_version() -> str | None:
-    """The version of llama-cpp-python, or None if it is not installed."""
+    """Return the version of llama-cpp-python, or None if it is not installed."""
     try:
         return version(PACKAGE)
     except PackageNotFoundError:
@@ -59,7 +59,7 @@ def installed_version() -> str | None:
 
 
 def gguf_bound(folder: Path) -> float:
-    """The largest relative difference of a position's logits that llama.cpp's arithmetic and the type explain."""
+    """Return the largest relative difference of logits that llama.cpp's arithmetic and the type explain."""
     files = find_gguf(folder)
     kind = None if files is None else read_header(files.model).keys.get("general.file_type")
     return _BOUNDS.get(kind if isinstance(kind, int) else -1, max(_BOUNDS.values()))
@@ -185,7 +185,7 @@ class LlamaCpp:
         return answer
 
     def _chat_handler(self) -> Any:
-        """As `Llama.create_chat_completion` chooses it."""
+        """Choose the chat handler as `Llama.create_chat_completion` does."""
         llama, formats = self._llama, self._library.llama_chat_format
         own = llama.chat_handler or llama._chat_handlers.get(llama.chat_format)
         return own or formats.get_chat_completion_handler(llama.chat_format)

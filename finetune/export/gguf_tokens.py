@@ -119,7 +119,7 @@ def refuse_other_ids(reading: Reading) -> None:
 
 
 def is_byte_level(record: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json is byte-level BPE, like those of GPT-2, phi-2, phi-4 and Phi-4-mini."""
+    """Tell whether a tokenizer.json is byte-level BPE, as for GPT-2, phi-2, phi-4 and Phi-4-mini."""
     return record.get("model", {}).get("type") == "BPE" and "ByteLevel" in _types(record.get("decoder"))
 
 
@@ -130,7 +130,10 @@ def _chats(tokenizer: Any, names: Iterable[str]) -> Iterator[Chat]:
 
 
 def _possible_rules(record: dict[str, Any]) -> list[TokenRules]:
-    """A space is put only by tokenizers that spell it `▁`; strips needs tokens that Llama's tokenizer has."""
+    """List the rules that llama.cpp can follow for this tokenizer.
+
+    Only tokenizers that spell a space `▁` put one before text. Stripping needs tokens that Llama's tokenizer has.
+    """
     known = {*record["model"].get("vocab", {}), *(token["content"] for token in record["added_tokens"])}
     spaces = (False,) if is_byte_level(record) else (True, False)
     strips = (False, True) if known >= _NEEDED_TO_STRIP else (False,)
@@ -152,7 +155,7 @@ def _different(tokenizer: Any, record: dict[str, Any], rules: TokenRules, texts:
 
 
 def _with_rules(record: dict[str, Any], rules: TokenRules) -> dict[str, Any]:
-    """The tokenizer as llama.cpp has it: the same pieces and merges, its own way with spaces and special tokens."""
+    """Return the tokenizer as llama.cpp applies it: its pieces and merges, and llama.cpp's rules for white space."""
     plain = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
     added = [
         {**token, **plain, "rstrip": rules.strips and token["content"] not in _NEVER_STRIPS}
@@ -167,7 +170,7 @@ def _with_rules(record: dict[str, Any], rules: TokenRules) -> dict[str, Any]:
 
 
 def _causes(record: dict[str, Any], rules: TokenRules, texts: Sequence[str]) -> Iterator[str]:
-    """What of the tokenizer llama.cpp cannot be told under these rules, as far as it concerns the texts."""
+    """Name the properties of the tokenizer that these rules cannot express and that the texts depend on."""
     tokens = [token for token in record["added_tokens"] if any(token["content"] in text for text in texts)]
     rstrip = [token["content"] for token in tokens if token["rstrip"]]
     kept = [it["content"] for it in tokens if not it["rstrip"] and it["content"] not in _NEVER_STRIPS]
@@ -188,7 +191,7 @@ def _causes(record: dict[str, Any], rules: TokenRules, texts: Sequence[str]) -> 
 
 
 def _causes_of_spaces(record: dict[str, Any], rules: TokenRules) -> Iterator[str]:
-    """Where the tokenizer puts a space in front of text (Metaspace's prepend_scheme, or a normalizer's Prepend)."""
+    """Compare where the tokenizer and llama.cpp put a space before text (prepend_scheme, or a normalizer's Prepend)."""
     scheme = next((part.get("prepend_scheme") for part in _parts(record.get("pre_tokenizer"))), None)
     where = {"always": "each piece of text", "first": "the first piece of text only", "never": "no text"}.get(
         scheme or ("always" if "Prepend" in _types(record.get("normalizer")) else "never")
@@ -203,7 +206,7 @@ def _types(part: dict[str, Any] | None) -> list[str]:
 
 
 def _parts(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """A part of a tokenizer.json and those in it, if it is a sequence."""
+    """Return a part of a tokenizer.json, followed by its inner parts if it is a sequence."""
     if part is None:
         return []
     inner: list[dict[str, Any]] = next(

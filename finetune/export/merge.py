@@ -69,7 +69,7 @@ def convert_weights(model: Any, dtype: torch.dtype) -> None:
 
 
 def is_tied(model: Any) -> bool:
-    """Whether input embeddings and output head are one tensor."""
+    """Tell whether input embeddings and output head are one tensor."""
     head = model.get_output_embeddings()
     return head is not None and bool(head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr())
 
@@ -105,7 +105,7 @@ def _untie_where_adapted(base: Any) -> bool:
 
 
 def _without_wrapper(layer: Any) -> Any:
-    """The base's own layer inside an adapter's wrapper, or the layer itself."""
+    """Return the base's own layer inside an adapter's wrapper, or the layer itself."""
     if hasattr(layer, "get_base_layer"):
         return layer.get_base_layer()
     return getattr(layer, "original_module", layer)

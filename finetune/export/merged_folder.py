@@ -141,7 +141,7 @@ def load_tuned_model(run: FinishedRun) -> Any:
 
 
 def _type_to_store(model: Any, wish: torch.dtype | None) -> torch.dtype:
-    """The type that was asked for, or the one that most of the base's weights have; an adapter's own are wider."""
+    """Choose the type that was asked for, or that of most base weights; an adapter's weights are wider."""
     sizes: Counter[torch.dtype] = Counter()
     for parameter in _bare(model).parameters():
         if parameter.is_floating_point() and not (has_adapter(model) and parameter.requires_grad):
@@ -166,7 +166,7 @@ def _bare(model: Any) -> Any:
 
 
 def _sharded(weights: TensorFile) -> dict[str, Chunks]:
-    """One file, or several with an index, as transformers lays out a large model."""
+    """Split a large model into files with an index, as transformers does; a small model is one file."""
     split = split_state_dict_into_shards_factory(
         dict(weights.tensors),
         get_storage_size=lambda tensor: tensor.nbytes,

@@ -64,7 +64,7 @@ def merged_card(
     difference: LogitDifference,
     vectors_sha256: str,
 ) -> str:
-    """The card of a merged or fully tuned model: its weights' type, its ties, its stop ids, and how it compares."""
+    """Write the card of a merged or fully tuned model, with its weights' type and how it compares with the run."""
     trained = _read(run)
     base = _base_name(trained)
     source = "the run" if run.is_full else "base and adapter"
@@ -83,7 +83,7 @@ def merged_card(
 
 
 def adapter_card(run: FinishedRun, base: str) -> str:
-    """The card of an adapter; `base` is the hub id that it names."""
+    """Write the card of an adapter; `base` is the hub id that the card names."""
     trained = _read(run)
     header = _header(trained.config, library="peft", relation="adapter", base=base)
     about = [f"A LoRA adapter for {base}.", _facts(trained, base, {})]
@@ -91,7 +91,7 @@ def adapter_card(run: FinishedRun, base: str) -> str:
 
 
 def hub_base(run: FinishedRun) -> str | None:
-    """The hub id of the base that a run started from; None where the base is not on the hub."""
+    """Return the hub id of the base that a run started from; None if the base is not on the hub."""
     return _read(run).base
 
 
@@ -111,7 +111,7 @@ def _hub_base(run: FinishedRun, config: Config) -> str | None:
 
 
 def _hub_id(path: str | None) -> str | None:
-    """The path if it is a hub id of a model or data set; None if it is a folder here, or a file of rows anywhere."""
+    """Return the path if it is the hub id of a model or data set; None if it is a local folder or a file of rows."""
     if path is None or not HUB_ID.fullmatch(path) or path.startswith(".") or suffix_of(path) in SUFFIXES:
         return None
     return None if Path(path).expanduser().exists() else path
@@ -141,7 +141,7 @@ def _header(config: Config, *, library: str, relation: str, base: str | None) ->
 
 
 def _base_name(trained: _Trained) -> str:
-    """The base's hub id, or the last part of a folder's name: no path of one machine."""
+    """Return the base's hub id, or the last part of a folder's name, because a card names no path of one machine."""
     section = trained.config.model
     if section.init == "random":
         kind = (section.config or {}).get("model_type", "")
@@ -189,7 +189,7 @@ def _settings(config: Config) -> str:
 
 
 def _for_others(value: Any) -> Any:
-    """A value with what it says to others: without paths of one machine. None if nothing is left, or set."""
+    """Return a value without paths of one machine; None if it is not set, or nothing is left."""
     if isinstance(value, dict):
         return {key: kept for key, it in value.items() if (kept := _for_others(it)) is not None} or None
     if isinstance(value, list):

@@ -119,13 +119,13 @@ def _take_apart(tokenizer: Any) -> TurnPieces:
 
 
 def _leaves_system_out(tokenizer: Any) -> bool:
-    """Whether a system turn changes nothing, as for Phi-4-reasoning, whose template brings its own."""
+    """Tell whether a system turn changes nothing, as for Phi-4-reasoning, whose template has a fixed system turn."""
     user = {"role": "user", "content": "a"}
     return _render(tokenizer, [{"role": "system", "content": "b"}, user]) == _render(tokenizer, [user])
 
 
 def _gaps(tokenizer: Any, *roles: str) -> list[str]:
-    """The text before, between and after the contents of turns, with the header of the next answer.
+    """Return the text before, between and after the contents of turns, with the header of the next answer.
 
     Raises:
         ValueError: a content is missing, or appears twice.
@@ -158,7 +158,7 @@ def _without_common_end(text: str, other: str) -> tuple[str, str]:
 
 
 def _literal(text: str) -> str:
-    """A text in a Go template. White space at its end is quoted, because an editor could trim it.
+    """Write a text for a Go template. White space at its end is quoted, because an editor could trim it.
 
     Raises:
         ModelError: it contains a delimiter of Modelfiles or Go templates.

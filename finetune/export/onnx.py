@@ -128,7 +128,7 @@ def _link_model(model: Path, source: Path) -> None:
 
 
 def as_the_builder_reads(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json that says what the builder looks for and transformers does not need.
+    """Return the config.json with keys that the builder needs and transformers does not.
 
     The builder gives a layer its window only where `layer_types` says so, takes a phi3 model whose
     original_max_position_embeddings differs from max_position_embeddings for one with LongRoPE, and reads the kind of
@@ -146,7 +146,7 @@ def as_the_builder_reads(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_the_runtime_splits(tokenizer: dict[str, Any]) -> dict[str, Any]:
-    """A tokenizer.json whose patterns are spelled as in `_SAME_SPLITS`."""
+    """Return the tokenizer.json with its patterns spelled as in `_SAME_SPLITS`."""
     whole = tokenizer.get("pre_tokenizer") or {}
     for part in whole.get("pretokenizers", [whole]):
         pattern = part.get("pattern", {})
@@ -175,7 +175,7 @@ def _compare_here(folder: Path, bound: float) -> ServedComparison:
 
 
 def _refusal(mismatches: Sequence[str], model: Path) -> str:
-    """What differs first, and what to do about it."""
+    """Write the message of a refusal: the first difference, and what to do about it."""
     more = f"; and {len(mismatches) - 1} more" if len(mismatches) > 1 else ""
     return (
         f"the ONNX model does not answer like base and adapter: {mismatches[0]}{more}. Nothing was written. "
@@ -201,6 +201,6 @@ def _what_to_do(mismatch: str, model: Path) -> str:
 
 
 def _stripped_before(model: Path) -> list[str]:
-    """The tokens before which the tokenizer drops white space."""
+    """Return the tokens before which the tokenizer drops white space."""
     described = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
     return [token["content"] for token in described.get("added_tokens", ()) if token.get("lstrip")]

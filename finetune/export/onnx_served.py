@@ -54,12 +54,12 @@ def load_onnx(folder: Path) -> ServedModel:
 
 
 def largest_difference(vectors: Vectors, folder: Path) -> float:
-    """The relative difference of a position's logits that rounding explains: the merge's, and that of the type."""
+    """Return the largest relative difference of logits that the rounding of the merge and of the type explains."""
     return 2 * vectors.rounding + MOST_DIFFERENCE[type_of(folder)]
 
 
 def type_of(folder: Path) -> OnnxType:
-    """The type of a folder's matrices: the graph, whose weights lie in a file beside it, names its operators."""
+    """Return the type of a folder's matrices, read from the operators that the graph names."""
     return "int4" if b"MatMulNBits" in (folder / "model.onnx").read_bytes() else "f32"
 
 

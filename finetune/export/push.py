@@ -258,7 +258,7 @@ def _find_model(api: HfApi, repository: str, present: list[str], card: Any) -> t
 
 
 def _is_left_over(name: str, is_other: bool) -> bool:
-    """Whether a file must go: loaders would mix earlier weights with ours, and nothing of another model stays."""
+    """Tell whether a file of the repository must be deleted, because loaders would mix it with the new weights."""
     return name not in _OF_EVERY_REPOSITORY if is_other else name.endswith(_WEIGHTS)
 
 

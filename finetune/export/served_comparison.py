@@ -88,13 +88,13 @@ class ServedComparison:
 
     @property
     def mismatches(self) -> tuple[str, ...]:
-        """The differences of all checks, one sentence each."""
+        """Return the differences of all checks, one sentence each."""
         checks = (self.tensors, self.files, self.stop_ids, self.rendered, self.positions, self.answers)
         return tuple(itertools.chain.from_iterable(check.mismatches for check in checks))
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing differs."""
+        """Tell whether no check found a difference."""
         return not self.mismatches
 
     def as_record(self) -> dict[str, Any]:

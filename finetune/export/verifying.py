@@ -58,7 +58,7 @@ class Verified:
 
     @property
     def mismatches(self) -> list[str]:
-        """What differs, one sentence each."""
+        """Return the differences, one sentence each."""
         return [*self.comparison.mismatches, *(self.replay.mismatches if self.replay else ())]
 
     def as_record(self) -> dict[str, Any]:

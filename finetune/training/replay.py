@@ -72,7 +72,7 @@ class Replay:
 
     @property
     def most_apart(self) -> float:
-        """The largest difference, relative to max(1, |recorded|)."""
+        """Return the largest difference, relative to max(1, |recorded|)."""
         return max(abs(one.computed - one.recorded) / max(1.0, abs(one.recorded)) for one in self.steps)
 
     def as_record(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Replay:
 
     @property
     def mismatches(self) -> list[str]:
-        """A sentence for each step whose loss differs by more than the bound."""
+        """Return a sentence for each step whose loss differs by more than the bound."""
         return [
             f"step {one.step}: the loss is {one.computed!r} again, but {one.recorded!r} was recorded; expected a "
             f"difference of at most {self.bound:.3g} x max(1, loss)"
@@ -174,7 +174,7 @@ def _config_of(run: RecordedRun) -> Config:
 
 
 def _save_interval(cadence: Cadence) -> int:
-    """The most steps between two checkpoints."""
+    """Return the most steps between two checkpoints."""
     by_epochs = cadence.save_every_epochs and cadence.save_every_epochs * cadence.steps_per_epoch
     return min(filter(None, (cadence.save_every, by_epochs)), default=cadence.num_steps)
 
