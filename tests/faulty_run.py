@@ -140,17 +140,17 @@ def break_model(model: torch.nn.Module) -> None:
 
 def break_saving(runtime: Runtime) -> None:
     """Let a rank die while the others gather weights with it, for the STEP-th save."""
-    gathering, saves = runtime.gathering, itertools.count(1)
+    full_tensors, saves = runtime.full_tensors, itertools.count(1)
 
     @contextmanager
     def broken(tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        with gathering(tensors) as whole:
+        with full_tensors(tensors) as whole:
             if next(saves) == int(STEP):
                 time.sleep(1.0)  # they have come to it
                 provoke()
             yield whole
 
-    runtime.gathering = broken  # type: ignore[method-assign]
+    runtime.full_tensors = broken  # type: ignore[method-assign]
 
 
 def main(words: list[str]) -> None:

@@ -88,6 +88,6 @@ class StoreBarrier:
 
 def _alone(what: str, others: str) -> RunFailedError:
     return RunFailedError(
-        f"this rank is in {what}, but {others}. With parallel.sharding=fsdp2 each rank holds a part of the weights, so "
-        "that all of them must compute: call run_test and whatever runs the model on every rank, not on rank 0 alone."
+        f"this rank is in {what}, but {others}. With parallel.sharding=fsdp2 each rank holds a shard of the weights, "
+        "so all of them must compute: call run_test and whatever runs the model on every rank, not on rank 0 alone."
     )

@@ -191,12 +191,12 @@ class Collectives:
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
-        self.meet("barrier")
+        self.synchronize("barrier")
         with self._liveness.collective("barrier"):
             PartialState().wait_for_everyone()
 
     def start_store_barrier(self) -> None:
-        """Let `meet` wait for all ranks at the rendezvous store, if there is one: not in a group that others made.
+        """Let `synchronize` wait for all ranks at the rendezvous store. A group that others made has no store.
 
         Collective.
         """
@@ -204,7 +204,7 @@ class Collectives:
         if store is not None:
             self._barrier = StoreBarrier(store, token, rank=self.context.rank, world_size=self.context.world_size)
 
-    def meet(self, what: str) -> None:
+    def synchronize(self, what: str) -> None:
         """Wait for all ranks after `start_store_barrier`, before they run a sharded model outside of a step.
 
         Collective then. Before `start_store_barrier`, and in a group that others made, nothing is checked.

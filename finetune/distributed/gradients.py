@@ -1,4 +1,4 @@
-"""How gradients of several ranks become one sum: flat after the backward passes, or by torch's reducer during them."""
+"""Sum the gradients of several ranks: in one all-reduce after the backward passes, or in torch's reducer meanwhile."""
 
 # No postponed annotations here: torch looks at those of `_summed` and refuses text.
 import warnings
@@ -44,15 +44,17 @@ def gradient_norm(parameters: Sequence[torch.nn.Parameter], *, over: dist.Proces
 
     Args:
         parameters: each of which has a gradient.
-        over: the ranks on which the gradients lie in parts; None: they are whole.
+        over: the ranks over which the gradients are sharded; None: each rank has the full gradients.
     """
     gradients = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    kind = gradients[0].device.type
-    if kind == "cpu":  # where torch takes ten times as long to convert each value as it is added
+    device_type = gradients[0].device.type
+    if device_type == "cpu":  # where torch takes ten times as long to convert each value as it is added
         pieces = (piece for gradient in gradients for piece in torch.split(gradient.reshape(-1), _PIECE))
         norms = [torch.linalg.vector_norm(piece.double()) for piece in pieces]
     else:
-        norms = list(torch._foreach_norm(gradients, 2, torch.float32 if kind in WITHOUT_FLOAT64 else torch.float64))
+        norms = list(
+            torch._foreach_norm(gradients, 2, torch.float32 if device_type in WITHOUT_FLOAT64 else torch.float64)
+        )
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     if over is None:
         return norm

@@ -109,7 +109,7 @@ class Placement:
             )
         self._stop_requests.is_forward_collective = True
         what = "all weights" if self._is_full else "the frozen weights"
-        _log.info("%s are shared out among %d processes, layer by layer", what, self.shard_size)
+        _log.info("%s are sharded over %d processes, layer by layer", what, self.shard_size)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Hand an optimizer to Accelerate. The learning rate is never handed over: it is a function of the step."""
@@ -268,7 +268,7 @@ class Placement:
         return norm
 
     @contextmanager
-    def gathering(self, tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    def full_tensors(self, tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         """Run a block in which the main process gets full tensors for sharded ones, one after the other.
 
         At the end all ranks all-gather the tensors that the main process has not asked for, for example because its

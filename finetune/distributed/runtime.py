@@ -115,7 +115,7 @@ class Runtime:
         self.sum_and_read = collectives.sum_and_read
         self.least = collectives.least
         self.barrier = collectives.barrier
-        self.meet = collectives.meet
+        self.synchronize = collectives.synchronize
         self.agree = collectives.agree
         self.agree_set_up = collectives.agree_set_up
         self.failing_together = collectives.failing_together
@@ -123,7 +123,7 @@ class Runtime:
         self.agree_on_failure_beside = collectives.agree_on_failure_beside
         self.refuse_differences = collectives.refuse_differences
 
-        self.is_anyone_told_to_stop = self.stop_requests.is_on_any_rank
+        self.stop_requested_on_any_rank = self.stop_requests.is_on_any_rank
         self.stopping_together = self.stop_requests.stopping_together
 
         self.fit_threads = placement.fit_threads
@@ -135,7 +135,7 @@ class Runtime:
         self.loss = placement.loss
         self.sync_gradients = placement.sync_gradients
         self.clip_grad_norm = placement.clip_grad_norm
-        self.gathering = placement.gathering
+        self.full_tensors = placement.full_tensors
 
     @property
     def context(self) -> ProcessContext:
@@ -230,7 +230,7 @@ class Runtime:
         return self.collectives.has_failed_beside
 
     @property
-    def is_told_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether a signal asked this process to stop after its step; `train_step` lets all ranks know."""
         return self.stop_requests.is_on_this_rank
 

@@ -1,9 +1,10 @@
-"""Share the weights of a model out among the ranks, with torch's FSDP2 (`fully_shard`).
+"""Shard the weights of a model over the ranks, with torch's FSDP2 (`fully_shard`).
 
-Each rank keeps a part of every sharded weight. A layer's weights are gathered when the ranks come to it, and let go
-behind it. Next to an adapter only the frozen weights are sharded: the trained ones stay whole on every rank, and so do
-their gradients and the optimizer, so that a run has the bytes of an unsharded one. In full fine-tuning all weights are
-sharded, and with them their gradients, which the ranks sum after each micro-batch, and the optimizer's state.
+Each rank keeps a shard of every sharded weight. The ranks all-gather a layer's weights before they compute the layer,
+and reshard them afterwards. Next to an adapter only the frozen weights are sharded. The trained weights, their
+gradients and the optimizer stay full on every rank, so that a run has the bytes of an unsharded one. In full
+fine-tuning all weights are sharded, with their gradients, which the ranks sum after each micro-batch, and the
+optimizer's state.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def refuse_what_is_not_sharded(config: Config, *, trains: bool) -> None:
     ):
         raise ConfigError(
             f"optim.optimizer is {config.optim.optimizer} ({config.origin('optim.optimizer')}), which cannot update "
-            "weights that lie in parts on several processes (parallel.sharding=fsdp2, training.method=full). "
+            "weights that are sharded over several processes (parallel.sharding=fsdp2, training.method=full). "
             f"Choose one of these of torch.optim: {', '.join(_ELEMENTWISE)}."
         )
 
@@ -75,7 +76,7 @@ def refuse_uneven_shards(config: Config, world_size: int) -> None:
 
 
 class ShardedModel:
-    """A model whose weights lie in parts on the ranks: the frozen ones, and in full fine-tuning the trained ones too.
+    """A model with weights sharded over the ranks: the frozen ones, and in full fine-tuning also the trained ones.
 
     Its layers are cast, moved, copied from rank 0 where they train, and sharded, one after the other, so that a rank
     never holds all of them on its device.
@@ -88,10 +89,10 @@ class ShardedModel:
         precision: of the run.
         device: of this rank.
         world_size: processes that train together.
-        shards_trained: whether the trained weights are sharded: exactly in full fine-tuning.
+        shards_trained: whether the trained weights are sharded. Only full fine-tuning shards them.
 
     Attributes:
-        gathered_bytes: the most that gathered weights take on a rank beside its own part of them.
+        gathered_bytes: the most that all-gathered weights take on a rank, beside its own shards.
         received_bytes: what a rank receives from others in a micro-batch, forward and backward.
         shards_trained: see above.
         group: the ranks that share one copy of the weights, this one among them.
@@ -115,25 +116,25 @@ class ShardedModel:
 
         layers = _layers(model)
         others = _parameters_outside(layers, model)
-        # Whole weights that FSDP2 leaves alone. A set of those that it shards would keep them all until the end.
+        # FSDP2 leaves these weights full. A set of the weights that it shards would keep all of them in memory.
         kept = set() if shards_trained else {weight for weight in model.parameters() if weight.requires_grad}
         size = parallel.shard_size or world_size
         copies, names = world_size // size, ("copies", "shards")
         sizes = (size,) if copies == 1 else (copies, size)
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names[-len(sizes) :])
 
-        def shard(module: torch.nn.Module, weights: list[torch.nn.Parameter], *, lets_go: bool) -> int:
-            """Shard these weights of a module; return the bytes of those. Whole, they are freed on return."""
+        def shard(module: torch.nn.Module, weights: list[torch.nn.Parameter], *, reshards: bool) -> int:
+            """Shard these weights of a module, and return their bytes. The full weights are freed on return."""
             convert_parameters(weights, precision, device)
             copy_trained_from_main(weights)
             whole = sum(weight.nbytes for weight in weights if weight not in kept)
-            fully_shard(module, mesh=mesh, ignored_params=kept, reshard_after_forward=lets_go)
+            fully_shard(module, mesh=mesh, ignored_params=kept, reshard_after_forward=reshards)
             return whole
 
         num_bytes = []
         for layer in layers:
             scales = _scales_of_4_bits(layer)
-            num_bytes.append(shard(layer, list(layer.parameters()), lets_go=parallel.reshard_after_forward))
+            num_bytes.append(shard(layer, list(layer.parameters()), reshards=parallel.reshard_after_forward))
             layer.register_forward_pre_hook(partial(_put_back, scales))  # FSDP2's own goes before it
             setattr(layer, ENTER, partial(_call, scales))
             register_fsdp_forward_method(layer, ENTER)
@@ -141,8 +142,8 @@ class ShardedModel:
                 _gather_late(layer)
         root = _Root(model)
         # The backward pass begins with the root's weights, so that they stay until then.
-        of_root = shard(root, others, lets_go=False)
-        del others  # the last reference to the whole ones
+        of_root = shard(root, others, reshards=False)
+        del others  # the last reference to the full weights
         num_at_once = 2 if parallel.reshard_after_forward else len(layers)  # one layer is gathered ahead
         self.gathered_bytes = of_root + sum(sorted(num_bytes)[-num_at_once:])
         gathered = sum(num_bytes) * (2 if parallel.reshard_after_forward else 1) + of_root
@@ -179,17 +180,17 @@ class ShardedModel:
             self._is_entered = False
             self._gathers_late = self._is_on_cpu  # FSDP2 is set up by now
         if not torch.is_grad_enabled():
-            # No backward pass lets the weights go. `state_dict` would, but on the rank that saves alone, and then the
-            # ranks no longer gather the same.
+            # Without a backward pass nothing reshards the weights. `state_dict` would, but only on the rank that saves,
+            # and then the ranks no longer all-gather the same weights.
             for unit in self._units:
                 unit.reshard()
         return result
 
     def _refuse_outside(self, *_: object) -> None:
-        """Say what to do instead of failing on a part of a weight, or waiting for ranks that never come."""
+        """Raise an error that says what to do, instead of failing on a shard or waiting for ranks that never come."""
         if not self._is_entered:
             raise RunFailedError(
-                "the weights of this model lie in parts on all ranks (parallel.sharding=fsdp2), so that it cannot be "
+                "the weights of this model are sharded over all ranks (parallel.sharding=fsdp2), so that it cannot be "
                 "called by itself. Load the finished run instead: finetune evaluate, finetune generate."
             )
 
@@ -202,7 +203,7 @@ def copy_trained_from_main(weights: Iterable[torch.nn.Parameter]) -> None:
 
 
 class _Root(torch.nn.Module):
-    """The module that holds what lies outside of the layers: all that a run computes is a forward of it."""
+    """Hold the weights outside of the layers. Everything that a run computes is a forward pass of this module."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -227,7 +228,7 @@ def _scales_of_4_bits(layer: torch.nn.Module) -> Scales:
 
 
 def _put_back(scales: Scales, *_: object) -> None:
-    """Give gathered weights in 4 bits their scales: a gathered weight is a parameter of its own, without attributes."""
+    """Set the scales of all-gathered weights in 4 bits: such a weight is a new parameter without attributes."""
     for module, scale in scales:
         module.weight.quant_state = scale
 
@@ -238,7 +239,7 @@ def _call(scales: Scales, compute: Callable[[torch.Tensor], torch.Tensor], h: to
 
 
 def _gather_late(layer: Any) -> None:
-    """Gather a layer's weights right before they are used, and let go at once what they were received in.
+    """All-gather a layer's weights right before they are used, and free the receive buffer at once.
 
     FSDP2 gathers a layer during the backward pass of another, and keeps what was received until the next is there. That
     is for GPUs: a CPU receives nothing while it computes, and would only hold more memory.
@@ -258,7 +259,7 @@ def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     decoder = bare_model(model).get_decoder()
     if not isinstance(getattr(decoder, "layers", None), torch.nn.ModuleList):
         raise ModelError(
-            f"a {type(decoder).__name__} has no list of layers, by which parallel.sharding=fsdp2 shares out a model. "
+            f"a {type(decoder).__name__} has no list of layers, by which parallel.sharding=fsdp2 shards a model. "
             "Set parallel.sharding=none."
         )
     return list(decoder.layers)

@@ -49,7 +49,7 @@ class StopRequests:
         if not self._collectives.context.distributed:
             return self.is_on_this_rank
         if self.is_forward_collective:
-            self.meet_between_phases()
+            self.synchronize_between_phases()
             return bool(sum(self._collectives.sum([float(self.is_on_this_rank)])))
         store, now = rendezvous_store(), time.monotonic()
         if store is None or (now < self._next_look and not self.is_on_this_rank):
@@ -93,9 +93,9 @@ class StopRequests:
             self._liveness.at(self._stops_in)
             if self.is_on_any_rank():
                 raise Terminated
-        self.meet_between_phases()
+        self.synchronize_between_phases()
 
-    def meet_between_phases(self) -> None:
+    def synchronize_between_phases(self) -> None:
         """Wait for all ranks where the script decides what comes next, because they may decide differently."""
         if not self._liveness.is_timed:
-            self._collectives.meet("a forward pass")
+            self._collectives.synchronize("a forward pass")

@@ -198,7 +198,7 @@ def measure_answers(
 
     def is_to_stop() -> bool:
         nonlocal is_cut_short
-        is_cut_short = is_cut_short or runtime.is_anyone_told_to_stop()
+        is_cut_short = is_cut_short or runtime.stop_requested_on_any_rank()
         return is_cut_short
 
     ids = generate_answers(

@@ -35,13 +35,13 @@ def preempted_in_test(runtime: Runtime) -> Iterator[None]:
         PreemptedError: this process was preempted.
     """
     try:
-        if runtime.is_told_to_stop and runtime.shard_size is None:  # in the last step: do not begin what may take long
+        if runtime.stop_requested and runtime.shard_size is None:  # in the last step: do not begin what may take long
             raise Terminated
         with runtime.stopping_together("testing"):
             yield
     except (Exception, Terminated, KeyboardInterrupt) as error:
         # A library may turn the exception of the signal into an error of its own.
-        if not (runtime.is_told_to_stop or isinstance(error, (Terminated, KeyboardInterrupt))):
+        if not (runtime.stop_requested or isinstance(error, (Terminated, KeyboardInterrupt))):
             raise
         signal = told_to_stop()
         by = f" by {Signals(signal).name}" if signal else ""

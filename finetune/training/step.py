@@ -221,7 +221,7 @@ def _count(runtime: Runtime, microbatches: Sequence[tuple[int, Microbatch]]) -> 
         sum(getattr(microbatch, name) for _, microbatch in microbatches)
         for name in ("num_targets", "num_tokens", "num_computed")
     ]
-    flags = [int(runtime.is_told_to_stop), int(runtime.has_failed_beside)]
+    flags = [int(runtime.stop_requested), int(runtime.has_failed_beside)]
     return _Counted(*map(int, runtime.sum([*counts, len(microbatches), *flags])))
 
 

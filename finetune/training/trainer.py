@@ -218,7 +218,7 @@ class Trainer:
         self.runtime.at("testing", timed=not is_alone and test_loader is not None)  # alone, no rank waits for it
         if test_loader is None or (is_alone and self.journal is None):
             return None
-        self.runtime.meet("the test phase")
+        self.runtime.synchronize("the test phase")
         with preempted_in_test(self.runtime):
             _log.info("Starting testing phase...")
             with nullcontext() if is_alone else self.runtime.failing_together("reading the published weights"):
@@ -235,7 +235,7 @@ class Trainer:
 
     def measure(self, loader: EvaluationLoader) -> LossSums:
         """Measure this rank's rows of the validation split; cut short if a rank was preempted. Collective."""
-        return sum_losses(self.runtime, self.model, loader, is_to_stop=self.runtime.is_anyone_told_to_stop)
+        return sum_losses(self.runtime, self.model, loader, is_to_stop=self.runtime.stop_requested_on_any_rank)
 
     def _fresh_state(self) -> TrainerState:
         return TrainerState(world_size=self.runtime.world_size, global_batch_size=self.global_batch_size)

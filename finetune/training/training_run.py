@@ -147,7 +147,7 @@ class TrainingRun:
         with runtime.failing_together(during):
             snapshot = take()
             snapshot.refuse_not_finite()
-        with runtime.failing_together(during), runtime.gathering(snapshot.tensors) as whole:
+        with runtime.failing_together(during), runtime.full_tensors(snapshot.tensors) as whole:
             if self._setup.journal is not None:
                 self._setup.journal.save(snapshot.read_by(whole), best=state.best_step)
 

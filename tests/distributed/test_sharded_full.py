@@ -83,7 +83,7 @@ def load_and_go_on(words: list[str]) -> None:
         newest = folder.checkpoint(folder.checkpoint_steps()[-1])
         state = load_checkpoint(newest, model=trainer.model, optimizer=optimizer)
         snapshot = take_snapshot(folder, state.step, model=trainer.model, optimizer=optimizer, state=state)
-        with runtime.gathering(snapshot.tensors) as whole:
+        with runtime.full_tensors(snapshot.tensors) as whole:
             for name, content in snapshot.read_by(whole).files.items() if runtime.is_main_process else ():
                 if name.endswith(".safetensors"):
                     assert b"".join(content) == (newest / name).read_bytes(), name
@@ -245,7 +245,7 @@ def test_a_checkpoint_is_gone_on_with_in_parts_and_whole_and_by_any_number_of_ra
 def test_an_optimizer_that_looks_beyond_a_value_is_refused_before_anything_is_loaded(tmp_path, name):
     words = [*run_words(tmp_path / "run"), SHARDED, f"optim.optimizer={name}"]
     with (
-        pytest.raises(ConfigError, match=f"{re.escape(name)} .*cannot update weights that lie in parts .*AdamW"),
+        pytest.raises(ConfigError, match=f"{re.escape(name)} .*cannot update weights that are sharded .*AdamW"),
         launch(load_config([*words, "training.method=full"])),
     ):
         pass

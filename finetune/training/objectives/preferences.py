@@ -195,7 +195,7 @@ def sum_preference_losses(
     each: Any = in_even_rounds(runtime, loader)  # yields `PreferenceMicrobatch`, which its type does not say
     with evaluation_mode(model):
         for microbatch in each:
-            if is_cut := runtime.is_anyone_told_to_stop():
+            if is_cut := runtime.stop_requested_on_any_rank():
                 break
             measured.append(runtime.forward(partial(_score, objective=loss.objective), model, microbatch))
             own = _added(own, local_sums(runtime, model, [microbatch], loss=loss))
