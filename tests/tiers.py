@@ -15,16 +15,19 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-LONG = {"launch", "llama_cpp", "slow", "slurm", "sweep"}
+LONG = {"launch", "llama_cpp", "needs", "slow", "slurm", "sweep"}
 """Markers of tests that `pytest` alone leaves out, unless they are marked `promise` too."""
 NOT_FAST = {*LONG, "promise", "process", "trains"}
 _PROGRAMS = re.compile(r"python.*|finetune|torchrun|accelerate|mpirun|srun|sbatch|(ba)?sh")
 _running: list[pytest.Item] = []
+_ran: list[str] = []
+"""Tests that were not skipped. With FINETUNE_TESTS_RUN, a session appends them to that file; see tests/never_run.py."""
 _LEFT_OUT = pytest.StashKey[int]()
 _MOST_WORKERS = 4
 
@@ -48,6 +51,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if not NOT_FAST & _markers(item):
             item.add_marker("fast")
+        missing = [name for mark in item.iter_markers("needs") for name in mark.args if find_spec(name) is None]
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=f"{', '.join(missing)}: not installed (test-everything, qlora)"))
     if config.option.llama_cpp:
         _keep(config, items, [item for item in items if item.get_closest_marker("llama_cpp")])
         return
@@ -71,8 +77,17 @@ def is_left_out(item: pytest.Item) -> bool:
     return bool(LONG & markers) and "promise" not in markers
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and not report.skipped:
+        _ran.append(report.nodeid)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A worker of pytest-xdist tells the process that shows the summary."""
+    """A worker of pytest-xdist tells the process that shows the summary, which lists the tests that ran."""
+    path = os.environ.get("FINETUNE_TESTS_RUN")
+    if path and not hasattr(session.config, "workerinput"):
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.writelines(f"{test}\n" for test in _ran)
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = session.config.stash.get(_LEFT_OUT, 0)
 

@@ -2,7 +2,6 @@ import json
 import math
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -197,7 +196,8 @@ def test_without_the_harness_the_pip_command_is_told(adapter_run, monkeypatch):
         evaluate(adapter_run, [], harness="hellaswag")
 
 
-@pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed (finetune[harness])")
+@pytest.mark.needs("lm_eval")
+@pytest.mark.process
 def test_the_harness_measures_a_task_of_ones_own(adapter_run, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"q": "Two pens.", "a": "x"}\n{"q": "Three pens.", "a": "y"}\n')
     (tmp_path / "pens.yaml").write_text(

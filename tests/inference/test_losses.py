@@ -86,7 +86,10 @@ def test_rows_without_a_target_count_for_nothing(runtime, model):
     rows = [([5, 6, 7], [False, True, True]), ([5, 6, 7], [False] * 3)]
     found = sums(runtime, model, EncodedExamples.from_rows(rows, end_id=2))
     assert (found.num_examples, found.num_targets, found.standard_error) == (1, 2, 0.0)
-    assert found == sums(runtime, model, EncodedExamples.from_rows(rows[:1], end_id=2))
+    # The other row changes the shape of the products, so only the counts have to be the same.
+    alone = sums(runtime, model, EncodedExamples.from_rows(rows[:1], end_id=2))
+    assert (alone.num_examples, alone.num_targets) == (1, 2)
+    assert found.loss == pytest.approx(alone.loss, rel=1e-6)
 
 
 def test_without_any_target_the_loss_is_not_a_number():

@@ -32,6 +32,7 @@ from finetune.training.trainer import Trainer
 from tests.launches import REPOSITORY
 from tests.model.phi_table import COLUMNS, Fact, record_row, rows_of_page
 from tests.model.variants import BOUNDARY, SYSTEM, TURNS, VARIANTS, Variant
+from tests.rounding import rounding_of
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text(encoding="utf-8"))
 """By variant: tokens as they are spelled, their ids, and a 1 for each that carries loss. Read through by a person."""
@@ -144,8 +145,10 @@ def test_lora_adapts_what_is_there_and_a_merge_keeps_logits_and_ties(
     facts = {Fact.TARGETS: ", ".join(variant.targets), Fact.TIED: "yes" if variant.is_tied else "no"}
     train_one_step(adapted)
     ids = torch.arange(3, 12).reshape(1, -1)
+    adapted.eval()
+    tolerance = rounding_of(lambda model: model(input_ids=ids).logits, adapted)
     with torch.no_grad():
-        tuned = adapted.eval()(input_ids=ids).logits
+        tuned = adapted(input_ids=ids).logits
         with adapted.disable_adapter():
             assert (adapted(input_ids=ids).logits - tuned).abs().max() > 1e-2, "the adapter changes nothing"
     merged = merge_adapter(adapted)
@@ -154,7 +157,7 @@ def test_lora_adapts_what_is_there_and_a_merge_keeps_logits_and_ties(
     for one in (merged, AutoModelForCausalLM.from_pretrained(tmp_path)):
         assert (one.get_input_embeddings().weight is one.get_output_embeddings().weight) is variant.is_tied
         with torch.no_grad():
-            assert (one.eval()(input_ids=ids).logits - tuned).abs().max() < 2e-5
+            assert (one.eval()(input_ids=ids).logits - tuned).abs().max() <= tolerance
     record_row(variant.name, {**facts, Fact.MERGE: "holds"})
 
 
@@ -209,9 +212,10 @@ def test_a_row_alone_has_the_logits_it_has_in_any_batch(made: tuple[Variant, Pat
     lengths = rows.lengths.tolist()
     alone = [[row] for row in range(len(rows))]
     reference = losses_by_row(model, pad, alone, rows)
+    tolerance = rounding_of(lambda model: torch.cat(losses_by_row(model, pad, alone, rows)), model)
     assert [way for way, _ in ways(model)] == ["padded", "packed"][: 1 if model.config.model_type == "phimoe" else 2]
     for way, collate in ways(model):
-        assert largest_difference(losses_by_row(model, collate, alone, rows), reference) < 2e-5, way
+        assert largest_difference(losses_by_row(model, collate, alone, rows), reference) <= tolerance, way
         for batch_size in (2, 3, 8):
             rule = BatchRule(
                 lengths=lengths,
@@ -223,13 +227,13 @@ def test_a_row_alone_has_the_logits_it_has_in_any_batch(made: tuple[Variant, Pat
             cuts = [cut.rows for cut in rule.cut(range(len(rows)))]
             assert max(map(len, cuts)) > 1
             got = losses_by_row(model, collate, cuts, rows)
-            assert largest_difference(got, reference) < 2e-5, f"{way}, {batch_size} rows at most"
+            assert largest_difference(got, reference) <= tolerance, f"{way}, {batch_size} rows at most"
     guard = "not needed"
     if variant.boundary is not None:
         mixed = losses_by_row(model, pad, [list(range(len(rows)))], rows)
         short = [row for row, length in enumerate(lengths) if length <= variant.boundary]
         moved = min(largest_difference([mixed[row]], [reference[row]]) for row in short)
-        assert moved > 1e-4, "without the guard nothing would happen: this test sees nothing"
+        assert moved > 2 * tolerance, "without the guard nothing would happen: this test sees nothing"
         guard = "holds"
     record_row(variant.name, {Fact.GUARD: guard})
 

@@ -56,27 +56,16 @@ def figures(run, kind):
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_what_is_not_installed_is_refused_with_its_command(tmp_path, inputs):
-    missing = next((name for name in ("trackio", "mlflow", "wandb", "tensorboard") if not is_there(name)), None)
-    if missing is None:
-        pytest.skip("every tracker is installed here")
-    done = train(tmp_path, inputs, f"training.report_to=[{missing}]", "training.max_steps=2")
-    assert done.returncode == 2, done.stdout
-    assert f"names {missing}, which is not installed. Run pip install {missing}" in done.stdout
-    assert "Traceback" not in done.stdout
-    assert not (tmp_path / "run").exists(), "nothing was begun"
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_it_is_refused_before_any_model_is_looked_for(tmp_path):
+def test_a_missing_tracker_is_refused_with_its_command_before_any_model_is_looked_for(tmp_path):
     rows = write_rows(tmp_path / "rows")
     words = ["train", "model.path=microsoft/phi-4", f"data.path={rows}", "training.report_to=[tensorboard]"]
     code = "import sys; sys.modules['tensorboard'] = None; from finetune.cli import main; main()"
     done = run_command([sys.executable, "-c", code, *words], cwd=tmp_path)
     assert done.returncode == 2, done.stdout
-    assert "Run pip install tensorboard, or drop it" in done.stdout
+    assert "names tensorboard, which is not installed. Run pip install tensorboard, or drop it" in done.stdout
     assert "phi-4" not in done.stdout
+    assert "Traceback" not in done.stdout
+    assert not (tmp_path / "runs").exists(), "nothing was begun"
 
 
 def test_a_mere_folder_is_no_package(tmp_path, monkeypatch):
@@ -160,7 +149,7 @@ def test_a_strict_run_refuses_to_go_on_without_its_tracker(tmp_path):
 
 @pytest.mark.process
 @pytest.mark.sweep
-@pytest.mark.skipif(not is_there("tensorboard"), reason="tensorboard is not installed")
+@pytest.mark.needs("tensorboard")
 def test_tensorboard_has_the_figures_of_metrics_jsonl_after_a_restart_too(tmp_path, inputs):
     words = ["training.report_to=[tensorboard]", "optim.schedule=constant"]
     secret = {"HF_TOKEN": "hf_very_secret"}
@@ -183,7 +172,7 @@ def test_tensorboard_has_the_figures_of_metrics_jsonl_after_a_restart_too(tmp_pa
 
 
 @pytest.mark.sweep
-@pytest.mark.skipif(not is_there("wandb"), reason="wandb is not installed")
+@pytest.mark.needs("wandb")
 def test_wandb_works_offline(tmp_path, inputs):
     words = ["training.report_to=[wandb]", "training.max_steps=4"]
     done = train(tmp_path, inputs, *words, WANDB_MODE="offline", WANDB_SILENT="true", WANDB_API_KEY="k" * 40)
@@ -196,7 +185,7 @@ def test_wandb_works_offline(tmp_path, inputs):
 
 
 @pytest.mark.sweep
-@pytest.mark.skipif(not is_there("trackio"), reason="trackio is not installed")
+@pytest.mark.needs("trackio")
 def test_trackio_has_the_figures_in_its_own_folder(tmp_path, inputs):
     words = ["training.report_to=[trackio]", "training.max_steps=4"]
     done = train(tmp_path, inputs, *words, TRACKIO_DIR=str(tmp_path / "trackio"))
@@ -209,10 +198,7 @@ def test_trackio_has_the_figures_in_its_own_folder(tmp_path, inputs):
 
 
 @pytest.mark.sweep
-@pytest.mark.skipif(
-    not all(map(is_there, ("mlflow", "sqlalchemy", "alembic"))),
-    reason="mlflow-skinny sqlalchemy alembic: not installed",
-)
+@pytest.mark.needs("mlflow", "sqlalchemy", "alembic")
 def test_mlflow_has_the_figures_in_its_database(tmp_path, inputs):
     words = ["training.report_to=[mlflow]", "training.max_steps=4"]
     address = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}"}
