@@ -45,8 +45,8 @@ def _isolate() -> None:
     for name in ("SIGINT", "SIGHUP"):
         if signal.getsignal(signal.Signals[name]) is signal.SIG_IGN:
             signal.signal(signal.Signals[name], signal.default_int_handler if name == "SIGINT" else signal.SIG_DFL)
-    # One thread a process: the launch tests run several, and OpenMP collapses when cores are shared. CI runs the numeric
-    # tests with more. torch.compile would start processes that stay behind a test.
+    # One thread a process: the launch tests run several, and OpenMP collapses when cores are shared. CI runs
+    # the numeric tests with more. torch.compile would start processes that stay behind a test.
     threads = os.environ.get("FINETUNE_TEST_THREADS", "1")
     single = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ |= {"HOME": home, "HF_HUB_OFFLINE": "1", **single}

@@ -20,7 +20,7 @@ NOT_IN_CI = {
     "tests/export/test_ollama.py::test_go_itself_": "needs Go",
     "tests/runs/test_run_folder.py::test_a_folder_without_write_permission_": "needs a user who is not root",
     "tests/runs/test_runs.py::test_a_folder_that_may_not_be_read_": "needs a user who is not root",
-    "tests/crash/test_two_runs.py::test_a_restart_names_who_does_not_die": "waits for 30 seconds: FINETUNE_FULL_SWEEP=1",
+    "tests/crash/test_two_runs.py::test_a_restart_names_who_does_not_die": "waits for 30 s: FINETUNE_FULL_SWEEP=1",
 }
 """Beginnings of the names of tests that no command of `.ci/run` runs, and why."""
 

@@ -65,7 +65,9 @@ def test_the_container_can_make_a_report_too():
 def test_the_check_installs_what_no_test_of_the_site_and_the_report_is_skipped_for():
     extras = PROJECT["optional-dependencies"]
     assert "finetune[report]" in extras["test"]
-    assert {"finetune[test]", "finetune[docs]", "finetune[trackers]", "finetune[bench]", "finetune[harness]"} <= set(extras["test-everything"])
+    assert {"finetune[test]", "finetune[docs]", "finetune[trackers]", "finetune[bench]", "finetune[harness]"} <= set(
+        extras["test-everything"]
+    )
     assert '".[test-everything]"' in CHECK
     assert "mkdocs build --strict" in CHECK
     assert "finetune/py.typed" in CHECK
