@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.never_run import never_run
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCES = sorted((REPOSITORY / "finetune").rglob("*.py"))
 LAUNCH_VARIABLE = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|(SLURM|OMPI|PMI|ACCELERATE|TORCHELASTIC)_\w+)")
@@ -79,3 +81,9 @@ def test_the_repository_names_no_path_of_one_machine():
     texts = [REPOSITORY / name for name in tracked.stdout.split() if not name.endswith(others)]
     found = re.compile(r"/(root|home/\w+|work)/[\w.]+")
     assert [str(path) for path in texts if path.is_file() and found.search(path.read_text(encoding="utf-8"))] == []
+
+
+def test_a_test_that_ran_in_no_command_of_ci_is_found():
+    lines = ["a::ran", "a::skipped\tSkipped: no AVX-512 here", "a::missing\tSkipped: trl: not installed"]
+    collected = ["a::ran", "a::skipped", "a::missing", "a::new", "tests/gpu/test_x.py::y"]
+    assert never_run(collected, lines) == ["a::missing", "a::new"]

@@ -27,7 +27,7 @@ NOT_FAST = {*LONG, "promise", "process", "trains"}
 _PROGRAMS = re.compile(r"python.*|finetune|torchrun|accelerate|mpirun|srun|sbatch|(ba)?sh")
 _running: list[pytest.Item] = []
 _ran: list[str] = []
-"""Tests that were not skipped. With FINETUNE_TESTS_RUN, a session appends them to that file; see tests/never_run.py."""
+"""Tests that ran, and after a tab why one was skipped. With FINETUNE_TESTS_RUN a session appends them to that file."""
 _LEFT_OUT = pytest.StashKey[int]()
 _MOST_WORKERS = 4
 
@@ -78,7 +78,9 @@ def is_left_out(item: pytest.Item) -> bool:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" and not report.skipped:
+    if report.skipped and isinstance(report.longrepr, tuple):
+        _ran.append(f"{report.nodeid}\t{report.longrepr[2]}")
+    elif report.when == "call":
         _ran.append(report.nodeid)
 
 
