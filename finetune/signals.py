@@ -21,6 +21,7 @@ _PR_SET_PDEATHSIG = 1
 _CTRL_C_DOES = ("finetune: stops after this step and its checkpoint;", "press Ctrl-C again to stop at once")
 _ONE_REQUEST_SECONDS = 1.0
 """The same signal may come twice: from the terminal or the scheduler, and from the launcher."""
+_RAISED_AGAIN_SECONDS = 0.05
 
 
 class Terminated(SystemExit):
@@ -55,12 +56,37 @@ def stops_after_step() -> Iterator[None]:
     A second SIGTERM or Ctrl-C, more than a second later, raises `Terminated` or KeyboardInterrupt in the main thread.
     Signals that the program handles itself are left alone.
     """
-    with stop_signals_go_to(_note):
+    with stop_signals_go_to(_note), _dropped_interrupts_are_raised_again():
         _Told.pid, _Told.waits_for_step, _Told.by = os.getpid(), True, None
         try:
             yield
         finally:
             _Told.pid, _Told.waits_for_step, _Told.by = 0, False, None
+
+
+@contextmanager
+def _dropped_interrupts_are_raised_again() -> Iterator[None]:
+    """Send a signal once more when Python has dropped its exception, which was raised inside a `__del__`.
+
+    The imports of a run call thousands of them, so a second Ctrl-C would have no effect if it came in one.
+    """
+    before = sys.unraisablehook
+
+    def send_again(unraisable: sys.UnraisableHookArgs) -> None:
+        dropped = unraisable.exc_value
+        if not isinstance(dropped, KeyboardInterrupt | Terminated):
+            before(unraisable)
+            return
+        number = dropped.signal if isinstance(dropped, Terminated) else signal.SIGINT
+        timer = threading.Timer(_RAISED_AGAIN_SECONDS, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = send_again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 @contextmanager
