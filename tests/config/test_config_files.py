@@ -20,23 +20,18 @@ SHIPPED = {
     "task": [
         "continue_pretraining",
         "debug",
-        "finetune_dora",
         "finetune_full",
         "finetune_kto",
         "finetune_lora",
-        "finetune_lora_plus",
-        "finetune_neftune",
         "finetune_new_tokens",
         "finetune_orpo",
-        "finetune_pissa",
         "finetune_preferences",
         "finetune_qlora",
-        "finetune_rslora",
         "finetune_simpo",
     ],
     "parallel": ["auto", "ddp", "sharded", "sharded_by_node", "single"],
 }
-NUM_FILES = 39
+NUM_FILES = 34
 
 LOADER_KEYS = "batch_size num_workers pin_memory prefetch_factor drop_last"
 KEYS = {

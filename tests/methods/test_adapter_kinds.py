@@ -35,12 +35,12 @@ pytestmark = pytest.mark.trains
 
 KINDS = {
     "lora": ["task=finetune_lora"],
-    "rslora": ["task=finetune_rslora"],
-    "dora": ["task=finetune_dora", "lora.dropout=0.2"],
-    "pissa": ["task=finetune_pissa", "lora.init=pissa"],
-    "pissa_fast": ["task=finetune_pissa"],
-    "lora_plus": ["task=finetune_lora_plus"],
-    "neftune": ["task=finetune_neftune"],
+    "rslora": ["lora.rslora=true"],
+    "dora": ["lora.dora=true", "lora.dropout=0.2"],
+    "pissa": ["lora.init=pissa"],
+    "pissa_fast": ["lora.init=pissa_fast"],
+    "lora_plus": ["optim.lora_plus_ratio=16"],
+    "neftune": ["training.neftune_alpha=5"],
 }
 
 

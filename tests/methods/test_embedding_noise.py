@@ -102,7 +102,7 @@ def test_the_engine_leaves_such_a_model_to_its_own_forward():
 
 # --- whole runs ---------------------------------------------------------------------------------------------------
 
-WORDS = ["task=finetune_neftune", "lora.r=4", "optim.learning_rate=1e-2"]
+WORDS = ["training.neftune_alpha=5", "lora.r=4", "optim.learning_rate=1e-2"]
 
 
 @pytest.fixture(scope="module")

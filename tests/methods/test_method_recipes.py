@@ -27,7 +27,7 @@ def inputs(tmp_path_factory):
     ("name", "words", "left"),
     [
         ("finetune_new_tokens", ["lora.new_tokens=['<order>']"], "adapter_model.safetensors"),
-        ("finetune_lora", ["task=finetune_dora"], "adapter_model.safetensors"),
+        ("finetune_lora", ["lora.dora=true"], "adapter_model.safetensors"),
         ("finetune_full", ["task=continue_pretraining", "data.path=TEXTS"], "model.safetensors"),
     ],
 )
