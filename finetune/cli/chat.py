@@ -63,10 +63,10 @@ def chat(
     )
     run = find_run(run_folder, settings or [], base=base, checkpoint=checkpoint, is_alone=True)
     with open_run(run, wished) as answering:
-        Chat(answering, compare=compare).run()
+        ChatSession(answering, compare=compare).run()
 
 
-class Chat:
+class ChatSession:
     """A conversation at the keyboard, or with the lines of a pipe; with a pipe, only answers go to standard output.
 
     Args:

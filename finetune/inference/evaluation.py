@@ -26,7 +26,7 @@ from finetune.inference.answer_reader import AnswerReader
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.inference.finished_run import has_base
 from finetune.inference.losses import in_even_rounds, measure_losses
-from finetune.inference.scores import ComparedAnswer, Comparison, ModelScores
+from finetune.inference.scores import ComparedAnswer, ModelComparison, ModelScores
 from finetune.logs import waiting
 from finetune.model.base import evaluation_mode
 
@@ -82,7 +82,7 @@ class Evaluation:
 
 def run_test_phase(
     runtime: Runtime, model: Any, tokenizer: PreTrainedTokenizerBase, loader: EvaluationLoader, section: TestingSection
-) -> Comparison:
+) -> ModelComparison:
     """Evaluate for the test phase of training, with the metrics of the configuration.
 
     This process computes alone, without communication. Collective if the model is sharded: every rank.
@@ -98,7 +98,7 @@ def run_test_phase(
     is_alone = runtime.shard_size is None
     found = evaluate_model(runtime, model, tokenizer, loader, section, metrics=metrics, is_alone=is_alone)
     scores = {name: ModelScores(loss=each.loss, **each.metrics) for name, each in found.scores.items()}
-    return Comparison(
+    return ModelComparison(
         tuned=scores["tuned"],
         base=scores.get("base"),
         num_rows=found.num_rows,

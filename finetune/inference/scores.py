@@ -48,7 +48,7 @@ class ComparedAnswer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class ModelComparison:
     """The result of the test phase."""
 
     tuned: ModelScores
@@ -61,7 +61,7 @@ class Comparison:
     answers: tuple[ComparedAnswer, ...] = ()
 
 
-def show_comparison(comparison: Comparison) -> None:
+def show_comparison(comparison: ModelComparison) -> None:
     """Print the result of the test phase: base against tuned, then prompts with the answers of both."""
     give_up_dead_screens()
     models = {"base": comparison.base, "tuned": comparison.tuned}

@@ -7,6 +7,7 @@ import logging
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,54 +24,55 @@ _GIT_SECONDS = 5.0
 _log = logging.getLogger(__name__)
 
 
-class RunRecord:
-    """The file, replaced as a whole at each change; docs/watching.md describes its fields.
+@dataclass(frozen=True, kw_only=True)
+class RunStart:
+    """What run.json records about a run that starts or resumes."""
 
-    It holds only what is passed in by name: no environment, no command line, nothing that could be a secret.
+    world_size: int
+    """Processes that train together."""
+    processes_started: int
+    """Processes of the launch; more than `world_size` if one of them trains alone."""
+    launcher: str
+    """The launcher that started them."""
+    backend: str | None
+    """The backend of the process group; None for a single process."""
+    threads: Mapping[str, Any]
+    """`Runtime.threads` of the main process."""
+    sharding: str = "none"
+    """How weights are sharded over the processes: `none` or `fsdp2`."""
+    shard_size: int | None = None
+    """Processes that share one copy of the weights; None if each process has its own."""
+    device: str | None = None
+    """The type of the device that computes: `cpu`, `cuda`."""
+    precision: str | None = None
+    """`fp32` or `bf16`."""
+    global_batch: Mapping[str, Any]
+    """The factors of the global batch size, by name."""
+    fallbacks: Sequence[Mapping[str, str]]
+    """The result of `Fallbacks.as_records`."""
+    fingerprints: Mapping[str, str]
+    """Digests by name, for example of the data and the configuration."""
+    started_with: Mapping[str, Any] | None = None
+    """The values with which `training.resume` compares the next start."""
+    resume_changes: Sequence[Mapping[str, str]] = ()
+    """Changes that `resume_allow` accepts. They are added to those of earlier starts."""
+
+
+class RunRecord:
+    """The file run.json, replaced as a whole at each change. docs/watching.md describes its fields.
+
+    The file holds only what is passed in by name: no environment and no command line, which may contain secrets.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._values: dict[str, Any] = {}
 
-    def start(
-        self,
-        *,
-        world_size: int,
-        processes_started: int,
-        launcher: str,
-        backend: str | None,
-        threads: Mapping[str, Any],
-        global_batch: Mapping[str, Any],
-        fallbacks: list[dict[str, str]],
-        fingerprints: Mapping[str, str],
-        sharding: str = "none",
-        shard_size: int | None = None,
-        device: str | None = None,
-        precision: str | None = None,
-        started_with: Mapping[str, Any] | None = None,
-        resume_changes: Sequence[Mapping[str, str]] = (),
-    ) -> None:
+    def start(self, run: RunStart) -> None:
         """Write the record of a run that starts or resumes. The times and changes of earlier starts are kept.
 
-        Args:
-            world_size: processes that train together.
-            processes_started: processes of the launch; more than world_size if one of them trains alone.
-            launcher: the launcher that started them.
-            backend: the backend of the process group; None for a single process.
-            threads: `Runtime.threads` of the main process.
-            global_batch: the parts of the global batch, by name.
-            fallbacks: the result of `Fallbacks.as_records`.
-            fingerprints: digests by name, for example of the data and the configuration.
-            sharding: how frozen weights are shared out among the processes, `none` or `fsdp2`.
-            shard_size: processes that share one copy of them; None: each has its own.
-            device: the kind of device that computes: `cpu`, `cuda`.
-            precision: `fp32` or `bf16`.
-            started_with: the values with which `training.resume` compares the next start.
-            resume_changes: changes that `resume.allow` let through; added to those of earlier starts.
-
         Raises:
-            RunFailedError: the disk refused.
+            RunFailedError: the file cannot be written.
         """
         earlier = read_run_record(self.path)
         if earlier is None and self.path.exists():
@@ -80,26 +82,14 @@ class RunRecord:
         now = _now()
         self._values = {
             "status": "running",
-            "world_size": world_size,
-            "processes_started": processes_started,
-            "launcher": launcher,
-            "backend": backend,
-            "threads": dict(threads),
-            "sharding": sharding,
-            "shard_size": shard_size,
-            "device": device,
-            "precision": precision,
-            "global_batch": dict(global_batch),
-            "fallbacks": fallbacks,
+            **vars(run),
+            "resume_changes": [*changes, *({"at": now, **change} for change in run.resume_changes)],
             "versions": read_versions(),
             "git_commit": read_git_commit(Path.cwd()),
-            "fingerprints": dict(fingerprints),
             "starts": [*starts, now],
             "num_steps": None,
             "memory": earlier.get("memory"),
             "profile": earlier.get("profile"),
-            "started_with": dict(started_with) if started_with is not None else None,
-            "resume_changes": [*changes, *({"at": now, **change} for change in resume_changes)],
             "finished": None,
             "result": None,
         }
@@ -110,7 +100,7 @@ class RunRecord:
 
         Raises:
             KeyError: there is no such field.
-            RunFailedError: the disk refused.
+            RunFailedError: the file cannot be written.
         """
         unknown = values.keys() - self._values.keys()
         if unknown:
@@ -122,7 +112,7 @@ class RunRecord:
         """Record how and when the run ended, and its result.
 
         Raises:
-            RunFailedError: the disk refused.
+            RunFailedError: the file cannot be written.
         """
         self.update(status=status, finished=_now(), result=dict(result) if result is not None else None)
 

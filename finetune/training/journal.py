@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.compose import resolved_yaml
 from finetune.errors import PreemptedError, RunFailedError
 from finetune.inference.losses import LossSums
-from finetune.inference.scores import Comparison
+from finetune.inference.scores import ModelComparison
 from finetune.logs import log_only_to, log_to_file, stop_logging_to
 from finetune.runs.durable import disk_failures_end_the_run, replace_file
 from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import MetricsWriter
-from finetune.runs.record import RunRecord, Status
+from finetune.runs.record import RunRecord, RunStart, Status
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import TrainerState
 from finetune.training.curve_warnings import CurveWarnings
@@ -104,7 +104,7 @@ class Journal:
             with disk_failures_end_the_run("Writing", self.folder.path):
                 self._log_file = log_to_file(self.folder.log_file, rank=0)
                 replace_file(self.folder.config_file, resolved_yaml(settled).encode())
-            self._record.start(
+            start = RunStart(
                 **world,
                 global_batch=global_batch,
                 fallbacks=fallbacks.as_records(),
@@ -112,6 +112,7 @@ class Journal:
                 started_with=record_of_start(settled, fingerprints),
                 resume_changes=changes,
             )
+            self._record.start(start)
         except BaseException:
             if "_log_file" in vars(self):
                 stop_logging_to(self._log_file)
@@ -248,7 +249,7 @@ class Journal:
             self._progress.__exit__(None, None, None)
             self._progress = None
 
-    def test(self, comparison: Comparison) -> None:
+    def test(self, comparison: ModelComparison) -> None:
         """Record the result of the test phase: the scores of both models, and their answers in run.json."""
         self._example_prompt = next((answer.prompt for answer in comparison.answers), None)
         self.result["answers"] = [asdict(answer) for answer in comparison.answers]

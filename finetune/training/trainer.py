@@ -17,7 +17,7 @@ from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
 from finetune.inference.evaluation import run_test_phase
 from finetune.inference.losses import LossSums, sum_losses
-from finetune.inference.scores import Comparison, show_comparison
+from finetune.inference.scores import ModelComparison, show_comparison
 from finetune.model.base import longrope_boundary
 from finetune.runs.checkpoints import load_checkpoint, take_snapshot
 from finetune.runs.folder import RunFolder
@@ -204,7 +204,7 @@ class Trainer:
         runtime.at("after training", end.state.step, timed=False)  # the script decides what comes next
         return TrainingResults(end.state, run.last_loss), run.last_validation
 
-    def run_test(self, test_loader: EvaluationLoader | None) -> Comparison | None:
+    def run_test(self, test_loader: EvaluationLoader | None) -> ModelComparison | None:
         """Measure the published weights, and the base, on the test split; print the table.
 
         Rank 0 measures alone, without a collective: all ranks may call it, or rank 0 by itself; the others return None.

@@ -23,7 +23,7 @@ from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, LaunchError, PreemptedError
 from finetune.fallbacks import Fallbacks
-from finetune.inference.scores import Comparison
+from finetune.inference.scores import ModelComparison
 from finetune.training.train import build_parts
 from finetune.training.trainer import Trainer, TrainingResults
 
@@ -98,7 +98,7 @@ class TrainerDDP(Trainer):
         self._is_trained = True
         return results
 
-    def run_test(self, test_loader: EvaluationLoader | None) -> Comparison | None:
+    def run_test(self, test_loader: EvaluationLoader | None) -> ModelComparison | None:
         """See `Trainer.run_test`. This completes the run and releases its folder; a second call only measures."""
         with self._leaving_on_error():
             comparison = super().run_test(test_loader)

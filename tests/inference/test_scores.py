@@ -2,7 +2,7 @@ import pytest
 
 from finetune.cli.evaluate import _show
 from finetune.inference.evaluation import AnsweredRow, Evaluation, Scores
-from finetune.inference.scores import ComparedAnswer, Comparison, ModelScores, show_comparison
+from finetune.inference.scores import ComparedAnswer, ModelComparison, ModelScores, show_comparison
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def test_the_table_shows_base_against_tuned_and_at_most_three_answers(render):
     )
     base = ModelScores(loss=3.0, exact_match=0.0, json_valid=0.125)
     tuned = ModelScores(loss=0.25, exact_match=0.93, json_valid=0.995)
-    text = render(Comparison(tuned=tuned, base=base, num_rows=1200, answers=answers))
+    text = render(ModelComparison(tuned=tuned, base=base, num_rows=1200, answers=answers))
     rows = [" ".join(line.replace("│", " ").replace("┃", " ").split()) for line in text.splitlines()]
     assert "Test split, 1,200 rows" in text
     assert "base tuned" in rows
@@ -36,13 +36,13 @@ def test_the_table_shows_base_against_tuned_and_at_most_three_answers(render):
 
 
 def test_rows_that_the_loss_leaves_out_are_counted(render):
-    text = render(Comparison(tuned=ModelScores(loss=0.25), num_rows=1200, num_left_out=3))
+    text = render(ModelComparison(tuned=ModelScores(loss=0.25), num_rows=1200, num_left_out=3))
     assert "Test split, 1,200 rows; the loss is over 1,197 of them (drop_last)" in text
 
 
 def test_what_was_not_measured_is_not_shown(render):
     answer = ComparedAnswer(prompt="p", expected="e", tuned="t")
-    text = render(Comparison(tuned=ModelScores(loss=0.25), answers=(answer,)))
+    text = render(ModelComparison(tuned=ModelScores(loss=0.25), answers=(answer,)))
     assert "base" not in text
     assert "exact match" not in text
     assert "0.2500" in text
@@ -50,7 +50,7 @@ def test_what_was_not_measured_is_not_shown(render):
 
 def test_an_answer_cannot_steer_the_terminal(render):
     answer = ComparedAnswer(prompt="p\x1b[2J", expected="e\u202e", tuned="\x1b]0;title\x07", base="\x9b1m")
-    text = render(Comparison(tuned=ModelScores(loss=0.25), answers=(answer,)))
+    text = render(ModelComparison(tuned=ModelScores(loss=0.25), answers=(answer,)))
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert rows[-4:] == [
         "prompt p<U+001B>[2J",

@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.config.compose import load_config, resolved_yaml
 from finetune.runs.metrics import MetricsWriter
-from finetune.runs.record import RunRecord
+from finetune.runs.record import RunRecord, RunStart
 
 HOSTILE = '"\'></script></style><img src=x onerror="window.hacked=1"><script>window.hacked=1</script>{{ 7777*7777 }}'
 """Leaves any element and attribute that it is put into unescaped."""
@@ -35,11 +35,12 @@ def write_run(
     config = load_config([*(words or ["model.path=none", "data.path=none"]), f"output_dir={folder}"])
     (folder / "config.yaml").write_text(resolved_yaml(config))
     record = RunRecord(folder / "run.json")
-    record.start(
+    start = RunStart(
         world_size=2, processes_started=2, launcher="torchrun", backend="gloo", threads={"count": 1},
         fallbacks=list(fallbacks),
         global_batch={"global_batch_size": 8}, fingerprints={"data.train": digest, "data.validation": digest},
     )  # fmt: skip
+    record.start(start)
     with MetricsWriter(folder / "metrics.jsonl") as metrics:
         for step in range(1, num_steps + 1):
             metrics.write(

@@ -9,7 +9,7 @@ from typing import Any
 from finetune.config.compose import load_config, resolved_yaml
 from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import MetricsWriter
-from finetune.runs.record import RunRecord
+from finetune.runs.record import RunRecord, RunStart
 
 
 def write_run(
@@ -21,7 +21,7 @@ def write_run(
     config = load_config(["model.path=owner/phi", "data.path=owner/rows", f"output_dir={path}", *words])
     folder.config_file.write_text(resolved_yaml(config))
     record = RunRecord(folder.record_file)
-    record.start(
+    start = RunStart(
         world_size=1,
         processes_started=1,
         launcher="none",
@@ -31,6 +31,7 @@ def write_run(
         fallbacks=[],
         fingerprints={"data.train": "a" * 64, "config": path.name},
     )
+    record.start(start)
     record.update(num_steps=len(losses))
     with MetricsWriter(folder.metrics_file) as metrics:
         for step, loss in enumerate(losses, 1):

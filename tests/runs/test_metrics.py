@@ -11,7 +11,7 @@ import pytest
 import finetune
 from finetune.errors import RunFailedError
 from finetune.runs.metrics import MetricsWriter, number_in, read_events
-from finetune.runs.record import RunRecord, read_run_record
+from finetune.runs.record import RunRecord, RunStart, read_run_record
 
 STEP = {
     "step": 12, "epoch": 0, "loss": 1.23, "learning_rate": 3e-4, "grad_norm": 0.8,
@@ -132,7 +132,7 @@ def test_a_disk_that_takes_no_more_ends_the_run_in_one_line(tmp_path):
 def test_the_record_says_what_ran_on_what_and_how_it_ended(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     record = RunRecord(tmp_path / "run.json")
-    record.start(**START)
+    record.start(RunStart(**START))
     first = strict(record.path.read_text())
     assert {name: first[name] for name in START} == START
     assert first["status"] == "running"
@@ -157,7 +157,7 @@ def test_the_record_names_the_commit_and_whether_it_was_changed(tmp_path, monkey
 
     def recorded():
         record = RunRecord(tmp_path / "run.json")
-        record.start(**START)
+        record.start(RunStart(**START))
         return strict(record.path.read_text())["git_commit"]
 
     monkeypatch.chdir(tmp_path)
@@ -177,9 +177,9 @@ def test_the_record_names_the_commit_and_whether_it_was_changed(tmp_path, monkey
 
 
 def test_a_run_that_goes_on_keeps_the_times_of_its_starts(tmp_path):
-    RunRecord(tmp_path / "run.json").start(**START)
+    RunRecord(tmp_path / "run.json").start(RunStart(**START))
     again = RunRecord(tmp_path / "run.json")
-    again.start(**START | {"world_size": 1})
+    again.start(RunStart(**START | {"world_size": 1}))
     record = read_run_record(again.path)
     assert record["world_size"] == 1
     assert len(record["starts"]) == 2
@@ -190,7 +190,7 @@ def test_a_run_that_goes_on_keeps_the_times_of_its_starts(tmp_path):
 def test_a_torn_record_is_written_anew(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
     record = RunRecord(tmp_path / "run.json")
-    record.start(**START)
+    record.start(RunStart(**START))
     assert len(read_run_record(record.path)["starts"]) == 1
 
 
