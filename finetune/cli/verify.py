@@ -21,7 +21,7 @@ from finetune.cli.run_options import (
 from finetune.errors import ConfigError
 from finetune.logs import configure_logs, waiting
 from finetune.terminal import print_json, print_table, say
-from finetune.training.progress import shown_folder
+from finetune.training.reporting.progress import shown_folder
 
 if TYPE_CHECKING:
     from finetune.export.verifying import Verified

@@ -41,9 +41,8 @@ from finetune.runs.disk_space import DiskNeed
 from finetune.runs.durable import in_units
 from finetune.runs.folder import existing_folder
 from finetune.training.forward import choose_forward, wants_fused
-from finetune.training.keeping import most_checkpoints
-from finetune.training.memory_choice import MemoryChoice, choose, shards_of
-from finetune.training.memory_need import (
+from finetune.training.memory.choice import MemoryChoice, choose, shards_of
+from finetune.training.memory.forecast import (
     CANNOT_TRACE,
     OptimizerNeed,
     Peak,
@@ -400,7 +399,7 @@ class _Planner:
         keep = self._config.checkpoint.save_total_limit
         has_best = self._splits is not None and self._splits.validation is not None
         cadence = self.batching.cadence
-        at_once = keep + 1 if cadence is None else most_checkpoints(cadence, keep=keep, has_best=has_best)
+        at_once = keep + 1 if cadence is None else cadence.most_checkpoints(keep=keep, has_best=has_best)
         return DiskNeed(trained, self._need and self._need.state, at_once, shutil.disk_usage(there).free)
 
     def at_limit(self) -> float | None:

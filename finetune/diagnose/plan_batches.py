@@ -14,7 +14,7 @@ from finetune.data.preferences import EncodedPairs
 from finetune.engine.prefixes import Cut
 from finetune.training.loaders import global_batch_size, plan_batches, refuse_dropping_all
 from finetune.training.loop import Cadence
-from finetune.training.memory_need import longest_rows
+from finetune.training.memory.forecast import longest_rows
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config

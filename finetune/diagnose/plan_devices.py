@@ -13,7 +13,7 @@ import torch
 from finetune.distributed.device import _resolve_device, accelerator_kind
 from finetune.distributed.precision import has_bf16
 from finetune.errors import ConfigError
-from finetune.training.memory_trace import DeviceKind
+from finetune.training.memory.tracing import DeviceKind
 
 GIB = 2**30
 

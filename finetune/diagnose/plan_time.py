@@ -10,13 +10,13 @@ import torch
 
 from finetune.engine.decoder import bare_model
 from finetune.engine.fused import fused_or_not
-from finetune.training.memory_trace import IN_A_LAYER, name_of_layers
+from finetune.training.memory.tracing import IN_A_LAYER, name_of_layers
 from finetune.training.optim import build_optimizer
 
 if TYPE_CHECKING:
     from finetune.config.schema import OptimSection
     from finetune.distributed.gradients import LossFunction
-    from finetune.training.memory_trace import DeviceKind
+    from finetune.training.memory.tracing import DeviceKind
 
 _FLOPS = 2
 """A multiplication and an addition."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from finetune.errors import RunFailedError
 from finetune.runs.state import TrainerState
 from finetune.training.step import StepResult
-from finetune.training.validating import Criteria, Validated, after_validation
+from finetune.training.validation import Criteria, Validated, after_validation
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -62,6 +62,16 @@ class Cadence:
         by_steps = self.save_every is not None and step % self.save_every == 0
         by_epochs = self.save_every_epochs is not None and within == 0 and epochs % self.save_every_epochs == 0
         return by_steps or by_epochs or self.is_last(step)
+
+    def most_checkpoints(self, *, keep: int, has_best: bool) -> int:
+        """Return the largest number of checkpoints that are on the disk at the same time.
+
+        Args:
+            keep: how many checkpoints stay.
+            has_best: whether the best one stays too.
+        """
+        num_saves = sum(map(self.saves_after, range(1, self.num_steps + 1)))
+        return min(num_saves, keep + has_best + 1)  # one is being written
 
     def owes_validation(self, state: TrainerState) -> bool:
         """Return whether the run was preempted before the validation that was due after its last step."""

@@ -25,14 +25,14 @@ from finetune.runs.checkpoints import load_checkpoint
 from finetune.runs.model_files import load_model
 from finetune.runs.recorded_run import RecordedRun, finite, text, whole
 from finetune.runs.verification import whole_checkpoints
-from finetune.training.fit import named_splits
+from finetune.training.checks import named_splits
 from finetune.training.loop import Cadence
-from finetune.training.memory_choice import MemoryChoice, masks_follow_the_cut
+from finetune.training.memory.choice import MemoryChoice, masks_follow_the_cut
 from finetune.training.optim import build_optimizer
 from finetune.training.step import StepSettings, train_step
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
-from finetune.training.validating import LOSS
+from finetune.training.validation import LOSS
 
 if TYPE_CHECKING:
     import torch

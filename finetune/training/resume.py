@@ -24,7 +24,7 @@ from finetune.errors import CheckpointError
 from finetune.runs.comparison import differing
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.verification import newest_valid, read_state
-from finetune.training.memory_choice import masks_follow_the_cut
+from finetune.training.memory.choice import masks_follow_the_cut
 
 if TYPE_CHECKING:
     from finetune.runs.folder import RunFolder

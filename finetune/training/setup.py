@@ -26,13 +26,13 @@ from finetune.model.training_mode import add_embedding_noise
 from finetune.runs.checkpoints import save_base
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
-from finetune.training.fit import check_fit, named_splits
+from finetune.training.checks import check_fit, named_splits
 from finetune.training.forward import agree_on_forward
-from finetune.training.journal import Journal
 from finetune.training.loaders import global_batch_size
-from finetune.training.memory_choice import MemoryChoice, agree_on_memory, choose, shards_of
-from finetune.training.memory_need import copy_without_data
-from finetune.training.validating import check_metrics, refuse_rows_without_answers
+from finetune.training.memory.choice import MemoryChoice, agree_on_memory, choose, shards_of
+from finetune.training.memory.forecast import copy_without_data
+from finetune.training.reporting.journal import Journal
+from finetune.training.validation import check_metrics, refuse_rows_without_answers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

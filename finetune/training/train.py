@@ -14,10 +14,10 @@ from finetune.model.lora import add_lora
 from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
 from finetune.runs.folder import RunFolder
-from finetune.training.inputs import check_inputs, check_paths
+from finetune.training.checks import check_inputs, check_paths
 from finetune.training.preference_trainer import PreferenceTrainer, check_preferences
 from finetune.training.trainer import Trainer
-from finetune.training.validating import check_metrics
+from finetune.training.validation import check_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

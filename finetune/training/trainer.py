@@ -25,8 +25,6 @@ from finetune.runs.model_files import load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
 from finetune.signals import no_step_is_left
-from finetune.training.journal import Journal
-from finetune.training.keeping import log_disk_need, publish_best
 from finetune.training.loaders import (
     build_loaders,
     global_batch_size,
@@ -37,11 +35,13 @@ from finetune.training.loop import Cadence, StopRules, run_loop
 from finetune.training.optim import build_optimizer, warn_of_long_warmup
 from finetune.training.preemption import preempted_in_test, preempted_in_training
 from finetune.training.profiling import StepProfiler
+from finetune.training.publishing import log_disk_need, publish_best
+from finetune.training.reporting.journal import Journal
+from finetune.training.reporting.summary import show_summary
 from finetune.training.resume import at_its_place
 from finetune.training.setup import set_up
-from finetune.training.summary import show_summary
 from finetune.training.training_run import TrainingRun
-from finetune.training.validating import Criteria, under_criteria
+from finetune.training.validation import Criteria, under_criteria
 
 if TYPE_CHECKING:
     import torch

@@ -22,11 +22,11 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 from finetune.training.loaders import log_cut_examples, log_share
 from finetune.training.loop import Cadence
-from finetune.training.memory_choice import masks_follow_the_cut
+from finetune.training.memory.choice import masks_follow_the_cut
 from finetune.training.profiling import StepProfiler
 from finetune.training.setup import Objective, Setup
 from finetune.training.step import StepResult, StepSettings, StepTooLargeError, train_step
-from finetune.training.validating import Validated
+from finetune.training.validation import Validated
 
 if TYPE_CHECKING:
     import torch

@@ -28,7 +28,7 @@ from finetune.engine.microbatch import PaddedMicrobatch
 from finetune.errors import ConfigError, DataError
 from finetune.model.base import build_base_model, build_tokenizer, checkpoint_gradients
 from finetune.model.lora import add_lora
-from finetune.training.memory_trace import Allocations, _choices_on
+from finetune.training.memory.tracing import Allocations, _choices_on
 from finetune.training.objectives.preference_losses import PreferenceLoss
 from finetune.training.objectives.preferences import PreferenceMicrobatch, summed_preferences
 from finetune.training.train import build_trainer

@@ -24,7 +24,7 @@ from finetune.errors import LaunchError
 from finetune.model.base import build_base_model
 from finetune.model.lora import attach_adapter
 from finetune.model.targets import resolve_targets
-from finetune.training.memory_need import Shards, Weights, forecast_step, optimizer_need
+from finetune.training.memory.forecast import Shards, Weights, forecast_step, optimizer_need
 from finetune.training.optim import build_optimizer
 from tests.launches import REPOSITORY
 

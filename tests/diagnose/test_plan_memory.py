@@ -19,7 +19,7 @@ from finetune.engine.loss import BY_DEVICE, summed_cross_entropy
 from finetune.engine.products import unchanged_weights
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
-from finetune.training.memory_need import OptimizerNeed, optimizer_need, predict_peak
+from finetune.training.memory.forecast import OptimizerNeed, optimizer_need, predict_peak
 from finetune.training.objectives.preference_losses import PreferenceLoss
 from finetune.training.objectives.preferences import put_pairs_together, summed_preferences
 from finetune.training.optim import build_optimizer
@@ -256,7 +256,7 @@ def test_few_layers_tell_what_many_take(kind, loss_of, monkeypatch):
     extrapolated = predict_peak(model, microbatch, need, loss_of, **options)
     assert len(model.get_base_model().get_decoder().layers) == 6  # as it was
     assert all(weight.is_meta for weight in model.parameters())
-    monkeypatch.setattr("finetune.training.memory_need._MORE", 6)
+    monkeypatch.setattr("finetune.training.memory.forecast._MORE", 6)
     whole = predict_peak(model, microbatch, need, loss_of, **options)
     assert abs(extrapolated.total / whole.total - 1) < 0.005
     for part, size in whole.parts.items():

@@ -17,8 +17,8 @@ from finetune.distributed.launch import launch
 from finetune.errors import ConfigError
 from finetune.runs.checkpoints import load_checkpoint, take_snapshot
 from finetune.runs.folder import RunFolder
-from finetune.training.journal import Journal
 from finetune.training.optim import build_optimizer
+from finetune.training.reporting.journal import Journal
 from finetune.training.train import build_trainer
 from tests.curves import (
     FULL,

@@ -13,7 +13,7 @@ from finetune.distributed.sharding import refuse_uneven_shards
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.errors import ConfigError, LaunchError, RunFailedError
 from finetune.runs.folder import RunFolder
-from finetune.training.memory_need import Shards, Weights
+from finetune.training.memory.forecast import Shards, Weights
 from finetune.training.train import build_trainer
 from tests.curves import Case, assert_one_world, reporting_words, reports_of_run, run_and_report, run_words
 from tests.launches import LAUNCHERS, run_command

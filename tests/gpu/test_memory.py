@@ -17,7 +17,7 @@ from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import attach_adapter
 from finetune.model.targets import resolve_targets
-from finetune.training.memory_need import optimizer_need, predict_peak
+from finetune.training.memory.forecast import optimizer_need, predict_peak
 from finetune.training.optim import build_optimizer
 from tests.diagnose.measured import held_by, peak_of
 from tests.tiny_models import tiny_phi3_config

@@ -21,7 +21,7 @@ from finetune.data.labelled import EncodedLabelled, LabelledExample
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.errors import ConfigError
-from finetune.training.fit import check_fit
+from finetune.training.checks import check_fit
 from finetune.training.objectives.preference_losses import GlobalSums, PreferenceLoss, RowNats
 from finetune.training.objectives.preferences import (
     local_sums,

@@ -26,8 +26,8 @@ from finetune.model.quantized import (
     quantization,
     refuse_where_quantizing_is_impossible,
 )
-from finetune.training.memory_choice import MOST_TOKENS
-from finetune.training.memory_need import OptimizerNeed, copy_without_data, longest_rows, predict_peak
+from finetune.training.memory.choice import MOST_TOKENS
+from finetune.training.memory.forecast import OptimizerNeed, copy_without_data, longest_rows, predict_peak
 from tests.curves import Case
 from tests.diagnose.measured import peak_of
 from tests.distributed.test_sharding import CHECKPOINTED, REFERENCE, assert_same_bytes, train_both_ways
@@ -38,7 +38,7 @@ from tests.methods.tiny_training import curve, logits_of, plain_logits, record, 
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY, write_rows
-from tests.training.test_memory_choice import choice_of, config_of, loss_of
+from tests.training.test_memory import choice_of, config_of, loss_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 QUANTIZED = LoraSection(quantize="nf4", r=4, alpha=6.0)

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from finetune.training.curve_warnings import CurveWarnings
+from finetune.training.reporting.curve_warnings import CurveWarnings
 from tests.runs.made_runs import step_event
 
 

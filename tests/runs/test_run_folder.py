@@ -185,6 +185,6 @@ def test_the_lock_is_free_after_a_refusal_and_after_close(tmp_path):
 
 @pytest.mark.process
 def test_floor_without_torch():
-    modules = "finetune.runs.folder, finetune.runs.record, finetune.training.progress"
+    modules = "finetune.runs.folder, finetune.runs.record, finetune.training.reporting.progress"
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from finetune.training.interval import Interval
+from finetune.training.reporting.interval import Interval
 from tests.launches import run_launched
 from tests.tiny_runs import write_base, write_rows
 

@@ -13,7 +13,7 @@ from finetune.config.tracker_packages import is_installed, refuse_missing_tracke
 from finetune.errors import ConfigError
 from finetune.fallbacks import Fallbacks
 from finetune.runs.folder import RunFolder
-from finetune.training.trackers import Trackers
+from finetune.training.reporting.trackers import Trackers
 from tests.launches import REPOSITORY, run_command
 from tests.runs.screens import FINETUNE
 from tests.tiny_runs import write_base, write_rows

@@ -1,4 +1,4 @@
-"""Trains as `finetune train` does, on ranks that have less memory than the machine; see `test_memory_choice`.
+"""Trains as `finetune train` does, on ranks that have less memory than the machine; see `test_memory`.
 
 ROOM_OF_RANK_1 is the memory that rank 1 finds free. SHORT is RANK:TOKENS: a pass over more tokens finds no memory on
 that rank, by an allocation that no machine can serve; not in the first micro-batch, whose gradients are there then.
@@ -14,7 +14,7 @@ import torch
 
 from finetune import command, launch, load_config
 from finetune.distributed.runtime import Runtime
-from finetune.training import memory_choice
+from finetune.training.memory import choice
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
 
@@ -25,7 +25,7 @@ ROOM = os.environ.get("ROOM_OF_RANK_1")
 def limit_free_memory(runtime: Runtime) -> None:
     """What the rank is told to have; the machine has more."""
     if ROOM is not None and runtime.rank == 1:
-        memory_choice.free_memory = lambda *_, **__: int(ROOM)
+        choice.free_memory = lambda *_, **__: int(ROOM)
 
 
 def run_short_of_memory(runtime: Runtime, trainer: type[Trainer]) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from finetune.runs.state import TrainerState
 from finetune.training.loop import is_patience_exhausted
-from finetune.training.validating import Criteria, Validated, after_validation
+from finetune.training.validation import Criteria, Validated, after_validation
 
 
 def after(losses, *, min_delta=0.0, patience=2):

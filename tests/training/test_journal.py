@@ -11,7 +11,7 @@ from finetune.inference.losses import LossSums
 from finetune.inference.scores import ModelComparison, ModelScores
 from finetune.runs.checkpoints import Snapshot
 from finetune.runs.state import TrainerState
-from finetune.training.journal import Journal
+from finetune.training.reporting.journal import Journal
 from finetune.training.step import StepResult
 
 STEP = ["event", "step", "epoch", "loss", "learning_rate", "grad_norm"]

@@ -6,7 +6,7 @@ from finetune.errors import RunFailedError
 from finetune.runs.state import TrainerState
 from finetune.training.loop import Cadence, StopRules, run_loop
 from finetune.training.step import StepResult
-from finetune.training.validating import Validated
+from finetune.training.validation import Validated
 
 
 class Recorder:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from finetune.logs import configure_logs
 from finetune.signals import stops_after_step
-from finetune.training.progress import TrainingProgress, show_what_next
+from finetune.training.reporting.progress import TrainingProgress, show_what_next
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from finetune.inference.losses import LossSums
 from finetune.threads import settle_waiting
 from finetune.training import trainer as trainer_module
 from finetune.training import training_run
-from finetune.training.journal import Journal
+from finetune.training.reporting.journal import Journal
 from tests.tiny_runs import random_model_words, write_base, write_rows
 
 pytestmark = pytest.mark.trains

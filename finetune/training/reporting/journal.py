@@ -22,20 +22,20 @@ from finetune.runs.metrics import MetricsWriter
 from finetune.runs.record import RunRecord, RunStart, Status
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import TrainerState
-from finetune.training.curve_warnings import CurveWarnings
-from finetune.training.interval import Interval
 from finetune.training.profiling import Profile
-from finetune.training.progress import TRACE_VIEWER, TrainingProgress, show_what_next, shown_folder
+from finetune.training.reporting.curve_warnings import CurveWarnings
+from finetune.training.reporting.interval import Interval
+from finetune.training.reporting.progress import TRACE_VIEWER, TrainingProgress, show_what_next, shown_folder
+from finetune.training.reporting.trackers import Trackers
 from finetune.training.resume import accepted_changes, record_of_start, refuse_other_global_batch
 from finetune.training.saver import Saved, Saver
 from finetune.training.step import StepResult
-from finetune.training.trackers import Trackers
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.fallbacks import Fallbacks
     from finetune.runs.checkpoints import Snapshot
-    from finetune.training.memory_choice import MemoryChoice
+    from finetune.training.memory.choice import MemoryChoice
 
 _log = logging.getLogger(__name__)
 

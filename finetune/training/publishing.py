@@ -22,18 +22,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def most_checkpoints(cadence: Cadence, *, keep: int, has_best: bool) -> int:
-    """Return the largest number of checkpoints that are on the disk at the same time.
-
-    Args:
-        cadence: which steps save.
-        keep: how many checkpoints stay.
-        has_best: whether the best one stays too.
-    """
-    num_saves = sum(map(cadence.saves_after, range(1, cadence.num_steps + 1)))
-    return min(num_saves, keep + has_best + 1)  # one is being written
-
-
 def log_disk_need(
     folder: RunFolder,
     snapshot: Snapshot,
@@ -53,7 +41,7 @@ def log_disk_need(
         keep: how many checkpoints stay.
         has_best: whether the best one stays too.
     """
-    at_once = most_checkpoints(cadence, keep=keep, has_best=has_best)
+    at_once = cadence.most_checkpoints(keep=keep, has_best=has_best)
     need = disk_need(folder, snapshot, optimizer, at_once=at_once)
     _log.info("disk: %s", need)
     held = sum(path.lstat().st_size for path in folder.checkpoints.rglob("*"))

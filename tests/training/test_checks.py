@@ -7,7 +7,7 @@ import pytest
 from finetune.config import load_config
 from finetune.errors import DataError, FinetuneError, ModelError
 from finetune.training import train as training
-from finetune.training.inputs import check_paths
+from finetune.training.checks import check_paths
 
 NO_ROWS = "data.path is nowhere.jsonl, but there is no such file or folder. Correct the path."
 NO_DEV = "data.validation is gone.csv.gz, but there is no such file. Correct the path."

@@ -20,7 +20,7 @@ from finetune.errors import first_line
 from finetune.model.base import checkpoint_gradients
 from finetune.runs.durable import in_units
 from finetune.training.loaders import global_batch_size
-from finetune.training.memory_need import (
+from finetune.training.memory.forecast import (
     CANNOT_TRACE,
     WHOLE,
     OptimizerNeed,
@@ -35,8 +35,8 @@ from finetune.training.optim import build_optimizer
 if TYPE_CHECKING:
     from finetune.config.schema import Config, ParallelSection
     from finetune.distributed.runtime import Runtime
-    from finetune.training.memory_need import Peak
-    from finetune.training.memory_trace import LossOf
+    from finetune.training.memory.forecast import Peak
+    from finetune.training.memory.tracing import LossOf
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from finetune.inference import evaluation
 from finetune.runs.state import TrainerState
 from finetune.runs.view import RunView
 from finetune.training.train import trainer_for
-from finetune.training.validating import Criteria, Validated, after_validation, check_metrics, under_criteria
+from finetune.training.validation import Criteria, Validated, after_validation, check_metrics, under_criteria
 from tests.in_process import run_finetune
 from tests.launches import run_launched
 from tests.methods import tiny_training

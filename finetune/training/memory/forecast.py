@@ -1,4 +1,4 @@
-"""Predict how much memory a training step takes, by running the real step on tensors without data (`memory_trace`).
+"""Predict how much memory a training step takes, by running the real step on tensors without data (`tracing`).
 
 The tensors that autograd keeps are counted, not listed here, so the prediction follows every change of the engine.
 
@@ -24,7 +24,7 @@ from finetune.data.preferences import EncodedPairs
 from finetune.engine.decoder import bare_model
 from finetune.engine.four_bits import is_in_4_bits, weight_without_data
 from finetune.engine.microbatch import Microbatch
-from finetune.training.memory_trace import (
+from finetune.training.memory.tracing import (
     ABOVE,
     BELOW,
     FORWARD,

@@ -17,8 +17,8 @@ from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices, summed_cross_entropy
 from finetune.model.lora import add_lora
 from finetune.runs.folder import RunFolder
-from finetune.training import memory_choice
-from finetune.training.memory_choice import (
+from finetune.training.memory import choice as memory_choice
+from finetune.training.memory.choice import (
     ENOUGH_TOKENS,
     MOST_TOKENS,
     Decision,
@@ -28,7 +28,7 @@ from finetune.training.memory_choice import (
     choose,
     decide,
 )
-from finetune.training.memory_need import OptimizerNeed, longest_rows, optimizer_need, predict_peak
+from finetune.training.memory.forecast import OptimizerNeed, longest_rows, optimizer_need, predict_peak
 from finetune.training.optim import build_optimizer
 from finetune.training.trainer import Trainer
 from tests.in_process import Ended, run_script

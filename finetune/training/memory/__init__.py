@@ -1,0 +1,1 @@
+"""How much memory a training step takes, and what a run does about it."""
