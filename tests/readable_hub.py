@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(401, code="RepoNotFound")
         if name in self.state.gated and self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._send(403 if self.headers.get("Authorization") else 401, code="GatedRepo")
-        if revision not in (None, "main", COMMIT):
+        if revision not in (None, "main", COMMIT, self.state.commit):
             return self._send(404, code="RevisionNotFound")
         folder = self.state.folders[name]
         if path.startswith("/api/"):
@@ -123,17 +123,38 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(404, code="EntryNotFound")
         return self._send(200, (folder / file).read_bytes())
 
+    def do_POST(self) -> None:
+        """Answer with the records of the files that are asked for by name."""
+        asked = _RECORD.fullmatch(self.path)
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if asked is None or asked[1] not in self.state.folders:
+            return self._send(404)
+        folder = self.state.folders[asked[1]]
+        found = [name for name in json.loads(body)["paths"] if (folder / name).exists()]
+        return self._send(200, json.dumps([self._entry(folder, name) for name in found]).encode())
+
+    @staticmethod
+    def _entry(folder: Path, name: str) -> dict[str, str | int]:
+        path = folder / name
+        return {"type": "directory" if path.is_dir() else "file", "path": name, "size": path.stat().st_size, "oid": "0"}
+
     def _describe(self, name: str, folder: Path, tree: str | None) -> None:
         """Answer with the record of a repository, or with the files in a folder of it."""
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
         if tree is not None:
             if not (folder / tree).is_dir():
                 return self._send(404, code="EntryNotFound")
-            sizes = {file: (folder / file).stat().st_size for file in files if file.startswith(tree)}
-            entries = [{"type": "file", "path": file, "size": size, "oid": "0"} for file, size in sizes.items()]
-            return self._send(200, json.dumps(entries).encode())
+            inside = sorted(str(path.relative_to(folder)) for path in (folder / tree).rglob("*"))
+            return self._send(200, json.dumps([self._entry(folder, name) for name in inside]).encode())
         siblings = [{"rfilename": file} for file in files]
-        record = {"id": name, "sha": COMMIT, "private": False, "gated": False, "siblings": siblings, "tags": []}
+        record = {
+            "id": name,
+            "sha": self.state.commit,
+            "private": False,
+            "gated": False,
+            "siblings": siblings,
+            "tags": [],
+        }
         return self._send(200, json.dumps(record).encode())
 
     def _send(self, status: int, body: bytes = b"{}", *, code: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import re
 import sys
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import datasets
 import pytest
+from datasets import Dataset
 from huggingface_hub import constants
 
 from finetune.config import hub
 from finetune.config.hub import Repository, find_fault
 from finetune.config.schema import DataSection, ModelSection
 from finetune.config.shipped_files import resolve_shipped
+from finetune.data.encode import encode_examples
 from finetune.data.examples import load_examples
 from finetune.errors import DataError, ModelError
 from finetune.model import from_hub
@@ -25,6 +28,7 @@ from tests import readable_hub
 from tests.in_process import run_finetune
 from tests.launches import LAUNCHERS, free_port, run_command
 from tests.readable_hub import TOKEN, ReadableHub, black_hole, running_hub
+from tests.tiny import tiny_tokenizer
 
 TINY = Path(resolve_shipped("shipped:phi_tiny"))
 MODEL = ModelSection(path="someone/tiny")
@@ -264,6 +268,84 @@ def test_a_data_set_that_was_prepared_here_needs_no_network(
     assert len(load_examples(DataSection(path="someone/chats")).train) == 3
     point_to(no_hub())
     assert len(load_examples(DataSection(path="someone/chats")).train) == 3
+
+
+@pytest.fixture
+def shards(served: ReadableHub, tmp_path: Path) -> Path:
+    """A data set of the hub: a split in several Parquet files, with columns that JSON cannot express."""
+    folder = tmp_path / "set"
+    (folder / "data").mkdir(parents=True)
+    when = datetime.datetime(2024, 1, 1)
+    for split, count in (("train", 3), ("test", 1)):
+        for shard in range(count):
+            rows = [
+                {"prompt": f"{split} {shard * 5 + row}", "completion": "yes", "when": when, "score": float("nan")}
+                for row in range(5)
+            ]
+            Dataset.from_list(rows).to_parquet(folder / "data" / f"{split}-{shard:05d}-of-{count:05d}.parquet")
+    served.folders["datasets/someone/chats"] = folder
+    return folder
+
+
+def test_only_the_first_rows_of_a_data_set_are_read_and_they_are_kept(
+    served: ReadableHub,
+    shards: Path,
+    tmp_path: Path,
+    logged: Callable[[], list[str]],
+    point_to: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    section = DataSection(path="someone/chats", max_rows=7, cache_dir=str(tmp_path / "kept"))
+    examples = load_examples(section)
+    assert [example.prompt for example in examples.train] == [f"train {row}" for row in range(7)]
+    assert examples.test is not None
+    assert len(examples.test) == 5
+    assert examples.train[6].source == "someone/chats train row 7"
+    assert "someone/chats train: the first 7 rows read from the hub" in logged()
+    assert not any(request.endswith("train-00002-of-00003.parquet") for request in served.requests)
+    splits = encode_examples(examples, tiny_tokenizer(), section)
+    assert (len(splits.train), splits.train.source(0)) == (7, "someone/chats train row 1")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("the rows were read again"))
+        assert [example.prompt for example in load_examples(section).train] == [f"train {row}" for row in range(7)]
+        held_out = section.model_copy(update={"validation": "2"})
+        splits = encode_examples(load_examples(held_out), tiny_tokenizer(), held_out)
+        assert splits.validation is not None
+        assert (len(splits.train), len(splits.validation)) == (5, 2)
+
+        point_to(no_hub())
+        assert [example.prompt for example in load_examples(section).train] == [f"train {row}" for row in range(7)]
+        assert any("the rows that were read before are used" in line for line in logged())
+    with pytest.raises(DataError, match=r"data\.path is someone/chats, which .* was not prepared here before"):
+        load_examples(section.model_copy(update={"max_rows": 8}))
+
+    (tmp_path / "file").touch()
+    point_to(served.address)
+    with pytest.raises(DataError, match=r"where the first rows of someone/chats are kept, .* Not a directory"):
+        load_examples(section.model_copy(update={"cache_dir": str(tmp_path / "file" / "cache")}))
+
+
+def test_a_new_commit_of_a_data_set_is_read(served: ReadableHub, shards: Path, tmp_path: Path) -> None:
+    section = DataSection(path="someone/chats", max_rows=2, cache_dir=str(tmp_path / "kept"))
+    assert load_examples(section).train[0].prompt == "train 0"
+    for path in shards.rglob("*.parquet"):
+        Dataset.from_list([{"prompt": "new", "completion": "yes"}] * 2).to_parquet(path)
+    served.commit = "beef" * 10
+    assert load_examples(section).train[0].prompt == "new"
+
+
+def test_a_downloaded_data_set_is_read_from_its_folder(shards: Path, served: ReadableHub) -> None:
+    for path in (shards, shards / "data"):
+        examples = load_examples(DataSection(path=str(path), max_rows=7))
+        assert [example.prompt for example in examples.train] == [f"train {row}" for row in range(7)]
+        assert examples.test is not None
+        assert len(examples.test) == 5
+    assert served.requests == []
+    for path in shards.rglob("*.parquet"):
+        path.write_bytes(b"PAR1 no")
+    with pytest.raises(DataError, match=r"set, which cannot be read as a data set \("):
+        load_examples(DataSection(path=str(shards)))
 
 
 def test_a_gated_data_set_needs_a_token(served: ReadableHub) -> None:

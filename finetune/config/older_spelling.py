@@ -86,8 +86,12 @@ RENAMED = {
 }
 """Keys of this project that were renamed. Runs of earlier versions are saved with the older names."""
 
+REMOVED = {"data.stream": "data.max_rows alone reads the first rows of a hub data set"}
+"""Keys of this project that were removed, and why. Runs of earlier versions are saved with them."""
+
 TABLE: dict[str, tuple[Rule, ...]] = {
     **{older: (Renamed(key),) for older, key in RENAMED.items()},
+    **{older: (Dropped(reason),) for older, reason in REMOVED.items()},
     "training.optimizer_type": (Renamed("optim.optimizer", _class_name),),
     "training.optimizer_args": (
         Dropped("it is empty", _is_nothing),
@@ -141,9 +145,13 @@ def translate(settings: list[Setting], problems: list[str]) -> list[Setting]:
                 problems.append(f"{setting.origin}: {older}: refused: {rule.reason}")
             refused.add(older)
         elif isinstance(rule, Dropped):
+            if older in REMOVED and not setting.value:
+                continue  # the default, which every run of an earlier version saved
             _log.warning("%s: %s is left out: %s", setting.origin, setting.dotted, rule.reason)
         elif rule is not None:
             kept.append(_renamed(setting, older, rule))
+        elif setting.dotted == "data.mixture":
+            kept.append(replace(setting, value=_without_removed(setting.value)))
         else:
             kept.append(_with_our_names(setting) if setting.dotted in _HOLDS_KEYS else setting)
     _warn_of_renamed([setting for setting in kept if setting.older_key])
@@ -158,9 +166,19 @@ def saved_with_our_keys(values: Mapping[str, Any]) -> dict[str, Any]:
         (section, name), (new_section, new_name) = older.split("."), key.split(".")
         if isinstance(found.get(section), dict) and name in found[section]:
             found.setdefault(new_section, {})[new_name] = found[section].pop(name)
+    if isinstance(found.get("data"), dict):
+        data = {key: value for key, value in found["data"].items() if f"data.{key}" not in REMOVED}
+        found["data"] = {**data, "mixture": _without_removed(data.get("mixture", []))}
     if isinstance(found.get("resume_allow"), list):
         found["resume_allow"] = [RENAMED.get(name, name) for name in found["resume_allow"]]
     return found
+
+
+def _without_removed(sources: object) -> object:
+    """Leave removed keys out of the sources of a mixture."""
+    if not isinstance(sources, list) or not all(isinstance(source, Mapping) for source in sources):
+        return sources
+    return [{key: value for key, value in source.items() if f"data.{key}" not in REMOVED} for source in sources]
 
 
 def _rule(setting: Setting) -> tuple[str, Rule | None]:

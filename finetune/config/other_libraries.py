@@ -124,7 +124,7 @@ TRL = {
     "dataset_config": "data.name",
     "dataset_train_split": "data.train",
     "dataset_test_split": "data.test",
-    "dataset_streaming": "data.stream",
+    "dataset_streaming": "Set data.max_rows: only these rows of a hub data set are downloaded.",
     "model_name_or_path": "model.path",
     "model_revision": "model.revision",
     "attn_implementation": "model.attention",

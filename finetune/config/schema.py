@@ -149,7 +149,7 @@ ROW_COLUMNS = (
 )
 """The columns that rows are read from, which are the keys of `data.columns`."""
 
-SOURCE_KEYS = ("path", "name", "revision", "train", "validation", "test", "format", "columns", "max_rows", "stream")
+SOURCE_KEYS = ("path", "name", "revision", "train", "validation", "test", "format", "columns", "max_rows")
 """The keys of the data section that each source of `data.mixture` may set, besides its `weight`."""
 
 
@@ -183,9 +183,7 @@ class DataSection(Section):
     max_length: RowKey[PositiveInt] = 2048
     """Maximum number of tokens in a row; longer rows are cut on the right."""
     max_rows: RowKey[PositiveInt | None] = None
-    """Use only this many rows of each split, from the first on."""
-    stream: RowKey[bool] = False
-    """Read the first `max_rows` rows as a stream, without downloading the whole, and keep them in `cache_dir`."""
+    """Use only this many rows of each split, from the first on. Of a hub data set, only these are downloaded."""
     on_long_row: RowKey[OnRow] = "warn"
     """Rows longer than `max_length`: refuse them, drop them, or cut them and warn."""
     on_no_target: RowKey[OnRow] = "refuse"
@@ -223,13 +221,6 @@ class DataSection(Section):
     def _usable_sources(cls, value: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for number, source in enumerate(value):
             _check_source(source, f"[{number}]")
-        return value
-
-    @field_validator("stream")
-    @classmethod
-    def _stream_has_an_end(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and info.data.get("max_rows") is None:
-            raise ValueError("true needs data.max_rows: how many rows of the stream to read and keep")
         return value
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from finetune.config.schema import DataSection
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.compressed import stem_of, suffix_of
-from finetune.data.hub import hub_splits, open_stream, open_whole
+from finetune.data.hub import open_split, split_names
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RowSource, quiet_datasets
 from finetune.data.remote import RemoteRows, is_address, local_path, name_of, names_at
 from finetune.data.rows import Examples, JoinedExamples
@@ -30,6 +30,8 @@ SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev")
 
 _ONE_FILE = "one file"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_SHARD = re.compile(r"-[0-9]+-of-[0-9]+\.")
+"""In the names of the files of a downloaded data set: `train-00000-of-00002.parquet`."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def check_local_rows(section: DataSection, *, has_format: bool) -> None:
         DataError: a file or a folder is not there, cannot be read, or has rows of no known format.
     """
     for source in _sources_of(section):
-        if source.path is not None and (is_hub_id(source.path) or (source.stream and _holds(Path.is_dir, source.path))):
+        if source.path is not None and is_hub_id(source.path):
             continue
         for rows in _find_sources(source).sources.values():
             if isinstance(rows, (FileRows, RemoteRows)):
@@ -262,27 +264,20 @@ def _find_splits(section: DataSection) -> _Splits | None:
     if section.path is None:
         return None
     if is_address(section.path):
-        if section.stream:
-            _log.info("data.stream has no effect on %s, which is copied whole", without_passwords(section.path))
         return _at_address(section.path, section.cache_dir)
     path = local_path(resolve_shipped(section.path))
     is_saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
-    if section.stream and path.is_dir() and not is_saved:
-        label = section.path.rstrip("/")
-        names = hub_splits(section, str(path))
-        return _Splits("a folder", label, names, lambda split: open_stream(section, str(path), split))
-    if section.stream and path.exists():
-        _log.info("data.stream has no effect on %s, which is read in place", section.path)
     if path.is_file():
         source = _file_rows(path, section.path)
         return _Splits(_ONE_FILE, section.path, ["train"], lambda _: source)
     if is_saved:
         return _saved_datasets(path, section.path)
     if path.is_dir():
-        return _local_folder(path, section.path)
+        return _local_folder(section, path, section.path)
     if not is_hub_id(section.path):
         raise DataError(_no_such_path(section.path))
-    return _hub_dataset(section, section.path)
+    _log.info("data.path %s is not a file or folder here; asking the hub for it", section.path)
+    return _dataset("a hub data set", section, section.path)
 
 
 def _file_rows(path: Path, label: str) -> FileRows:
@@ -301,8 +296,11 @@ def _at_address(address: str, cache_dir: str) -> _Splits:
     )
 
 
-def _local_folder(folder: Path, label: str) -> _Splits:
+def _local_folder(section: DataSection, folder: Path, label: str) -> _Splits:
     names = sorted(path.name for path in folder.iterdir() if suffix_of(path) in SUFFIXES and path.is_file())
+    in_subfolders = (path for path in folder.glob("*/*") if suffix_of(path) in SUFFIXES)
+    if any(map(_SHARD.search, names)) or (not names and any(in_subfolders)):
+        return _dataset("a data set", section, str(folder))
     return _split_folder(label, names, lambda name: FileRows(folder / name, f"{label.rstrip('/')}/{name}"))
 
 
@@ -336,8 +334,6 @@ def _saved_datasets(folder: Path, label: str) -> _Splits:
     )
 
 
-def _hub_dataset(section: DataSection, hub_id: str) -> _Splits:
-    _log.info("data.path %s is not a file or folder here; asking the hub for it", hub_id)
-    names = hub_splits(section, hub_id)
-    open_split = open_stream if section.stream else open_whole
-    return _Splits("a hub data set", hub_id, names, partial(open_split, section, hub_id), has_slices=not section.stream)
+def _dataset(what: str, section: DataSection, path: str) -> _Splits:
+    names = split_names(section, path)
+    return _Splits(what, path, names, partial(open_split, section, path), has_slices=True)

@@ -1,4 +1,7 @@
-"""Read data sets on the hub: download them, or stream their first rows and keep these."""
+"""Read data sets with `datasets`: from the hub, or from a local folder that has the layout of a data set on the hub.
+
+With `data.max_rows`, only the first rows of a hub data set are downloaded. They are kept in `data.cache_dir`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from finetune.config.hub import Repository, cache_only, explain, fault_of, find_fault
+from finetune.config.hub import HubFault, Repository, cache_only, explain, fault_of, find_fault
 from finetune.config.schema import DataSection
 from finetune.data.readers import DatasetRows, FileRows, RowSource, quiet_datasets
 from finetune.errors import DataError
@@ -24,131 +27,165 @@ _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 
-def hub_splits(section: DataSection, hub_id: str) -> list[str]:
-    """Return the names of a data set's splits.
+def split_names(section: DataSection, path: str) -> list[str]:
+    """Return the names of a data set's splits. Without the hub, these are the splits that were read before.
+
+    Args:
+        section: `data.name` and `data.revision`.
+        path: a hub id or a local folder.
 
     Raises:
-        DataError: the hub does not answer, does not have it, or has it in a form that cannot be read.
+        DataError: the hub does not answer, does not have it, or the data set cannot be read.
     """
     import datasets
 
+    def ask() -> list[str]:
+        return list(datasets.get_dataset_split_names(path, section.name, revision=section.revision))
+
+    fault = _hub_fault(section, path)
+    kept = [] if fault is None else _kept_rows(section, path)
+    if fault is not None and kept:
+        _log.warning("%s: %s; the rows that were read before are used", path, fault.text)
+        return list(dict.fromkeys(map(_split_of, kept)))
     with quiet_datasets():
-        return ask_hub(
-            section,
-            hub_id,
-            lambda: list(datasets.get_dataset_split_names(hub_id, section.name, revision=section.revision)),
-        )
+        return _ask(section, path, ask)
 
 
-def open_whole(section: DataSection, hub_id: str, split: str) -> RowSource:
-    """Download a split of a data set. Raises the errors of `hub_splits`."""
+def open_split(section: DataSection, path: str, split: str) -> RowSource:
+    """Return the rows of a split. The first `data.max_rows` of a hub data set are read without downloading the others.
+
+    Args:
+        section: `data.name`, `data.revision`, `data.max_rows` and `data.cache_dir`.
+        path: a hub id or a local folder.
+        split: a split, or a slice of one in the notation of `datasets`: `train[:10%]`.
+
+    Raises:
+        DataError: see `split_names`; or the first rows cannot be kept.
+    """
     import datasets
 
+    if section.max_rows is not None and "[" not in split and not Path(path).exists():
+        return FileRows(_first_rows(section, path, split), f"{path} {split}", is_copy=True)
     name, revision = section.name, section.revision
     with quiet_datasets():
-        rows = ask_hub(section, hub_id, lambda: datasets.load_dataset(hub_id, name, revision=revision, split=split))
-    return DatasetRows(rows, f"{hub_id} {split}")
+        rows = _ask(section, path, lambda: datasets.load_dataset(path, name, revision=revision, split=split))
+    return DatasetRows(rows, f"{path.rstrip('/')} {split}")
 
 
-def open_stream(section: DataSection, path: str, split: str) -> RowSource:
-    """Stream the first `data.max_rows` rows of a split once, and keep them in `data.cache_dir`.
+def _first_rows(section: DataSection, hub_id: str, split: str) -> Path:
+    """Return the file of the first rows of a split, which is written if there is none of the hub's current commit.
 
-    The kept rows are used again for the same data set, revision, split and number of rows. A local folder whose files
-    have changed counts as another data set. A hub data set without `data.revision` may change unnoticed.
-
-    Args:
-        section: the configuration, the revision and the number of rows.
-        path: a hub id, or a local folder that `datasets` can read.
-        split: one of its splits.
-
-    Raises:
-        DataError: as `hub_splits`, or the rows cannot be kept.
+    Without the hub, the newest file is used.
     """
     folder = Path(section.cache_dir).expanduser()
-    file = folder / f"streamed-{_key(section, path, split)}.jsonl"
+    is_reachable = _hub_fault(section, hub_id) is None
+    commit = _ask(section, hub_id, lambda: _commit(section, hub_id)) if is_reachable else "offline"
+    prefix = f"hub-{_digest(section, hub_id)}-{split}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(file.with_suffix(".lock"), waiting_for=f"the stream of {path} {split}"):
-            if file.exists():
-                again = "" if section.revision or Path(path).exists() else "; remove it to read the hub again"
-                _log.info("%s %s: read as a stream before, kept in %s%s", path, split, file, again)
-            else:
-                replace_file(file, _read_stream(section, path, split))
+        with file_lock(folder / f"{prefix}.lock", waiting_for=f"the first rows of {hub_id} {split}"):
+            kept = _kept_rows(section, hub_id, split, commit if is_reachable else "*")
+            if kept:
+                _log.info("%s %s: the first rows were read before, to %s", hub_id, split, kept[-1])
+                return kept[-1]
+            file = folder / f"{prefix}-{commit}.jsonl"
+            replace_file(file, _read_first_rows(section, hub_id, split, commit if is_reachable else section.revision))
+            return file
     except OSError as error:
         raise DataError(
-            f"data.cache_dir is {section.cache_dir}, where the rows of a stream are kept, and it cannot be written: "
-            f"{describe_os_error(error)}. Give another folder, or do not use data.stream."
+            f"data.cache_dir is {section.cache_dir}, where the first rows of {hub_id} are kept, and it cannot be "
+            f"written: {describe_os_error(error)}. Give another folder, or make room."
         ) from error
-    return FileRows(file, f"{path} {split}", is_copy=True)
 
 
-def ask_hub(section: DataSection, hub_id: str, question: Callable[[], _Answer]) -> _Answer:
-    """Call the hub's client, and turn its errors into one sentence.
-
-    If the hub does not answer, the client is left with its cache, which has the data sets that were prepared here.
-
-    Args:
-        section: the data, for its revision.
-        hub_id: a data set, or a local folder that is read as a stream.
-        question: the call.
-
-    Raises:
-        DataError: the hub does not answer, does not have it, or has it in a form that cannot be read.
-    """
-    repository = None if Path(hub_id).exists() else Repository(hub_id, section.revision, "dataset")
-    fault = None if repository is None else find_fault(repository)
-    try:
-        with cache_only() if fault is not None else nullcontext():
-            return question()
-    except Exception as error:  # the client's own errors differ from version to version
-        if fault is None:
-            fault = fault_of(error)
-        elif isinstance(error, ValueError):  # it was prepared here before, but not as this run wants it
-            fault = None
-        if repository is not None and fault is not None:
-            state = "is not a file or folder here and was not prepared here before"
-            raise DataError(explain(fault, repository, "data.path", state)) from error
-        raise DataError(_in_one_sentence(hub_id, error)) from error
-
-
-def _in_one_sentence(hub_id: str, error: Exception) -> str:
-    from datasets.exceptions import DatasetNotFoundError
-
-    if Path(hub_id).exists():  # a local folder that is read as a stream
-        return f"data.path is {hub_id}, which cannot be read as a stream: {type(error).__name__}: {error}"
-    what, advice = "the hub's data set cannot be read", "See the data set's page."
-    if isinstance(error, DatasetNotFoundError):
-        what = "the hub has no data set of that name that you may read"
-        advice = "Correct the path; for a private or gated data set run `hf auth login`."
-    name = "" if isinstance(error, DatasetNotFoundError) else f"{type(error).__name__}: "
-    return f"data.path is {hub_id}: there is no such file or folder here, and {what} ({name}{error}). {advice}"
-
-
-def _read_stream(section: DataSection, path: str, split: str) -> bytes:
+def _read_first_rows(section: DataSection, hub_id: str, split: str, revision: str | None) -> bytes:
     import datasets
 
     def read() -> bytes:
         rows: Iterable[Mapping[str, Any]] = datasets.load_dataset(
-            path, section.name, revision=section.revision, split=split, streaming=True
+            hub_id, section.name, revision=revision, split=split, streaming=True
         )
         return b"".join(_as_line(row) for row in islice(rows, section.max_rows))
 
     with quiet_datasets():
-        lines = ask_hub(section, path, read)
-    _log.info("%s %s: %d rows read as a stream", path, split, lines.count(b"\n"))
+        lines = _ask(section, hub_id, read)
+    _log.info("%s %s: the first %d rows read from the hub", hub_id, split, lines.count(b"\n"))
     return lines
 
 
 def _as_line(row: Mapping[str, Any]) -> bytes:
-    """A row as JSON. A value that JSON cannot express (a date, an image) becomes null, which columns of text refuse."""
+    """Write a row as JSON. A value that JSON cannot express (a date, an image) becomes null."""
     finite = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
     }
     return json.dumps(finite, default=lambda _: None).encode() + b"\n"
 
 
-def _key(section: DataSection, path: str, split: str) -> str:
-    files = sorted(Path(path).rglob("*")) if Path(path).is_dir() else []
-    state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
-    parts = [path, section.name, section.revision, split, section.max_rows, state]
+def _commit(section: DataSection, hub_id: str) -> str:
+    from huggingface_hub import HfApi, constants
+
+    return str(HfApi(endpoint=constants.ENDPOINT).dataset_info(hub_id, revision=section.revision).sha)
+
+
+def _digest(section: DataSection, hub_id: str) -> str:
+    parts = [hub_id, section.name, section.revision, section.max_rows]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _kept_rows(section: DataSection, hub_id: str, split: str = "*", commit: str = "*") -> list[Path]:
+    """Return the files of first rows that were written before, the newest last."""
+    folder = Path(section.cache_dir).expanduser()
+    found = folder.glob(f"hub-{_digest(section, hub_id)}-{split}-{commit}.jsonl")
+    return sorted(found, key=lambda file: file.stat().st_mtime)
+
+
+def _split_of(file: Path) -> str:
+    return file.stem.split("-", 2)[2].rpartition("-")[0]
+
+
+def _hub_fault(section: DataSection, path: str) -> HubFault | None:
+    """Ask the hub for a data set. Returns why it does not give it; None for a local folder."""
+    return None if Path(path).exists() else find_fault(Repository(path, section.revision, "dataset"))
+
+
+def _ask(section: DataSection, path: str, question: Callable[[], _Answer]) -> _Answer:
+    """Call `datasets`, and turn its errors into one sentence.
+
+    If the hub does not answer, the client only uses its cache, which has the data sets that were prepared here.
+
+    Args:
+        section: `data.revision`.
+        path: a hub id or a local folder.
+        question: the call.
+
+    Raises:
+        DataError: the hub does not answer, does not have it, or the data set cannot be read.
+    """
+    fault = _hub_fault(section, path)
+    try:
+        with cache_only() if fault is not None else nullcontext():
+            return question()
+    except Exception as error:  # the client's own errors differ from version to version
+        if Path(path).exists():
+            raise DataError(
+                f"data.path is {path}, which cannot be read as a data set ({type(error).__name__}: {error})."
+            ) from error
+        if fault is None:
+            fault = fault_of(error)
+        elif isinstance(error, ValueError):  # it was prepared here before, but not as this run wants it
+            fault = None
+        if fault is not None:
+            state = "is not a file or folder here and was not prepared here before"
+            repository = Repository(path, section.revision, "dataset")
+            raise DataError(explain(fault, repository, "data.path", state)) from error
+        raise DataError(_explain_hub_error(path, error)) from error
+
+
+def _explain_hub_error(hub_id: str, error: Exception) -> str:
+    from datasets.exceptions import DatasetNotFoundError
+
+    what, advice = f"the hub's data set cannot be read ({type(error).__name__}: {error})", "See the data set's page."
+    if isinstance(error, DatasetNotFoundError):
+        what = f"the hub has no data set of that name that you may read ({error})"
+        advice = "Correct the path; for a private or gated data set run `hf auth login`."
+    return f"data.path is {hub_id}: there is no such file or folder here, and {what}. {advice}"

@@ -24,7 +24,7 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """The suffixes of files that can be read."""
 
 _LIST_START = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
-_SPACE = re.compile(r"\s*")
+_JSON_EXPECTED = 'Expected a list of rows, an object {"data": [rows]}, or one row per line. Correct the file.'
 _PIECE_BYTES = 1 << 24
 
 
@@ -154,7 +154,7 @@ def parse_line(number: int, line: bytes) -> RawRow:
     return RawRow(number, None, problem)
 
 
-def _parse_json(text: str) -> object:
+def _parse_json(text: str) -> Any:
     return json.loads(text, parse_constant=_refuse_constant)
 
 
@@ -169,52 +169,17 @@ def _read_json(path: Path, label: str) -> Iterator[RawRow]:
             text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{label}: byte {error.start + 1} is not UTF-8. Save the file as UTF-8.") from None
-    start = _LIST_START.match(text)
-    if start is None:
+    if not _LIST_START.match(text):
         return (replace(row, number=number) for number, row in enumerate(_read_json_lines(path, label), start=1))
-    return _read_json_list(text, start.end(), label, is_wrapped=start.group(1) is not None)
-
-
-def _read_json_list(text: str, position: int, label: str, *, is_wrapped: bool) -> Iterator[RawRow]:
-    """Read the elements of a list one by one. Several may start on one line."""
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
-    number, line, counted = 0, 1, 0
-    position = _after_space(text, position)
-    while not text.startswith("]", position):
-        number += 1
-        line, counted = line + text.count("\n", counted, position), position
-        try:
-            value, position = decoder.raw_decode(text, position)
-            position = _after_row(text, position)
-        except (ValueError, RecursionError) as error:
-            raise DataError(
-                f"{label}: the row that starts on line {line} is not JSON ({error}). Expected a list of "
-                'rows, an object {"data": [rows]}, or one row per line. Correct the file.'
-            ) from None
-        yield RawRow(number, value)
-    if text[position + 1 :].strip() != ("}" if is_wrapped else ""):
-        raise DataError(
-            f"{label}: something follows the list of rows. Expected a list of rows, an object "
-            '{"data": [rows]} with nothing else in it, or one row per line. Correct the file.'
-        )
-
-
-def _after_row(text: str, position: int) -> int:
-    """Return the start of the next row, or of the `]` that ends the list."""
-    position = _after_space(text, position)
-    if text.startswith("]", position):
-        return position
-    if not text.startswith(",", position):
-        raise json.JSONDecodeError("Expecting ',' or ']' after a row", text, position)
-    position = _after_space(text, position + 1)
-    if text.startswith("]", position):
-        raise json.JSONDecodeError("Expecting a row after ','", text, position)
-    return position
-
-
-def _after_space(text: str, position: int) -> int:
-    found = _SPACE.match(text, position)
-    return found.end() if found else position
+    try:
+        rows = _parse_json(text)
+    except (ValueError, RecursionError) as error:  # a JSONDecodeError names line and column
+        raise DataError(f"{label} is not JSON ({error}). {_JSON_EXPECTED}") from None
+    if isinstance(rows, dict):
+        if list(rows) != ["data"]:
+            raise DataError(f"{label} has the keys {', '.join(rows)}. {_JSON_EXPECTED}")
+        rows = rows["data"]
+    return (RawRow(number, row) for number, row in enumerate(rows, start=1))
 
 
 def _read_table(path: Path, label: str) -> Iterator[RawRow]:

@@ -40,7 +40,7 @@ KEYS = {
     "gradient_sync output_device find_unused_parameters sharding shard_size reshard_after_forward",
     "model": "path revision init config tokenizer chat_template attention trust_remote_code",
     "data": "path mixture name revision train validation test split_seed format columns train_on max_length max_rows "
-    "stream on_long_row on_no_target on_truncated_answer on_doubled_bos on_untrained_end on_overlap on_ignored_key "
+    "on_long_row on_no_target on_truncated_answer on_doubled_bos on_untrained_end on_overlap on_ignored_key "
     "chat_template num_processes cache_dir",
     "lora": "r alpha dropout target_modules rslora dora init start_from start_from_any_base quantize new_tokens",
     "optim": "optimizer learning_rate weight_decay args schedule warmup_steps lora_plus_ratio max_grad_norm",

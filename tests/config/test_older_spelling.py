@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from finetune.config.compose import compose, config_from_dict
-from finetune.config.older_spelling import RENAMED, TABLE, saved_with_our_keys
+from finetune.config.older_spelling import REMOVED, RENAMED, TABLE, saved_with_our_keys
 from finetune.config.schema import Config
 from finetune.errors import ConfigError
 
@@ -125,7 +125,7 @@ def composed(tmp_path: Path, text: str, *words: str) -> Config:
 
 
 def test_every_row_is_tested() -> None:
-    assert {row for row, *_ in ROWS + REFUSED} == set(TABLE)
+    assert {row for row, *_ in ROWS + REFUSED} | set(REMOVED) == set(TABLE)
 
 
 @pytest.mark.parametrize(("row", "text", "key", "value", "warning"), ROWS)
@@ -242,12 +242,25 @@ def test_keys_of_ours_that_were_renamed_are_read_from_words_files_dicts_and_save
         del saved[new_section][new_name]
         saved[section][name] = value
     del saved["preference"]
+    saved["data"] |= {"stream": True, "mixture": [{"path": "a.jsonl", "stream": True}]}
     saved["resume_allow"] = ["training.dpo_beta", "seed"]
     before = dict(saved["training"])
     config = Config.model_validate(saved_with_our_keys(saved))
     assert renamed_values(config) == values
+    assert config.data.mixture == [{"path": "a.jsonl"}]
     assert config.resume_allow == ["preference.beta", "seed"]
     assert saved["training"] == before
+
+
+def test_a_key_of_ours_that_was_removed_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = "data.stream: false\ndata.max_rows: 8\ndata.mixture: [{path: a.jsonl, stream: true}]\n"
+    config = composed(tmp_path, file)
+    assert (config.data.max_rows, config.data.mixture) == (8, [{"path": "a.jsonl"}])
+    assert caplog.messages == []  # every run of an earlier version saved the default
+    compose(["data.stream=true"], complete=False)
+    assert caplog.messages == [
+        "command line: data.stream is left out: data.max_rows alone reads the first rows of a hub data set"
+    ]
 
 
 @pytest.mark.parametrize(("older", "key"), RENAMED.items())

@@ -189,9 +189,7 @@ def test_finding_json_lines_imports_nothing_heavy() -> None:
     assert found.stdout.splitlines() == ["2000", "[]"]
 
 
-@pytest.mark.parametrize(
-    "keys", [{"path": "rows"}, {"path": "rows", "stream": True, "max_rows": 2}, {"validation": "rows.jsonl"}]
-)
+@pytest.mark.parametrize("keys", [{"path": "rows"}, {"validation": "rows.jsonl"}])
 def test_what_may_not_be_looked_at_is_told_and_no_traceback(
     make_section: Make, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
 ) -> None:

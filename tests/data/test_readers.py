@@ -70,12 +70,11 @@ def test_an_empty_json_list_has_no_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[{"text": "a"},\n{"text": }]', r"a.json: the row that starts on line 2 is not JSON"),
-        ('[{"text": "a"}\n{"text": "b"}]', r"a.json: the row that starts on line 1 is not JSON"),
-        ('[{"text": "a"},]', r"a.json: the row that starts on line 1 is not JSON"),
-        ('[{"text": "a"}', r"a.json: the row that starts on line 1 is not JSON"),
-        ('[{"text": "a"}] x', r"something follows the list"),
-        ('{"data": [{"text": "a"}], "version": 1}', r'object \{"data": \[rows\]\} with nothing else in it'),
+        ('[{"text": "a"},\n{"text": }]', r"a.json is not JSON \(Expecting value: line 2 column 10 "),
+        ('[{"text": "a"}', r"a.json is not JSON \(Expecting ',' delimiter: line 1 column 15 "),
+        ('[{"text": NaN}]', r"a.json is not JSON \(NaN is not a JSON value\)"),
+        ('[{"text": "a"}] x', r"Extra data: line 1 column 17 .* or one row per line\. Correct the file"),
+        ('{"data": [{"text": "a"}], "version": 1}', r"has the keys data, version\. Expected a list of rows"),
     ],
 )
 def test_a_json_file_that_is_malformed_says_where(tmp_path: Path, text: str, message: str) -> None:

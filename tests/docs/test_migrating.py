@@ -7,7 +7,7 @@ import re
 import pytest
 
 from finetune.config.keys import fields
-from finetune.config.older_spelling import RENAMED, TABLE, Dropped, Renamed, Rule
+from finetune.config.older_spelling import REMOVED, RENAMED, TABLE, Dropped, Renamed, Rule
 from finetune.config.other_libraries import EARLIER, LORA_CONFIG, TRAINING_ARGUMENTS, TRL
 from tests.docs.pages import DOCS
 
@@ -24,8 +24,11 @@ def name_in_words(ours: str) -> str:
 
 TABLES = {
     "Keys that were renamed": {older: f"`{key}`" for older, key in RENAMED.items()},
+    "Keys that were removed": REMOVED,
     "Keys of earlier systems": {
-        key: "; otherwise ".join(map(rule_in_words, rules)) for key, rules in TABLE.items() if key not in RENAMED
+        key: "; otherwise ".join(map(rule_in_words, rules))
+        for key, rules in TABLE.items()
+        if key not in (*RENAMED, *REMOVED)
     },
     "From TrainingArguments": {name: name_in_words(ours) for name, ours in TRAINING_ARGUMENTS.items()},
     "From LoraConfig": {name: name_in_words(ours) for name, ours in LORA_CONFIG.items()},
