@@ -27,7 +27,7 @@ def test_every_topic_has_its_message():
         "The port is in use",
         "The process group is not initialised",
         "Slurm: srun is missing",
-        "Going on without DDP",
+        "Training continues without DDP",
         "Only one GPU is used",
         "device_ids has the wrong type",
         "Out of memory",
