@@ -9,14 +9,16 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
 
+from finetune.training.trainer import Trainer
 from tests.curve_table import Row, record_row
-from tests.launches import LAUNCHERS, REPOSITORY, run_command, run_launched
+from tests.in_process import run_script
+from tests.launches import REPOSITORY, run_command
 from tests.tiny_runs import random_model_words, write_base, write_rows
-from tests.warm import warm_interpreter
 
 NUM_STEPS = 6
 GLOBAL_BATCH_SIZE = 8
@@ -167,8 +169,8 @@ def read_run(folder: Path) -> Run:
 def curve_alone() -> Run:
     """The curve of one plain process, which all others are compared with."""
     output_dir = curve_inputs() / "alone"
-    with warm_interpreter():  # launchers are what the promise is about, and here is none
-        done = run_launched("python", recipe_words(output_dir))
+    script, *words = recipe_words(output_dir)
+    done = run_script(Path(script), words)  # launchers are what the promise is about, and here is none
     assert done.returncode == 0, done.stdout
     run = read_run(output_dir)
     assert (run.record["world_size"], run.record["backend"]) == (1, "none")
@@ -182,9 +184,9 @@ def runs_alone() -> Path:
     """The folder of one process's runs: `ALONE`, and those that others with dropout or full fine-tuning must repeat."""
     folder = curve_inputs() / "references"
     folder.mkdir()
-    words = reporting_words(folder, (*ALONE, *_REFERENCES))
-    with warm_interpreter():
-        done = run_command([*LAUNCHERS["python"], *words], limit_seconds=_LIMIT_SECONDS)
+    script, *words = reporting_words(folder, (*ALONE, *_REFERENCES))
+    with patch.object(Trainer, "run_training", Trainer.run_training):  # the script replaces it
+        done = run_script(Path(script), words)
     assert done.returncode == 0, done.stdout
     return folder
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import resource
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -51,29 +50,6 @@ def raise_a_mistake() -> None:
     raise DataError("orders.jsonl:7 is no conversation. Mend the row.")
 
 
-def exhaust_memory() -> None:
-    in_use = 4096 * int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + (64 << 20), resource.RLIM_INFINITY))
-    torch.empty(1 << 40, dtype=torch.uint8)
-
-
-def fill_the_disk() -> None:
-    """The disk of the run's folder: what is left is enough for run.json, but not for a checkpoint.
-
-    The save of the step before is let through first: it runs in the background and would fail in this one's place.
-    """
-    checkpoints = Path(os.environ["FAULT_DISK"], "checkpoints")
-    before = checkpoints / f"step-{int(STEP) - 1:06d}"
-    patience = time.monotonic() + 60
-    while not before.is_dir():
-        if time.monotonic() > patience:
-            raise TimeoutError(f"{before} was not written within a minute")
-        time.sleep(0.01)
-    filler = checkpoints / "filler"
-    disk = os.statvfs(filler.parent)
-    filler.write_bytes(b"x" * (disk.f_bavail * disk.f_frsize - (16 << 10)))
-
-
 def hang() -> None:
     time.sleep(3600)
 
@@ -84,8 +60,6 @@ FAULTS = {
     "forward": raise_a_bug,
     "mistake": raise_a_mistake,
     "evaluation": raise_a_bug,
-    "oom": exhaust_memory,
-    "disk": fill_the_disk,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "kill-in-backward": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "kill-in-evaluation": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -122,11 +96,7 @@ def break_model(model: torch.nn.Module) -> None:
         num_passes += decoder.training == is_in_training
         if decoder.training != is_in_training or num_passes != int(STEP):
             return
-        if KIND == "nan":
-            note_time()
-            with torch.no_grad():
-                next(p for p in decoder.parameters() if p.requires_grad).fill_(float("nan"))
-        elif KIND == "wait":  # for a signal from outside, in small steps
+        if KIND == "wait":  # for a signal from outside, in small steps
             note_time()
             time.sleep(30)
         elif KIND == "kill-in-backward":

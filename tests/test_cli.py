@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import resource
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -201,25 +200,6 @@ def test_recipes_are_listed_and_copied_but_never_over_something(tmp_path):
     again = run_finetune("recipes", "copy", "finetune_lora", tmp_path / "mine")
     assert_is_one_message(again, "is there already", "Nothing was written")
     assert_is_one_message(run_finetune("recipes", "copy", "finetune_lorra"), "finetune_lora")
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_ctrl_c_ends_a_run_in_good_order(tmp_path):
-    words = ["train", "quickstart", "output_dir=run", f"data.cache_dir={tmp_path / 'cache'}", "training.log_every=1"]
-    lines = []
-    with subprocess.Popen([*FINETUNE, *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        for line in process.stderr:
-            lines.append(line)
-            if " · loss " in line:
-                process.send_signal(signal.SIGINT)
-                break
-        lines += process.stderr.read().splitlines(keepends=True)
-    assert process.returncode == 75, "".join(lines)
-    assert "resume=auto" in lines[-1]
-    assert not any("Traceback" in line for line in lines)
-    assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "preempted"
 
 
 def test_a_folder_that_is_no_run_is_told_as_such(tmp_path):

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from finetune.runs.folder import RunFolder
 from finetune.runs.verification import newest_valid
 from tests.launches import LAUNCHERS, REPOSITORY, alive_with, free_port
+from tests.scenes import Scenes
 from tests.tiny_runs import random_model_words, write_base, write_rows
 from tests.warm import with_interpreter
 
@@ -72,7 +71,7 @@ class Play:
         environment = {
             **os.environ,
             **{"PYTHONPATH": str(REPOSITORY), "PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore"},
-            **{"FAULT_AT": str(self.folder / "fault"), "FAULT_DISK": str(self.run_folder)},
+            **{"FAULT_AT": str(self.folder / "fault")},
             # Inherited by all that is started, guardians too: by it they are found.
             **{"FAULTY_PLAY": str(self.folder)},
             **variables,
@@ -154,16 +153,10 @@ class Play:
             process.wait()
 
 
-SCENES = []
+SCENES = Scenes(at_a_time=3)
 
 
-def scene(act):
-    """A play that is one test. They wait as much as they work, so several run at a time."""
-    SCENES.append(pytest.param(act, id=act.__name__))
-    return act
-
-
-@scene
+@SCENES.add
 def an_exception_while_data_is_read(play):
     play.start("plain", "data:1:3")
     assert play.end() == [3, 2], "a user's mistake on its own rank is 2, on the others the run failed"
@@ -172,7 +165,7 @@ def an_exception_while_data_is_read(play):
     assert "Traceback" not in play.text()
 
 
-@scene
+@SCENES.add
 def an_exception_in_a_data_worker(play):
     play.start("torchrun", "worker:1:3", "training.num_workers=1")
     assert play.end() == [1]
@@ -180,7 +173,7 @@ def an_exception_in_a_data_worker(play):
     play.has_failed("rank 1 failed during data, step 3: ValueError", "a row of three columns")
 
 
-@scene
+@SCENES.add
 def an_exception_in_the_forward_pass(play):
     play.start("plain", "forward:1:3")
     assert play.end() == [3, 1]
@@ -191,7 +184,7 @@ def an_exception_in_the_forward_pass(play):
     assert "finetune: RunFailedError: rank 1 failed during training, step 3: ValueError" in play.text(0)
 
 
-@scene
+@SCENES.add
 def an_exception_in_an_evaluation(play):
     play.start("accelerate", "evaluation:1:2")
     assert play.end() == [1]
@@ -199,30 +192,7 @@ def an_exception_in_an_evaluation(play):
     play.has_failed("rank 1 failed during evaluation, step 2: ValueError", newest=1)
 
 
-@scene
-def a_full_disk_while_saving(play):
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("a disk to fill needs root and the `mount` command")
-    play.run_folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", play.run_folder], capture_output=True, text=True
-    )
-    if done.returncode != 0:
-        pytest.skip(f"no disk to fill here: mount: {done.stderr.strip()}")
-    try:
-        play.start("plain", "disk:0:3")
-        assert play.end() == [3, 3]
-        for word in ("rank 0", "step-000003 failed", "No space left on device", "bytes are free there"):
-            assert word in play.text(0).splitlines()[-1], play.text()
-        assert "finetune: " not in play.text(1), "said once"
-        play.has_failed("No space left on device")
-        assert "Traceback" not in play.text()
-    finally:
-        play.stop()
-        subprocess.run(["umount", play.run_folder], check=True)
-
-
-@scene
+@SCENES.add
 def a_mistake_that_one_worker_of_a_local_spawn_meets(play):
     play.start("spawn", "mistake:1:3")
     assert play.end() == [2], "the cause's code, and not that of the rank that ends with it"
@@ -231,25 +201,7 @@ def a_mistake_that_one_worker_of_a_local_spawn_meets(play):
     assert "Traceback" not in play.text()
 
 
-@scene
-def no_memory_left(play):
-    play.start("spawn", "oom:1:3")
-    assert play.end() == [3]
-    play.says(1, "training, step 3", "out of memory", "can't allocate memory", "Lower training.batch_size")
-    play.has_failed("rank 1 failed during training, step 3: RunFailedError: out of memory")
-    assert "Traceback" not in play.text()
-
-
-@scene
-def a_loss_that_is_not_a_number(play):
-    play.start("spawn", "nan:1:3")
-    assert play.end() == [3]
-    play.says(1, "training, step 3", "the loss is nan (that of rank 1)")
-    play.has_failed("the loss is nan (that of rank 1)")
-    assert play.text().count("the loss is nan") == 1, "every rank has the error, one says it"
-
-
-@scene
+@SCENES.add
 def a_killed_rank_and_the_run_goes_on_later(play):
     one_way = "training.kernels=reference"  # the fault is a hook, and with it a model goes that way anyhow
     play.start("torchrun", "kill:1:3", one_way)
@@ -271,15 +223,7 @@ def a_killed_rank_and_the_run_goes_on_later(play):
     assert (play.run_folder / adapter).read_bytes() == (whole.run_folder / adapter).read_bytes()
 
 
-@scene
-def a_killed_rank_0(play):
-    """Nobody is left to write run.json."""
-    play.start("plain", "kill:0:3")
-    assert play.end() == [KILLED, 3]
-    assert "rank 0 was killed during training, step 3" in play.text(1).splitlines()[-1]
-
-
-@scene
+@SCENES.add
 def a_stopped_rank(play):
     play.start("torchrun", "stop:1:3")
     assert play.end() == [1]
@@ -287,7 +231,7 @@ def a_stopped_rank(play):
     play.has_failed("rank 1 is stopped (SIGSTOP) during training, step 3")
 
 
-@scene
+@SCENES.add
 def a_hung_rank(play):
     play.start("torchrun", "hang:1:3", "parallel.step_timeout_minutes=0.05")
     assert play.end(extra_seconds=3.0) == [1]
@@ -302,28 +246,23 @@ def is_killed_with_shards(play, fault, where, *words, newest=2):
     play.has_failed(f"rank 1 was killed during {where}", newest=newest)
 
 
-@scene
-def a_killed_rank_whose_weights_are_waited_for(play):
-    is_killed_with_shards(play, "kill:1:3", "training, step 3")
-
-
-@scene
+@SCENES.add
 def a_killed_rank_whose_weights_are_waited_for_in_a_backward_pass(play):
     is_killed_with_shards(play, "kill-in-backward:1:3", "training, step 3")
 
 
-@scene
+@SCENES.add
 def a_killed_rank_whose_weights_are_waited_for_in_an_evaluation(play):
     is_killed_with_shards(play, "kill-in-evaluation:1:2", "evaluation, step 2", "validation.validate_every=2", newest=1)
 
 
-@scene
+@SCENES.add
 def a_killed_rank_whose_part_is_waited_for_in_a_save(play):
     words = ("training.method=full", "checkpoint.save_every=2")
     is_killed_with_shards(play, "saving:1:2", "saving, step 4", *words)
 
 
-@scene
+@SCENES.add
 def a_hung_rank_whose_weights_are_waited_for(play):
     play.start("torchrun", "hang:1:3", "parallel.sharding=fsdp2", "parallel.step_timeout_minutes=0.05")
     assert play.end(extra_seconds=3.0) == [1]
@@ -332,7 +271,7 @@ def a_hung_rank_whose_weights_are_waited_for(play):
     play.has_failed("rank 1 has waited in gathering weights (forward) during training, step 3")
 
 
-@scene
+@SCENES.add
 def a_killed_launcher(play):
     play.start("torchrun", "wait:1:3").wait_for_fault()
     time.sleep(1.5)  # both ranks have said where they are
@@ -345,32 +284,22 @@ def a_killed_launcher(play):
     play.has_failed("lost its launcher")
 
 
-def press_ctrl_c(play):
+@SCENES.add
+def ctrl_c_for_a_local_spawn(play):
     """Twice, as someone does who will not wait for the step."""
-    play.wait_for_fault()
+    play.start("spawn", "wait:1:3").wait_for_fault()
     time.sleep(1.0)
     os.killpg(play.processes[0].pid, signal.SIGINT)
     time.sleep(1.5)
     (play.folder / "fault").write_text(repr(time.time()))
     os.killpg(play.processes[0].pid, signal.SIGINT)
-    codes = play.end()
+    assert play.end() == [130]
     assert json.loads((play.run_folder / "run.json").read_text())["status"] in ("stopped", "failed")
     assert "Traceback" not in play.text()
     assert "resume=auto" in play.text()
-    return codes
 
 
-@scene
-def ctrl_c(play):
-    assert press_ctrl_c(play.start("plain", "wait:1:3")) == [130, 130]
-
-
-@scene
-def ctrl_c_for_a_local_spawn(play):
-    assert press_ctrl_c(play.start("spawn", "wait:1:3")) == [130]
-
-
-@scene
+@SCENES.add
 def a_rank_that_is_told_to_end(play):
     """Twice: at once it is told only to stop after its step, see `test_preemption`."""
     play.start("plain", "wait:1:3").wait_for_fault()
@@ -385,14 +314,6 @@ def a_rank_that_is_told_to_end(play):
     assert "Traceback" not in play.text()
 
 
-def run_scene(act, inputs, folder):
-    play = Play(inputs, folder)
-    try:
-        act(play)
-    finally:
-        play.stop()
-
-
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
@@ -403,13 +324,10 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scenes(request, inputs, tmp_path_factory):
-    """The scenes that were selected, running."""
-    chosen = [item.callspec.params["act"] for item in request.session.items if item.originalname == "test_scene"]
-    mine = [act for act in chosen if act.__module__ == __name__]
-    with ThreadPoolExecutor(3) as pool:
-        yield {act: pool.submit(run_scene, act, inputs, tmp_path_factory.mktemp(act.__name__)) for act in mine}
+    with SCENES.running(request, tmp_path_factory, lambda folder, _: Play(inputs, folder)) as started:
+        yield started
 
 
-@pytest.mark.parametrize("act", SCENES)
+@pytest.mark.parametrize("act", SCENES.params)
 def test_scene(scenes, act):
     scenes[act].result()

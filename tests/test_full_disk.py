@@ -12,9 +12,11 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.verification import newest_valid
 from tests.launches import run_command
 from tests.tiny_runs import write_base, write_rows
+from tests.warm import with_interpreter
 
 pytestmark = [
     pytest.mark.launch,
+    pytest.mark.warm,
     pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount the small disk that is to be filled"),
 ]
 LIMIT_SECONDS = 300
@@ -74,7 +76,7 @@ def steps_in(run):
 
 def start(command, screen, *words):
     with screen.open("w") as file:
-        return subprocess.Popen([*command, *words], stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(with_interpreter([*command, *words]), stdout=file, stderr=subprocess.STDOUT)
 
 
 def test_two_ranks_stop_together_and_go_on_once_there_is_room(command, disk, tmp_path):
@@ -100,7 +102,7 @@ def test_two_ranks_stop_together_and_go_on_once_there_is_room(command, disk, tmp
 
 def test_by_configuration_they_go_on_and_the_run_says_what_is_missing(command, disk, tmp_path):
     folder, screen = RunFolder(disk / "run"), tmp_path / "screen"
-    words = ["parallel.num_processes=2", "checkpoint.on_disk_failure=continue", "training.max_steps=240"]
+    words = ["parallel.num_processes=2", "checkpoint.on_disk_failure=continue", "training.max_steps=120"]
     process = start(command, screen, *words)
     said(screen, "committed step=4")
     fill(disk)
@@ -108,10 +110,10 @@ def test_by_configuration_they_go_on_and_the_run_says_what_is_missing(command, d
     said(screen, "lines are kept in memory meanwhile")
     (disk / "filler").unlink()
     assert process.wait(LIMIT_SECONDS) == 0, screen.read_text()
-    assert steps_in(folder.path) == list(range(1, 241))
-    assert newest_valid(folder) == folder.checkpoint(240)
+    assert steps_in(folder.path) == list(range(1, 121))
+    assert newest_valid(folder) == folder.checkpoint(120)
     record = json.loads(folder.record_file.read_text())
     assert record["status"] == "completed"
     assert [taken["used"] for taken in record["fallbacks"]], record["fallbacks"]
     assert all("No space left on device" in taken["why"] for taken in record["fallbacks"]), record["fallbacks"]
-    assert record["result"]["saving"]["checkpoints"] + len(record["fallbacks"]) == 120
+    assert record["result"]["saving"]["checkpoints"] + len(record["fallbacks"]) == 60

@@ -13,12 +13,9 @@ from tests.launches import REPOSITORY, run_command
 
 pytestmark = pytest.mark.process
 
+FEW = "not bf16 and not dora and not pissa and not rslora and not workers"
+"""A CPU is slow in bf16, and runs the methods that are left out here in tests/methods."""
 PRINTS = "import os; print('sees', repr(os.environ.get('CUDA_VISIBLE_DEVICES')))"
-
-
-def run_gpu_tests(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-q", "tests/gpu", *options]
-    return run_command(command, cwd=REPOSITORY, variables={"PYTHONWARNINGS": "", **variables}, limit_seconds=600)
 
 
 def test_no_gpu_is_seen_here_nor_in_a_process_that_a_test_starts() -> None:
@@ -29,18 +26,10 @@ def test_no_gpu_is_seen_here_nor_in_a_process_that_a_test_starts() -> None:
 
 
 @pytest.mark.slow
-def test_without_a_gpu_they_are_skipped_and_say_why() -> None:
-    done = run_gpu_tests()
-    assert done.returncode == 0, done.stdout
-    reasons = set(re.findall(r"^SKIPPED \[\d+\] .*?:\d+: (.*)$", done.stdout, flags=re.MULTILINE))
-    assert reasons <= {"no CUDA device", "bitsandbytes is not installed"}
-    assert re.search(r"^\d+ skipped in", done.stdout, flags=re.MULTILINE), done.stdout
-
-
-@pytest.mark.slow
 def test_on_the_cpu_they_pass_but_for_those_of_cuda() -> None:
-    few = "not bf16 or phi-4"  # a CPU is slow in bf16, and of one model it shows as much as of all
-    done = run_gpu_tests("-k", few, FINETUNE_TEST_DEVICE="cpu")
+    command = [sys.executable, "-m", "pytest", "-q", "tests/gpu", "-k", FEW]
+    variables = {"PYTHONWARNINGS": "", "FINETUNE_TEST_DEVICE": "cpu"}
+    done = run_command(command, cwd=REPOSITORY, variables=variables, limit_seconds=600)
     assert done.returncode == 0, done.stdout
     reasons = set(re.findall(r"^SKIPPED \[\d+\] .*?:\d+: (.*)$", done.stdout, flags=re.MULTILINE))
     assert all(reason.startswith(("only CUDA", "bitsandbytes")) for reason in reasons), reasons

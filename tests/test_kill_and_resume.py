@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,21 +12,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.in_process import run_finetune
 from tests.tiny_runs import conversation_words, write_base, write_rows
 
+NUM_STEPS = 24
+"""Three epochs of eight."""
 
-def start(words: list[str], output_dir: Path, *more: str) -> subprocess.Popen[str]:
-    """With dropout and a data worker: neither the masks nor the order of rows may depend on where a run began."""
-    recipe = ["train", *words, f"output_dir={output_dir}", *more]
+
+def start(words: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "finetune", *recipe], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "finetune", "train", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-
-
-def finish(process: subprocess.Popen[str]) -> str:
-    _, log = process.communicate(timeout=300)
-    assert process.returncode == 0, log
-    return log
 
 
 def steps_in(folder: Path) -> list[tuple[int, float]]:
@@ -34,12 +34,12 @@ def steps_in(folder: Path) -> list[tuple[int, float]]:
 
 
 def plain_words(folder: Path) -> list[str]:
-    return [f"data.path={write_rows(folder, train=60)}"]
+    return [f"data.path={write_rows(folder, train=32)}"]
 
 
 def words_of_each_turn(folder: Path) -> list[str]:
     """The answers of a conversation do not fit into one micro-batch."""
-    return [*conversation_words(folder, train=60), "training.max_tokens_per_microbatch=100"]
+    return [*conversation_words(folder, train=32), "training.max_tokens_per_microbatch=100"]
 
 
 @pytest.mark.parametrize(
@@ -50,28 +50,35 @@ def words_of_each_turn(folder: Path) -> list[str]:
     ],
 )
 def test_killed_in_mid_epoch_and_resumed(tmp_path, words_of_rows):
+    """With dropout and a data worker: neither the masks nor the order of rows may depend on where a run began."""
     words = [
         *("task=finetune_lora", f"model.path={write_base(tmp_path / 'base')}"),
         *(*words_of_rows(tmp_path / "rows"), f"data.cache_dir={tmp_path / 'cache'}"),
         *("training.batch_size=4", "training.num_epochs=3", "checkpoint.save_every=4", "checkpoint.save_total_limit=3"),
         *("lora.dropout=0.1", "training.num_workers=1", "testing.num_samples=0", "training.log_every=1"),
     ]
-    finish(start(words, tmp_path / "whole"))
+    done = run_finetune("train", *words, f"output_dir={tmp_path / 'whole'}")
+    assert done.returncode == 0, done.stdout
 
-    with start(words, tmp_path / "killed") as process:
+    words.append(f"output_dir={tmp_path / 'killed'}")
+    with start(words) as process:
         assert process.stderr is not None
         for line in process.stderr:
-            if "checkpoint committed step=20" in line:
+            if "checkpoint committed step=12" in line:
                 os.kill(process.pid, signal.SIGKILL)
                 break
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "killed/adapter").exists()
-    log = finish(start(words, tmp_path / "killed", "resume=auto"))
-    assert "resumed from step=2" in log  # 20, or a later one that was committed before the signal came
+    with start([*words, "resume=auto"]) as process:
+        _, log = process.communicate(timeout=300)
+    assert process.returncode == 0, log
+    found = re.search(r"resumed from step=(\d+)", log)
+    assert found is not None
+    assert int(found[1]) in range(12, NUM_STEPS), "12, or a later one that was committed before the signal came"
 
-    files = ["adapter/adapter_model.safetensors", "checkpoints/step-000045/optimizer.safetensors"]
+    files = ["adapter/adapter_model.safetensors", f"checkpoints/step-{NUM_STEPS:06d}/optimizer.safetensors"]
     for name in files:
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     whole, killed = steps_in(tmp_path / "whole"), steps_in(tmp_path / "killed")
-    assert len(whole) == 45
+    assert len(whole) == NUM_STEPS
     assert killed == whole

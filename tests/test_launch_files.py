@@ -14,6 +14,7 @@ SCRIPT = REPOSITORY / "tests" / "slurm" / "report_place.py"
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 @pytest.mark.parametrize(
     ("file", "options"),
     [

@@ -75,6 +75,7 @@ def test_accelerate_launch_cpu_starts_one_process_and_the_run_says_so(tmp_path):
     assert_nothing_was_written(strict)
 
 
+@pytest.mark.warm
 def test_ddp_that_was_asked_for_and_is_not_there(tmp_path):
     plain, strict = tmp_path / "plain", tmp_path / "strict"
     processes = (start("python", plain, "ddp=True"), start("python", strict, "ddp=True", "strict=true"))
@@ -88,6 +89,7 @@ def test_ddp_that_was_asked_for_and_is_not_there(tmp_path):
     assert_nothing_was_written(strict)
 
 
+@pytest.mark.warm
 def test_ddp_false_lets_one_of_two_processes_train(tmp_path):
     codes, (said,) = ends(start("torchrun", tmp_path, "ddp=False"))
     assert codes == [0], said  # torchrun ends with 0 only where every process did
@@ -108,6 +110,7 @@ def test_if_the_other_rank_never_comes_the_curve_stays_the_same(tmp_path):
     assert "[Trainer] Warning: DDP was requested but rank 1 of 2 did not join" in said
 
 
+@pytest.mark.warm
 def test_ranks_that_were_given_different_words_are_refused_on_all_of_them(tmp_path):
     port = free_port()
     words = {0: [], 1: ["optim.learning_rate=1e-3"]}

@@ -207,7 +207,7 @@ def test_stop_then_skip_then_more_ends_in_the_bytes_of_the_run_that_skipped_all_
         assert newest(run) == step - 1
         assert steps(run)[-1]["step"] == step - 1
         error: str = result(run)["error"]
-        assert error in done.stdout
+        assert done.stdout.count(error) == 1, "one rank says it"
         return error
 
     error = fails(bad[0])
@@ -361,14 +361,12 @@ def leave_little_room(process: subprocess.Popen[str]) -> None:
 @slow
 @pytest.mark.launch
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="no prlimit on this system")
-@pytest.mark.parametrize("world", ["one", "two"])
 def test_memory_that_runs_out_leaves_the_last_checkpoint_and_says_what_to_change(
-    long_row: Path, tmp_path: Path, world: str
+    long_row: Path, tmp_path: Path
 ) -> None:
-    size = 2 if world == "two" else 1
-    more = [*MEMORY_WORDS, f"training.global_batch_size={size}", *WORLDS[world]]
-    order = BatchRule(lengths=[1] * NUM_ROWS, global_batch_size=size, batch_size=1, seed=27).order(0)
-    long = order.index(NUM_ROWS - 1) // size + 1
+    more = [*MEMORY_WORDS, "training.global_batch_size=2", *WORLDS["two"]]
+    order = BatchRule(lengths=[1] * NUM_ROWS, global_batch_size=2, batch_size=1, seed=27).order(0)
+    long = order.index(NUM_ROWS - 1) // 2 + 1
     assert long >= 15, "the seed must leave time to set the limit"
 
     run = tmp_path / "run"
@@ -393,7 +391,7 @@ def test_memory_that_runs_out_leaves_the_last_checkpoint_and_says_what_to_change
             "gradient_checkpointing=true",
         ):
             assert advice in text, log
-    assert f"step {long}" in log or world == "one"
+    assert f"step {long}" in log
     assert "Committed checkpoints are intact: resume=auto" in log
     assert "Traceback" not in log
     print(f"out of memory in step {long}, the newest checkpoint is of step {last}")

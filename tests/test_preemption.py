@@ -7,19 +7,18 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
 from tests.launches import LAUNCHERS, REPOSITORY
+from tests.scenes import Scenes
 from tests.tiny_runs import random_model_words, write_base, write_rows
 from tests.warm import with_interpreter
 
 START_SECONDS = 300.0
-NUM_STEPS = 40
+NUM_STEPS = 24
 PREEMPTED = 75
 BY_HAND = 130
 STEP = re.compile(r"stopped at step ([0-9]+) as asked by (\w+)(?: on ranks? ([0-9, ]+))?; checkpoint committed")
@@ -39,9 +38,10 @@ class Play:
 
     def start(self, launcher, *words, gets_signal=True):
         """Start it; what gets a signal under torchrun has processes of its own, since torchrun sends it to groups."""
-        command = [*LAUNCHERS.get(launcher, [sys.executable]), "-m", "finetune", "train", *self.words(), *words]
+        command = [*LAUNCHERS.get(launcher, LAUNCHERS["python"]), "-m", "finetune", "train", *self.words(), *words]
         command += ["parallel.num_processes=2"] if launcher == "spawn" else []
-        command = [str(word) for word in command] if gets_signal else with_interpreter(command)
+        is_itself = gets_signal and launcher in ("torchrun", "python")
+        command = [str(word) for word in command] if is_itself else with_interpreter(command)
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -137,13 +137,7 @@ class Play:
             self.process.wait()
 
 
-SCENES = []
-
-
-def scene(act):
-    """A play that is one test. They wait as much as they work, so three run at a time."""
-    SCENES.append(pytest.param(act, id=act.__name__))
-    return act
+SCENES = Scenes(at_a_time=3)
 
 
 def in_training(play, launcher, number, whom):
@@ -157,14 +151,14 @@ def the_process(play):
     return play.process
 
 
-@scene
+@SCENES.add
 def sigterm(play):
     assert in_training(play, "alone", signal.SIGTERM, the_process) == PREEMPTED
     step, _ = play.has_stopped("SIGTERM")
     play.goes_on("alone", step)
 
 
-@scene
+@SCENES.add
 def sigusr1_while_it_saves(play):
     play.start("alone", "checkpoint.save_every=1")
     play.wait_for_text("Saving checkpoint step-000004")
@@ -173,7 +167,7 @@ def sigusr1_while_it_saves(play):
     play.has_stopped("SIGUSR1")
 
 
-@scene
+@SCENES.add
 def ctrl_c_counted_once_in_a_second(play):
     play.start("alone")
     play.wait_for_step(4)
@@ -183,9 +177,11 @@ def ctrl_c_counted_once_in_a_second(play):
     assert play.end() == PREEMPTED
     play.has_stopped("SIGINT")
     assert "press Ctrl-C again to stop at once" in play.text()
+    assert "resume=auto" in play.text().splitlines()[-1]
+    assert "Traceback" not in play.text()
 
 
-@scene
+@SCENES.add
 def one_worker_of_torchrun(play):
     assert in_training(play, "torchrun", signal.SIGUSR1, lambda play: play.workers()[1]) == 1, "torchrun's own"
     step, ranks = play.has_stopped("SIGUSR1")
@@ -194,21 +190,21 @@ def one_worker_of_torchrun(play):
     play.goes_on("torchrun", step)
 
 
-@scene
+@SCENES.add
 def torchrun_itself(play):
     """It sends SIGTERM on to the whole group of each worker: to the processes that load data for it, too."""
     in_training(play, "torchrun", signal.SIGTERM, the_process)
     play.has_stopped("SIGTERM")
 
 
-@scene
+@SCENES.add
 def the_parent_of_a_local_spawn(play):
     assert in_training(play, "spawn", signal.SIGTERM, the_process) == PREEMPTED
     _, ranks = play.has_stopped("SIGTERM")
     assert ranks in ("0", "1", "0, 1")
 
 
-@scene
+@SCENES.add
 def while_it_loads(play):
     play.start("alone")
     play.wait_for_text("Process 0/1 started")
@@ -218,7 +214,7 @@ def while_it_loads(play):
     assert step == 1
 
 
-@scene
+@SCENES.add
 def while_it_evaluates(play, *words):
     """One rank is told, in an evaluation that would take a minute: the other leaves it too."""
     many = f"data.path={play.inputs / 'many'}"
@@ -234,13 +230,13 @@ def while_it_evaluates(play, *words):
     assert play.events("validation") == []
 
 
-@scene
+@SCENES.add
 def while_it_evaluates_with_a_sharded_base(play):
     """The other must leave it before the same batch."""
     while_it_evaluates(play, "parallel.sharding=fsdp2")
 
 
-@scene
+@SCENES.add
 def while_it_tests(play):
     """Training is complete and committed by then."""
     play.start("alone", f"data.path={play.inputs / 'long_test'}", "training.max_steps=1", "testing.batch_size=1")
@@ -253,7 +249,7 @@ def while_it_tests(play):
     assert (play.run_folder / "adapter/adapter_model.safetensors").exists()
 
 
-@scene
+@SCENES.add
 def while_it_tests_with_shards(play):
     """One rank is told: both leave before the same batch."""
     rows = f"data.path={play.inputs / 'long_test'}"
@@ -269,7 +265,7 @@ def while_it_tests_with_shards(play):
     assert json.loads((play.run_folder / "run.json").read_text())["status"] == "preempted"
 
 
-@scene
+@SCENES.add
 def ctrl_c_twice_stops_at_once(play):
     """Python starts for it, so that the imports which are left keep it from its first step for a second."""
     many = f"data.path={play.inputs / 'many'}"
@@ -286,14 +282,6 @@ def ctrl_c_twice_stops_at_once(play):
     assert "Traceback" not in play.text()
 
 
-def run_scene(act, inputs, folder):
-    play = Play(inputs, folder)
-    try:
-        act(play)
-    finally:
-        play.stop()
-
-
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
@@ -306,13 +294,10 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scenes(request, inputs, tmp_path_factory):
-    """The scenes that were selected, running."""
-    chosen = [item.callspec.params["act"] for item in request.session.items if item.originalname == "test_scene"]
-    mine = [act for act in chosen if act.__module__ == __name__]
-    with ThreadPoolExecutor(3) as pool:
-        yield {act: pool.submit(run_scene, act, inputs, tmp_path_factory.mktemp(act.__name__)) for act in mine}
+    with SCENES.running(request, tmp_path_factory, lambda folder, _: Play(inputs, folder)) as started:
+        yield started
 
 
-@pytest.mark.parametrize("act", SCENES)
+@pytest.mark.parametrize("act", SCENES.params)
 def test_scene(scenes, act):
     scenes[act].result()

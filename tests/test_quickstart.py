@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.in_process import run_finetune
+
 pytestmark = pytest.mark.slow
 
 PROMPT = "Please send 3 crates of oranges to Marta Ruiz in Porto by Friday"
@@ -31,13 +33,6 @@ with torch.no_grad():
 """
 
 
-def finetune(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    return subprocess.run(
-        [sys.executable, "-m", "finetune", *map(str, words)], cwd=cwd, env=environment, capture_output=True, text=True
-    )
-
-
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
     """A folder with `runs/quickstart`, and what was printed. `.ci/run` has both from the README's own command."""
@@ -46,9 +41,19 @@ def quickstart(tmp_path_factory):
         shutil.copytree(Path(trained, "runs"), folder / "runs")
         printed = [Path(trained, name).read_text() for name in ("stdout", "stderr")]
         return folder, subprocess.CompletedProcess([], 0, *printed)
-    done = finetune("train", "quickstart", cwd=folder)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    command = [sys.executable, "-m", "finetune", "train", "quickstart"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return folder, done
+
+
+@pytest.fixture
+def here(quickstart, monkeypatch):
+    """The folder, as the working folder of the test's own process."""
+    monkeypatch.chdir(quickstart[0])
+    monkeypatch.setenv("COLUMNS", "120")
+    return quickstart[0]
 
 
 def read_events(folder: Path) -> list[dict]:
@@ -82,30 +87,29 @@ def test_it_leaves_the_files_of_a_run(quickstart):
     assert {path.name for path in folder.iterdir()} >= {"adapter", "checkpoints", "config.yaml", "log.txt"}
 
 
-def test_a_second_start_overwrites_nothing(quickstart):
-    folder, _ = quickstart
-    before = (folder / "runs/quickstart/metrics.jsonl").read_bytes()
-    done = finetune("train", "quickstart", cwd=folder)
+def test_a_second_start_overwrites_nothing(here):
+    before = (here / "runs/quickstart/metrics.jsonl").read_bytes()
+    done = run_finetune("train", "quickstart")
     assert done.returncode == 2
-    assert "resume=auto" in done.stderr
-    assert (folder / "runs/quickstart/metrics.jsonl").read_bytes() == before
+    assert "resume=auto" in done.errors
+    assert (here / "runs/quickstart/metrics.jsonl").read_bytes() == before
 
 
-def test_the_tuned_model_answers_an_order(quickstart):
-    done = finetune("generate", "runs/quickstart", PROMPT, cwd=quickstart[0])
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout)
+def test_the_tuned_model_answers_an_order(here):
+    done = run_finetune("generate", "runs/quickstart", PROMPT)
+    assert done.returncode == 0, done.errors
+    answer = json.loads(done.answer)
     assert answer["customer"] == "Marta Ruiz"
     assert answer["quantity"] == 3
 
 
-def test_evaluate_measures_the_same_again(quickstart):
-    done = finetune("evaluate", "runs/quickstart", "testing.batch_size=7", cwd=quickstart[0])
-    assert done.returncode == 0, done.stderr
-    for event in read_events(quickstart[0]):
+def test_evaluate_measures_the_same_again(here):
+    done = run_finetune("evaluate", "runs/quickstart", "testing.batch_size=7")
+    assert done.returncode == 0, done.errors
+    for event in read_events(here):
         if event["event"] == "test":
-            assert f"{event['exact_match']:.1%}" in done.stdout
-            assert f"{event['loss']:.4f}" in done.stdout
+            assert f"{event['exact_match']:.1%}" in done.answer
+            assert f"{event['loss']:.4f}" in done.answer
 
 
 def test_the_adapter_gives_the_same_logits_in_plain_peft(quickstart):

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,6 +31,7 @@ from finetune.distributed.guardian.faults import (
 from finetune.distributed.watchdog import _ANSWER_SECONDS
 from finetune.errors import Fault
 from tests.launches import alive_with
+from tests.scenes import Scenes
 
 WORKER = Path(__file__).with_name("watched_worker.py")
 REPOSITORY = WORKER.parent.parent.parent
@@ -122,36 +122,24 @@ class Play:
             process.wait()
 
 
-SCENES = []
+SCENES = Scenes(at_a_time=5)
 
 
 def scene(world_size):
-    """A play that is one test. They wait more than they work, so several run at a time."""
+    """Add a scene of this many ranks; one of them shows the promise."""
 
-    def note(act):
-        marks = pytest.mark.promise if act.__name__ == "an_exception_on_one_rank" else ()
-        SCENES.append(pytest.param(act, id=act.__name__, marks=marks))
+    def add(act):
         act.world_size = world_size
-        return act
+        marks = [pytest.mark.promise] if act.__name__ == "an_exception_on_one_rank" else []
+        return SCENES.add(act, *marks)
 
-    return note
-
-
-def run_scene(act, folder):
-    play = Play(folder, act.world_size)
-    try:
-        act(play)
-    finally:
-        play.stop()
+    return add
 
 
 @pytest.fixture(scope="module")
 def scenes(request, tmp_path_factory):
-    """The scenes that were selected, running."""
-    chosen = [item.callspec.params["act"] for item in request.session.items if item.originalname == "test_scene"]
-    mine = [act for act in chosen if act.__module__ == __name__]
-    with ThreadPoolExecutor(5) as pool:
-        yield {act: pool.submit(run_scene, act, tmp_path_factory.mktemp(act.__name__)) for act in mine}
+    with SCENES.running(request, tmp_path_factory, lambda folder, act: Play(folder, act.world_size)) as started:
+        yield started
 
 
 def the_only(lines):
@@ -448,7 +436,7 @@ def a_hub_that_cannot_be_reached_is_named(play):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("act", SCENES)
+@pytest.mark.parametrize("act", SCENES.params)
 def test_scene(scenes, act):
     scenes[act].result()
 

@@ -5,7 +5,7 @@ tests marked as `warm` the interpreter is a program that asks a server (`server.
 streams, folder and variables, and stands for it until it ends: signals go through, and so does the status. The process
 is a real one, and so are its ranks. What is not as usual is its place in the tree of processes, so tests that look at
 parents, at process groups, at processes that are stopped or at memory do without; so does a `promise`, whatever its
-other markers, but for the runs of one process that its curves are compared with.
+other markers.
 """
 
 from __future__ import annotations
