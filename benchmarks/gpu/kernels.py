@@ -73,7 +73,7 @@ def signatures(session: Session) -> dict[str, Any]:
 
 
 def attention_against_dense(session: Session, precision: str, head_size: int) -> dict[str, Any]:
-    """Compare the engine's attention with plain attention in fp32: grouped heads, window, shared beginnings, targets.
+    """Compare the engine's attention with plain attention in fp32: grouped heads, window, shared prefixes, targets.
 
     Errors are relative, in norm; the figures are the worst of all cases.
     """

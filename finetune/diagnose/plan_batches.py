@@ -40,7 +40,7 @@ class Batches:
     """Tokens of an epoch; None likewise."""
     target_tokens: int | None
     computed_share: float | None
-    """Tokens that go through the model, over all tokens: shared beginnings count once, padding counts."""
+    """Tokens that go through the model, over all tokens: shared prefixes count once, padding counts."""
     global_batch_size: int
     global_batch_from: str
     """The settings that give it, in words."""

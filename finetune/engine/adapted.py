@@ -11,7 +11,7 @@ from finetune.engine.linear import Linear, draw_keep
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GRADIENT_HOOK = "make_inputs_require_grads"
-"""The hook of transformers' `enable_input_require_grads`, which only transformers' gradient checkpointing needs."""
+"""The hook of transformers' `enable_input_require_grads`. Only transformers' gradient checkpointing needs it."""
 _DORA = "DoraLinearVariant"
 
 
@@ -41,7 +41,7 @@ def read_linear(module: Any, like: Any) -> Linear | nn.Module:
 
 
 def reason_to_call(module: Any) -> str | None:
-    """Return the reason to call a linear layer's own forward; None where its tensors are enough."""
+    """Return why a linear layer's own forward must be called; None if its tensors are enough."""
     if _holds_readable_weight(module):
         return hook_reason(module)
     if not hasattr(module, "lora_A"):
@@ -68,7 +68,7 @@ def _holds_readable_weight(module: Any) -> bool:
 
 
 def unknown_linear(module: Any) -> str | None:
-    """Return the reason why calling a module may differ from the model's own forward; None where it does not."""
+    """Return why the result of calling a module may differ from the model's own forward; None if it cannot."""
     if hasattr(module, "lora_A"):
         unknown = {type(variant).__name__ for variant in module.lora_variant.values()} - {_DORA}
         return f"a LoRA layer with {', '.join(sorted(unknown))}" if unknown else None
@@ -77,7 +77,7 @@ def unknown_linear(module: Any) -> str | None:
 
 
 def hook_reason(module: nn.Module) -> str | None:
-    """Name hooks or a replaced forward, which only a call of the module would run; None where there are none."""
+    """Name hooks or a replaced forward, which only a call of the module would run; None if there are none."""
     hooks = [hook for kind in _HOOKS for hook in getattr(module, kind, {}).values()]
     if any(_GRADIENT_HOOK not in getattr(hook, "__qualname__", "") for hook in hooks):
         return "hooks"

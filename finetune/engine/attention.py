@@ -75,9 +75,9 @@ def attention(
 
 
 def prepared_by_the_host(device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
-    """Return the function that prepares attention for tensors of this kind while the micro-batch is on the CPU.
+    """Return the function that prepares attention for a device and dtype while the micro-batch is still on the CPU.
 
-    None: attention is prepared where the tensors are, without waiting for them.
+    Return None if attention can be prepared on the device without making the host wait.
     """
     return {"varlen": prepare_varlen, "efficient": prepare_efficient}.get(_kernel_of(device, dtype))
 
@@ -87,7 +87,7 @@ def _kernel_of(device: torch.device, dtype: torch.dtype) -> Kernel:
 
 
 def choose_kernel(device_type: str, dtype: torch.dtype, *, has_varlen: bool) -> Kernel:
-    """Choose the kernel for tensors of this kind."""
+    """Choose the attention kernel for a device and dtype."""
     if device_type == "cpu":
         return "blocks"
     if device_type != "cuda":
@@ -121,7 +121,7 @@ class Block(NamedTuple):
 
 
 def prepare_blocks(layout: Layout, queries: torch.Tensor, window: int | None = None) -> list[Block]:
-    """Cut queries into blocks, with the keys that each block sees."""
+    """Split queries into blocks, with the keys that each block attends to."""
     pieces: list[_Piece] = []
     for piece in _pieces(layout, queries, window):
         merged = _merge(pieces[-1], piece) if pieces else piece
@@ -149,18 +149,18 @@ class _Piece(NamedTuple):
 
 
 def _pieces(layout: Layout, queries: torch.Tensor, window: int | None) -> Iterator[_Piece]:
-    """Cut the queries of each stretch into pieces of about `BLOCK_QUERIES`, with the keys that they see."""
-    edges = torch.tensor([0, *(stretch.end for stretch in layout.stretches)])
+    """Split the queries of each segment into pieces of about `BLOCK_QUERIES`, with the keys that they see."""
+    edges = torch.tensor([0, *(segment.end for segment in layout.segmentes)])
     bounds = torch.searchsorted(queries, edges).tolist()
     for index, (low, high) in enumerate(pairwise(bounds)):
         if low == high:
             continue
-        path = [layout.stretches[i] for i in layout.path(index)]
+        path = [layout.segmentes[i] for i in layout.path(index)]
         number = max(1, round((high - low) / BLOCK_QUERIES))
         for first, last in pairwise(low + (high - low) * i // number for i in range(number + 1)):
             position = path[-1].position + int(queries[first]) - path[-1].start
             oldest = 0 if window is None else position - window + 1
-            ends = [stretch.end for stretch in path[:-1]] + [int(queries[last - 1]) + 1]
+            ends = [segment.end for segment in path[:-1]] + [int(queries[last - 1]) + 1]
             ranges = [(s.start + max(0, oldest - s.position), end) for s, end in zip(path, ends, strict=True)]
             yield _Piece(first, last, tuple((a, b) for a, b in ranges if a < b))
 
@@ -188,7 +188,7 @@ def _block(layout: Layout, queries: torch.Tensor, piece: _Piece, window: int | N
 
 
 def _lower_right_bias(rows: int, columns: int) -> torch.Tensor:
-    """Return a view of a strip that all blocks share, since a bias for each would need much memory for long rows."""
+    """Return the bias of a block as a view of one shared tensor, because separate tensors would need much memory."""
     offset = columns - rows
     height, room = _power_of_two(rows), _power_of_two(offset)
     return _strip(height, room)[:rows, room - offset : room - offset + columns]
@@ -213,10 +213,10 @@ def attend_in_blocks(
 
 
 class _BlockAttention(torch.autograd.Function):
-    """The CPU kernel, one block after the other. It keeps each block's logsumexp and not its scores.
+    """Attention with the CPU kernel, one block after the other. It keeps each block's logsumexp and not its scores.
 
-    Query heads that share a key head lie along a batch dimension in which keys have stride 0. Low precision is widened
-    to fp32, because the CPU kernel is slower in bf16.
+    Query heads that share a key head form a batch dimension in which the keys have stride 0. Inputs of lower precision
+    are converted to fp32, because the CPU kernel is slower in bf16.
     """
 
     @staticmethod

@@ -21,8 +21,8 @@ from finetune.engine.products import wide_type
 VARLEN_TYPES = (torch.float16, torch.bfloat16)
 """Types that variable-length flash attention computes in."""
 EQUAL_ROWS_MULTIPLE = 128
-"""Rows of one length go to torch's attention over a batch if their length is a multiple of this. cuDNN makes a plan for
-each length, and lengths that only happen to be equal would have it make one after the other."""
+"""Rows of equal length use torch's batched attention if this number divides their length. cuDNN makes a plan for each
+new length, so lengths that are equal only by chance would make it create many plans."""
 _CAUSAL_TO_THE_LOWER_RIGHT = 2
 """The mask of memory-efficient attention in which the last query of a run sees all its keys."""
 
@@ -30,10 +30,10 @@ _CAUSAL_TO_THE_LOWER_RIGHT = 2
 class VarlenRuns(NamedTuple):
     """Runs of queries of one row, with all tokens of the row up to the end of the run as keys.
 
-    This makes the causal mask of flash attention, which is aligned to the lower right, exact for shared beginnings too.
-    The keys of a run are gathered for it alone. So a run reaches as far as its tokens lie side by side, and in the last
-    layer, where there are queries at targets only, fillers take the places between them: each branch of the tree
-    gathers its keys once, however many turns of it are learnt, and costs no more than in the layers before.
+    The causal mask of flash attention is aligned to the lower right, so it is exact for such runs, even if rows share
+    prefixes. Each run gathers its own keys, so runs are as long as possible: a run ends only where the next flat token
+    belongs to another branch of the tree. In the last layer, only targets have queries, and fillers take the places
+    between them. Each branch then gathers its keys once, however many turns carry loss.
     """
 
     query_edges: torch.Tensor
@@ -63,7 +63,7 @@ class VarlenRuns(NamedTuple):
 
 
 def prepare_varlen(layout: Layout, queries: torch.Tensor, window: int | None, *, is_square: bool = False) -> VarlenRuns:
-    """Prepare variable-length attention, on the device of the queries. Where that is a GPU, the host waits for them.
+    """Prepare variable-length attention on the device of the queries. If this is a GPU, the host waits for it.
 
     Args:
         layout: of the tokens.
@@ -101,15 +101,15 @@ def prepare_efficient(layout: Layout, queries: torch.Tensor, window: int | None)
 
 def _runs(layout: Layout, queries: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[tuple[int, int]]]]:
     """Yield for each run its queries and the flat tokens of its row up to its end."""
-    ends = torch.tensor([stretch.end for stretch in layout.stretches])
-    parents = torch.tensor([stretch.parent for stretch in layout.stretches])
-    branch = (parents != torch.arange(-1, len(parents) - 1)).cumsum(0)  # its stretches follow each other
+    ends = torch.tensor([segment.end for segment in layout.segmentes])
+    parents = torch.tensor([segment.parent for segment in layout.segmentes])
+    branch = (parents != torch.arange(-1, len(parents) - 1)).cumsum(0)  # its segmentes follow each other
     owner = torch.searchsorted(ends, queries, right=True)
     edges = [0, *(branch[owner].diff().nonzero()[:, 0] + 1).tolist(), len(queries)]
     for first, last in pairwise(edges):
-        path = [layout.stretches[index] for index in layout.path(int(owner[last - 1]))]
-        ends_of_path = [stretch.end for stretch in path[:-1]] + [int(queries[last - 1]) + 1]
-        yield queries[first:last], [(stretch.start, end) for stretch, end in zip(path, ends_of_path, strict=True)]
+        path = [layout.segmentes[index] for index in layout.path(int(owner[last - 1]))]
+        ends_of_path = [segment.end for segment in path[:-1]] + [int(queries[last - 1]) + 1]
+        yield queries[first:last], [(segment.start, end) for segment, end in zip(path, ends_of_path, strict=True)]
 
 
 def _edges(sizes: list[int]) -> torch.Tensor:
@@ -117,7 +117,7 @@ def _edges(sizes: list[int]) -> torch.Tensor:
 
 
 def varlen_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: VarlenRuns, scale: float) -> torch.Tensor:
-    """Attend with flash attention, or with cuDNN's where rows make a batch: fp16 or bf16; shapes as in `attention`."""
+    """Attend in fp16 or bf16: with cuDNN if rows form a batch, else with flash attention. Shapes: see `attention`."""
     if runs.row_length is not None:
         return _attend_in_a_batch(q, k, v, runs.row_length, scale)
     from torch.nn.attention.varlen import varlen_attn
@@ -157,7 +157,7 @@ def efficient_attention(
 
 
 class _EfficientAttention(torch.autograd.Function):
-    """The kernel knows no shared key heads, so both passes copy the keys; torch's own backward knows no window."""
+    """Attend with torch's kernel. It has no shared key heads, so keys are copied; its backward pass has no window."""
 
     @staticmethod
     def forward(
@@ -234,7 +234,7 @@ class _TakeKeys(torch.autograd.Function):
 
 @cache
 def why_not_varlen(device: torch.device) -> str | None:
-    """Return why variable-length flash attention with a window and a scale is not there for a GPU; None if it is."""
+    """Return why a GPU cannot use variable-length flash attention with a window and a scale; None if it can."""
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"{torch.cuda.get_device_name(device)} is older than flash attention's kernels, which need Ampere"
     missing = sorted({"window_size", "scale"} - _varlen_options())
@@ -242,7 +242,7 @@ def why_not_varlen(device: torch.device) -> str | None:
 
 
 def attention_downgrade(device: torch.device, dtype: torch.dtype) -> tuple[str, str, str] | None:
-    """Return what attention a model should have, what it gets instead and why; None where it gets what it should.
+    """Return the attention that a model should use, the one that it uses instead, and why; None if they are the same.
 
     Args:
         device: of the model.

@@ -67,7 +67,7 @@ class Family:
         final_norm: after the last layer.
         is_parallel: attention and the feed-forward part read the same LayerNorm, and there is no gate.
         head_norms: of each head of the queries, and of the keys; empty where there are none.
-        window: the layers that `sliding_window` in the configuration holds for; by layer: those of `layer_types`.
+        window: the layers to which `sliding_window` of the configuration applies; by layer: as `layer_types` says.
     """
 
     projections: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -104,8 +104,8 @@ FAMILIES = {
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The types in `layer_types` that the engine computes: without a sliding window, and with one."""
 ENTER = "enter_layer"
-"""The name of a method that a layer may have, from (compute, h) to compute(h). The engine does not call layers, so that
-what hooks would do around a call, such as gathering a layer's weights, is done by this method."""
+"""The name of an optional method of a layer, from (compute, h) to compute(h). The engine never calls layers, so hooks
+do not run. This method does what a hook would do around a call, for example all-gather the layer's weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

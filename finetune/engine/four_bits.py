@@ -1,6 +1,6 @@
-"""Weights in 4 bits, as bitsandbytes keeps them (NF4: Dettmers et al., 2023, arXiv:2305.14314).
+"""Dequantize weights that bitsandbytes stores in 4 bits (NF4: Dettmers et al., 2023, arXiv:2305.14314).
 
-They are widened for the products of one layer, and kept in 4 bits for the backward pass.
+A weight is dequantized for the matrix products of one layer. The backward pass keeps only its 4-bit form.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def holds_nf4(module: Any) -> bool:
-    """Return whether a linear layer's weight is in 4 bits that `widened` reads."""
+    """Return whether a linear layer's weight is in a 4-bit format that `widened` can dequantize."""
     if type(module).__name__ != "Linear4bit" or not type(module).__module__.startswith("bitsandbytes.nn"):
         return False
     state = getattr(module.weight, "quant_state", None)
@@ -34,7 +34,7 @@ def full_shape(weight: torch.Tensor) -> torch.Size:
 
 
 def widened(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a weight as a plain tensor: in this type, or in that in which it was before it was quantized."""
+    """Return a weight as a plain tensor of this dtype; None: of the dtype that it had before quantization."""
     if is_in_4_bits(weight):
         bitsandbytes: Any = import_module("bitsandbytes.functional")
         weight = bitsandbytes.dequantize_4bit(weight.data, weight.quant_state)  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Functions of rows that a GPU computes in few kernels, which torch.compile makes of the engine's own formulas.
+"""Fuse formulas of the engine into a few GPU kernels with torch.compile.
 
-Each is an operator of torch: a dispatch mode sees one call, and the formula itself is its implementation for tensors
-without data. Where fused functions are off, which they are by default, the formula runs as it stands.
+Each fused function is registered as an operator of torch, so a dispatch mode sees one call. Fake tensors use the
+formula itself. If fusing is off, which is the default, the formula runs as ordinary torch operations.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def fused_or_not(on: bool) -> Iterator[None]:
 
 
 def fused(*, launches: int, compiled: Callable[..., Any] | None = None) -> Callable[[Formula], Formula]:
-    """Make a formula a fused function, which reads its inputs and writes its outputs once.
+    """Turn a formula into a fused function, which reads its inputs once and writes its outputs once.
 
     The first dimension of an argument with two dimensions or more is that of the rows; the first argument has one.
     Results are new tensors.
 
     Args:
         launches: the most kernels that it takes.
-        compiled: the same formula in a form that compiles to fewer kernels, if it is not fast as it stands.
+        compiled: the same formula in a form that compiles to fewer kernels; None: the formula itself.
     """
 
     def decorate(formula: Formula) -> Formula:
@@ -77,7 +77,7 @@ def fused(*, launches: int, compiled: Callable[..., Any] | None = None) -> Calla
 
 
 def _is_watched(args: tuple[Any, ...]) -> bool:
-    """Return whether a dispatch mode, a profiler or a kind of tensor must see the operator. To call it takes longer."""
+    """Return whether a dispatch mode, a profiler or a tensor subclass must see the operator, which takes longer."""
     if torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled():
         return True
     flat = (arg for group in args for arg in (group if isinstance(group, list) else [group]))
@@ -88,7 +88,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def _run(formula: Callable[..., Any], *args: Any) -> Any:
-    """Run the kernels that torch.compile makes once for any number of rows."""
+    """Run the compiled kernels. torch.compile makes them once, for any number of rows."""
     flat = [arg for group in args for arg in (group if isinstance(group, list) else [group])]
     rows = {arg.shape[0] for arg in flat if isinstance(arg, torch.Tensor) and arg.ndim > 1}
     if min(rows) < 2:  # torch.compile would make kernels for no row and for one row alone

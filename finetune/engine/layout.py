@@ -1,7 +1,8 @@
-"""Pack the rows of a micro-batch into one flat run of tokens, without padding and with shared beginnings only once.
+"""Pack the rows of a micro-batch into one sequence of tokens, without padding and with each shared prefix only once.
 
-The flat tokens are a prefix tree, depth first. The tokens i with j <= i < visible_until[j] see token j: those after it
-in its own stretch and in the subtree below. Without shared beginnings, each row is one stretch.
+The flat tokens are the nodes of a prefix tree, depth first; a node is called a segment. Token i attends to token j if
+j <= i < visible_until[j]: i is after j in the same segment, or in the subtree below it. Without shared prefixes, each
+row is one segment.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from finetune.engine.prefixes import PrefixTree, Tokens, build_prefix_tree, sepa
 
 Made = TypeVar("Made")
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""Moves a tensor, for example."""
+"""A function that is applied to each tensor, for example one that moves it to a device."""
 
 
-class Stretch(NamedTuple):
+class Segment(NamedTuple):
     """Flat tokens `start` to `end`, which are contiguous in every row that has them."""
 
     start: int
     end: int
     parent: int
-    """Index of the stretch before it, or -1."""
+    """Index of the segment that comes before it in its rows, or -1."""
     position: int
     """The position of its first token in the row."""
 
@@ -37,13 +38,13 @@ class Layout:
 
     Attributes:
         position_ids: each token's position in its rows, int64, shape (tokens,).
-        visible_until: the index after the last token that sees it, int64, shape (tokens,).
-        stretches: the tree, depth first, from flat token 0 on without a gap.
+        visible_until: for each token, the index after the last token that attends to it, int64, shape (tokens,).
+        segmentes: the tree, depth first, from flat token 0 on without a gap.
     """
 
     position_ids: torch.Tensor
     visible_until: torch.Tensor
-    stretches: tuple[Stretch, ...]
+    segmentes: tuple[Segment, ...]
     _prepared: list[_Prepared] = field(default_factory=list, init=False, repr=False)
 
     @property
@@ -54,13 +55,13 @@ class Layout:
     @property
     def longest_row(self) -> int:
         """Tokens of the longest row."""
-        return max(stretch.position + stretch.end - stretch.start for stretch in self.stretches)
+        return max(segment.position + segment.end - segment.start for segment in self.segmentes)
 
-    def path(self, stretch: int) -> list[int]:
-        """Return the stretches from the root down to this one."""
-        path = [stretch]
-        while self.stretches[path[-1]].parent >= 0:
-            path.append(self.stretches[path[-1]].parent)
+    def path(self, segment: int) -> list[int]:
+        """Return the segmentes from the root down to this one."""
+        path = [segment]
+        while self.segmentes[path[-1]].parent >= 0:
+            path.append(self.segmentes[path[-1]].parent)
         return path[::-1]
 
     def sees(self, query: torch.Tensor, key: torch.Tensor, window: int | None = None) -> torch.Tensor:
@@ -132,8 +133,8 @@ def dense_mask(layout: Layout, queries: torch.Tensor, window: int | None = None)
 class PackedMicrobatch:
     """The packed rows of one forward pass, and the terms of their loss.
 
-    A term is a (position, label) pair. Rows that share a position and the token after it share the term. A position
-    after which rows part has a term for each label.
+    A term is a (position, label) pair. Rows that share a position and the token after it share the term. If rows differ
+    after a shared position, the position has one term for each label.
 
     Attributes:
         input_ids: flat tokens, int64, shape (tokens,).
@@ -188,8 +189,8 @@ class PackedMicrobatch:
     ) -> None:
         """Prepare attention for all layers: the last one has queries at `positions`, the others at all tokens.
 
-        A kernel whose plan is made from numbers, not tensors, would make a GPU's host wait for `positions`. So its
-        plan is made here, while the micro-batch is on the CPU, and moves with it.
+        Some kernels need a plan that is computed from Python numbers. On a GPU, the host would have to wait for
+        `positions`. So the plan is made here, while the micro-batch is on the CPU, and is copied to the GPU with it.
 
         Args:
             prepare: see `Layout.prepared`.
@@ -205,7 +206,7 @@ class PackedMicrobatch:
         changed: dict[int, torch.Tensor] = {}
 
         def once(tensor: torch.Tensor) -> torch.Tensor:
-            """Change a tensor that stands in two places, as the positions do, to one tensor."""
+            """Change a tensor that is used in two places, such as the positions, only once."""
             if id(tensor) not in changed:
                 changed[id(tensor)] = change(tensor)
             return changed[id(tensor)]
@@ -229,7 +230,7 @@ def pack(rows: Sequence[tuple[torch.Tensor, torch.Tensor]], *, share_prefixes: b
     Args:
         rows: (token ids, is target) of each row, int64 and bool, both of shape (time,). The mark of a row's first token
             is ignored, since nothing predicts it.
-        share_prefixes: compute shared beginnings only once.
+        share_prefixes: compute shared prefixes only once.
 
     Raises:
         ValueError: there is no row, or one without a token.
@@ -271,26 +272,26 @@ def flat_tokens_of_rows(
 ) -> list[numpy.typing.NDArray[numpy.int64]]:
     """Return the flat tokens of each row, in the order of the row."""
     return [
-        numpy.concatenate([numpy.arange(*layout.stretches[index][:2]) for index in layout.path(last)])[:length]
+        numpy.concatenate([numpy.arange(*layout.segmentes[index][:2]) for index in layout.path(last)])[:length]
         for last, length in zip(last_node, lengths, strict=True)
     ]
 
 
 def _lay_out(tree: PrefixTree, rows: Sequence[Tokens]) -> tuple[Layout, torch.Tensor]:
-    stretches: list[Stretch] = []
+    segmentes: list[Segment] = []
     start = 0
     for _, begin, end, parent in tree.nodes:
-        stretches.append(Stretch(start, start + end - begin, parent, begin))
-        start = stretches[-1].end
-    subtree_ends = [stretch.end for stretch in stretches]
-    for index in reversed(range(len(stretches))):
-        if (parent := stretches[index].parent) >= 0:
+        segmentes.append(Segment(start, start + end - begin, parent, begin))
+        start = segmentes[-1].end
+    subtree_ends = [segment.end for segment in segmentes]
+    for index in reversed(range(len(segmentes))):
+        if (parent := segmentes[index].parent) >= 0:
             subtree_ends[parent] = max(subtree_ends[parent], subtree_ends[index])
-    lengths = [stretch.end - stretch.start for stretch in stretches]
+    lengths = [segment.end - segment.start for segment in segmentes]
     layout = Layout(
         position_ids=torch.from_numpy(numpy.concatenate([numpy.arange(begin, end) for _, begin, end, _ in tree.nodes])),
         visible_until=torch.from_numpy(numpy.repeat(subtree_ends, lengths)),
-        stretches=tuple(stretches),
+        segmentes=tuple(segmentes),
     )
     input_ids = numpy.concatenate([rows[row][begin:end] for row, begin, end, _ in tree.nodes])
     return layout, torch.from_numpy(input_ids)

@@ -1,8 +1,8 @@
 """Linear layers with LoRA, as one autograd function that keeps nothing but its input.
 
-It computes `y = x Wᵀ + bias + scale · ((x ∘ keep) Aᵀ) Bᵀ`, with each part trained or frozen, for several layers of one
-input side by side. Separate operations would make six tensors as large as x or y, and autograd would keep half of them.
-Where it is exact and less work, the adapter is first added to the weight; then it costs only its gradients.
+It computes `y = x Wᵀ + bias + scale · ((x ∘ keep) Aᵀ) Bᵀ`, with each part trained or frozen, for several layers with
+the same input. Separate operations would create six tensors as large as x or y, and autograd would keep half of them.
+If it is exact and less work, the adapter is first added to the weight. Its forward pass then costs almost nothing.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """Choices that follow from the kind of device by default and do not change the loss.
+    """Settings that depend on the device type by default and do not change the loss.
 
-    `finetune plan` sets them to run the engine on one kind of device as it runs on another.
+    `finetune plan` sets them to run the engine on one device type as it would run on another.
     """
 
     attention: Attention = attention

@@ -1,7 +1,7 @@
-"""Cross-entropy of target positions through the head, a chunk of logits at a time.
+"""Compute the head and the cross-entropy of target positions, one chunk of logits at a time.
 
-The gradient is computed in the forward pass, so that logits are computed once and never kept. It is exact: the gradient
-of the sum is one factor, by which the backward pass multiplies.
+The gradient is computed in the forward pass, so that logits are computed once and never kept. It is exact, because the
+gradient of the summed loss is a scalar, by which the backward pass multiplies.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from finetune.engine.products import plus_product, product, wide_type
 from finetune.engine.reference import in_float64
 
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-"""The size of a chunk's logits in fp32, by the kind of device."""
+"""The size in bytes of a chunk's logits in fp32, by device type."""
 MIN_CHUNK_ROWS = 256
-"""The minimum rows of a chunk: with fewer, a product spends its time on reading the head's weight."""
+"""The fewest rows of a chunk: with fewer, a matrix product spends most of its time reading the head's weight."""
 
 
 def summed_head_loss(

@@ -48,7 +48,7 @@ class PaddedMicrobatch:
 
 
 Microbatch: TypeAlias = PaddedMicrobatch | PackedMicrobatch
-"""Either kind of rows. Both have `to`, `num_rows`, `num_tokens`, `num_targets`, `num_computed` and `target_row`."""
+"""Padded or packed rows. Both have `to`, `num_rows`, `num_tokens`, `num_targets`, `num_computed` and `target_row`."""
 
 EMPTY_MICROBATCH = PaddedMicrobatch(
     input_ids=torch.zeros((1, 2), dtype=torch.int64),

@@ -27,7 +27,7 @@ from finetune.engine.linear import (
 )
 
 CHUNK_ROWS = {"cpu": 512, "cuda": 8192}
-"""Rows of a chunk by the kind of device: enough for the matrix products, and few enough for the cache of a CPU."""
+"""Rows of a chunk by device type: enough for fast matrix products, and few enough for the cache of a CPU."""
 
 
 def gated_mlp(

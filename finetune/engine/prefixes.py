@@ -1,8 +1,8 @@
-"""Find the shared beginnings of rows, and cut a global batch so that each is computed once.
+"""Find the prefixes that rows share, and split a global batch into micro-batches so that each prefix is computed once.
 
-In a causal model the hidden states of a shared beginning are the same for every row that has it. Rows become a prefix
-tree, and each of its nodes is computed once. The cuts depend only on the rows, not on the world size, so that they are
-the same for every launch.
+In a causal model, the hidden states of a shared prefix are the same for every row that has it. The rows form a prefix
+tree, and each of its nodes is computed once. The split depends only on the rows and not on the world size, so it is the
+same under every launcher.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Tokens = numpy.typing.NDArray[numpy.integer]
 """Token ids of one row, shape (time,)."""
 
 MIN_SHARED = 16
-"""The tree branches only where rows share this many more tokens; for fewer, the bookkeeping costs more."""
+"""Rows share a further node only if it has at least this many tokens: for fewer, bookkeeping would cost more."""
 
 _NEVER = 1 << 62
 
 
 class Node(NamedTuple):
-    """Tokens `begin` to `end` of `row`, which all rows of the subtree share as far as they reach."""
+    """Tokens `begin` to `end` of `row`. All rows of the subtree share them, up to their own length."""
 
     row: int
     begin: int
     end: int
     parent: int
-    """Index of the node before it, or -1."""
+    """Index of the parent node, or -1."""
 
 
 class PrefixTree(NamedTuple):
@@ -52,11 +52,11 @@ class Cut(NamedTuple):
 
     rows: list[int]
     num_tokens: int
-    """Tokens to compute, as the tree of the whole global batch counts them."""
+    """The number of tokens to compute, counted in the prefix tree of the whole global batch."""
 
 
 def num_shared(first: Tokens, second: Tokens) -> int:
-    """Count the tokens that two rows begin with."""
+    """Return the length of the longest common prefix of two rows."""
     return min(_fork(first, second), len(first), len(second))
 
 
@@ -105,22 +105,22 @@ def cut_global_batch(
     is_long: Sequence[bool] | None = None,
     share: bool = True,
 ) -> list[Cut]:
-    """Cut a global batch into micro-batches of even token counts, rows that share much of their beginning together.
+    """Split a global batch into micro-batches of similar size. Rows with long shared prefixes stay together.
 
-    Whole subtrees of the prefix tree stay together where they fit. Where one does not fit, its parts are put into as
-    few micro-batches as will do, the heaviest part first and each into the lightest micro-batch with room. Where
-    `max_tokens` decides how many there are, it is an even number if it can be, for two ranks to have equal work.
+    A whole subtree of the prefix tree goes into one micro-batch if it fits. Otherwise its parts are put into as
+    few micro-batches as possible: the largest part first, and each into the smallest micro-batch that has room. If
+    `max_tokens` determines the number of micro-batches, it is even if possible, so that two ranks have equal work.
 
     Args:
         rows: the token ids of each row.
         max_rows: the most rows of a micro-batch.
         max_tokens: the most tokens that a micro-batch computes, counted in the tree of the whole global batch: the
             micro-batch's own tree may need a few more. A longer row is a micro-batch of its own.
-        is_long: whether each row is beyond a LongRoPE model's boundary: these never share a micro-batch with others.
-        share: whether rows may share beginnings.
+        is_long: whether each row is beyond a LongRoPE model's boundary. Such rows are never with others.
+        share: whether rows may share prefixes.
 
     Returns:
-        The cuts, heaviest first, rows ascending.
+        The micro-batches, the largest first, each with its rows in ascending order.
     """
     is_long = [False] * len(rows) if is_long is None else is_long
     cuts: list[Cut] = []
@@ -136,14 +136,14 @@ def cut_global_batch(
 
 
 def deal(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Deal micro-batches to ranks: the heaviest first, each to the rank with the least so far.
+    """Assign micro-batches to ranks: the largest first, each to the rank that has the fewest tokens so far.
 
     Args:
         weights: tokens of each micro-batch.
         num_ranks: the world size.
 
     Returns:
-        For each rank the indices of its micro-batches, ascending; none gets more than the even share, rounded up.
+        For each rank the indices of its micro-batches, ascending. No rank has more than its even share, rounded up.
     """
     hands: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
@@ -178,7 +178,7 @@ def _cut_tree(tree: PrefixTree, lengths: Sequence[int], max_rows: int, max_token
 
 
 def _fill(parts: list[Cut], before: int, max_rows: int, max_tokens: int, *, is_whole: bool = False) -> list[Cut]:
-    """Put parts that follow the same `before` tokens into as few cuts as possible, the whole into an even number."""
+    """Put parts after the same `before` tokens into as few micro-batches as possible; for the root, an even number."""
     num_rows = sum(len(part.rows) for part in parts)
     tokens = sum(part.num_tokens for part in parts)
     room = max(1, max_tokens - before)

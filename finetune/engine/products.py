@@ -99,7 +99,7 @@ def scaled_product(
 def plus_product(
     sums: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Compute `sums + left @ right` in a type as wide as theirs or wider, in place; no sums count as zeros."""
+    """Compute `sums + left @ right` in place, in a dtype at least as wide as theirs; without sums, start from zeros."""
     if sums is None:
         return (left @ right).to(dtype)
     return sums.addmm_(left, right) if dtype == left.dtype else sums.add_(left @ right)
@@ -111,7 +111,7 @@ _casts: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] | None = None
 
 @contextmanager
 def unchanged_weights() -> Iterator[None]:
-    """Let `cast` convert each weight only once inside, where no weight may change: for the micro-batches of a step."""
+    """Make `cast` convert each weight only once within the block, in which no weight may change: within one step."""
     global _casts
     before, _casts = _casts, {}
     try:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from finetune.engine.microbatch import PaddedMicrobatch
 
 WITHOUT_FLOAT64 = frozenset({"mps"})
-"""Kinds of devices that have no float64: sums in it are on the CPU."""
+"""Device types without float64. Sums in float64 are computed on the CPU instead."""
 
 
 def cross_entropy_of_padded(model: torch.nn.Module, microbatch: PaddedMicrobatch) -> torch.Tensor:

@@ -42,7 +42,7 @@ class Curve:
     is_measured: bool = False
 
     def drawn(self) -> Points:
-        """Return the points to draw: all, or for a long curve the lowest and the highest of each stretch."""
+        """Return the points to draw: all, or for a long curve the lowest and the highest of each interval."""
         points = finite(self.points)
         return points if len(points) <= MOST_POINTS else list(_extremes(points, MOST_POINTS // 2))
 
@@ -305,8 +305,8 @@ def _round_numbers(low: float, high: float) -> list[float]:
     return [float(f"{factor}e{power}") for power in range(first, last + 1) for factor in factors]
 
 
-def _extremes(points: Points, num_stretches: int) -> Iterator[tuple[int, float]]:
-    """Yield the lowest and the highest point of each stretch, in ascending steps."""
-    for number in range(num_stretches):
-        stretch = points[len(points) * number // num_stretches : len(points) * (number + 1) // num_stretches]
-        yield from sorted({min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])})
+def _extremes(points: Points, num_intervals: int) -> Iterator[tuple[int, float]]:
+    """Yield the lowest and the highest point of each interval, in ascending steps."""
+    for number in range(num_intervals):
+        interval = points[len(points) * number // num_intervals : len(points) * (number + 1) // num_intervals]
+        yield from sorted({min(interval, key=lambda p: p[1]), max(interval, key=lambda p: p[1])})

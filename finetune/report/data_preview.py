@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of a row with one look: with loss or without, special tokens or text."""
+    """A part of a row that looks the same: with loss or without, special tokens or text."""
 
     text: str
     carries_loss: bool

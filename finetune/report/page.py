@@ -138,7 +138,7 @@ def _chart_values(chart: Chart) -> dict[str, Any]:
         named = ", ".join(f"{step:,}" for step in steps[:5]) + (", …" if len(steps) > 5 else "")
         notes.append(f"Not drawn, because the value is not finite: step {named}.")
     if chart.num_left_out:
-        notes.append("For long curves, the lowest and the highest point of each stretch are drawn.")
+        notes.append("For long curves, the lowest and the highest point of each interval are drawn.")
     measured = [curve for curve in chart.curves if curve.errors]
     if measured and chart.name == "loss":
         notes.append("The bars at validations are one standard error.")

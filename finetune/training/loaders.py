@@ -53,7 +53,7 @@ def plan_batches(
         config: the whole run.
         rows: `EncodedExamples`, `EncodedPairs` or `EncodedLabelled`.
         is_packed: whether the engine computes the rows, without padding. Packed rows are grouped by their shared
-            beginnings, padded rows by length.
+            prefixes, padded rows by length.
         boundary: see `BatchRule`.
         global_batch_size: examples per optimizer step.
 

@@ -146,7 +146,7 @@ PAIRS = [
 
 def name_of(family: str, method: str, checkpointed: bool, way: str) -> str:
     """As the table of docs/plan.md has it."""
-    through = {"packed": "packed", "padded": "padded", "shared": "packed, shared beginnings"}[way]
+    through = {"packed": "packed", "padded": "padded", "shared": "packed, shared prefixes"}[way]
     return f"{family}, {'LoRA' if method == 'lora' else method}, {through}{', checkpointing' * checkpointed}"
 
 

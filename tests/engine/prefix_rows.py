@@ -1,4 +1,4 @@
-"""Seeded rows with many kinds of shared beginnings, for tests."""
+"""Seeded rows with many kinds of shared prefixes, for tests."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def seeded(*, rows: int, mean: int, shared: int = 0, seed: int = 0) -> list[nump
     return [numpy.concatenate([beginning, generator.integers(0, 1000, length)]) for length in lengths]
 
 
-def test_a_shared_beginning_is_one_stretch_and_what_follows_one_stretch_each() -> None:
+def test_a_shared_beginning_is_one_segment_and_what_follows_one_segment_each() -> None:
     tree = build_prefix_tree(ids([1, 2, 3, 4], [1, 2, 5], [9]), min_shared=2)
     assert [(node.begin, node.end, node.parent) for node in tree.nodes] == [
         (0, 2, -1),

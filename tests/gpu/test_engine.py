@@ -85,7 +85,7 @@ def assert_same_step(
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_on_shared_beginnings(family: str, method: str, precision: Precision, device: torch.device) -> None:
+def test_a_step_on_shared_prefixes(family: str, method: str, precision: Precision, device: torch.device) -> None:
     assert any(microbatch.num_computed < microbatch.num_tokens for microbatch in packed())
     assert_same_step(family, device, precision, method=method)
 

@@ -185,14 +185,14 @@ def computed(run: Path):
     return sum(event["num_computed"] for event in steps) / sum(event["num_tokens"] for event in steps)
 
 
-def test_shared_beginnings_are_computed_once_and_the_run_says_how_much_that_was(inputs, tmp_path):
+def test_shared_prefixes_are_computed_once_and_the_run_says_how_much_that_was(inputs, tmp_path):
     train(inputs, tmp_path / "shared", "phi3", "training.batch_size=8")
     train(inputs, tmp_path / "apart", "phi3", "training.batch_size=8", "training.share_prefixes=false")
     assert computed(tmp_path / "apart") == 1
     assert computed(tmp_path / "shared") < 0.6
     assert record(tmp_path / "shared")["result"]["shared_tokens"] == pytest.approx(1 - computed(tmp_path / "shared"))
     log = (tmp_path / "shared" / "log.txt").read_text()
-    assert f"{1 - computed(tmp_path / 'shared'):.0%} of all tokens were shared beginnings, computed once" in log
+    assert f"{1 - computed(tmp_path / 'shared'):.0%} of all tokens were in shared prefixes, computed once" in log
 
 
 def test_a_model_that_the_engine_does_not_know_goes_its_own_way_and_the_run_says_so(inputs, reference, tmp_path):
@@ -205,7 +205,7 @@ def test_a_model_that_the_engine_does_not_know_goes_its_own_way_and_the_run_says
         train(inputs, tmp_path / "strict", "gemma2", "strict=true")
 
 
-def test_dropout_belongs_to_the_stretch_and_repeats(inputs, tmp_path):
+def test_dropout_belongs_to_the_segment_and_repeats(inputs, tmp_path):
     for name in ("one", "two"):
         train(inputs, tmp_path / name, "phi3", "lora.dropout=0.3")
     assert curve(tmp_path / "one") == curve(tmp_path / "two")

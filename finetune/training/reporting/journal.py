@@ -244,7 +244,7 @@ class Journal:
             _log.info("%(checkpoints)d checkpoints written; training waited %(blocked_seconds).2f s", self._saving)
         if self._num_computed < self._num_tokens and "shared_tokens" not in self.result:
             shared = self.result["shared_tokens"] = 1 - self._num_computed / self._num_tokens
-            _log.info("%.0f%% of all tokens were shared beginnings, computed once", 100 * shared)
+            _log.info("%.0f%% of all tokens were in shared prefixes, computed once", 100 * shared)
         if self._progress is not None:
             self._progress.__exit__(None, None, None)
             self._progress = None
