@@ -23,7 +23,7 @@ from finetune.terminal import print_json, say
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
-    from finetune.diagnose.rehearsal import Rehearsal
+    from finetune.diagnose.rehearsal import Rehearsal, StageResult
 
 
 def rehearse_from_words(
@@ -38,7 +38,7 @@ def rehearse_from_words(
 
     Args:
         words: the arguments of `finetune train`.
-        sizes: `steps`, `minutes` and `processes` of `finetune.diagnose.rehearsal.RehearsalOptions`.
+        sizes: `steps`, `minutes` and `processes` of `finetune.diagnose.rehearsal.Rehearsal`.
         device: the name of the device to plan for; by default the one at hand.
         keep: the folder to use, which stays.
         as_json: write the result as JSON.
@@ -51,13 +51,12 @@ def rehearse_from_words(
     configure_logs(0, level=logging.ERROR)  # what matters is in the table, and in the logs of the stages
 
     from finetune.diagnose.plan_devices import find_device, read_device
-    from finetune.diagnose.rehearsal import Rehearsal, RehearsalOptions, rehearsal_folder
+    from finetune.diagnose.rehearsal import Rehearsal, rehearsal_folder
 
     where = find_device(config.training.device) if device is None else read_device(device)
     # A signal leaves neither the folder nor a process of a stage behind.
     with stop_signals_go_to(_stop), rehearsal_folder(config, keep) as folder:
-        options = RehearsalOptions(device=where, **sizes)
-        rehearsal = Rehearsal(config=config, arguments=words, folder=folder, options=options)
+        rehearsal = Rehearsal(config=config, arguments=words, folder=folder, device=where, **sizes)
         rehearsal.run()
     if keep is None and not rehearsal.failed:
         shutil.rmtree(rehearsal.folder)  # only the logs are left
@@ -65,7 +64,7 @@ def rehearse_from_words(
     if as_json:
         print_json({**rehearsal.as_record(), "exit_code": code}, indent=None)
     else:
-        _show(rehearsal, config)
+        _show(rehearsal, code)
     sys.stdout.flush()
     return code
 
@@ -80,22 +79,18 @@ def _exit_code(rehearsal: Rehearsal, config: Config) -> int:
     return 0 if rehearsal.plan is None else exit_code(rehearsal.plan.findings, strict=config.strict)
 
 
-def _show(rehearsal: Rehearsal, config: Config) -> None:
+def _show(rehearsal: Rehearsal, code: int) -> None:
+    changes = rehearsal.changes
     for result in rehearsal.results:
         what = {"ok": result.what, "failed": "failed, see below", "not run": f"not run: {result.what}"}[result.outcome]
         say(f"{result.name:<9} {result.seconds:>6.1f} s  {what}", indent=" " * 20)
-    _list("Other than in the real run", [str(change) for change in rehearsal.changes if not change.limit])
-    _list("Not rehearsed", rehearsal.not_rehearsed)
-    errors = [
-        f"{result.name} (exit code {result.exit_code}): {result.what}"
-        + (f"\n    log: {result.log}" if result.log else "")
-        for result in rehearsal.failed
-    ]
-    _list("Would have failed", errors)
+    _list("Other than in the real run", [str(change) for change in changes if not change.limit])
+    _list("Not rehearsed", [*rehearsal.limits, *(str(change) for change in changes if change.limit)])
+    _list("Would have failed", [_describe_failure(result) for result in rehearsal.failed])
     if rehearsal.plan is not None:
         say("\nPlan of the real run")
         show_plan(rehearsal.plan, Console())
-    say(f"\n{_verdict(rehearsal, config)}")
+    say(f"\n{_verdict(rehearsal, code)}")
 
 
 def _list(title: str, lines: Sequence[str]) -> None:
@@ -105,11 +100,14 @@ def _list(title: str, lines: Sequence[str]) -> None:
             say(f"  {line}", indent="    ")
 
 
-def _verdict(rehearsal: Rehearsal, config: Config) -> str:
+def _describe_failure(result: StageResult) -> str:
+    log = f"\n    log: {result.log}" if result.log else ""
+    return f"{result.name} (exit code {result.exit_code}): {result.what}{log}"
+
+
+def _verdict(rehearsal: Rehearsal, code: int) -> str:
     names = ", ".join(stage.name for stage in rehearsal.failed)
     if names:
         return f"The real run would fail: {names}. Nothing of it was written but the cache of encoded rows."
     planned = "" if rehearsal.plan is None else f"; the plan has {count(rehearsal.plan.findings)}"
-    if _exit_code(rehearsal, config):
-        return f"All stages of the rehearsal succeeded{planned}: see Plan."
-    return f"All stages of the rehearsal succeeded{planned}."
+    return f"All stages of the rehearsal succeeded{planned}{': see Plan' if code else ''}."

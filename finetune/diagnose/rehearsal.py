@@ -28,7 +28,6 @@ from finetune.model.stand_in import write_stand_in
 from finetune.runs.folder import RunFolder, existing_folder
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.verification import OPTIMIZER_FILE
-from finetune.signals import Terminated
 from finetune.terminal import visible
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class Stage(NamedTuple):
 
     name: str
     run: Callable[[Rehearsal, Path], str]
-    """Takes the rehearsal and the file for a command's output; returns a sentence about the result."""
+    """Takes the rehearsal and the file for a command's output. Returns a sentence about the result."""
     is_needed: bool = True
     """Whether the later stages need its results."""
 
@@ -56,22 +55,8 @@ class StageResult:
     what: str
     """A sentence about the result, or the error."""
     exit_code: int = 0
-    log: Path | None = None
-    """The output of its command."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RehearsalOptions:
-    """The options of `finetune rehearse`."""
-
-    device: Device
-    """The device to plan for."""
-    steps: int
-    """The most optimizer steps to take."""
-    minutes: float
-    """A stage that still runs this many minutes after the start has failed."""
-    processes: int | None = None
-    """The number of processes of the real launch. None if the configuration says it."""
+    log: str | None = None
+    """The file with the output of its command."""
 
 
 @dataclass(kw_only=True)
@@ -83,33 +68,29 @@ class Rehearsal:
     arguments: Sequence[str]
     """The arguments that describe the real run."""
     folder: Path
-    options: RehearsalOptions
+    device: Device
+    """The device to plan for."""
+    steps: int
+    """The most optimizer steps to take."""
+    minutes: float
+    """A stage that still runs this many minutes after the start has failed."""
+    processes: int | None = None
+    """The number of processes of the real launch. None if the configuration says it."""
     results: list[StageResult] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)
     """What is not rehearsed, besides what `changes` says."""
     plan: Plan | None = None
-    measured_rows: int = 0
-    """The rows of the validation split or the test split, of the larger one. 0 until the rows are read."""
 
     def __post_init__(self) -> None:
-        self.commands = Commands(self.options.minutes)
-
-    @property
-    def processes(self) -> int:
-        """The number of processes of the real launch."""
         parallel = self.config.parallel
-        return self.options.processes or parallel.world_size or parallel.num_processes or 1
+        self.world_size = self.processes or parallel.world_size or parallel.num_processes or 1
+        self.commands = Commands(self.minutes)
 
     @property
     def failed(self) -> list[StageResult]:
-        """The stages with an error that the real run would end with too."""
+        """The stages that ended with an error. The real run would end with the same error."""
         return [result for result in self.results if result.outcome == "failed"]
-
-    @property
-    def not_rehearsed(self) -> list[str]:
-        """Everything that the rehearsal cannot tell about the real run."""
-        return [*self.limits, *(str(change) for change in self.changes if change.limit)]
 
     def run(self) -> None:
         """Run all stages. After a stage that others need has failed, the later stages are not run."""
@@ -138,39 +119,36 @@ class Rehearsal:
             outcome="failed" if code else "ok",
             what=visible(what),
             exit_code=code,
-            log=log if log.is_file() else None,
+            log=str(log) if log.is_file() else None,
         )
 
-    def choose_changes(self) -> None:
-        """Choose the keys that the rehearsal sets. Called again when the number of rows is known."""
+    def choose_changes(self, measured_rows: int = 0) -> None:
+        """Choose the keys that the rehearsal sets. Called again when the number of rows is known.
+
+        Args:
+            measured_rows: the rows of the validation split or of the test split, whichever is larger.
+        """
         real = None if self.plan is None else self.plan.batches.steps
-        steps = min(self.options.steps, real or self.options.steps)
-        scale = Scale(steps, real, self.processes, self.measured_rows, self.options.minutes)
+        scale = Scale(min(self.steps, real or self.steps), real, self.world_size, measured_rows, self.minutes)
         self.changes = changes(self.config, scale, stand_in=self.folder / "stand-in")
 
     def overrides(self) -> list[str]:
         """Return the arguments of the real run, and those that make it a rehearsal."""
-        tokenizer = self.config.model.tokenizer or self.config.model.path
-        return [
-            *self.arguments,
-            override("model.tokenizer", tokenizer),
-            *(change.override for change in self.changes),
-        ]
+        tokenizer = override("model.tokenizer", self.config.model.tokenizer or self.config.model.path)
+        return [*self.arguments, tokenizer, *(change.override for change in self.changes)]
 
     def train(
         self, log: Path, name: str, *, resume: str = "never", kill_when: Callable[[], bool] | None = None
     ) -> bool:
         """Run `finetune train` in the folder `name`; return whether `kill_when` ended it."""
-        words = [*self.overrides(), override("output_dir", str(self.folder / name)), f"resume={resume}"]
-        return self.commands.run(log, "train", *words, kill_when=kill_when)
+        output_dir = override("output_dir", str(self.folder / name))
+        return self.commands.run(log, "train", *self.overrides(), output_dir, f"resume={resume}", kill_when=kill_when)
 
     def as_record(self) -> dict[str, Any]:
         """Convert to plain values for JSON, see docs/rehearse.md."""
         return {
             "version": 1,
-            "stages": [
-                {**vars(result), "log": None if result.log is None else str(result.log)} for result in self.results
-            ],
+            "stages": [vars(result) for result in self.results],
             "changes": [change.as_record() for change in self.changes],
             "not_rehearsed": [*self.limits, *(change.limit for change in self.changes if change.limit)],
             "plan": None if self.plan is None else self.plan.as_record(),
@@ -202,21 +180,20 @@ def rehearsal_folder(config: Config, keep: Path | None) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=prefix))
     try:
         yield folder
-    except (KeyboardInterrupt, Terminated):  # no stage has failed: nobody needs the logs
+    except BaseException:  # no stage has failed, so nobody needs the logs
         shutil.rmtree(folder)
         raise
-    finally:
-        for inside in folder.iterdir() if folder.is_dir() else ():
-            if inside.name != "logs":
-                shutil.rmtree(inside)
+    for inside in folder.iterdir():
+        if inside.name != "logs":
+            shutil.rmtree(inside)
 
 
 def _plan(rehearsal: Rehearsal, _: Path) -> str:
-    config = rehearsal.config.with_values({"parallel.world_size": (rehearsal.processes, "rehearsal")})
+    config = rehearsal.config.with_values({"parallel.world_size": (rehearsal.world_size, "rehearsal")})
     if config.lora.quantize != "none":  # a plan refuses what it cannot count
         config = config.with_values({"lora.quantize": ("none", "rehearsal")})
         rehearsal.limits.append("the plan is made with lora.quantize=none, so its base model takes more memory")
-    rehearsal.plan = plan = make_plan(config, rehearsal.options.device)
+    rehearsal.plan = plan = make_plan(config, rehearsal.device)
     steps = plan.batches.steps
     return f"{plan.parameters:,} parameters, {'steps not known' if steps is None else f'{steps:,} steps'}"
 
@@ -234,7 +211,7 @@ def _check_folders(rehearsal: Rehearsal, _: Path) -> str:
 def _write_stand_in(rehearsal: Rehearsal, _: Path) -> str:
     config = rehearsal.config
     if config.resume == "auto" and RunFolder(config.output_dir).checkpoint_steps():
-        rehearsal.limits.append("the real run would resume from the checkpoints in output_dir: here it begins anew")
+        rehearsal.limits.append("the real run resumes from the checkpoints in output_dir, the rehearsal does not")
     width = config.lora.r if config.training.method == "lora" and config.lora.init != "default" else 0
     made = write_stand_in(config.model, rehearsal.folder / "stand-in", seed=config.seed, least_width=width)
     rehearsal.choose_changes()
@@ -251,8 +228,7 @@ def _read_data(rehearsal: Rehearsal, log: Path) -> str:
         raise StageError("\n".join(problems) or str(error), error.exit_code) from None
     record = _last_json(log)
     rows = {name: split["rows"] for name, split in record["splits"].items() if split is not None}
-    rehearsal.measured_rows = max((count for name, count in rows.items() if name != "train"), default=0)
-    rehearsal.choose_changes()
+    rehearsal.choose_changes(max((count for name, count in rows.items() if name != "train"), default=0))
     counts = ", ".join(f"{name}: {count:,} rows" for name, count in rows.items())
     bad = [f"{found['level']}: {found['what']}" for found in record["findings"] if found["level"] != "ok"]
     return "; ".join([counts, *bad])
