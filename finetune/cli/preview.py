@@ -15,7 +15,6 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -37,7 +36,7 @@ MOST_TOKENS = 1500
 """The middle of a longer row is left out, unless it is shown with `--row`."""
 _TOKENS_AT_THE_END = 300
 _WIDEST_BAR = 40
-_UNBOUNDED = 100_000
+_WIDTH_OF_A_PIPE = 100_000
 
 _LOSS, _NO_LOSS = "bold green", ""
 _SPECIAL = {True: "black on green", False: "reverse"}
@@ -95,8 +94,10 @@ def _console() -> Console:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # other encodings lack some signs
     console = _Screen(markup=False, highlight=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_A_PIPE
     if console.no_color or not console.is_terminal or console.color_system is None:
-        return _Screen(markup=False, highlight=False, emoji=False, color_system=None)
+        return _Screen(markup=False, highlight=False, emoji=False, color_system=None, width=console.width)
     return console
 
 
@@ -114,9 +115,14 @@ def show_preview(preview: Preview, console: Console, *, whole_rows: bool, as_tab
         if isinstance(line, str):
             console.print(fold(line, console.file, indent=indent), style=style, soft_wrap=True)
         else:
-            console.print(line, soft_wrap=not console.is_terminal)
+            console.print(line)
 
-    for line in (*_head(preview), "", *_split_table(preview, console), "", *_bars(preview)):
+    for line in _head(preview):
+        say(line)
+    say()
+    say(_split_table(preview))
+    say()
+    for line in _bars(preview):
         say(line)
     is_coloured = console.color_system is not None
     for row in preview.rows:
@@ -151,23 +157,16 @@ def _head(preview: Preview) -> Iterator[str]:
         yield f"{name + ':':<15}{value}"
 
 
-def _split_table(preview: Preview, console: Console) -> Iterator[Table | str]:
-    """Yield a table of all splits. If the terminal is too narrow for it, yield a paragraph for each split."""
+def _split_table(preview: Preview) -> Table:
+    """Return a table with a line for each split, narrow enough for a terminal of 80 columns."""
     rows = f"{OBJECTIVES[preview.objective].row_in_words}s"
-    columns = ("split", rows, "tokens", "with loss", "", "median", "99 %", "longest", "truncated", "repeated")
-    cells = [(name, *_split_cells(split)) for name, split in preview.splits.items()]
-    for spaces in (2, 1):
-        table = Table(box=None, header_style="", pad_edge=False, padding=(0, spaces, 0, 0))
-        for column in columns:
-            table.add_column(column, justify="left" if column == "split" else "right", no_wrap=True)
-        for row in cells:
-            table.add_row(*row)
-        table.width = Measurement.get(console, console.options.update(width=_UNBOUNDED), table).maximum
-        if not console.is_terminal or table.width <= console.width:
-            yield table
-            return
-    for row in cells:
-        yield " · ".join(f"{column}: {cell}".removeprefix(": ") for column, cell in zip(columns, row, strict=True))
+    table = Table(box=None, header_style="", pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("split", overflow="fold")
+    for name in (rows, "tokens", "with loss", "", "median", "99 %", "longest", "truncated", "repeated"):
+        table.add_column(name, justify="right", overflow="fold")
+    for name, split in preview.splits.items():
+        table.add_row(name, *_split_cells(split))
+    return table
 
 
 def _split_cells(split: SplitSummary) -> list[str]:

@@ -40,32 +40,32 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config, DataSection
 
 SCHEMA_VERSION = 1
-"""Of the JSON form; docs/preview.md describes it."""
+"""The version of the JSON form, which docs/preview.md describes."""
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 SplitName = Literal["train", "validation", "test"]
 Side = Literal["chosen", "rejected"]
 
-_NAMED_IN_WORDS = 3
+_MOST_NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewedRow:
-    """One row, token by token; of a pair of answers, one side with its prompt."""
+    """One row, token by token. For a pair of answers: one side, with its prompt."""
 
     split: SplitName
     location: RowLocation
     side: Side | None
-    """None where a row is no pair."""
+    """None if the row is not a pair."""
     answer: tuple[int, int] | None
     """With `data.train_on=each_turn`: the number of an answer in its conversation, from 1, and how many there are."""
     num_shared: int
-    """Tokens that both sides of a pair begin with, or an answer's row and that of the answer before it."""
+    """Tokens that both sides of a pair begin with. With `each_turn`: tokens shared with the row before."""
     pieces: list[Piece]
     num_tokens: int
     num_targets: int
     is_truncated: bool
     same_as: RowGroup
-    """The other rows of the split that are equal to it."""
+    """The other rows of the split that are equal to this row."""
     notes: list[str]
     """Remarks, as sentences without a full stop."""
 
@@ -94,7 +94,7 @@ class PreviewedRow:
         }
 
     def own_pieces(self) -> list[Piece]:
-        """Return the pieces to show: a rejected side without the prompt, which the chosen side has shown already."""
+        """Return the pieces to show. A rejected side is shown without the prompt, as the chosen side shows it."""
         if self.side != "rejected":
             return self.pieces
         position = 0
@@ -118,7 +118,7 @@ class Preview:
     context: int | None
     """The most positions that the model supports, if its configuration says so."""
     splits: dict[SplitName, SplitSummary]
-    """Only those that exist."""
+    """The splits that exist."""
     shown_split: SplitName
     rows: list[PreviewedRow]
     """A pair of answers is two entries: first the chosen side, then the rejected one."""
@@ -176,7 +176,7 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
     model = read_model_config(config.model)
     reader = _RowReader(split, found[split], digests[split], set(() if split == "train" else digests["train"]), tokens)
     return Preview(
-        data=on_one_line(_data_in_words(config.data)),
+        data=on_one_line(_describe_data(config.data)),
         objective=config.training.objective,
         max_length=config.data.max_length,
         tokenizer=on_one_line(config.model.tokenizer or config.model.path or ""),
@@ -197,48 +197,45 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
 
 
 def _encode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[AnySplits, list[Finding]]:
-    """Encode the rows that a run trains and measures on; if the gates refuse them, all rows, with the reasons."""
+    """Encode the rows of a run. If the gates refuse them, encode all rows, and report the reasons as findings."""
 
     def encode(is_gated: bool) -> AnySplits:
         return encode_for_objective(config, tokenizer, fallbacks=Fallbacks(strict=config.strict), is_gated=is_gated)
 
     refused: list[str] = []
-    with _heard(logging.getLogger(gates.__name__)) as warnings:
+    with _collected_messages(logging.getLogger(gates.__name__)) as warnings:
         try:
             passed = encode(is_gated=True)
         except DataError as error:
             passed = encode(is_gated=False)  # raises for rows that cannot be encoded at all, as in training
             first, *others = str(error).split("\n  ")
             refused = others or [first]
-    return passed, [
-        *(problem("Data", *what_and_fix(on_one_line(message), page="docs/data.md")) for message in refused),
-        *(
-            warning("Data", *what_and_fix(on_one_line(message), page="docs/data.md"))
-            for message in dict.fromkeys(warnings)
-        ),
-    ]
+    findings = [Finding("Data", "problem", *_what_and_fix(message)) for message in refused]
+    findings += [Finding("Data", "warning", *_what_and_fix(message)) for message in dict.fromkeys(warnings)]
+    return passed, findings
+
+
+def _what_and_fix(message: str) -> tuple[str, str]:
+    return what_and_fix(on_one_line(message), page="docs/data.md")
 
 
 @contextmanager
-def _heard(logger: logging.Logger) -> Iterator[list[str]]:
-    """Collect the messages of a logger inside, and keep them from other handlers."""
-    heard: list[str] = []
+def _collected_messages(logger: logging.Logger) -> Iterator[list[str]]:
+    """Collect the messages that a logger gets inside the block. No handler sees them."""
+    messages: list[str] = []
 
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
+    def collect(record: logging.LogRecord) -> bool:
+        messages.append(record.getMessage())
+        return False
 
-    listener, propagates = Listener(), logger.propagate
-    logger.addHandler(listener)
-    logger.propagate = False
+    logger.addFilter(collect)
     try:
-        yield heard
+        yield messages
     finally:
-        logger.propagate = propagates
-        logger.removeHandler(listener)
+        logger.removeFilter(collect)
 
 
-def _data_in_words(section: DataSection) -> str:
+def _describe_data(section: DataSection) -> str:
     sources = [str(source.get("path")) for source in section.mixture]
     return f"a mixture of {', '.join(sources)}" if sources else section.path or section.train or ""
 
@@ -257,7 +254,7 @@ def _refuse_missing_rows(rows: Sequence[int], split: str, there: Rows) -> None:
 
 
 class _RowReader:
-    """Decodes the rows of one split, and adds notes."""
+    """Decode the rows of one split, and add notes."""
 
     def __init__(
         self, split: SplitName, rows: Rows, digests: Sequence[bytes], training: set[bytes], tokens: AnswerTokens
@@ -270,10 +267,10 @@ class _RowReader:
         self._is_answer_cut = [gates.is_answer_truncated(side) for side in rows.sides]
 
     def read(self, row: int) -> Iterator[PreviewedRow]:
-        """Yield one row, given its index from 0: its only side, or both sides of a pair."""
+        """Yield the sides of one row, given its index from 0: one, or two if the row is a pair."""
         digest = self._digests[row]
         same = [other for other, its in enumerate(self._digests) if its == digest and other != row]
-        same_as = RowGroup(count=len(same), first=[location(self._rows, other) for other in same[:_NAMED_IN_WORDS]])
+        same_as = RowGroup(count=len(same), first=[location(self._rows, other) for other in same[:_MOST_NAMED]])
         is_pair = isinstance(self._rows, EncodedPairs)
         answer, shared = self._answer_and_shared(row)
         names: tuple[Side | None, ...] = ("chosen", "rejected") if is_pair else (None,)
@@ -309,7 +306,7 @@ class _RowReader:
 
     def _notes_of_row(self, row: int, same_as: RowGroup) -> Iterator[str]:
         if same_as.count:
-            yield f"the same, token for token, as {_in_words(same_as)}"
+            yield f"the same, token for token, as {_describe_group(same_as)}"
         if self._digests[row] in self._training:
             yield "the training split has this row too"
         if isinstance(self._rows, EncodedLabelled):
@@ -332,17 +329,17 @@ def _notes_of_text(pieces: Sequence[Piece]) -> Iterator[str]:
         yield f"{text} is ordinary text here, not a special token of this tokenizer"
 
 
-def _in_words(group: RowGroup) -> str:
+def _describe_group(group: RowGroup) -> str:
     """Name the rows of a group: ``row 7 (orders/train.jsonl:7), row 9 (orders/train.jsonl:9) and 3 more``."""
-    named = ", ".join(f"row {at.row} ({at.source})" for at in group.first[:_NAMED_IN_WORDS])
-    more = group.count - min(len(group.first), _NAMED_IN_WORDS)
+    named = ", ".join(f"row {at.row} ({at.source})" for at in group.first[:_MOST_NAMED])
+    more = group.count - min(len(group.first), _MOST_NAMED)
     return f"{named} and {more:,} more" if more else named
 
 
 def _judge_fit(
     splits: dict[SplitName, Rows], model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Finding]:
-    """Find rows on which the model would fail, perhaps after hours."""
+    """Find rows on which the model would fail, perhaps only after hours of training."""
     context = getattr(model, "max_position_embeddings", None)
     num_rows = getattr(model, "vocab_size", None)
     for name, rows in splits.items():
@@ -358,7 +355,7 @@ def _judge_fit(
 
 
 def _judge_template(splits: dict[SplitName, Rows], tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
-    """Find a chat template that leaves it to the model to open its answers."""
+    """Find a chat template without a generation prompt: the model would have to write the header of its answers."""
     is_chat = tokenizer.chat_template is not None and any(rows.kind != "text" for rows in splits.values())
     header = ChatTemplate(tokenizer).unopened_header() if is_chat else ""
     if header:
@@ -374,7 +371,7 @@ def _judge_duplicates(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding
         if split.duplicates.count:
             share = split.duplicates.count / split.rows
             what = f"{name}: {split.duplicates.count:,} rows ({share:.1%}) repeat an earlier row of the split"
-            where = f"token for token: {_in_words(split.duplicates)}"
+            where = f"token for token: {_describe_group(split.duplicates)}"
             yield warning("Data", f"{what}, {where}", "remove them, unless they are meant")
 
 
@@ -383,8 +380,8 @@ def _judge_equal_answers(splits: dict[SplitName, Rows]) -> Iterator[Finding]:
     for name, rows in splits.items():
         equal = _equal_answers(rows) if isinstance(rows, EncodedPairs) else []
         if equal:
-            group = RowGroup(count=len(equal), first=[location(rows, row) for row in equal[:_NAMED_IN_WORDS]])
-            what = f"{name}: {len(equal):,} of {len(rows):,} pairs have the same answer twice: {_in_words(group)}"
+            group = RowGroup(count=len(equal), first=[location(rows, row) for row in equal[:_MOST_NAMED]])
+            what = f"{name}: {len(equal):,} of {len(rows):,} pairs have the same answer twice: {_describe_group(group)}"
             yield warning("Data", what, "remove them: nothing can be preferred")
 
 

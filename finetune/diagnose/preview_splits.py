@@ -1,4 +1,4 @@
-"""Summarize the encoded rows of a split: lengths, tokens with loss, rows that were cut or come twice."""
+"""Summarize the encoded rows of a split: lengths, tokens with loss, truncated rows and duplicates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from finetune.data.preferences import EncodedPairs
 from finetune.diagnose.preview_tokens import on_one_line
 
 Rows: TypeAlias = EncodedExamples | EncodedPairs | EncodedLabelled
-"""The rows of a split: each has one side, or two where it is a pair of answers."""
+"""The rows of a split. A pair of answers has two sides, every other row has one."""
 
 MOST_NAMED = 20
 """The most rows, or groups of rows, that a summary names; it counts all of them."""
@@ -52,10 +52,10 @@ class Bin:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSummary:
-    """The figures of a split as the model will see it."""
+    """The counts and lengths of a split as the model will see it."""
 
     kind: str
-    """The kind of its rows: messages, prompt_completion, text, several, or preference for pairs of answers."""
+    """The format of its rows: messages, prompt_completion, text, several, or preference for pairs of answers."""
     rows: int
     tokens: int
     """A pair counts with both sides."""
@@ -71,14 +71,14 @@ class SplitSummary:
     truncated: RowGroup
     """Rows that data.max_length cuts."""
     answers_cut: RowGroup
-    """Those of them that are cut inside an answer, so that its end of turn is not trained."""
+    """Rows that are cut inside an answer, so that its end of turn is not trained."""
     without_targets: RowGroup
     duplicates: RowGroup
     """Rows that repeat an earlier row of the split, token for token."""
     duplicate_groups: list[RowGroup]
     """Rows that are equal, the largest groups first."""
     in_training: RowGroup
-    """Rows that the training split has too, token for token. Always empty for the training split itself."""
+    """Rows that the training split has too, token for token. Empty for the training split."""
 
 
 def summarize(rows: Rows, digests: Sequence[bytes], training: Iterable[bytes] = ()) -> SplitSummary:
@@ -145,7 +145,7 @@ def histogram(lengths: torch.Tensor) -> list[Bin]:
 
 
 def _round_width(span: int) -> int:
-    """Return the least of 1, 2 or 5 times a power of ten that cuts a span into few enough bins."""
+    """Return the smallest 1, 2 or 5 times a power of ten that divides a span into few enough bins."""
     power = 1
     while True:
         for factor in (1, 2, 5):
@@ -154,9 +154,9 @@ def _round_width(span: int) -> int:
         power *= 10
 
 
-def _percentile(ordered: torch.Tensor, share: float) -> int:
-    """Return the least length that this share of the rows does not exceed."""
-    return int(ordered[max(0, math.ceil(share * len(ordered)) - 1)])
+def _percentile(ordered: torch.Tensor, fraction: float) -> int:
+    """Return the smallest length that this fraction of the rows does not exceed."""
+    return int(ordered[max(0, math.ceil(fraction * len(ordered)) - 1)])
 
 
 def _equal_rows(digests: Sequence[bytes], numbers: Sequence[int]) -> list[list[int]]:
