@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from finetune.report.sentences import number
 from finetune.runs.metrics import measured_beside_loss
 from finetune.runs.recorded_run import Points, RecordedRun, finite
 from finetune.terminal import visible
@@ -23,7 +24,7 @@ _SMOOTHED_FROM = 40
 """Curves with fewer points are not smoothed."""
 _LOG_FROM_RATIO = 50.0
 _VEGA_LITE = "6.1"
-_GIB = 2**30
+_PER_GIB = 2.0**-30
 
 Scale = Callable[[float], float]
 
@@ -79,6 +80,17 @@ class Chart:
     def not_finite(self) -> list[int]:
         """The steps with a NaN or infinite value, which cannot be drawn."""
         return sorted({step for curve in self.curves for step, value in curve.points if not math.isfinite(value)})
+
+    @property
+    def description(self) -> str:
+        """The first and the last point of each curve, for readers who cannot see the chart."""
+        drawn = ((curve.name, curve.drawn()) for curve in self.curves if not curve.is_raw)
+        ends = [(name, points[0], points[-1]) for name, points in drawn if points]
+        curves = (
+            f"{name}: from {number(first[1])} at step {first[0]:,} to {number(last[1])} at step {last[0]:,}"
+            for name, first, last in ends
+        )
+        return f"{self.title}. {'; '.join(curves)}."
 
     def as_record(self) -> dict[str, Any]:
         """Convert to plain values for the page: specifications, curves and points."""
@@ -145,7 +157,7 @@ class Chart:
         return compiled
 
     def _layers(self, y: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield a layer for each kind of curve in the chart."""
+        """Yield the layers of the chart: raw curves, smoothed curves, error bars, and measured points."""
         for is_raw, width, opacity in ((True, 1, 0.35), (False, 1.8, 1)):
             if any(curve.is_raw == is_raw and not curve.is_measured for curve in self.curves):
                 wanted = {"filter": f"!datum.measured && {'' if is_raw else '!'}datum.raw"}
@@ -206,14 +218,14 @@ def _metrics(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
     names = dict.fromkeys(
         name for run in runs for event in run.of("validation") for name in measured_beside_loss(event)
     )
-    for number, name in enumerate(names):
+    for index, name in enumerate(names):
         if not any(run.points("step", name) for run in runs):  # rewards have a chart by steps
             title = visible(name).replace("_", " ").capitalize()
-            yield _chart(runs, f"metric-{number}", title, "mean over answers", "validation", name, smooth=False)
+            yield _chart(runs, f"metric-{index}", title, "mean over answers", "validation", name, smooth=False)
 
 
 def smoothed(points: Points) -> Points:
-    """Average a twentieth of the curve around each point, equally to both sides, so that the mean does not lag."""
+    """Return the mean of a twentieth of the curve around each point, equally to both sides, so that it does not lag."""
     sums = [0.0, *accumulate(value for _, value in points)]
     reach = max(1, len(points) // 40)
     found = []
@@ -252,11 +264,20 @@ def _raw_and_smoothed(points: Points, name: str, run: int, hue: int) -> Iterator
 
 
 def _chart(
-    runs: Sequence[RecordedRun], name: str, title: str, unit: str, kind: str, figure: str, *, smooth: bool = True
+    runs: Sequence[RecordedRun],
+    name: str,
+    title: str,
+    unit: str,
+    event: str,
+    metric: str,
+    *,
+    smooth: bool = True,
+    factor: float = 1.0,
 ) -> Chart:
+    """Return a chart of one metric of an event, with a curve for each run. Values are multiplied by `factor`."""
     curves: list[Curve] = []
     for index, run in enumerate(runs):
-        points = run.points(kind, figure)
+        points = [(step, value * factor) for step, value in run.points(event, metric)]
         curve_name = title.lower() if len(runs) == 1 else run.name
         hue = index % COLOURS
         if smooth:
@@ -268,18 +289,13 @@ def _chart(
 
 def _resources(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
     """Yield the charts of memory and waiting, from `resources` events."""
-    for name, title, unit, figure, factor in (
-        ("device-memory", "Memory of the accelerator", "GiB, the most so far", "device_memory", 1 / _GIB),
-        ("host-memory", "Memory of the process", "GiB, the most so far", "host_memory", 1 / _GIB),
+    for name, title, unit, metric, factor in (
+        ("device-memory", "Memory of the accelerator", "GiB, the most so far", "device_memory", _PER_GIB),
+        ("host-memory", "Memory of the process", "GiB, the most so far", "host_memory", _PER_GIB),
         ("data-wait", "Waiting for data", "% of the time", "data_wait_share", 100.0),
         ("slowest-rank", "Waiting for the slowest rank", "% of the time", "slowest_rank_share", 100.0),
     ):
-        curves = []
-        for index, run in enumerate(runs):
-            points = [(step, value * factor) for step, value in run.points("resources", figure)]
-            label = title.lower() if len(runs) == 1 else run.name
-            curves.append(Curve(name=label, run=index, hue=index % COLOURS, points=points))
-        yield Chart(name=name, title=title, unit=unit, curves=curves, starts_at_zero=True)
+        yield _chart(runs, name, title, unit, "resources", metric, smooth=False, factor=factor)
 
 
 def _as_points(index: int, curve: Curve) -> Iterator[dict[str, Any]]:
@@ -307,6 +323,6 @@ def _round_numbers(low: float, high: float) -> list[float]:
 
 def _extremes(points: Points, num_intervals: int) -> Iterator[tuple[int, float]]:
     """Yield the lowest and the highest point of each interval, in ascending steps."""
-    for number in range(num_intervals):
-        interval = points[len(points) * number // num_intervals : len(points) * (number + 1) // num_intervals]
+    for index in range(num_intervals):
+        interval = points[len(points) * index // num_intervals : len(points) * (index + 1) // num_intervals]
         yield from sorted({min(interval, key=lambda p: p[1]), max(interval, key=lambda p: p[1])})

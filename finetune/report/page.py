@@ -21,7 +21,7 @@ from finetune.config.keys import fields, values
 from finetune.config.schema import Config
 from finetune.errors import ConfigError
 from finetune.report import sentences
-from finetune.report.curves import COLOURS, Chart, build_charts
+from finetune.report.curves import COLOURS, build_charts
 from finetune.report.data_preview import PreviewedData
 from finetune.runs.comparison import compare_runs, shown
 from finetune.runs.durable import in_units
@@ -78,7 +78,8 @@ def build_page(runs: Sequence[RecordedRun], data: Sequence[PreviewedData]) -> st
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    charts = build_charts(runs)
+    environment.filters |= {"number": sentences.number, "percent": sentences.percent, "size": _size}
+    charts, best = build_charts(runs), sentences.best_run(runs)
     scripts = [_vega(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
     template = environment.get_template("page.html.j2")
     text: str = template.render(
@@ -90,10 +91,8 @@ def build_page(runs: Sequence[RecordedRun], data: Sequence[PreviewedData]) -> st
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         headline=sentences.headline(runs),
         second_line=sentences.second_line(runs),
-        runs=[_run_values(run, index) for index, run in enumerate(runs)],
-        charts=[_chart_values(chart) for chart in charts],
-        summary_head=sentences.SUMMARY_HEAD,
-        summary=sentences.summary_rows(runs),
+        runs=[_run_values(run, index, is_best=run is best) for index, run in enumerate(runs)],
+        charts=charts,
         differences=compare_runs(runs) if len(runs) > 1 else [],
         data=data,
     )
@@ -132,39 +131,6 @@ def _policy(scripts: Sequence[str]) -> str:
     )
 
 
-def _chart_values(chart: Chart) -> dict[str, Any]:
-    notes = []
-    if steps := chart.not_finite:
-        named = ", ".join(f"{step:,}" for step in steps[:5]) + (", …" if len(steps) > 5 else "")
-        notes.append(f"Not drawn, because the value is not finite: step {named}.")
-    if chart.num_left_out:
-        notes.append("For long curves, the lowest and the highest point of each interval are drawn.")
-    measured = [curve for curve in chart.curves if curve.errors]
-    if measured and chart.name == "loss":
-        notes.append("The bars at validations are one standard error.")
-    return {
-        "name": chart.name,
-        "title": chart.title,
-        "unit": chart.unit,
-        "is_large": chart.is_large,
-        "can_be_log": chart.can_be_log,
-        "is_log_first": chart.is_log_first,
-        "notes": notes,
-        "said": _in_words(chart),
-    }
-
-
-def _in_words(chart: Chart) -> str:
-    """Describe a chart for readers who cannot see it."""
-    parts = []
-    for curve in chart.curves:
-        points = curve.drawn()
-        if points and not curve.is_raw:
-            first, last = (sentences.number(value) for _, value in (points[0], points[-1]))
-            parts.append(f"{curve.name}: from {first} at step {points[0][0]:,} to {last} at step {points[-1][0]:,}")
-    return f"{chart.title}. {'; '.join(parts)}."
-
-
 def setting_rows(run: RecordedRun) -> list[SettingRow]:
     """List every key of a run's configuration, with its default and meaning."""
     if run.config is None:
@@ -182,24 +148,24 @@ def setting_rows(run: RecordedRun) -> list[SettingRow]:
     ]
 
 
-def _run_values(run: RecordedRun, index: int) -> dict[str, Any]:
-    rows = setting_rows(run)
+def _run_values(run: RecordedRun, index: int, *, is_best: bool) -> dict[str, Any]:
+    rows, summary = setting_rows(run), sentences.summarize(run)
     return {
         "label": run.name,
-        "index": index,
+        "is_best": is_best,
         "hue": index % COLOURS,
         "path": str(run.folder.path),
         "status": run.state,
-        "figures": list(sentences.figures_of(run)),
+        "summary": summary,
         "problems": run.problems,
         "warnings": [{"step": step_of(event), "text": str(event.get("text", ""))} for event in run.of("warning")],
         "settings": rows,
         "changed": [row for row in rows if row.is_changed],
         "fallbacks": [_fallback(one) for one in run.entries("fallbacks")],
         "resume_changes": [mapping(one) for one in run.entries("resume_changes")],
-        "scores": _score_rows(run),
+        "has_scores": bool(summary.base or summary.tuned),
         "answers": _answers(run),
-        "checkpoints": _checkpoint_rows(run),
+        "checkpoints": _checkpoints(run),
         "versions": {str(name): str(value) for name, value in run.part("versions").items()},
         "facts": _facts(run),
     }
@@ -220,44 +186,28 @@ def _facts(run: RecordedRun) -> dict[str, str]:
     return {**({"started": ", ".join(starts)} if starts else {}), **facts, **batch, **profile, **digests}
 
 
-def _score_rows(run: RecordedRun) -> list[tuple[str, str, str]]:
-    """Return rows of name, base, tuned."""
-    scores = run.scores()
-    base, tuned = scores.get("base", {}), scores.get("tuned", {})
-    forms = {"exact_match": sentences.percent, "json_valid": sentences.percent, "loss": sentences.number}
-    words = {"exact_match": "exactly right", "json_valid": "valid JSON", "loss": "loss, nats per target token"}
-
-    def figure(model: dict[str, float], name: str) -> str:
-        return forms[name](model[name]) if name in model else "–"
-
-    return [(words[name], figure(base, name), figure(tuned, name)) for name in forms if name in base or name in tuned]
-
-
 def _answers(run: RecordedRun) -> list[dict[str, str | None]]:
-    """Return the prompts in run.json with the expected answer and those of both models."""
+    """Return the prompts in run.json with the expected answer and the answers of both models."""
     answers = run.result.get("answers")
     found = [mapping(answer) for answer in answers] if isinstance(answers, list) else []
     names = ("prompt", "expected", "base", "tuned")
     return [{name: None if (text := one.get(name)) is None else str(text) for name in names} for one in found]
 
 
-def _checkpoint_rows(run: RecordedRun) -> list[dict[str, str]]:
+def _checkpoints(run: RecordedRun) -> list[dict[str, Any]]:
     losses = dict(run.points("validation", "loss"))
-    there = set(run.folder.checkpoint_steps())
-    rows = []
-    for event in run.of("checkpoint"):
-        step = step_of(event)
-        if step is not None:
-            rows.append(
-                {
-                    "step": f"{step:,}",
-                    "loss": sentences.number(losses[step]) if step in losses else "–",
-                    "size": _size(number_in(event, "num_bytes")),
-                    "waited": f"{number_in(event, 'blocked_seconds') or 0:.2f} s",
-                    "kept": "kept" if step in there else "removed since",
-                }
-            )
-    return rows
+    present = set(run.folder.checkpoint_steps())
+    return [
+        {
+            "step": step,
+            "loss": losses.get(step),
+            "num_bytes": number_in(event, "num_bytes"),
+            "blocked_seconds": number_in(event, "blocked_seconds") or 0.0,
+            "is_kept": step in present,
+        }
+        for event in run.of("checkpoint")
+        if (step := step_of(event)) is not None
+    ]
 
 
 def _size(num_bytes: float | None) -> str:

@@ -1,10 +1,10 @@
-"""Sum up the result of runs in a sentence and a few figures."""
+"""Describe the result of runs in sentences, and collect the values that the page shows of each run."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
@@ -14,42 +14,46 @@ from finetune.runs.recorded_run import RecordedRun, finite
 _ENDED_EARLY = {
     "failed": "It failed",
     "stopped": "It was stopped from the keyboard",
-    "preempted": "It was told to stop and saved a checkpoint",
+    "preempted": "It was preempted and saved a checkpoint",
 }
-_WORDS_OF_AN_ERROR = 300
+_LONGEST_REASON = 300
 
 
-class Figure(NamedTuple):
-    """A number with its name."""
+class Summary(NamedTuple):
+    """The values of one run that the page shows first. None if the run did not record them."""
 
-    name: str
-    value: str
-    note: str = ""
-
-
-class SummaryRow(NamedTuple):
-    """A run in the table of several."""
-
-    label: str
-    status: str
-    figures: list[str]
-    is_best: bool
-
-
-SUMMARY_HEAD = ["steps", "validation loss", "at step", "training loss", "test, exact", "test loss", "tokens/s", "time"]
+    steps: str
+    """Optimizer steps: `375`, or `120 of 375`."""
+    best_validation: tuple[int, float] | None
+    """Step and value of the lowest validation loss."""
+    first_loss: float | None
+    last_loss: float | None
+    """The training loss of the first step and of the last one."""
+    base: dict[str, float]
+    tuned: dict[str, float]
+    """The scores on the test split, by name."""
+    rows_of_test_loss: str
+    """`4 of 5 rows` if the test loss leaves rows out, else empty."""
+    epoch: int | None
+    tokens: float
+    tokens_per_second: float | None
+    """The median over the steps."""
+    time: str
+    """The time from the last start to the end. Empty if it is not known."""
+    processes: int | None
 
 
 def headline(runs: Sequence[RecordedRun]) -> str:
-    """Sum up the result in a sentence."""
+    """Describe the result of one run, or of several, in one or two sentences."""
     return _of_one(runs[0]) if len(runs) == 1 else _of_several(runs)
 
 
 def second_line(runs: Sequence[RecordedRun]) -> str:
-    """Return the reason of a failure, or whether several runs can be compared; may be empty."""
+    """Return why a run failed, or what differs between several runs. May be empty."""
     if len(runs) == 1:
         run = runs[0]
         reason = run.why or ""
-        return reason if len(reason) <= _WORDS_OF_AN_ERROR else f"{reason[:_WORDS_OF_AN_ERROR]}…"
+        return reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}…"
     if len(_validation_rows(runs)) > 1:
         return "They were validated on different rows: their losses cannot be compared."
     if len(_losses(runs)) > 1:
@@ -63,33 +67,34 @@ def second_line(runs: Sequence[RecordedRun]) -> str:
     return f"Their settings differ in {names}."
 
 
-def figures_of(run: RecordedRun) -> Iterator[Figure]:
-    """Yield the figures at the top of the page."""
-    validation, training = run.best_validation, finite(run.points("step", "loss"))
-    if validation:
-        yield Figure("best validation loss", number(validation[1]), f"at step {validation[0]:,}")
-    if training:
-        yield Figure("last training loss", number(training[-1][1]), f"first {number(training[0][1])}")
-    tuned, base = (run.scores().get(name, {}) for name in ("tuned", "base"))
-    if "exact_match" in tuned:
-        before = f"base {percent(base['exact_match'])}" if "exact_match" in base else ""
-        yield Figure("exact on the test split", percent(tuned["exact_match"]), before)
-    elif "loss" in tuned:
-        notes = [f"base {number(base['loss'])}"] if "loss" in base else []
-        yield Figure("loss on the test split", number(tuned["loss"]), ", ".join([*notes, *_left_out(run)]))
-    yield Figure("optimizer steps", _count(run), _epochs(run))
-    speeds = finite(run.points("step", "tokens_per_second"))
-    if speeds:
-        tokens = sum(value for _, value in finite(run.points("step", "num_tokens")))
-        yield Figure("tokens per second", number(statistics.median(v for _, v in speeds)), f"{tokens:,.0f} tokens")
-    if took := _took(run):
-        yield Figure("time", took, _world(run))
+def summarize(run: RecordedRun) -> Summary:
+    """Collect the values that the page shows first."""
+    losses = finite(run.points("step", "loss"))
+    epochs = finite(run.points("step", "epoch"))
+    speeds = [value for _, value in finite(run.points("step", "tokens_per_second"))]
+    world_size = run.record.get("world_size")
+    return Summary(
+        steps=_count(run),
+        best_validation=run.best_validation,
+        first_loss=losses[0][1] if losses else None,
+        last_loss=losses[-1][1] if losses else None,
+        base=run.scores().get("base", {}),
+        tuned=run.scores().get("tuned", {}),
+        rows_of_test_loss=run.rows_of_test_loss,
+        epoch=int(epochs[-1][1]) + 1 if epochs else None,
+        tokens=sum(value for _, value in finite(run.points("step", "num_tokens"))),
+        tokens_per_second=statistics.median(speeds) if speeds else None,
+        time=_took(run),
+        processes=world_size if type(world_size) is int else None,
+    )
 
 
-def summary_rows(runs: Sequence[RecordedRun]) -> list[SummaryRow]:
-    """Return a row for each run."""
-    best = _best_run(runs)
-    return [SummaryRow(run.name, run.state, _summary(run), run is best) for run in runs]
+def best_run(runs: Sequence[RecordedRun]) -> RecordedRun | None:
+    """Return the run with the lowest validation loss; None if the runs cannot be compared."""
+    if len(runs) < 2 or len(_validation_rows(runs)) > 1 or len(_losses(runs)) > 1:
+        return None
+    known = [(lowest[1], index) for index, run in enumerate(runs) if (lowest := run.best_validation)]
+    return runs[min(known)[1]] if known else None
 
 
 def number(value: float) -> str:
@@ -99,9 +104,9 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def percent(share: float) -> str:
-    """Write a share as `95.5 %` or `93 %`."""
-    return f"{100 * share:.1f}".removesuffix(".0") + " %"
+def percent(fraction: float) -> str:
+    """Write a fraction as `95.5 %` or `93 %`."""
+    return f"{100 * fraction:.1f}".removesuffix(".0") + " %"
 
 
 def _of_one(run: RecordedRun) -> str:
@@ -122,20 +127,15 @@ def _of_one(run: RecordedRun) -> str:
         return f"{percent(tuned['exact_match'])} of its answers on the test split are exactly right.{before}"
     if "loss" in tuned and "loss" in base:
         change = _change("Loss on the test split", base["loss"], tuned["loss"])
-        return f"{', '.join([change, 'from base to tuned model', *_left_out(run)])}."
+        rows = f", over {run.rows_of_test_loss}" if run.rows_of_test_loss else ""
+        return f"{change}, from base to tuned model{rows}."
     validation, training = (finite(run.points(kind, "loss")) for kind in ("validation", "step"))
     change = _fall("validation loss", validation) or _fall("training loss", training)
     return f"{change[0].upper()}{change[1:]} in {steps}." if change else f"It completed {steps}."
 
 
-def _left_out(run: RecordedRun) -> Iterator[str]:
-    """Yield how many rows of the test split the loss is over, where that is not all of them."""
-    if rows := run.rows_of_test_loss:
-        yield f"over {rows}"
-
-
 def _of_several(runs: Sequence[RecordedRun]) -> str:
-    best = _best_run(runs)
+    best = best_run(runs)
     found = best.best_validation if best else None
     if best is None or found is None:
         return f"{len(runs)} runs side by side."
@@ -143,14 +143,6 @@ def _of_several(runs: Sequence[RecordedRun]) -> str:
     if not others:
         return f"{best.name} is the only one of {len(runs)} runs that was validated: {number(found[1])}."
     return f"{best.name} has the lowest validation loss: {number(found[1])}. The next best has {number(min(others))}."
-
-
-def _best_run(runs: Sequence[RecordedRun]) -> RecordedRun | None:
-    """Return the run with the lowest validation loss; None if the runs cannot be compared."""
-    if len(runs) < 2 or len(_validation_rows(runs)) > 1 or len(_losses(runs)) > 1:
-        return None
-    known = [(lowest[1], index) for index, run in enumerate(runs) if (lowest := run.best_validation)]
-    return runs[min(known)[1]] if known else None
 
 
 def _validation_rows(runs: Sequence[RecordedRun]) -> set[str]:
@@ -186,32 +178,6 @@ def _count(run: RecordedRun) -> str:
     """Write `375`, or `120 of 375`."""
     done, planned = run.last_step or 0, run.num_steps
     return f"{done:,} of {planned:,}" if planned is not None and planned != done else f"{done:,}"
-
-
-def _summary(run: RecordedRun) -> list[str]:
-    lowest, training = run.best_validation, finite(run.points("step", "loss"))
-    tuned = run.scores().get("tuned", {})
-    speeds = [value for _, value in finite(run.points("step", "tokens_per_second"))]
-    return [
-        f"{run.last_step or 0:,}",
-        number(lowest[1]) if lowest else "–",
-        f"{lowest[0]:,}" if lowest else "–",
-        number(training[-1][1]) if training else "–",
-        percent(tuned["exact_match"]) if "exact_match" in tuned else "–",
-        number(tuned["loss"]) if "loss" in tuned else "–",
-        number(statistics.median(speeds)) if speeds else "–",
-        _took(run) or "–",
-    ]
-
-
-def _epochs(run: RecordedRun) -> str:
-    epochs = finite(run.points("step", "epoch"))
-    return f"epoch {int(epochs[-1][1]) + 1}" if epochs else ""
-
-
-def _world(run: RecordedRun) -> str:
-    size = run.record.get("world_size")
-    return "" if type(size) is not int else "1 process" if size == 1 else f"{size} processes"
 
 
 def _took(run: RecordedRun) -> str:

@@ -17,7 +17,7 @@ from finetune.diagnose.preview import preview_data
 from finetune.errors import CheckpointError, ConfigError
 from finetune.report.curves import MOST_POINTS, Curve, build_charts, smoothed
 from finetune.report.page import setting_rows
-from finetune.report.sentences import headline, second_line, summary_rows
+from finetune.report.sentences import best_run, headline, second_line
 from finetune.runs.comparison import compare_runs
 from finetune.runs.file_lock import file_lock
 from finetune.runs.folder import RunFolder
@@ -68,7 +68,7 @@ def test_the_headline_says_the_result(tmp_path):
     assert second_line(open_runs([failed])) == "RunFailedError: the loss is NaN"
     killed = write_run(tmp_path / "c", num_steps=3, status=None)
     assert headline_of(killed).startswith("It ended without recording how: training loss fell from 4.25 to 1.583 in 3")
-    assert [row.status for row in summary_rows(open_runs([killed]))] == ["stopped"]
+    assert [run.state for run in open_runs([killed])] == ["stopped"]
     with file_lock(RunFolder(killed).lock_file, waiting_for="the test"):
         assert headline_of(killed).startswith("It has not ended: training loss fell from 4.25 to 1.583 in 3")
     assert headline_of(write_run(tmp_path / "d", num_steps=0, status="stopped")).endswith("before its first step.")
@@ -89,6 +89,11 @@ def test_of_several_runs_it_names_the_best_and_what_differs(tmp_path):
     first = write_run(tmp_path / "first", words)
     second = write_run(tmp_path / "second", [*words, "optim.learning_rate=1e-3"], factor=0.5)
     runs = open_runs([first, second])
+    assert best_run(runs) is runs[1]
+    page = page_of(first, second)
+    assert [attributes.get("class") for tag, attributes in page.elements if tag == "tr"][:3] == [None, None, "best"]
+    assert re.search(r"second\s*completed\s*60\s*0\.2083", page.text)
+    assert re.search(r"2083\s*60\s*0\.1583\s*87\.5 %\s*0\.5\s*1,03[01]", page.text)
     assert headline(runs) == "second has the lowest validation loss: 0.2083. The next best has 0.4167."
     assert second_line(runs) == "Their settings differ in optim.learning_rate."
     settings = [(row.name, row.shown()) for row in compare_runs(runs) if row.part != "result"]
@@ -110,7 +115,7 @@ def test_of_runs_that_minimise_different_losses_none_is_the_best(tmp_path):
         compared = open_runs([made["dpo"], made[others]])
         assert headline(compared) == "2 runs side by side."
         assert second_line(compared) == f"They minimise different losses ({named}), which cannot be compared."
-        assert not any(row.is_best for row in summary_rows(compared))
+        assert best_run(compared) is None
 
 
 def test_losses_have_the_unit_of_their_objective(tmp_path):
