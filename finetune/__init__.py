@@ -1,4 +1,4 @@
-"""Fine-tune Phi models with LoRA on Hugging Face Accelerate: one curve under every launcher, nothing in silence.
+"""Fine-tune Phi models with LoRA on Hugging Face Accelerate. Every launcher gives the same loss curve.
 
 Recipes import their names from here. A name is loaded when it is used, so that `finetune --help` does not import torch.
 """

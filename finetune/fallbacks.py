@@ -1,4 +1,4 @@
-"""The downgrades of a run: logged when taken, kept for run.json, refused under ``strict=true``."""
+"""Fallbacks: what a run used instead of what was asked for. They are logged, recorded, and refused if strict."""
 
 from __future__ import annotations
 

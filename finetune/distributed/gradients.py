@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from finetune.engine.reference import WITHOUT_FLOAT64
-from finetune.runs.tensors import own_part
+from finetune.runs.tensors import local_shard
 
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -46,7 +46,7 @@ def gradient_norm(parameters: Sequence[torch.nn.Parameter], *, over: dist.Proces
         parameters: each of which has a gradient.
         over: the ranks over which the gradients are sharded; None: each rank has the full gradients.
     """
-    gradients = [own_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
     device_type = gradients[0].device.type
     if device_type == "cpu":  # where torch takes ten times as long to convert each value as it is added
         pieces = (piece for gradient in gradients for piece in torch.split(gradient.reshape(-1), _PIECE))

@@ -23,7 +23,7 @@ from finetune.distributed.liveness import Liveness
 from finetune.distributed.precision import Precision, convert_weights
 from finetune.distributed.sharding import ShardedModel, copy_trained_from_main
 from finetune.distributed.stop_requests import StopRequests
-from finetune.runs.tensors import lies_in_parts
+from finetune.runs.tensors import is_sharded
 from finetune.threads import is_for_one_thread
 
 if TYPE_CHECKING:
@@ -277,10 +277,10 @@ class Placement:
         Collective: every rank enters it, with the same tensors in the same order, and only the main process calls the
         function that the block is given, with each of them in this order.
         """
-        left = deque(tensor for tensor in tensors if lies_in_parts(tensor))
+        left = deque(tensor for tensor in tensors if is_sharded(tensor))
 
         def whole(tensor: torch.Tensor) -> torch.Tensor:
-            if not lies_in_parts(tensor):
+            if not is_sharded(tensor):
                 return tensor
             assert left.popleft() is tensor, "the ranks gather in one order"
             with self._liveness.collective("gathering weights (saving)", is_named=False):

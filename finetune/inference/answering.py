@@ -95,7 +95,7 @@ class Answering:
 
     @property
     def has_base(self) -> bool:
-        """True if the model has an adapter, so that switching it off gives the base."""
+        """True if the model has an adapter, which can be switched off to get the base."""
         return has_base(self.model)
 
     def require_base(self) -> None:
@@ -127,7 +127,7 @@ class Answering:
             yield self.model
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Encode a prompt, with system turn and tools of the command line or, before a single turn, the usual ones."""
+        """Encode a prompt with system turn and tools of the command line. A single turn gets the usual ones."""
         from finetune.inference.prompts import encode_prompt
 
         has_turns = bool(prompt.messages)

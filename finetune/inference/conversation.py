@@ -40,7 +40,7 @@ class Conversation:
         return bool(self.turns) and bool(self.turns[-1].get("tool_calls"))
 
     def answer(self, answer: Answer) -> None:
-        """Add the assistant's turn. If it is empty, remove the question instead, since no template renders it well."""
+        """Add the assistant's turn. If it is empty, remove the question instead, because templates expect an answer."""
         if answer.text:
             self.turns.append(answer.as_turn())
         else:

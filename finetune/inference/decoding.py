@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Sampling:
     """Settings for sampling tokens instead of taking the most likely one each time.
 
-    The samples of an answer are a function of (seed, place of its prompt, position). They do not depend on the other
-    prompts of the batch, nor on the device.
+    The random numbers of an answer are a function of the seed, the index of its prompt and the position. They do not
+    depend on the other prompts of the batch or on the device.
     """
 
     temperature: float = 1.0
@@ -89,7 +89,7 @@ def generate_answers(
 
 
 def _in_even_rounds(runtime: Runtime | None, batches: Sequence[list[int]]) -> Iterator[tuple[list[int], bool]]:
-    """Yield this rank's batches. Where all ranks gather weights equally often, one that has none left repeats one."""
+    """Yield this rank's batches. If weights are sharded, repeat batches until all ranks have had as many."""
     if runtime is None:
         yield from ((rows, True) for rows in batches)
         return
@@ -214,9 +214,9 @@ def _generate(
 
 @contextmanager
 def _only_our_settings(model: Any) -> Iterator[None]:
-    """Replace the model's own generation_config, from which transformers takes all settings that a call leaves open.
+    """Replace the model's generation_config, from which transformers takes every setting that a call does not give.
 
-    The repetition penalty or minimal length of a base would change greedy decoding.
+    Otherwise a repetition penalty or a minimal length of the base would change greedy decoding.
     """
     from transformers import GenerationConfig
 
@@ -230,7 +230,7 @@ def _only_our_settings(model: Any) -> Iterator[None]:
 
 
 class _Draw:
-    """A logits processor that samples one token for each row, with the row's own generator, and masks all others."""
+    """A logits processor that samples a token for each row with the row's own generator, and masks all other tokens."""
 
     def __init__(self, sampling: Sampling, rows: Sequence[int]) -> None:
         from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper

@@ -74,10 +74,10 @@ class Evaluation:
     num_rows: int
     num_targets: int
     scores: Mapping[ModelName, Scores]
-    """Scores of the base, where it was measured, and of the tuned model."""
+    """Scores of the tuned model, and of the base if it was measured."""
     answered: Sequence[AnsweredRow] = ()
     num_left_out: int = 0
-    """Rows without a part in the loss (`testing.drop_last`)."""
+    """Rows that the loss leaves out (`testing.drop_last`)."""
 
 
 def run_test_phase(
@@ -189,7 +189,7 @@ def measure_answers(
     """Answer prompts greedily, and return the mean of each metric, the same on all ranks. Collective: every rank.
 
     Returns:
-        The means by name; None if a rank was told to stop meanwhile.
+        The means by name; None if a rank was asked to stop meanwhile.
 
     Raises:
         DataError: on all ranks, if a user's own metric failed.

@@ -50,7 +50,7 @@ class LoadedRun(NamedTuple):
     """A run's model and tokenizer."""
 
     model: Any
-    """A PeftModel, or a transformers model where every weight was trained."""
+    """A PeftModel, or a transformers model if every weight was trained."""
     tokenizer: PreTrainedTokenizerBase
 
 
@@ -105,7 +105,7 @@ def find_run(
 
 
 def load_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
-    """Load a run and place its model, or share it out among the ranks (`parallel.sharding`).
+    """Load a run and place its model on the device, or shard it across the ranks (`parallel.sharding`).
 
     Collective: every rank.
 
@@ -133,7 +133,7 @@ def read_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
 
 
 def settle_finished_run(runtime: Runtime, model: Any) -> None:
-    """Place a model that was read, or share it out among the ranks. Collective."""
+    """Place a loaded model on the device, or shard it across the ranks. Collective."""
     runtime.fit_threads(model)
     if runtime.shard_size is None:
         runtime.place(model)
@@ -227,7 +227,7 @@ def _checkpoint(folder: RunFolder, path: Path, wish: str) -> Path:
 def _with_tokenizer_of_run(
     section: ModelSection, folder: RunFolder, weights: Path, words: Sequence[str]
 ) -> ModelSection:
-    """Prefer the tokenizer saved beside the weights: that of the base may have changed since."""
+    """Use the tokenizer saved beside the weights, because the base's tokenizer may have changed since the run."""
     if any(word.startswith("model.tokenizer=") for word in words):
         return section
     for place in (weights, folder.adapter):

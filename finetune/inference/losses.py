@@ -1,4 +1,4 @@
-"""Measure losses over a loader. The caller adds them over ranks; inside, only sharded weights make a collective."""
+"""Measure losses over a data loader. The caller sums them over ranks. Only sharded weights need collectives here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finetune.model.base import evaluation_mode
 
 
 class LossSums(NamedTuple):
-    """Sums over batches and ranks, which give every figure of a validation."""
+    """Sums over batches and ranks, from which the metrics of a validation are computed."""
 
     nats: float = 0.0
     """Cross-entropy summed over target tokens."""
@@ -28,7 +28,7 @@ class LossSums(NamedTuple):
     """Mean nats per target of each row, summed over rows."""
     squared_example_means: float = 0.0
     num_cut_short: float = 0.0
-    """Ranks that left before their last batch; if there are any, the other fields have no meaning."""
+    """The number of ranks that stopped before their last batch. If it is not 0, the other fields are incomplete."""
 
     @property
     def loss(self) -> float:
@@ -99,7 +99,7 @@ def sum_losses(
 
 
 def in_even_rounds(runtime: Runtime, loader: EvaluationLoader) -> Iterator[Microbatch]:
-    """Yield this rank's micro-batches, and then empty ones where all ranks gather weights equally often."""
+    """Yield this rank's micro-batches. If the weights are sharded, add empty ones until all ranks have had as many."""
     yield from loader
     if runtime.shard_size is not None:
         yield from [EMPTY_MICROBATCH] * (loader.most_batches - len(loader.row_batches))

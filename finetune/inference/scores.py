@@ -21,7 +21,7 @@ _MAX_ANSWERS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ModelScores:
-    """The scores of one model on the test split. A measure that was not taken is None."""
+    """The scores of one model on the test split. A metric that was not measured is None."""
 
     loss: float | None = None
     """Nats per target token."""
@@ -44,7 +44,7 @@ class ComparedAnswer:
     expected: str
     tuned: str
     base: str | None = None
-    """None where the base was not asked."""
+    """None if the base did not answer this prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,11 @@ class ModelComparison:
 
     tuned: ModelScores
     base: ModelScores | None = None
-    """None where the base was not measured (`testing.compare_base=false`, or full fine-tuning)."""
+    """None if the base was not measured (`testing.compare_base=false`, or full fine-tuning)."""
     num_rows: int = 0
     """Rows of the test split."""
     num_left_out: int = 0
-    """Those without a part in the loss (`testing.drop_last`)."""
+    """Rows that the loss leaves out (`testing.drop_last`)."""
     answers: tuple[ComparedAnswer, ...] = ()
 
 

@@ -1,4 +1,4 @@
-"""The weights that an adapter starts from, if it does not start at zero: singular values of the base, or an adapter."""
+"""Initialize an adapter from the largest singular values of the base (PiSSA), or from an existing adapter."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def start_from_principal_values(model: Any, r: int, init: Literal["pissa", "piss
 
 
 def is_half_frozen(parameter: torch.nn.Parameter) -> bool:
-    """Whether half of a parameter is frozen, so that weight decay must leave it alone."""
+    """Return whether half of a parameter is frozen, so that weight decay must not change it."""
     return hasattr(parameter, "_frozen_from")
 
 
@@ -71,7 +71,7 @@ def start_from_adapter(model: Any, section: LoraSection) -> None:
         section: `start_from` is the folder of an adapter, or of a run with `adapter/` in it.
 
     Raises:
-        ModelError: no adapter is there, or it has another base, kind or shape; names what to set.
+        ModelError: there is no adapter, or it has another base, type or shape; the message names what to set.
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
     from safetensors.torch import load_file
@@ -164,7 +164,7 @@ def _same_place(one: str | None, other: str | None) -> bool:
 
 
 def _config_differences(record: Mapping[str, Any], config: Any) -> Iterator[str]:
-    """Yield the differences that the shapes of the weights do not show."""
+    """Yield the differences between two adapter configurations that the shapes of the weights do not show."""
     if record.get("peft_type") != "LORA":
         yield f"it is of kind {record.get('peft_type')}, not LORA"
         return

@@ -144,10 +144,10 @@ def read_model_config(section: ModelSection) -> PretrainedConfig:
 
 
 def read_generation_config(section: ModelSection) -> GenerationConfig | None:
-    """Read the model's generation_config.json. None without one, or if it is no JSON, as transformers takes it.
+    """Read the model's generation_config.json. Return None if there is none or it is not JSON, as transformers does.
 
     Raises:
-        ModelError: it cannot be read otherwise, with which the model cannot be loaded.
+        ModelError: the file cannot be read for another reason, so the model could not be loaded either.
     """
     from transformers import GenerationConfig
 
@@ -227,7 +227,7 @@ def checkpoint_gradients(model: Any) -> None:
 def max_context(model: Any) -> int | None:
     """Return the number of positions that the model computes correctly; None if its configuration has no limit.
 
-    transformers 5.23 never uses the long LongRoPE factors of Phi-3.5-MoE, so it is right up to the boundary only.
+    transformers 5.23 never uses the long LongRoPE factors of Phi-3.5-MoE, so it is correct only up to the boundary.
     """
     if model.config.model_type == "phimoe" and (boundary := longrope_boundary(model)) is not None:
         return boundary
@@ -248,11 +248,11 @@ def longrope_boundary(model: Any) -> int | None:
 
 
 def _type_to_load(where: str, revision: str | None, config: PretrainedConfig) -> torch.dtype | Literal["auto"]:
-    """Return the type of the weights on disk if it is a narrower one than config.json names, else `auto`.
+    """Return the dtype of the weights on disk if it is narrower than the dtype in config.json, else `auto`.
 
-    With `auto`, transformers converts every weight to the type in config.json before `Runtime.place` can convert them
-    one by one. Widened or not, they have the same values in the type of the run. Files of several types, and files that
-    the hub has yet to send, get `auto`.
+    With `auto`, transformers would convert all weights to the dtype in config.json at once. `Runtime.place` converts
+    them one by one later, with the same result. Return `auto` also if the files have several dtypes or are not
+    downloaded yet.
     """
     if config.dtype is not torch.float32:
         return "auto"

@@ -1,4 +1,4 @@
-"""A base model at the hub: which of its files are in the hub's cache, and whether the hub is asked for the others."""
+"""Read a base model from the Hugging Face hub, or only from its cache if the hub does not answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def repository_of(where: str, revision: str | None) -> Repository | None:
 
 @contextmanager
 def reading(repository: Repository, part: Part, key: str) -> Iterator[None]:
-    """Read a part of a model inside: from the hub, or from its cache alone if the hub does not give the model.
+    """Within the block, read a part of a model from the hub, or only from its cache if the hub does not give the model.
 
     Args:
         repository: the model.
@@ -45,7 +45,7 @@ def reading(repository: Repository, part: Part, key: str) -> Iterator[None]:
 
 
 def has_to_use_cache(repository: Repository, part: Part, key: str) -> bool:
-    """Ask the hub for a model, and return whether only the copy in its cache can be used.
+    """Ask the hub for a model. Return True if only the copy in the cache can be used.
 
     Raises:
         ModelError: see `reading`.

@@ -69,7 +69,7 @@ def add_lora(
 def attach_adapter(
     model: PreTrainedModel, section: LoraSection, targets: list[str], ids: Sequence[int] = ()
 ) -> PeftModel:
-    """Freeze the base and add an adapter of the section's shape, with the weights that PEFT starts from.
+    """Freeze the base and add an adapter as the section describes it, with PEFT's initial weights.
 
     Args:
         model: the base; on the meta device nothing takes memory.
@@ -107,7 +107,7 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def without_adapter(model: Any) -> PreTrainedModel:
-    """Return the base as it was before `add_lora`. It shares its weights with the model, which stays as it is."""
+    """Return the base without its adapter. It shares its weights with the model, which does not change."""
     if not hasattr(model, "peft_config"):
         base: PreTrainedModel = model
         return base

@@ -1,4 +1,4 @@
-"""The sizes of published models that are shipped with finetune, for commands that can do without the hub."""
+"""Read the sizes of published models that finetune includes, for commands that work without the hub."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FILE = Path(__file__).with_name("published.yaml")
 
 
 class Published(NamedTuple):
-    """What is shipped about a model."""
+    """The included facts about a published model."""
 
     source: str
     """The address of its config.json."""
@@ -43,7 +43,7 @@ class Published(NamedTuple):
         return sizes
 
     def differences(self, config: PretrainedConfig) -> Iterator[str]:
-        """Name the sizes that the hub's config.json has otherwise."""
+        """Name the sizes that differ in the hub's config.json."""
         rope = getattr(config, "rope_parameters", None) or {}
         for key, ours in self.sizes.items():
             theirs = getattr(config, key, rope.get(key, ours))
@@ -52,13 +52,13 @@ class Published(NamedTuple):
 
 
 def published_sizes(section: ModelSection) -> Published | None:
-    """Return what is shipped about the model of this section; None for another model, or another revision of it."""
+    """Return the included facts about the model of this section; None for another model or another revision."""
     found = None if section.config or section.revision is not None else _all().get(section.path or "")
     return None if found is None else Published(found["source"], found["config"])
 
 
 def with_sizes_here(section: ModelSection) -> tuple[ModelSection, str | None]:
-    """Return the section with sizes that can be read here, and why they are those shipped with finetune, if they are.
+    """Return the section with the model's sizes, and why they are the included ones, if they are.
 
     Raises:
         ModelError: `model.path` names no model.

@@ -59,7 +59,7 @@ def build_quantized_base(model: ModelSection, section: LoraSection, device: torc
 
 
 def load_in_4_bits(model: ModelSection, device: torch.device) -> PreTrainedModel:
-    """Load the base in 4 bits onto any device: bitsandbytes has slow products for CPUs too.
+    """Load the base in 4 bits onto any device. On CPUs, bitsandbytes computes slowly; the tests use this.
 
     Raises:
         ModelError: no such model, not a causal language model, or weights that do not belong to it.

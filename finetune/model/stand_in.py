@@ -90,7 +90,7 @@ def _rope_of(keys: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _one_of_each(kinds: list[Any]) -> list[int]:
-    """Return the first layer of each kind, and the next ones until there are two."""
+    """Return the first layer of each layer type, and the next layers until there are two."""
     first = {kind: layer for layer, kind in reversed(list(enumerate(kinds)))}
     chosen = set(first.values())
     chosen |= set([layer for layer in range(len(kinds)) if layer not in chosen][: max(0, _LEAST_LAYERS - len(chosen))])

@@ -1,4 +1,4 @@
-"""The layers that LoRA adapts, found among the modules of the model."""
+"""Find the layers of a model that LoRA adapts."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def resolve_targets(model: PreTrainedModel, wish: Literal["auto"] | list[str]) -
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the full names of all linear layers except the head.
 
-    GPT-2's transposed layers count. A subclass of the model's own counts if it returns a product, as Falcon's does, and
-    not if it returns more, as Phi-3.5-MoE's router does.
+    GPT-2's transposed layers are included. A model's own subclass is included if it returns only the product, like
+    Falcon's, and not if it returns more, like Phi-3.5-MoE's router.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -73,7 +73,7 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def has_transposed_targets(model: PreTrainedModel, targets: list[str]) -> bool:
-    """Whether the layers keep their weights transposed, as GPT-2's do. PEFT's configuration needs to say so."""
+    """Return whether the layers store their weights transposed, like GPT-2's. PEFT's configuration must say so."""
     from transformers.pytorch_utils import Conv1D
 
     adapted = [layer for name, layer in model.named_modules() if any(_is_match(name, target) for target in targets)]

@@ -1,4 +1,4 @@
-"""The tokens on which a model and its tokenizer must agree: those that end an answer, padding, and their number."""
+"""Make a model and its tokenizer agree on the stop tokens, the padding token and the number of tokens."""
 
 from __future__ import annotations
 
@@ -53,10 +53,11 @@ def set_stop_and_pad_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def choose_pad_token(tokenizer: PreTrainedTokenizerBase, num_rows: int | None) -> None:
-    """Give the tokenizer a padding token that ends nothing, in place.
+    """Give the tokenizer a padding token that is not a stop token, in place.
 
-    Training here needs none, since padding is known by its position. But the tokenizer is saved with the model, and
-    other programs mask every padding id in their labels: if it is also the end of turn, a model never learns to stop.
+    finetune's own training does not need it, because it identifies padding by position. But the tokenizer is saved with
+    the model, and other programs mask every padding id in their labels. If the padding token were also the end of turn,
+    a model trained by such a program would never learn to stop.
 
     Args:
         tokenizer: with its final chat template.

@@ -13,7 +13,7 @@ def route_by_score(model: nn.Module) -> int:
 
     transformers' Phi-3.5-MoE draws experts at random in training mode (SparseMixer-v2, arXiv:2409.12136) and adds noise
     to their inputs. The draw depends on the shape of the micro-batch, so a run's curve would depend on how its batches
-    are cut. An adapter beside frozen experts learns the routes that will be taken.
+    are split. With the choice by score, an adapter trains with the same experts that inference uses.
 
     Returns:
         The number of routers.

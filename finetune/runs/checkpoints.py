@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The content of a checkpoint that is not written yet.
+    """The content of a checkpoint, before it is written.
 
     Attributes:
         step: optimizer steps done.
@@ -66,15 +66,15 @@ class Snapshot:
         return [tensor for file in self._tensor_files for _, tensor in file.ordered]
 
     def copied(self) -> Snapshot:
-        """Copy all tensors to the host, so that training may continue while they are written."""
+        """Copy all tensors to the host, so that training can continue while they are written."""
         return self._with(TensorFile.copied)
 
     def read_by(self, whole: Callable[[torch.Tensor], torch.Tensor]) -> Snapshot:
-        """Let a function make whole tensors of those that lie in parts, when they are written."""
+        """Return a snapshot that calls `whole` for the full tensor of each sharded one when it is written."""
         return self._with(lambda file: replace(file, whole=whole))
 
     def refuse_not_finite(self) -> None:
-        """Refuse to save numbers with which no run can go on. Looks at this process's parts of the tensors.
+        """Refuse to save numbers that are not finite. Looks only at this process's shards.
 
         Raises:
             RunFailedError: a value is not a finite number.
@@ -106,7 +106,7 @@ def take_snapshot(
 ) -> Snapshot:
     """Collect the content of a checkpoint. Its tensors are the model's own until `Snapshot.copied`.
 
-    Nothing is exchanged with other processes: tensors that lie in parts are still in parts, see `Snapshot.read_by`.
+    Nothing is exchanged with other processes: sharded tensors are still sharded, see `Snapshot.read_by`.
 
     Args:
         folder: an open run folder. If it has a `base/`, the adapter names that as its base.
@@ -153,7 +153,7 @@ def commit_snapshot(folder: RunFolder, snapshot: Snapshot, *, go_on: Callable[[]
 def load_checkpoint(
     path: Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> TrainerState:
-    """Load a checkpoint into a model and an optimizer of the same kind, on any device.
+    """Load a checkpoint into a model and an optimizer of the same types, on any device.
 
     Every rank may call it. All names and shapes are checked. The digests are not: `newest_valid` or `verify` has
     checked them.

@@ -61,7 +61,7 @@ class RunFolder:
         return sorted(step for step in steps if self.checkpoint(step).is_dir())
 
     def check(self, resume: Literal["never", "auto"] = "never") -> None:
-        """Refuse now a folder that `open` would refuse after a model was loaded for minutes. Nothing is written.
+        """Refuse a folder that `open` would refuse, before a model is loaded for minutes. Nothing is written.
 
         Raises:
             CheckpointError: see `open`.
@@ -87,10 +87,10 @@ class RunFolder:
                 f"Nothing was changed."
             )
         self._refuse_links(present)
-        self._refuse_strangers(present)
+        self._refuse_unknown_files(present)
 
     def check_writable(self) -> None:
-        """Refuse now a place where `open` could not write. For the main process, which alone writes there.
+        """Refuse a place where `open` could not write. Only the main process calls this, because only it writes there.
 
         Raises:
             CheckpointError: nothing can be written where the folder is or would be.
@@ -157,7 +157,7 @@ class RunFolder:
         self._lock = None
 
     def _is_known_by_its_lock(self) -> bool:
-        """Whether the lock's file is the only mark of a run in the folder, as after a start that failed early."""
+        """Return whether the folder has no file of a run except the lock, as after a start that failed early."""
         present = {path.name for path in self.path.iterdir()}
         return bool(present & self._our_names().keys()) and not present & (self._marks() - {self.lock_file.name})
 
@@ -195,11 +195,11 @@ class RunFolder:
                 f"only inside of a run's folder. Put the file or folder itself there, or name another with output_dir=."
             )
 
-    def _refuse_strangers(self, present: dict[str, Path]) -> None:
+    def _refuse_unknown_files(self, present: dict[str, Path]) -> None:
         """Refuse a folder with other files, unless it also has one that only a run writes."""
-        strangers = sorted(name for name in present if name not in _LEFT_BY_OTHERS and not is_leftover(name))
-        if strangers and not self._marks() & present.keys():
-            shown = ", ".join(strangers[:5]) + (", …" if len(strangers) > 5 else "")
+        unknown = sorted(name for name in present if name not in _LEFT_BY_OTHERS and not is_leftover(name))
+        if unknown and not self._marks() & present.keys():
+            shown = ", ".join(unknown[:5]) + (", …" if len(unknown) > 5 else "")
             raise CheckpointError(
                 f"output_dir={self.path} is not empty and holds no run of finetune: {shown}. "
                 f"Name an empty or a new folder with output_dir=. Nothing was changed."

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 from finetune.runs.durable import describe_os_error, disk_failures_end_the_run, replace_file
 
 Event = dict[str, Any]
-"""A line of metrics.jsonl; docs/watching.md describes each kind."""
+"""A line of metrics.jsonl; docs/watching.md describes each type of event."""
 _OF_EVERY_VALIDATION = frozenset(
     ("event", "time", "step", "epoch", "loss", "standard_error", "num_targets", "best_metric")
 )
@@ -158,7 +158,7 @@ class EventsRead(NamedTuple):
 
     events: list[Event]
     num_lines: int
-    """All lines, including those that are torn, being written, or not events."""
+    """The number of lines, including lines that are half-written or are not events."""
 
 
 def read_events(path: Path) -> EventsRead:
@@ -185,7 +185,7 @@ def number_in(event: Mapping[str, Any], name: str) -> float | None:
 
 
 def measured_beside_loss(event: Event) -> list[str]:
-    """Return the names of the figures of a validation beside its loss: metrics of answers, and rewards."""
+    """Return the names of a validation's metrics other than its loss: metrics of answers, and rewards."""
     return [name for name in event if name not in _OF_EVERY_VALIDATION and number_in(event, name) is not None]
 
 

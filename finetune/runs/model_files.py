@@ -14,7 +14,7 @@ import torch
 
 from finetune.errors import CheckpointError
 from finetune.runs.durable import Chunks
-from finetune.runs.tensors import TensorFile, own_part, part_like, read_tensors
+from finetune.runs.tensors import TensorFile, local_shard, read_tensors, shard_like
 from finetune.runs.verification import TOKENIZER_FILES
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def encode_model(model: torch.nn.Module, base: Path | None = None) -> dict[str, 
 
 
 def load_model(model: torch.nn.Module, folder: Path) -> None:
-    """Load all weights of a checkpoint into a model of the same architecture; of one in parts, this process's own.
+    """Load all weights of a checkpoint into a model of the same architecture, or into this rank's shards of it.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, of another shape, or did not arrive in the model.
@@ -67,7 +67,7 @@ def load_model(model: torch.nn.Module, folder: Path) -> None:
     else:
         with torch.no_grad():
             for name, tensor in saved.items():
-                own_part(expected[name]).copy_(part_like(tensor, expected[name]))
+                local_shard(expected[name]).copy_(shard_like(tensor, expected[name]))
     # Read back: a library that drops or renames a key on the way must not go unnoticed.
     arrived = _adapter_tensors(model) if has_adapter(model) else _full_tensors(model)
     lost = [name for name, tensor in saved.items() if not _is_equal(tensor, arrived[name])]
@@ -145,7 +145,7 @@ def _encode_generation_config(model: torch.nn.Module) -> dict[str, Chunks]:
 
 
 def _adapter_config(model: torch.nn.Module, base: Path | None) -> bytes:
-    """Encode PEFT's configuration of the adapter with sorted sets, which PEFT writes in any order."""
+    """Encode PEFT's configuration of the adapter. PEFT writes sets in random order; here they are sorted."""
     peft_config: Any = model.peft_config
     record = peft_config[_adapter_name(model)].to_dict()
     name = str(base.resolve()) if base else record.get("base_model_name_or_path")
@@ -191,7 +191,7 @@ def _full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     seen = set()
     for name, tensor in model.state_dict().items():
-        part = own_part(tensor)  # the tensor itself has no address if it lies in parts
+        part = local_shard(tensor)  # the tensor itself has no address if it lies in parts
         memory = (part.device, part.untyped_storage().data_ptr(), part.storage_offset(), tensor.shape, tensor.dtype)
         if tensor.numel() and memory in seen:
             continue
@@ -201,8 +201,8 @@ def _full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _is_equal(whole: torch.Tensor, held: torch.Tensor) -> bool:
-    part = own_part(held).cpu().to(whole.dtype)
-    return torch.equal(part, part_like(whole, held))
+    part = local_shard(held).cpu().to(whole.dtype)
+    return torch.equal(part, shard_like(whole, held))
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:

@@ -15,7 +15,7 @@ import torch
 from finetune.errors import CheckpointError
 from finetune.runs.durable import Chunks
 from finetune.runs.model_files import refuse_other_tensors
-from finetune.runs.tensors import TensorFile, lies_in_parts, own_part, part_like, read_tensors
+from finetune.runs.tensors import TensorFile, is_sharded, local_shard, read_tensors, shard_like
 from finetune.runs.verification import OPTIMIZER_FILE
 
 _METADATA_KEY = "finetune"
@@ -87,7 +87,7 @@ def _set_states(
     states: dict[str, dict[str, Any]],
 ) -> None:
     for name, saved in states.items():
-        states[name] = {key: _in_parts_like(parameters[name], value) for key, value in saved.items()}
+        states[name] = {key: _sharded_like(parameters[name], value) for key, value in saved.items()}
     current = optimizer.state_dict()
     current["state"] = {index: states[name] for index, name in enumerate(parameters) if name in states}
     optimizer.load_state_dict(current)
@@ -100,12 +100,12 @@ def _set_states(
                 held[state_name] = value.to(held[state_name].device)
 
 
-def _in_parts_like(parameter: torch.nn.Parameter, value: Any) -> Any:
-    """Return a state that is laid out as its parameter; what is not of its shape is whole on every process."""
-    if not lies_in_parts(parameter) or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+def _sharded_like(parameter: torch.nn.Parameter, value: Any) -> Any:
+    """Return a state sharded like its parameter. States of another shape are not sharded."""
+    if not is_sharded(parameter) or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return value
     state = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
-    own_part(state).copy_(part_like(value, parameter))
+    local_shard(state).copy_(shard_like(value, parameter))
     return state
 
 
@@ -117,7 +117,7 @@ def _named_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def _class_name(optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of the optimizer's class; of a wrapper, that of its `.optimizer`."""
+    """Return the class name of the optimizer, or of `.optimizer` if it is a wrapper."""
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 

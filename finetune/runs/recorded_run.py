@@ -25,14 +25,14 @@ Points = list[tuple[int, float]]
 """Step and value. A value may be NaN or infinite."""
 
 _DEEPEST = 4
-"""Levels of folders to search, limited so that nobody searches a whole disk by mistake."""
+"""The levels of folders to search. The limit prevents a search of a whole disk by mistake."""
 _LARGEST_STEP = 2**53
-"""JavaScript, on the page of a report, has no larger exact integers."""
+"""The largest integer that JavaScript, on the page of a report, represents exactly."""
 _SCORES = ("exact_match", "json_valid", "loss")
 
 
 class RecordedRun:
-    """A run as its files describe it. Each file is read once, when it is first needed. Any text in it may be hostile.
+    """A run, read from its files. Each file is read once, when it is first needed. Text in it may be hostile.
 
     Args:
         path: the run's folder.
@@ -55,7 +55,7 @@ class RecordedRun:
 
     @property
     def objective(self) -> Objective:
-        """What it trains. A run that records rewards without naming its objective is of a time when that was dpo."""
+        """The training objective. If a run records rewards but no objective, it is from a version that only had dpo."""
         name = self.config.training.objective if self.config else "sft"
         return OBJECTIVES["dpo" if name == "sft" and self.points("step", "reward_margin") else name]
 
@@ -83,7 +83,7 @@ class RecordedRun:
     def state(self) -> str:
         """`running`, `completed`, `failed`, `stopped`, `preempted` or `unknown`.
 
-        A killed run leaves run.json unchanged; only the kernel's lock tells it from a run in progress.
+        A killed run leaves run.json unchanged. Only the kernel's lock shows whether a run is still in progress.
         """
         if is_held(self.folder.lock_file):
             return "running"
@@ -128,7 +128,7 @@ class RecordedRun:
 
     @property
     def written(self) -> datetime | None:
-        """When metrics.jsonl was last written, in UTC."""
+        """The time when metrics.jsonl was last written, in UTC."""
         try:
             return datetime.fromtimestamp(self.folder.metrics_file.stat().st_mtime, UTC)
         except OSError:
@@ -144,11 +144,11 @@ class RecordedRun:
         return value if isinstance(value, list) else []
 
     def of(self, kind: str) -> list[Event]:
-        """Return the events of one kind, in their order."""
+        """Return the events of one type, in their order."""
         return [event for event in self.events if event["event"] == kind]
 
     def points(self, kind: str, name: str) -> Points:
-        """Return one figure of the events of a kind, in ascending steps. The last event of a step counts."""
+        """Return one value of each event of a type, in ascending steps. The last event of a step counts."""
         found = {
             step: value
             for event in self.of(kind)
@@ -157,12 +157,12 @@ class RecordedRun:
         return sorted(found.items())
 
     def last(self, kind: str, name: str) -> float | None:
-        """Return the last value of a figure; None if there is none, or it is not finite."""
+        """Return the last value of this name; None if there is none, or it is not finite."""
         points = finite(self.points(kind, name)[-1:])
         return points[0][1] if points else None
 
     def scores(self) -> dict[str, dict[str, float]]:
-        """Return the figures of the test phase, by model (base, tuned) and name."""
+        """Return the metrics of the test phase, by model (base, tuned) and name."""
         return {
             str(event.get("model")): {
                 name: value
@@ -174,7 +174,7 @@ class RecordedRun:
 
     @property
     def rows_of_test_loss(self) -> str:
-        """`4 of 5 rows` where `testing.drop_last` left rows out of the test losses, else empty."""
+        """`4 of 5 rows` if `testing.drop_last` left rows out of the test losses, else empty."""
         rows, left_out = (whole(self.result.get(name)) for name in ("test_rows", "test_rows_left_out"))
         return f"{rows - left_out:,} of {rows:,} rows" if rows and left_out else ""
 

@@ -22,12 +22,12 @@ class SavedFolder:
     name: str
     step: int | None
     validation_loss: float | None
-    """After that step, in nats per target token; None if it was not measured then, or is not finite."""
+    """The validation loss after that step, in nats per target token; None if it was not measured or is not finite."""
     num_bytes: int
     saved: str
-    """When its manifest was written, in UTC, ISO 8601."""
+    """The time when its manifest was written, in UTC, ISO 8601."""
     problems: list[str]
-    """The damage; empty if all bytes are as they were written."""
+    """A line for each damaged file; empty if all bytes are as they were written."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,7 @@ class TrainerState:
     best_value: float | None = None
     """`checkpoint.best_metric` of the best weights; None if that is the loss."""
     stopping_merit: float | None = None
-    """The best `early_stopping.metric` so far, a loss negated; None if `checkpoint.best_metric` is the same."""
+    """The best `early_stopping.metric` so far, negated if a loss; None if `checkpoint.best_metric` is the same."""
     best_metric: str | None = None
     """`checkpoint.best_metric` of the last validation; None before the first, and in older checkpoints."""
     stopping_metric: str | None = None
@@ -97,7 +97,7 @@ class TrainerState:
 
 
 def _fits(name: str, value: object) -> bool:
-    """Whether a field may have a value: counts are never negative; what validations found may be unknown."""
+    """Return whether a field may have a value: counts are never negative, and results of validations may be None."""
     if name in ("best_loss", "best_value", "stopping_merit"):
         return value is None or type(value) is int or (type(value) is float and math.isfinite(value))
     if name in ("best_metric", "stopping_metric"):

@@ -36,20 +36,20 @@ _DTYPE_NAMES = {
 }
 
 
-def lies_in_parts(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor, of which several processes hold a part each."""
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a DTensor, of which each process holds a shard."""
     return hasattr(tensor, "to_local")  # to import its class takes half a second
 
 
-def own_part(tensor: Any) -> torch.Tensor:
-    """Return the part of a tensor that this process holds: all of it, unless it lies in parts."""
-    part: torch.Tensor = tensor.to_local() if lies_in_parts(tensor) else tensor
+def local_shard(tensor: Any) -> torch.Tensor:
+    """Return this process's shard of a tensor, or the whole tensor if it is not sharded."""
+    part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return part
 
 
-def part_like(whole: torch.Tensor, held: Any) -> torch.Tensor:
-    """Return a view of the part of a whole tensor that this process holds of another of its shape."""
-    for axis, placement in enumerate(held.placements if lies_in_parts(held) else ()):
+def shard_like(whole: torch.Tensor, held: Any) -> torch.Tensor:
+    """Return a view of the part of a full tensor that corresponds to this process's shard of `held`."""
+    for axis, placement in enumerate(held.placements if is_sharded(held) else ()):
         if placement.is_shard():
             pieces = torch.chunk(whole, held.device_mesh.size(axis), placement.dim)
             place = held.device_mesh.get_local_rank(axis)
@@ -64,12 +64,12 @@ class TensorFile:
     Attributes:
         tensors: on any device, with any strides; each is copied to the host when it is written.
         metadata: the one key and value of the file's metadata.
-        whole: makes a whole tensor of one that lies in parts, as iterating comes to it, in the order of `ordered`.
+        whole: returns the full tensor of a sharded one. It is called while iterating, in the order of `ordered`.
     """
 
     tensors: Mapping[str, torch.Tensor]
     metadata: tuple[str, str]
-    whole: Callable[[torch.Tensor], torch.Tensor] = own_part
+    whole: Callable[[torch.Tensor], torch.Tensor] = local_shard
 
     @property
     def ordered(self) -> list[tuple[str, torch.Tensor]]:
@@ -88,9 +88,9 @@ class TensorFile:
         return replace(self, tensors=copies)
 
     def not_finite(self) -> Iterator[str]:
-        """Yield the names of tensors of which this process's part holds a value that is not finite."""
+        """Yield the names of tensors whose shard on this process has a value that is not finite."""
         for name, tensor in self.tensors.items():
-            if tensor.is_floating_point() and not bool(torch.isfinite(own_part(tensor)).all()):
+            if tensor.is_floating_point() and not bool(torch.isfinite(local_shard(tensor)).all()):
                 yield name
 
     def __iter__(self) -> Iterator[bytes | memoryview]:

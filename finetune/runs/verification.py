@@ -72,7 +72,7 @@ def verify_published(path: Path) -> list[str]:
 def newest_valid(folder: RunFolder, verified: Callable[[Path], list[str]] = verify) -> Path | None:
     """Find the newest intact checkpoint. A warning names each damaged one on the way, which stays as it is.
 
-    If the checkpoint of its best step is damaged, an older one is preferred, from which the best is trained again.
+    If the checkpoint of the best step is damaged, an older one is preferred, from which the best is trained again.
 
     Args:
         folder: the run's.
@@ -113,5 +113,5 @@ def unexpected_names(path: Path, required: Collection[str]) -> list[str]:
 
 
 def _is_possible(state: TrainerState) -> bool:
-    """Whether every number of a state is finite, and small enough to count on from it."""
+    """Return whether every number of a state is finite, and small enough that counting can continue from it."""
     return all(-_MOST < it < _MOST for it in state.as_record().values() if isinstance(it, int | float))

@@ -16,7 +16,7 @@ from finetune.errors import RunFailedError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.runs.checkpoints import Snapshot, commit_snapshot, prune
 from finetune.runs.folder import RunFolder
-from finetune.runs.tensors import lies_in_parts
+from finetune.runs.tensors import is_sharded
 
 if TYPE_CHECKING:
     from finetune.config.schema import CheckpointSection
@@ -80,7 +80,7 @@ class Saver:
         """
         began = time.monotonic()
         saved = self.finish()
-        if self._in_background and (_lies_in_parts(snapshot) or not self._has_room(snapshot)):
+        if self._in_background and (_has_shards(snapshot) or not self._has_room(snapshot)):
             self._in_background = False
         if self._in_background:
             snapshot = snapshot.copied()
@@ -155,8 +155,8 @@ class Saver:
         return False
 
 
-def _lies_in_parts(snapshot: Snapshot) -> bool:
-    return any(map(lies_in_parts, snapshot.tensors))
+def _has_shards(snapshot: Snapshot) -> bool:
+    return any(map(is_sharded, snapshot.tensors))
 
 
 class _Writer(threading.Thread):

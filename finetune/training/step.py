@@ -21,7 +21,7 @@ from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
 from finetune.engine.products import unchanged_weights
 from finetune.engine.reference import in_float64
 from finetune.errors import DataError, RunFailedError
-from finetune.runs.tensors import own_part
+from finetune.runs.tensors import local_shard
 from finetune.training.optim import learning_rate_at, set_learning_rate, trainable_parameters
 
 if TYPE_CHECKING:
@@ -347,7 +347,7 @@ def _refuse_broken_weights(runtime: Runtime, model: torch.nn.Module, what: str) 
     Raises:
         RunFailedError: on all ranks, if the weights of any rank are not finite.
     """
-    parts = map(own_part, trainable_parameters(model))
+    parts = map(local_shard, trainable_parameters(model))
     is_broken = torch.stack([part.isfinite().all().logical_not() for part in parts])
     own_broken = int(is_broken.sum())
     num_broken, num_ranks = runtime.sum([float(own_broken), float(own_broken > 0)])
