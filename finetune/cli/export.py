@@ -238,20 +238,15 @@ def _say_exported(exported: Exported, out: Path, *, is_gguf: bool) -> None:
 def _export_onnx(
     model: Path, out: Path, kind: Literal["f32", "int4"], max_difference: float | None, allow_differences: bool
 ) -> None:
+    from finetune.cli.verify import show_verified
     from finetune.export.onnx import Onnx, export_onnx
 
     onnx = Onnx(kind=kind, most_difference=max_difference, allows_differences=allow_differences)
     with waiting("building an ONNX model, and comparing it with the run"):
-        comparison = export_onnx(model, out, onnx)
+        verified = export_onnx(model, out, onnx)
     size = sum(path.stat().st_size for path in out.expanduser().glob("model.onnx*"))
     say(f"Written to {out}: an ONNX model of {in_units(size)}, matrices as {kind}")
-    same, parting = comparison.answers.equal - comparison.near_ties, comparison.near_ties
-    say(
-        f"Loaded by {comparison.runtime}, against base and adapter: logits relative {comparison.relative:.3g} at most "
-        f"(bound {comparison.bound:.3g}), same greedy token at {comparison.same_greedy:.1%} of "
-        f"{comparison.positions.compared} positions, {same} of {comparison.answers.compared} greedy answers the same "
-        f"and {parting} parting at a near tie, {comparison.rendered} conversations with the same text and tokens"
-    )
-    for mismatch in comparison.mismatches:
+    show_verified(verified)
+    for mismatch in verified.mismatches:
         _log.warning("kept though it differs: %s", mismatch)
     say(f"Next: finetune verify {out}, or serve it (docs/tasks/serve.md)")

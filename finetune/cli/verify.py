@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,7 +23,7 @@ from finetune.terminal import print_json, print_table, say
 from finetune.training.reporting.progress import shown_folder
 
 if TYPE_CHECKING:
-    from finetune.export.verifying import Verified
+    from finetune.export.certificate import Verified
 
 _MOST_BYTES = 16 << 20
 """Of a certificate that may be replaced. A larger file is something else, and is not read."""
@@ -94,15 +93,15 @@ def verify(
         else:
             found = verify_folder(source, vectors=vectors, bound=max_difference)
     if replay:
-        from finetune.training.replay import replay as compute_again
+        from finetune.export.replay import replay as compute_again
 
         found = replace(found, replay=compute_again(source, replay))
     file = out or found.folder / CERTIFICATE
-    content = write_certificate(file, found.folder, found.as_record())
+    content = write_certificate(file, found)
     if as_json:
         print_json(content)
     else:
-        _show(found)
+        show_verified(found)
         say(f"Written: {shown_folder(file)}")
     refuse_differences(found, file)
 
@@ -125,24 +124,15 @@ def _refuse_other_file(out: Path) -> None:
         raise ConfigError(f"--out is {out}, which exists already and is no certificate. Name a new file.")
 
 
-def _show(found: Verified) -> None:
+def show_verified(found: Verified) -> None:
+    """Print the table of checks, with what the comparison does not show."""
+    from finetune.export.checks import check_rows
+
+    content = found.as_record()
     title = f"{shown_folder(found.folder)} in {found.comparison.runtime}, against {found.source}"
-    print_table(("compared", "equal", "apart by at most"), list(_rows(found)), right=("equal",), title=title)
-    for note in (*found.notes, *(found.replay.notes if found.replay else ())):
+    rows = [list(row) for row in check_rows(content)]
+    print_table(("compared", "equal", "apart by at most"), rows, right=("equal",), title=title)
+    for note in content["notes"]:
         say(f"Note: {note}.")
     if found.vectors.sha256:
         say(f"The test vectors have SHA-256 {found.vectors.sha256}.")
-
-
-def _rows(found: Verified) -> Iterator[list[str]]:
-    it, replay = found.comparison, found.replay
-    yield ["conversations as text and tokens", str(it.rendered), ""]
-    yield ["logits at positions", str(it.positions), f"{it.relative:.3g} (bound {it.bound:.3g})"]
-    yield ["greedy answers", str(it.answers), f"near ties in {it.near_ties}" if it.near_ties else ""]
-    for name, count in (("tensors", it.tensors), ("other files", it.files)):
-        if count.compared:
-            yield [name, str(count), ""]
-    if replay is not None:
-        steps = len(replay.steps)
-        equal = f"{steps - len(replay.mismatches)} of {steps}"
-        yield ["losses of steps", equal, f"{replay.most_apart:.3g} (bound {replay.bound:.3g}, {replay.precision})"]

@@ -7,40 +7,76 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CheckpointError
+from finetune.export.checks import check_rows
 from finetune.export.digests import CERTIFICATE
-from finetune.export.served_comparison import Check
+from finetune.export.served_comparison import ServedComparison
+from finetune.export.vectors import Vectors
 from finetune.runs.durable import MANIFEST, describe_os_error, disk_failures_end_the_run, replace_file
 from finetune.runs.metrics import as_json
+
+if TYPE_CHECKING:
+    from finetune.export.replay import Replay
 
 CERTIFICATE_HEAD = "## Certificate\n\nCompared by `finetune verify` with the run as it was trained.\n"
 """How the section of a model card begins. A section of that name that you wrote yourself begins otherwise."""
 _SCHEMA = 1
 
 
-def write_certificate(file: Path, folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Write certificate.json, also where something differs; an earlier one is replaced. Returns its content.
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """The result of a verification.
 
-    Args:
-        file: the file to write.
-        folder: the folder that was verified; the certificate names the digest of its list of checksums.
-        record: the results by name. `mismatches` decides the verdict.
+    Attributes:
+        folder: that holds the weights.
+        source: where the test vectors come from, for the title of the printed table.
+        vectors: the test vectors.
+        comparison: what was compared, and what differs.
+        notes: what could not be compared, and why, one sentence each without a full stop.
+        replay: of recorded steps, if one was asked for.
+    """
+
+    folder: Path
+    source: str
+    vectors: Vectors
+    comparison: ServedComparison
+    notes: tuple[str, ...] = ()
+    replay: Replay | None = None
+
+    @property
+    def mismatches(self) -> list[str]:
+        """Return the differences, one sentence each."""
+        return [*self.comparison.mismatches, *(self.replay.mismatches if self.replay else ())]
+
+    def as_record(self) -> dict[str, Any]:
+        """Return the content of certificate.json."""
+        replay_notes = self.replay.notes if self.replay else ()
+        record = {
+            "schema_version": _SCHEMA,
+            "verdict": "differs" if self.mismatches else "same",
+            "made": datetime.now(UTC).isoformat(timespec="seconds"),
+            "manifest_sha256": _digest_manifest(self.folder),
+            "vectors_sha256": self.vectors.sha256 or None,
+            **self.comparison.as_record(),
+            "mismatches": self.mismatches,
+            "notes": [*self.notes, *self.comparison.notes, *replay_notes],
+            "replay": self.replay.as_record() if self.replay else None,
+        }
+        return {name: as_json(value) for name, value in record.items()}
+
+
+def write_certificate(file: Path, verified: Verified) -> dict[str, Any]:
+    """Write certificate.json, also if something differs; an earlier one is replaced. Returns its content.
 
     Raises:
         RunFailedError: the disk refused.
     """
-    content = {
-        "schema_version": _SCHEMA,
-        "verdict": "differs" if record["mismatches"] else "same",
-        "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "manifest_sha256": _digest_manifest(folder),
-        **{name: as_json(value) for name, value in record.items()},
-    }
+    content = verified.as_record()
     with disk_failures_end_the_run("Writing", file, then="run the command again"):
         replace_file(file, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
     return content
@@ -61,7 +97,7 @@ def read_certificate(folder: Path) -> str | None:
         content = json.loads(file.read_bytes())
         if content["verdict"] != "same":
             raise CheckpointError(
-                f"{file} says that this model is not the one that was trained: {content['mismatches'][0]}. Write the "
+                f"{file} says that this model is not the trained one: {content['mismatches'][0]}. Write the "
                 "model again, or remove the certificate."
             )
         if (manifest := _digest_manifest(folder)) is None:
@@ -74,25 +110,21 @@ def read_certificate(folder: Path) -> str | None:
         return _as_markdown(content)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {describe_os_error(error)}.") from error
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a certificate: {error}. {again}") from error
 
 
-def _as_markdown(content: Mapping[str, Any]) -> str:
-    rows = {
-        "runtime": content["runtime"],
-        "rendered conversations": Check(**content["rendered"]),
-        "positions with logits": f"{Check(**content['positions'])}, relative difference at most "
-        f"{content['relative']:.3g} (bound {content['bound']:.3g})",
-        "greedy answers": f"{Check(**content['answers'])}, {content['near_ties']} of them up to a near tie",
-        "tensors": Check(**content["tensors"]),
-        "other files": Check(**content["files"]),
-        "test vectors": f"SHA-256 {content['vectors_sha256']}" if content["vectors_sha256"] else "made by the run",
-        "made": content["made"],
-    }
-    if replay := content["replay"]:
-        rows["losses computed again"] = f"{len(replay['steps'])} steps, within {replay['bound']:.3g} x max(1, loss)"
-    lines = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+def _as_markdown(content: dict[str, Any]) -> str:
+    """Write the same rows as `finetune verify` prints, with what was served, when, and against which test vectors."""
+    made_by_run = content["vectors_sha256"] is None
+    rows = [
+        ("runtime", content["runtime"]),
+        *((title, f"{equal}, {apart}" if apart else equal) for title, equal, apart in check_rows(content)),
+        ("test vectors", "made by the run" if made_by_run else f"SHA-256 {content['vectors_sha256']}"),
+        *(("note", note) for note in content["notes"]),
+        ("made", content["made"]),
+    ]
+    lines = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return f"{CERTIFICATE_HEAD}\n| | |\n|---|---|\n{lines}\n"
 
 

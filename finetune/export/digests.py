@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from finetune.export.served_comparison import Check
+from finetune.export.checks import Check
 from finetune.export.vectors import LOGITS_FILE, VECTORS_FILE
 from finetune.runs.durable import MANIFEST
 from finetune.runs.tensors import each_tensor
@@ -25,8 +25,8 @@ class RecordedDigests(NamedTuple):
     tensors: Mapping[str, str] = {}
     files: Mapping[str, str] = {}
 
-    def check(self, folder: Path) -> tuple[Check, Check]:
-        """Compare the tensors and the other files of a folder. Files that were not recorded do not count.
+    def check(self, folder: Path) -> dict[str, Check]:
+        """Check the tensors and the other files of a folder. Files that were not recorded do not count.
 
         Raises:
             CheckpointError: a file is not a safetensors file.
@@ -34,7 +34,10 @@ class RecordedDigests(NamedTuple):
         tensors = digest_tensors(folder) if self.tensors else {}
         files = digest_files(folder) if self.files else {}
         known = {name: digest for name, digest in files.items() if name in self.files}
-        return _check_digests(tensors, self.tensors, "tensor"), _check_digests(known, self.files, "file")
+        return {
+            "tensors": _check_digests(tensors, self.tensors, "tensor"),
+            "files": _check_digests(known, self.files, "file"),
+        }
 
 
 def digest_tensors(folder: Path) -> dict[str, str]:
@@ -47,8 +50,8 @@ def digest_tensors(folder: Path) -> dict[str, str]:
     for path in sorted(set(folder.glob("*.safetensors")) - {folder / OPTIMIZER_FILE}):
         for name, tensor in each_tensor(path):
             raw = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-            kind = str(tensor.dtype).removeprefix("torch.")
-            digests[name] = f"{kind} {list(tensor.shape)} sha256:{hashlib.sha256(raw).hexdigest()}"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            digests[name] = f"{dtype} {list(tensor.shape)} sha256:{hashlib.sha256(raw).hexdigest()}"
     return dict(sorted(digests.items()))
 
 

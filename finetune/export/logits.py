@@ -1,4 +1,4 @@
-"""Compare logits, and refuse a merged model whose logits are too far from those of its base and adapter."""
+"""Compare the logits of a served model with those of the model as trained, and refuse a merge that is too far off."""
 
 from __future__ import annotations
 
@@ -14,26 +14,30 @@ MOST_DIFFERENCE = {"float64": 1e-4, "float32": 1e-4, "float16": 2e-2, "bfloat16"
 (2^-10 and 2^-7); for wider types it is what the order of additions can make of many layers."""
 MOST_LOST = 0.5
 """The largest part of the adapter's own effect that rounding may take away."""
+_SMALLEST_NORM = 1e-30
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitDifference:
-    """The logits of the merged model after a reload, against those of base and adapter. Both are computed in fp32.
+    """How far the logits of a served model are from the logits of the model as trained.
+
+    The mean of each position is taken off first, because a shift of all logits of a position changes no probability.
 
     Attributes:
-        max_abs: the largest difference of a logit.
-        relative: norm of the differences over the norm of the logits. The mean of each position is taken off first,
-            because a shift of all logits of a position changes no probability.
-        same_greedy: share of positions with the same most likely token.
-        lost: norm of the differences over the norm of what the adapter changed; None without an adapter or an effect.
+        max_abs: the largest difference of a logit, with the means left on.
+        relative: norm of all differences over the norm of all logits.
+        most_relative: the largest relative difference of one position; infinite without positions or for not a number.
+        same_greedy: the fraction of positions with the same most likely token.
         num_positions: number of positions compared.
+        lost: norm of the differences over the norm of what the adapter changed; None without an adapter or an effect.
     """
 
     max_abs: float
     relative: float
+    most_relative: float
     same_greedy: float
-    lost: float | None
     num_positions: int
+    lost: float | None = None
 
     def __str__(self) -> str:
         lost = "" if self.lost is None else f", {self.lost:.2%} of the adapter's effect lost"
@@ -43,16 +47,27 @@ class LogitDifference:
         )
 
 
-def compare_logits(merged: torch.Tensor, tuned: torch.Tensor, base: torch.Tensor | None) -> LogitDifference:
-    """Compare (positions, vocabulary) logits of the merged model, of base and adapter, and of the base alone."""
-    error = centred(merged) - centred(tuned)
-    effect = 0.0 if base is None else float((centred(tuned) - centred(base)).norm())
+def compare_logits(found: torch.Tensor, expected: torch.Tensor, base: torch.Tensor | None = None) -> LogitDifference:
+    """Compare logits, (positions, vocabulary).
+
+    Args:
+        found: of the served model.
+        expected: of the model as trained.
+        base: of the base without its adapter, to measure how much of the adapter's effect is lost.
+    """
+    if not len(expected):
+        infinite = dict.fromkeys(("max_abs", "relative", "most_relative"), math.inf)
+        return LogitDifference(**infinite, same_greedy=0.0, num_positions=0)
+    wanted = centred(expected)
+    error = (centred(found) - wanted).norm()
+    effect = 0.0 if base is None else float((wanted - centred(base)).norm())
     return LogitDifference(
-        max_abs=float((merged - tuned).abs().max()),
-        relative=float(error.norm() / centred(tuned).norm().clamp_min(1e-30)),
-        same_greedy=float((merged.argmax(dim=-1) == tuned.argmax(dim=-1)).float().mean()),
-        lost=float(error.norm()) / effect if effect else None,
-        num_positions=len(tuned),
+        max_abs=float((found - expected).abs().max()),
+        relative=float(error / wanted.norm().clamp_min(_SMALLEST_NORM)),
+        most_relative=float(relative_by_position(found, expected).max()),
+        same_greedy=float((found.argmax(dim=-1) == expected.argmax(dim=-1)).double().mean()),
+        num_positions=len(expected),
+        lost=float(error) / effect if effect else None,
     )
 
 
@@ -90,5 +105,5 @@ def centred(logits: torch.Tensor) -> torch.Tensor:
 def relative_by_position(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the relative difference of logits (positions, vocabulary) at each position; infinite for not a number."""
     wanted = centred(expected)
-    apart = (centred(found) - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-30)
+    apart = (centred(found) - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(_SMALLEST_NORM)
     return torch.nan_to_num(apart, nan=torch.inf)

@@ -20,7 +20,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from finetune.errors import ModelError, RunFailedError
 from finetune.export import plain_reload
 from finetune.export.digests import digest_files, digest_tensors
-from finetune.export.logits import LogitDifference, compare_logits, refuse_far, relative_by_position
+from finetune.export.logits import LogitDifference, compare_logits, refuse_far
 from finetune.export.merge import convert_weights, is_tied, merge_adapter
 from finetune.export.model_card import merged_card
 from finetune.export.out_folder import new_folder
@@ -111,7 +111,7 @@ def write_merged(
         vectors = replace(
             vectors,
             stored_as=name,
-            rounding=float(relative_by_position(logits, tuned).max()),
+            rounding=difference.most_relative,
             trained=digest_tensors(run.weights),
             written=digest_tensors(writer.path),
             files=digest_files(writer.path),

@@ -20,10 +20,10 @@ from typing import Any
 
 from finetune.engine.decoder import FAMILIES, SLIDING
 from finetune.errors import ModelError, RunFailedError, last_line
-from finetune.export.certificate import write_certificate
+from finetune.export.certificate import Verified, write_certificate
 from finetune.export.digests import CERTIFICATE
 from finetune.export.exported_folder import refuse_no_model
-from finetune.export.onnx_served import OnnxType, largest_difference, load_onnx, refuse_missing_packages
+from finetune.export.onnx_served import OnnxType, load_onnx, onnx_bound, refuse_missing_packages
 from finetune.export.out_folder import new_folder, read_on
 from finetune.export.served_comparison import ServedComparison, compare
 from finetune.export.vectors import copy_vectors, read_vectors
@@ -52,7 +52,7 @@ class Onnx:
     allows_differences: bool = False
 
 
-def export_onnx(model: Path, out: Path, onnx: Onnx) -> ServedComparison:
+def export_onnx(model: Path, out: Path, onnx: Onnx) -> Verified:
     """Write a folder that onnxruntime-genai serves, compared there with base and adapter; all of it or nothing.
 
     Args:
@@ -79,16 +79,16 @@ def export_onnx(model: Path, out: Path, onnx: Onnx) -> ServedComparison:
                     writer.write(built.name, read_on(file))
                 built.unlink()
         copy_vectors(model, writer)
-        bound = largest_difference(vectors, writer.path) if onnx.most_difference is None else onnx.most_difference
+        bound = onnx.most_difference
+        if bound is None:
+            bound = onnx_bound(writer.path) + vectors.merge_bound
         comparison = _compare_elsewhere(writer.path, bound)
         if not comparison.is_same and not onnx.allows_differences:
             raise RunFailedError(_refusal(comparison.mismatches, model))
-    from finetune.export.verifying import Verified  # here: the process that compares needs no training code
-
     out = out.expanduser().absolute()
-    verified = Verified(folder=out, source=str(model), vectors=vectors, comparison=comparison)
-    write_certificate(out / CERTIFICATE, out, verified.as_record())
-    return comparison
+    verified = Verified(folder=out, source="base and adapter", vectors=vectors, comparison=comparison)
+    write_certificate(out / CERTIFICATE, verified)
+    return verified
 
 
 def _build(model: Path, out: Path, kind: OnnxType) -> None:

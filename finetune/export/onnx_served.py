@@ -12,7 +12,6 @@ import torch
 
 from finetune.errors import ConfigError, RunFailedError, first_line
 from finetune.export.served_model import Rendered, ServedModel, Turns
-from finetune.export.vectors import Vectors
 
 GENAI_CONFIG = "genai_config.json"
 OnnxType = Literal["f32", "int4"]
@@ -53,9 +52,9 @@ def load_onnx(folder: Path) -> ServedModel:
         raise RunFailedError(f"{folder} cannot be loaded by onnxruntime-genai: {first_line(error)}") from error
 
 
-def largest_difference(vectors: Vectors, folder: Path) -> float:
-    """Return the largest relative difference of logits that the rounding of the merge and of the type explains."""
-    return 2 * vectors.rounding + MOST_DIFFERENCE[type_of(folder)]
+def onnx_bound(folder: Path) -> float:
+    """Return the largest relative difference of logits that the rounding of the type explains."""
+    return MOST_DIFFERENCE[type_of(folder)]
 
 
 def type_of(folder: Path) -> OnnxType:

@@ -1,4 +1,4 @@
-"""The runtimes that serve a tuned model: which one a folder is for, and how it loads the folder."""
+"""The table of runtimes that serve a tuned model: the folders of each runtime, and how it loads them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,37 @@ import torch
 from finetune.errors import CheckpointError, RunFailedError, first_line
 from finetune.export.gguf_served import gguf_bound, load_gguf
 from finetune.export.logits import MOST_DIFFERENCE
-from finetune.export.onnx_served import GENAI_CONFIG, largest_difference, load_onnx
+from finetune.export.onnx_served import GENAI_CONFIG, load_onnx, onnx_bound
 from finetune.export.plain_reload import logits_in_fp32, render
 from finetune.export.served_model import Rendered, ServedModel, Turns
 from finetune.export.vectors import Vectors, answer_in_fp32
 from finetune.model.lora import quiet_peft
 
 ADAPTER_CONFIG = "adapter_config.json"
-_IN_FP32 = MOST_DIFFERENCE["float32"]
 
 
 class ServingRuntime(NamedTuple):
-    """A runtime, and the folders that are for it."""
+    """A runtime, and how to recognise and load its folders."""
 
     name: str
-    marks: tuple[str, ...]
-    """Patterns; a folder is for this runtime if it has a file for each."""
+    patterns: tuple[str, ...]
+    """A folder is for this runtime if it has a file for each pattern."""
     load: Callable[[Path], ServedModel]
-    bound: Callable[[Vectors, Path], float]
-    """The largest relative difference of a position's logits that its arithmetic and the stored type explain."""
+    arithmetic_bound: Callable[[Path], float]
+    """Returns the largest relative difference of a position's logits that the runtime's arithmetic explains."""
+    is_merged: bool = True
+    """Whether the folder's weights went through a merge, which rounded them."""
     has_written_weights: bool = False
-    """Whether the folder's safetensors files are those that `finetune merge` wrote."""
+    """Whether finetune wrote the folder's safetensors files, so that their bytes can be compared."""
+
+    def bound(self, vectors: Vectors, folder: Path) -> float:
+        """Return the largest relative difference of a position's logits that counts as equal."""
+        return self.arithmetic_bound(folder) + (vectors.merge_bound if self.is_merged else 0.0)
+
+
+def _fp32_bound(_: Path) -> float:
+    """Return what the order of additions in fp32 explains."""
+    return MOST_DIFFERENCE["float32"]
 
 
 class ServedByTransformers:
@@ -112,35 +122,16 @@ def load_peft(folder: Path, base: str | None = None, revision: str | None = None
     return ServedByTransformers(model, tokenizer, stops, f"{_named(peft)} on {_named(transformers)}")
 
 
-def _llama_cpp_bound(vectors: Vectors, folder: Path) -> float:
-    """Return the bound of converted weights: twice the rounding of the merge, and what llama.cpp's arithmetic adds."""
-    return gguf_bound(folder) + 2 * vectors.rounding
-
-
-def _peft_bound(vectors: Vectors, folder: Path) -> float:
-    """Return the bound of unmerged weights, which no merge has rounded."""
-    return _IN_FP32
-
-
-def _transformers_bound(vectors: Vectors, folder: Path) -> float:
-    """Return the bound of merged weights: twice the rounding of the merge, and the order of additions in fp32."""
-    return 2 * vectors.rounding + _IN_FP32
-
-
 RUNTIMES = (
-    ServingRuntime("llama.cpp", ("*.gguf",), load_gguf, _llama_cpp_bound),
-    ServingRuntime("PEFT", (ADAPTER_CONFIG,), load_peft, _peft_bound, has_written_weights=True),
+    ServingRuntime("llama.cpp", ("*.gguf",), load_gguf, gguf_bound),
+    ServingRuntime("PEFT", (ADAPTER_CONFIG,), load_peft, _fp32_bound, is_merged=False, has_written_weights=True),
     ServingRuntime(
-        "transformers",
-        ("config.json", "*.safetensors"),
-        load_transformers,
-        _transformers_bound,
-        has_written_weights=True,
+        "transformers", ("config.json", "*.safetensors"), load_transformers, _fp32_bound, has_written_weights=True
     ),
-    ServingRuntime("onnxruntime-genai", (GENAI_CONFIG,), load_onnx, largest_difference),
+    ServingRuntime("onnxruntime-genai", (GENAI_CONFIG,), load_onnx, onnx_bound),
 )
-"""The first one whose marks are all in a folder serves it. Another runtime is one more entry, with its package imported
-by its `load`; if its folders have a config.json and safetensors files too, it comes before transformers."""
+"""The first runtime with a file for each of its patterns serves a folder. To add a runtime, add an entry. Its `load`
+imports its package. If its folders have a config.json and safetensors files too, it comes before transformers."""
 
 
 def runtime_of(folder: Path) -> ServingRuntime:
@@ -150,12 +141,12 @@ def runtime_of(folder: Path) -> ServingRuntime:
         CheckpointError: there is none.
     """
     for runtime in RUNTIMES:
-        if all(any(folder.glob(mark)) for mark in runtime.marks):
+        if all(any(folder.glob(pattern)) for pattern in runtime.patterns):
             return runtime
-    known = "; ".join(f"{runtime.name}: {' and '.join(runtime.marks)}" for runtime in RUNTIMES)
+    known = "; ".join(f"{runtime.name}: {' and '.join(runtime.patterns)}" for runtime in RUNTIMES)
     raise CheckpointError(
-        f"{folder} is neither a run nor a model: no runtime serves what lies in it ({known}). Name the folder of a "
-        "run, or one that finetune merge or finetune export wrote."
+        f"{folder} is neither a run nor a model: no runtime serves its files ({known}). Name the folder of a run, or a "
+        "folder that finetune merge or finetune export wrote."
     )
 
 

@@ -113,6 +113,11 @@ class Vectors:
     made_by: str = f"finetune {finetune.__version__}"
     sha256: str = ""
 
+    @property
+    def merge_bound(self) -> float:
+        """The relative difference of logits that the rounding of the merge explains: twice what was measured."""
+        return 2 * self.rounding
+
     def with_logits(self) -> Iterator[tuple[Vector, torch.Tensor]]:
         """Yield each prompt with its rows of the logits, (positions, vocabulary)."""
         rows = torch.split(self.logits, [len(vector.positions) for vector in self.vectors])

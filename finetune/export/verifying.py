@@ -1,10 +1,10 @@
-"""Verify a run or a model folder: compare what its runtime serves with test vectors, and write the certificate."""
+"""Verify a run or a model folder: compare the answers of the runtime that serves it with test vectors."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from finetune.data.encoded import EncodedExample
 from finetune.engine.layout import PackedMicrobatch
 from finetune.engine.loss import before_head
 from finetune.errors import CheckpointError, RunFailedError
+from finetune.export.certificate import Verified
+from finetune.export.checks import Check
 from finetune.export.digests import RecordedDigests, digest_files, digest_tensors
 from finetune.export.merged_folder import load_tuned_model
 from finetune.export.plain_reload import logits_in_fp32
@@ -31,45 +33,8 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import RecordedRun, whole
 from finetune.runs.verification import STATE_FILE, verify
 from finetune.training.forward import choose_forward
-from finetune.training.replay import Replay
 
 _MOST_SHOWN = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verified:
-    """The result of a verification.
-
-    Attributes:
-        folder: that holds the weights.
-        source: the origin of the test vectors, in words.
-        vectors: the test vectors.
-        comparison: what was compared, and what differs.
-        notes: what could not be compared, and why, one sentence each.
-        replay: of recorded steps, where one was asked for.
-    """
-
-    folder: Path
-    source: str
-    vectors: Vectors
-    comparison: ServedComparison
-    notes: tuple[str, ...] = ()
-    replay: Replay | None = None
-
-    @property
-    def mismatches(self) -> list[str]:
-        """Return the differences, one sentence each."""
-        return [*self.comparison.mismatches, *(self.replay.mismatches if self.replay else ())]
-
-    def as_record(self) -> dict[str, Any]:
-        """Convert to plain values for certificate.json."""
-        return {
-            "vectors_sha256": self.vectors.sha256 or None,
-            **self.comparison.as_record(),
-            "mismatches": self.mismatches,
-            "notes": [*self.notes, *(self.replay.notes if self.replay else ())],
-            "replay": self.replay.as_record() if self.replay else None,
-        }
 
 
 def verify_folder(folder: Path, *, vectors: Path | None = None, bound: float | None = None) -> Verified:
@@ -134,8 +99,7 @@ def verify_run(
     except CheckpointError as error:
         folder = RunFolder(path)
         recorded = _published_from(folder) if checkpoint is None and folder.adapter.is_dir() else RecordedDigests()
-        tensors, files = recorded.check(folder.adapter)
-        if changed := [*tensors.mismatches, *files.mismatches]:
+        if changed := _differences(recorded.check(folder.adapter)):
             raise RunFailedError(f"{path} is not what was trained: {summarize(changed)}.") from error
         raise
     _refuse_other_template(run)
@@ -224,15 +188,22 @@ def summarize(mismatches: Sequence[str]) -> str:
 def _compare(
     load: Callable[[Path], ServedModel], folder: Path, known: Vectors, bound: float, recorded: RecordedDigests
 ) -> ServedComparison:
-    """Compare bytes, then load and compare answers; changed bytes are named also where the folder cannot be loaded."""
-    tensors, files = recorded.check(folder)
+    """Compare bytes, then load and compare answers. If the folder cannot be loaded, the error names changed bytes.
+
+    Raises:
+        RunFailedError: the runtime cannot load the folder.
+    """
+    of_bytes = recorded.check(folder)
     try:
         served = load(folder)
     except RunFailedError as error:
-        raise RunFailedError(
-            "; ".join([str(error), *[*tensors.mismatches, *files.mismatches][:_MOST_SHOWN]])
-        ) from error
-    return replace(compare(served, known, bound=bound), tensors=tensors, files=files)
+        raise RunFailedError("; ".join([str(error), *_differences(of_bytes)[:_MOST_SHOWN]])) from error
+    found = compare(served, known, bound=bound)
+    return replace(found, checks={**of_bytes, **found.checks})
+
+
+def _differences(checks: Mapping[str, Check]) -> list[str]:
+    return [line for check in checks.values() for line in check.mismatches]
 
 
 def _refuse_other_template(run: FinishedRun) -> None:

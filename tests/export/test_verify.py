@@ -20,6 +20,7 @@ from finetune.cli.verify import verify
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import verifying
 from finetune.export.certificate import CERTIFICATE_HEAD, read_certificate
+from finetune.export.checks import check_rows
 from finetune.export.digests import digest_tensors
 from finetune.export.push import pack
 from finetune.export.runtimes import load_peft
@@ -338,7 +339,9 @@ def answered(**changes: object) -> ServedComparison:
 def test_an_answer_may_part_at_a_near_tie_and_nowhere_else():
     assert answered().is_same
     parted = answered(answer=[5, 7, 7], tie=1e-3)
-    assert (parted.is_same, parted.near_ties, parted.answers.equal) == (True, 1, 1)
+    assert (parted.is_same, parted.near_ties, parted.checks["answers"].equal) == (True, 1, 1)
+    rows = {title: rest for title, *rest in check_rows({**parted.as_record(), "replay": None})}
+    assert rows["greedy answers"] == ["0 of 1", "1 part at a near tie"]
     parted = answered(answer=[5, 7, 7])
     assert parted.mismatches[0].startswith(
         'prompt "a": token 1 of the answer is 7, expected 6; their logits are 5 apart'
@@ -367,7 +370,7 @@ def test_a_certificate_of_other_files_or_of_a_difference_is_refused(made, merged
     assert (done.returncode, "is of other files than those in the folder" in done.errors) == (2, True), done.stdout
     assert run_finetune("verify", merged).returncode == 3
     done = run_finetune("push", merged, "me/orders")
-    assert "says that this model is not the one that was trained: file config.json" in done.errors
+    assert "says that this model is not the trained one: file config.json" in done.errors
 
 
 def test_a_certificate_in_a_folder_without_checksums_is_of_no_known_files(tmp_path):

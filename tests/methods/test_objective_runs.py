@@ -10,7 +10,7 @@ import pytest
 
 from finetune.cli.train import train_from_words
 from finetune.training.objectives.preference_losses import FIGURES, KTO_FIGURES
-from finetune.training.replay import MOST_APART, replay
+from finetune.export.replay import MOST_APART, replay
 from tests.in_process import run_finetune
 from tests.launches import run_launched
 from tests.methods import tiny_training

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from finetune.errors import CheckpointError
-from finetune.training.replay import MOST_APART, Replay, Replayed, _choose, _ranges, replay
+from finetune.export.replay import MOST_APART, Replay, Replayed, _choose, _ranges, replay
 from tests.in_process import run_finetune
 from tests.launches import run_command
 from tests.tiny_runs import random_model_words, write_base, write_rows
@@ -112,7 +112,7 @@ def test_other_rows_are_refused(trained, tmp_path):
 def test_masks_of_another_device_are_refused(trained, tmp_path):
     done = run_finetune("verify", with_record(trained, tmp_path / "copy", device="cuda"), "--replay", "1")
     assert done.returncode == 2
-    assert "drops tokens by random masks, which cuda draws otherwise than cpu" in done.errors
+    assert "drops tokens by random masks, which cuda draws differently from cpu" in done.errors
 
 
 def test_a_run_whose_configuration_changed_is_refused(trained, tmp_path):

@@ -1,13 +1,12 @@
-"""Compute recorded steps of a run again, in one process and in a folder that is thrown away, and compare their losses.
+"""Compute recorded steps of a run again, in one process and in a temporary folder, and compare their losses.
 
-A step can be replayed if the weights before it can be reached: from the start of the run, or from a checkpoint that is
-kept, in at most one save interval.
+A replay starts from the weights at the start of the run or from a checkpoint that was kept. It can reach the steps of
+one save interval from there.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from finetune.config.schema import ParallelSection
 from finetune.data.batches import TrainLoader
 from finetune.distributed.launch import launch
 from finetune.errors import CheckpointError, ConfigError
+from finetune.export.checks import loss_difference
 from finetune.model.lora import without_adapter
 from finetune.runs.checkpoints import load_checkpoint
 from finetune.runs.model_files import load_model
@@ -35,13 +35,10 @@ from finetune.training.trainer import Trainer
 from finetune.training.validation import LOSS
 
 if TYPE_CHECKING:
-    import torch
-
     from finetune.config.schema import Config
 
 MOST_APART = {"fp32": 1e-6, "bf16": 2.0**-7}
 """The largest difference of two losses, over max(1, loss): promise 1, and for bf16 one step of the type at 1."""
-_log = logging.getLogger(__name__)
 
 
 class Replayed(NamedTuple):
@@ -51,17 +48,22 @@ class Replayed(NamedTuple):
     recorded: float
     computed: float
 
+    @property
+    def difference(self) -> float:
+        """Return how far the losses are apart, see `loss_difference`."""
+        return loss_difference(self.recorded, self.computed)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
     """The result of a replay.
 
     Attributes:
-        steps: those that were chosen, ascending.
+        steps: the chosen steps, ascending.
         bound: see `MOST_APART`.
         precision: the precision of both computations.
-        device: the kind of device here.
-        notes: which steps cannot be replayed, and what differs from the run's machine, one sentence each.
+        device: the type of the device that computed the steps again.
+        notes: which steps cannot be replayed, and how this machine differs from the run's, one sentence each.
     """
 
     steps: tuple[Replayed, ...]
@@ -72,8 +74,8 @@ class Replay:
 
     @property
     def most_apart(self) -> float:
-        """Return the largest difference, relative to max(1, |recorded|)."""
-        return max(abs(one.computed - one.recorded) / max(1.0, abs(one.recorded)) for one in self.steps)
+        """Return the largest difference of two losses."""
+        return max(one.difference for one in self.steps)
 
     def as_record(self) -> dict[str, Any]:
         """Convert to plain values for certificate.json."""
@@ -87,7 +89,7 @@ class Replay:
             f"step {one.step}: the loss is {one.computed!r} again, but {one.recorded!r} was recorded; expected a "
             f"difference of at most {self.bound:.3g} x max(1, loss)"
             for one in self.steps
-            if not abs(one.computed - one.recorded) <= self.bound * max(1.0, abs(one.recorded))
+            if not one.difference <= self.bound
         ]
 
 
@@ -136,10 +138,10 @@ def replay(path: Path, num_steps: int) -> Replay:
 
 
 def _config_of(run: RecordedRun) -> Config:
-    """Return the run's configuration for one process, with what the run has settled.
+    """Return the run's configuration for one process, with the values that the run chose when it started.
 
     Raises:
-        CheckpointError: it changed while the run went on.
+        CheckpointError: the folder is not a run, or the run was resumed with another configuration.
     """
     path = run.folder.path
     if not run.folder.config_file.is_file():
@@ -155,7 +157,7 @@ def _config_of(run: RecordedRun) -> Config:
     config = load_config([], run=str(run.folder.config_file))
     memory = MemoryChoice.from_record(run.part("memory"), config)
     config = config if memory is None else memory.settle(config)
-    settled: dict[str, object] = {
+    chosen: dict[str, object] = {
         "training.precision": text(run.record.get("precision")) or config.training.precision,
         "training.global_batch_size": whole(run.part("global_batch").get("global_batch_size"))
         or config.training.global_batch_size,
@@ -169,7 +171,7 @@ def _config_of(run: RecordedRun) -> Config:
         "training.num_workers": 0,
         "training.prefetch_factor": None,
     }
-    config = config.with_values({key: (value, "run.json") for key, value in settled.items()})
+    config = config.with_values({key: (value, "run.json") for key, value in chosen.items()})
     return config.model_copy(update={"parallel": ParallelSection(), "ddp": False, "resume": "never"})
 
 
@@ -182,7 +184,16 @@ def _save_interval(cadence: Cadence) -> int:
 def _choose(
     recorded: Sequence[int], starts: Sequence[int], reach: int, num_steps: int
 ) -> tuple[dict[int, list[int]], list[str]]:
-    """Choose steps by the start from which they are reached. Returns them, and which cannot be replayed.
+    """Choose the steps to replay: the first step after each start, then the second after each, and so on.
+
+    Args:
+        recorded: steps with a recorded loss, ascending.
+        starts: steps from which a replay can start, ascending.
+        reach: the most steps from a start.
+        num_steps: the most steps to choose.
+
+    Returns:
+        The chosen steps by their start, and notes about the steps that cannot be replayed.
 
     Raises:
         CheckpointError: no recorded step is in reach.
@@ -215,7 +226,7 @@ def _compute(
     starts: Mapping[int, Path | None],
     chosen: Mapping[int, Sequence[int]],
 ) -> dict[int, float]:
-    """Train from each start as far as the chosen steps are. Returns their losses."""
+    """Train from each start up to the last chosen step. Returns the losses of the chosen steps."""
     optimizer = trainer.runtime.prepare_optimizer(build_optimizer(trainer.model, trainer.config.optim))
     trainer.model.train()
     losses = {}
@@ -224,26 +235,14 @@ def _compute(
         if found is not None:
             load_checkpoint(found, model=trainer.model, optimizer=optimizer)
         for step in range(start + 1, steps[-1] + 1):
-            loss = _step(trainer, loader, cadence, optimizer, step)
+            microbatches = next(loader.steps(*divmod(step - 1, cadence.steps_per_epoch)))
+            settings = StepSettings.of(trainer.config, step, cadence.num_steps)
+            result = train_step(
+                trainer.runtime, trainer.model, optimizer, microbatches, settings, compute=trainer.loss_function
+            )
             if step in steps:
-                losses[step] = loss
+                losses[step] = result.loss
     return losses
-
-
-def _step(
-    trainer: Trainer, loader: TrainLoader, cadence: Cadence, optimizer: torch.optim.Optimizer, step: int
-) -> float:
-    epoch, place = divmod(step - 1, cadence.steps_per_epoch)
-    config = trainer.config
-    result = train_step(
-        trainer.runtime,
-        trainer.model,
-        optimizer,
-        next(loader.steps(epoch, place)),
-        StepSettings.of(config, step, cadence.num_steps),
-        compute=trainer.loss_function,
-    )
-    return result.loss
 
 
 def _refuse_other_rows(run: RecordedRun, trainer: Trainer) -> None:
@@ -252,25 +251,26 @@ def _refuse_other_rows(run: RecordedRun, trainer: Trainer) -> None:
     if recorded != found:
         raise CheckpointError(
             f"{run.folder.path} cannot be replayed: its training rows are not those that it was trained on (their "
-            f"fingerprint is {found[:12]}, and run.json has {str(recorded)[:12]}). Give it the rows of then."
+            f"fingerprint is {found[:12]}, and run.json has {str(recorded)[:12]}). Restore the rows of the training."
         )
 
 
-def _refuse_other_device(run: RecordedRun, config: Config, kind: str) -> None:
+def _refuse_other_device(run: RecordedRun, config: Config, device_type: str) -> None:
     recorded = text(run.record.get("device"))
-    if recorded is not None and recorded != kind and masks_follow_the_cut(config):
+    if recorded is not None and recorded != device_type and masks_follow_the_cut(config):
         raise ConfigError(
-            f"{run.folder.path} drops tokens by random masks, which {recorded} draws otherwise than {kind}. Replay it "
-            f"on a machine with {recorded}."
+            f"{run.folder.path} drops tokens by random masks, which {recorded} draws differently from {device_type}. "
+            f"Replay it on a machine with {recorded}."
         )
 
 
-def _other_machine(run: RecordedRun, kind: str, precision: str) -> Iterator[str]:
+def _other_machine(run: RecordedRun, device_type: str, precision: str) -> Iterator[str]:
+    """Yield a note if the run computed on another type of device, or did not record its device."""
     device = text(run.record.get("device"))
     if device is None:
-        yield f"run.json does not say on which device the run computed; here it is {kind}, in {precision}"
-    elif device != kind:
-        yield f"the run computed on {device}, and this is {kind}, whose kernels may differ by more than the bound"
+        yield f"run.json does not say on which device the run computed; here it is {device_type}, in {precision}"
+    elif device != device_type:
+        yield f"the run computed on {device}, and kernels of {device_type} may differ by more than the bound"
 
 
 def _ranges(steps: Sequence[int]) -> str:
