@@ -161,7 +161,7 @@ def export(
     wanted = None
     if gguf:
         converter, gguf_type = find_converter(llama_cpp, os.environ), "auto" if kind == "int4" else kind
-        wanted = Gguf(converter=converter, kind=gguf_type, base=base, allows_differences=allow_differences)
+        wanted = Gguf(converter=converter, weight_type=gguf_type, base=base, allows_differences=allow_differences)
     with waiting(f"exporting to {out}"):
         if lora and wanted:
             run = find_run(model_folder, is_alone=True)
@@ -241,7 +241,7 @@ def _export_onnx(
     from finetune.cli.verify import show_verified
     from finetune.export.onnx import Onnx, export_onnx
 
-    onnx = Onnx(kind=kind, most_difference=max_difference, allows_differences=allow_differences)
+    onnx = Onnx(weight_type=kind, most_difference=max_difference, allows_differences=allow_differences)
     with waiting("building an ONNX model, and comparing it with the run"):
         verified = export_onnx(model, out, onnx)
     size = sum(path.stat().st_size for path in out.expanduser().glob("model.onnx*"))

@@ -75,7 +75,7 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
     named = f"./{MODEL_FILE}" if gguf else str(model)
     text = modelfile(tokenizer, named, stops) if with_modelfile else None
     exported = Exported()
-    with new_folder(out, gguf_bytes(model, gguf.kind) if gguf else 0) as writer:
+    with new_folder(out, gguf_bytes(model, gguf.weight_type) if gguf else 0) as writer:
         if gguf is not None:
             exported = write_gguf(model, writer, MODEL_FILE, gguf, tokenizer, stops)
         if text is not None:
@@ -84,9 +84,9 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
     return exported
 
 
-def gguf_bytes(model: Path, kind: GgufType) -> int:
+def gguf_bytes(model: Path, weight_type: GgufType) -> int:
     """Estimate the size of a model's GGUF file in bytes. The model may be stored in 16 bits."""
-    return (4 if kind == "f32" else 2) * sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    return (4 if weight_type == "f32" else 2) * sum(path.stat().st_size for path in model.glob("*.safetensors"))
 
 
 def write_gguf(

@@ -1,15 +1,13 @@
-"""Convert a model folder to a GGUF file with llama.cpp's own converter, after adding what the converter would not find.
+"""Convert a model folder to a GGUF file with llama.cpp's own converter, and choose the keys that llama.cpp needs.
 
-Facts about the converter: ggml-org/llama.cpp, convert_hf_to_gguf.py and conversion/phi.py: it reads the tokenizer of a
-phi3 model as byte-level BPE only where tokenizer_config.json names the class GPT2Tokenizer, and otherwise from
-tokenizer.model. Format of the file: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The converter reads the tokenizer of a phi3 model as byte-level BPE only if tokenizer_config.json names the class
+GPT2Tokenizer, and otherwise from tokenizer.model (converters.py).
+Format of the file: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,19 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.errors import ConfigError, ModelError, RunFailedError, last_line
+from finetune.errors import ConfigError, ModelError, RunFailedError
+from finetune.export.converters import (
+    BYTE_LEVEL_TO_GGUF,
+    HOW_TO_GET_LLAMA_CPP,
+    SENTENCEPIECE_TO_GGUF,
+    Converter,
+    files_of_model,
+)
 from finetune.export.gguf_file import Header, read_header
 from finetune.export.gguf_tokens import TokenRules, is_byte_level
 
 LLAMA_CPP_VARIABLE = "LLAMA_CPP_DIR"
 CONVERTER = "convert_hf_to_gguf.py"
+SENTENCEPIECE = "tokenizer.model"
 GgufType = Literal["auto", "f32", "f16", "bf16", "q8_0"]
 _ENDS_BESIDE_EOS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-_HOW_TO_GET_IT = (
-    "Get llama.cpp (git clone https://github.com/ggml-org/llama.cpp, or vendor/llama.cpp in the source package of "
-    "llama-cpp-python: pip download --no-deps --no-binary :all: llama-cpp-python), install sentencepiece, and say "
-    f"where it is with --llama-cpp FOLDER or {LLAMA_CPP_VARIABLE}"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +39,13 @@ class Gguf:
 
     Attributes:
         converter: llama.cpp's script, see `find_converter`.
-        kind: the type of the weights; auto is the model's own 16-bit type.
+        weight_type: the type of the weights; auto is the model's own 16-bit type.
         base: a folder with the base's tokenizer.model, which a sentencepiece tokenizer needs.
         allows_differences: write the file even if llama.cpp reads chats as other tokens than the run trained on.
     """
 
     converter: Path
-    kind: GgufType
+    weight_type: GgufType
     base: Path | None = None
     allows_differences: bool = False
 
@@ -61,10 +62,10 @@ def find_converter(folder: Path | None, environment: Mapping[str, str]) -> Path:
     """
     named = folder or (Path(environment[LLAMA_CPP_VARIABLE]) if environment.get(LLAMA_CPP_VARIABLE) else None)
     if named is None:
-        raise ConfigError(f"--gguf needs llama.cpp's converter, but its folder is not set. {_HOW_TO_GET_IT}.")
+        raise ConfigError(f"--gguf needs llama.cpp's converter, but its folder is not set. {HOW_TO_GET_LLAMA_CPP}.")
     script = named.expanduser().absolute() / CONVERTER
     if not script.is_file():
-        raise ConfigError(f"{named} has no {CONVERTER}, so it is not a checkout of llama.cpp. {_HOW_TO_GET_IT}.")
+        raise ConfigError(f"{named} has no {CONVERTER}, so it is not a checkout of llama.cpp. {HOW_TO_GET_LLAMA_CPP}.")
     return script
 
 
@@ -75,37 +76,25 @@ def convert(model: Path, out: Path, gguf: Gguf, rules: TokenRules) -> Header:
         model: a merged folder.
         out: the file to write.
         gguf: the settings.
-        rules: how llama.cpp is to read texts. The file's name tells it a part; `keys_for_llama_cpp` has the rest.
+        rules: how llama.cpp must read texts. The file's name expresses some rules, `keys_for_llama_cpp` the others.
 
     Raises:
         ModelError: the converter does not support the model or its tokenizer; the message repeats its reason.
         RunFailedError: it wrote no complete file.
     """
-    kind = str(json.loads((model / "config.json").read_text(encoding="utf-8")).get("model_type", "model"))
+    family = str(json.loads((model / "config.json").read_text(encoding="utf-8")).get("model_type", "model"))
     with tempfile.TemporaryDirectory() as scratch:
-        _link_model(model, Path(scratch), gguf.base)
-        words = [scratch, "--outtype", gguf.kind, "--model-name", _name(kind, rules)]
-        run_converter(gguf.converter, words, out, scratch)
+        converter = copy_for_llama_cpp(model, Path(scratch), gguf.base)
+        options = ["--outtype", gguf.weight_type, "--model-name", _name(family, rules), "--outfile", str(out)]
+        converter.run([sys.executable, str(gguf.converter), scratch, *options], Path(scratch))
     return read_written(out)
 
 
-def run_converter(script: Path, words: Sequence[str], out: Path, scratch: str) -> None:
-    """Run a script of llama.cpp in a process of its own, which asks no hub.
-
-    Raises:
-        ModelError: it refuses; the message repeats its reason.
-    """
-    command = [sys.executable, str(script), *words, "--outfile", str(out)]
-    done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise ModelError(_refusal(done.stderr, scratch))
-
-
 def read_written(out: Path) -> Header:
-    """Read the header of the file that a script of llama.cpp wrote.
+    """Read the header of the file that a converter of llama.cpp wrote.
 
     Raises:
-        RunFailedError: it wrote no complete file.
+        RunFailedError: the file is not complete.
     """
     try:
         return read_header(out)
@@ -130,7 +119,7 @@ def stops_left_out(header: Header, stop_ids: Sequence[int]) -> list[int]:
 
 
 def refuse_other_tokens(header: Header, tokenizer: Any) -> None:
-    """Refuse a file whose tokens are not the tokenizer's, as when tokenizer.model is another model's.
+    """Refuse a file with other tokens than the tokenizer has, for example from the tokenizer.model of another model.
 
     Raises:
         ModelError: names the first token that differs.
@@ -142,7 +131,7 @@ def refuse_other_tokens(header: Header, tokenizer: Any) -> None:
             other = there[token_id] if token_id < len(there) else "missing"
             raise ModelError(
                 f"token {token_id} is {token!r} in the model's tokenizer.json, but {other!r} in the GGUF file: "
-                "tokenizer.model belongs to another tokenizer. Take that of the base (--base). Nothing was written."
+                "tokenizer.model belongs to another tokenizer. Take the base's file (--base). Nothing was written."
             )
 
 
@@ -151,11 +140,39 @@ def _stops_beside_eos(header: Header, stop_ids: Sequence[int]) -> list[int]:
     return [token_id for token_id in stop_ids if token_id != eos]
 
 
-def _name(kind: str, rules: TokenRules) -> str:
+def _name(family: str, rules: TokenRules) -> str:
     """Choose the file's `general.name`, which tells llama.cpp whether special tokens strip white space."""
     if rules.strips:
         return "phi-3"
-    return "phi" if kind.startswith("phi3") else kind
+    return "phi" if family.startswith("phi3") else family
+
+
+def copy_for_llama_cpp(model: Path, copy: Path, base: Path | None) -> Converter:
+    """Copy the model for the converter, and choose the corrections that its tokenizer needs.
+
+    Args:
+        model: a merged folder.
+        copy: an empty folder.
+        base: a folder with the tokenizer.model of a sentencepiece tokenizer, if the model has none.
+
+    Raises:
+        ModelError: the folder does not describe its tokenizer.
+    """
+    files = files_of_model(model)
+    if base is not None and (base / SENTENCEPIECE).is_file() and not (model / SENTENCEPIECE).exists():
+        files.append(base / SENTENCEPIECE)
+    has_sentencepiece = any(path.name == SENTENCEPIECE for path in files)
+    if has_sentencepiece or not _is_byte_level(model):
+        converter = SENTENCEPIECE_TO_GGUF
+    elif not (model / "tokenizer_config.json").is_file():
+        raise ModelError(
+            f"{model} has a tokenizer.json but no tokenizer_config.json, which llama.cpp's converter reads. Put the "
+            "base's file there, or merge the run again. Nothing was written."
+        )
+    else:
+        converter = BYTE_LEVEL_TO_GGUF
+    converter.copy(files, copy)
+    return converter
 
 
 def _is_byte_level(model: Path) -> bool:
@@ -163,42 +180,3 @@ def _is_byte_level(model: Path) -> bool:
         return is_byte_level(json.loads((model / "tokenizer.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return False
-
-
-def _link_model(model: Path, scratch: Path, base: Path | None) -> None:
-    """Link the model's files, and describe the tokenizer the way the converter expects.
-
-    Raises:
-        ModelError: the folder does not describe its tokenizer.
-    """
-    for path in sorted(model.iterdir()):
-        if path.is_file() and path.name != "README.md":
-            (scratch / path.name).symlink_to(path.resolve())
-    if not (scratch / "tokenizer.model").exists() and base is not None and (base / "tokenizer.model").is_file():
-        (scratch / "tokenizer.model").symlink_to((base / "tokenizer.model").resolve())
-    if _is_byte_level(model) and not (scratch / "tokenizer.model").exists():
-        if not (model / "tokenizer_config.json").is_file():
-            raise ModelError(
-                f"{model} has a tokenizer.json but no tokenizer_config.json, which llama.cpp's converter reads. Put "
-                "that of the base there, or merge the run again. Nothing was written."
-            )
-        described = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
-        described["tokenizer_class"] = "GPT2Tokenizer"
-        (scratch / "tokenizer_config.json").unlink()
-        (scratch / "tokenizer_config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
-
-
-def _refusal(log: str, scratch: str) -> str:
-    """Write the message of a refusal: the converter's own reason, and what to do if it is known."""
-    reason = last_line(log) or "it gave no reason"
-    hint = "If the model is newer than your checkout of llama.cpp, update llama.cpp."
-    if "pre-tokenizer was not recognized" in log:
-        hint = (
-            "llama.cpp supports a fixed list of tokenizers, and this one is not on it. The Phi models on the hub can "
-            "be converted; a model with its own tokenizer, like phi_tiny, cannot."
-        )
-    elif "tokenizer.model" in reason:
-        hint = "Put the base's tokenizer.model into the merged folder; it is a file of the base's repository."
-    elif "No module named" in reason:
-        hint = f"Install the package into this environment: {_HOW_TO_GET_IT}."
-    return f"llama.cpp's converter refused the model: {reason.replace(scratch, 'the model')}. {hint}"

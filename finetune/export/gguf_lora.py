@@ -1,13 +1,13 @@
 """Convert a run's adapter to a GGUF LoRA beside its base, for servers that keep one base and several adapters.
 
 Facts: ggml-org/llama.cpp, convert_lora_to_gguf.py (it carries pairs of lora_A and lora_B alone) and
-src/llama-adapter.h (`get_scale`: the update is scaled by alpha / rank).
+src/llama-adapter.h (`get_scale`: llama.cpp scales the update by alpha / rank).
 """
 
 from __future__ import annotations
 
 import json
-import math
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +18,10 @@ from safetensors import safe_open
 from finetune.config.hub import cached_file
 from finetune.data.templates import stop_ids
 from finetune.errors import ConfigError, ModelError
+from finetune.export.converters import ADAPTER_TO_GGUF
 from finetune.export.digests import digest_tensors
 from finetune.export.exported_folder import Exported, gguf_bytes, stored_stop_ids, write_gguf
-from finetune.export.gguf import Gguf, read_written, run_converter
+from finetune.export.gguf import Gguf, read_written
 from finetune.export.gguf_served import ADAPTER_FILE, BASE_FILE, GgufFiles, check_in_llama_cpp
 from finetune.export.ollama import modelfile
 from finetune.export.out_folder import new_folder
@@ -60,11 +61,11 @@ def export_lora(run: FinishedRun, out: Path, *, gguf: Gguf, with_base: bool, wit
             f"{run.folder.path} trained every weight, so there is no adapter. Merge it, and export without --lora: "
             "finetune merge RUN MODEL, finetune export MODEL OUT --gguf."
         )
-    record = _refuse_what_is_lost(run.weights)
+    _refuse_what_is_lost(run.weights)
     base, tokenizer = gguf.base or _base_folder(run), build_run_tokenizer(run.config)
-    size = (run.weights / _WEIGHTS).stat().st_size + (gguf_bytes(base, gguf.kind) if with_base else 0)
+    size = (run.weights / _WEIGHTS).stat().st_size + (gguf_bytes(base, gguf.weight_type) if with_base else 0)
     with new_folder(out, size) as writer, tempfile.TemporaryDirectory(dir=writer.path.parent) as aside:
-        num_tensors = _write_adapter(run.weights, record, base, writer, Path(aside), gguf)
+        num_tensors = _write_adapter(run.weights, base, writer, Path(aside), gguf)
         write_vectors(writer, replace(vectors_of_run(run), trained=digest_tensors(run.weights)))
         if not with_base:
             return Exported(num_tensors=num_tensors)
@@ -80,8 +81,8 @@ def export_lora(run: FinishedRun, out: Path, *, gguf: Gguf, with_base: bool, wit
     return exported
 
 
-def _refuse_what_is_lost(adapter: Path) -> dict[str, Any]:
-    """Refuse an adapter with more than lora_A and lora_B of linear layers. Returns its configuration.
+def _refuse_what_is_lost(adapter: Path) -> None:
+    """Refuse an adapter with more than lora_A and lora_B of linear layers.
 
     Raises:
         ModelError: names what would be lost.
@@ -91,13 +92,13 @@ def _refuse_what_is_lost(adapter: Path) -> dict[str, Any]:
         other = sorted(name for name in file.keys() if not name.endswith((".lora_A.weight", ".lora_B.weight")))  # noqa: SIM118
     patterns = [name for name in ("rank_pattern", "alpha_pattern") if record.get(name)]
     if not other and not patterns:
-        return record
-    kinds = {
+        return
+    reasons = {
         "lora_magnitude_vector": "DoRA's magnitudes",
         "trainable_tokens": "new tokens",
         "embed_tokens": "trained embeddings",
     }
-    what = [next((words for part, words in kinds.items() if part in name), "weights of another kind") for name in other]
+    what = [next((reason for part, reason in reasons.items() if part in name), "other weights") for name in other]
     lost = ", ".join(dict.fromkeys([*what, *patterns]))
     example = f" ({other[0]})" if other else ""
     raise ModelError(
@@ -106,25 +107,17 @@ def _refuse_what_is_lost(adapter: Path) -> dict[str, Any]:
     )
 
 
-def _write_adapter(
-    adapter: Path, record: dict[str, Any], base: Path, writer: FolderWriter, aside: Path, gguf: Gguf
-) -> int:
+def _write_adapter(adapter: Path, base: Path, writer: FolderWriter, aside: Path, gguf: Gguf) -> int:
     """Run llama.cpp's script on the adapter. Returns the number of tensors written."""
     source, made = aside / "adapter", aside / ADAPTER_FILE
     source.mkdir()
-    (source / _WEIGHTS).symlink_to((adapter / _WEIGHTS).resolve())
-    (source / _CONFIG).write_text(json.dumps({**record, "lora_alpha": _alpha(record)}), encoding="utf-8")
+    ADAPTER_TO_GGUF.copy([adapter / _WEIGHTS, adapter / _CONFIG], source)
     script = gguf.converter.with_name(LORA_CONVERTER)
-    run_converter(script, [str(source), "--base", str(base), "--outtype", "f32"], made, str(aside))
+    options = ["--base", str(base), "--outtype", "f32", "--outfile", str(made)]
+    ADAPTER_TO_GGUF.run([sys.executable, str(script), str(source), *options], aside)
     header = read_written(made)
     writer.write(ADAPTER_FILE, [made.read_bytes()])
     return header.num_tensors
-
-
-def _alpha(record: dict[str, Any]) -> float:
-    """Return the alpha for which alpha / rank is the run's scale. rsLoRA scales by alpha / sqrt(rank)."""
-    alpha = float(record["lora_alpha"])
-    return alpha * math.sqrt(record["r"]) if record.get("use_rslora") else alpha
 
 
 def _base_folder(run: FinishedRun) -> Path:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from finetune.cli import main as finetune
 from finetune.errors import ModelError, RunFailedError
 from finetune.export.exported_folder import export_model
-from finetune.export.gguf import Gguf, _link_model, find_converter
+from finetune.export.gguf import Gguf, copy_for_llama_cpp, find_converter
 from finetune.export.gguf_file import read_header
 from finetune.export.gguf_tokens import is_byte_level
 from tests.export.finished_runs import write_run
@@ -78,12 +78,38 @@ def llama_cpp():
     return Path(folder)
 
 
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("name", "has_sentencepiece", "expected"),
+    [("phi-4", False, "GPT2Tokenizer"), ("Phi-3-mini-4k", True, "the model's own")],
+)
+def test_the_converter_gets_the_tokenizer_in_the_form_that_it_reads(tmp_path, name, has_sentencepiece, expected):
+    """By a copy: the merged folder stays as it was. The script refuses with what it found in the copy."""
+    model = write_model(tmp_path / "merged", name)
+    (tmp_path / "tokenizer.model").write_bytes(b"pieces")
+    before = {path.name: path.read_bytes() for path in model.iterdir()}
+    own = json.loads((model / "tokenizer_config.json").read_text())["tokenizer_class"]
+    script = tmp_path / "convert_hf_to_gguf.py"
+    script.write_text(
+        "import json, os, sys; folder = sys.argv[1]; names = set(os.listdir(folder));"
+        "described = json.load(open(folder + '/tokenizer_config.json'))['tokenizer_class'];"
+        "sys.exit(f'{described} {\"tokenizer.model\" in names} {sorted(names - set(sys.argv[2:]))}')"
+    )
+    base = tmp_path if has_sentencepiece else None
+    with pytest.raises(ModelError) as refused:
+        export_model(model, tmp_path / "out", gguf=Gguf(converter=script, weight_type="f16", base=base))
+    expected = own if expected == "the model's own" else expected
+    assert f"refused the model: {expected} {has_sentencepiece} " in str(refused.value)
+    assert all(f"'{name}'" in str(refused.value) for name in before)
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
+
+
 def test_a_tokenizer_that_is_not_described_is_refused_by_name(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "scratch").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_text('{"model": {"type": "BPE"}, "decoder": {"type": "ByteLevel"}}')
     with pytest.raises(ModelError, match=r"has a tokenizer\.json but no tokenizer_config\.json"):
-        _link_model(tmp_path / "model", tmp_path / "scratch", None)
+        copy_for_llama_cpp(tmp_path / "model", tmp_path / "scratch", None)
 
 
 def write_sentencepiece(tokenizer, path: Path) -> None:
@@ -183,7 +209,7 @@ def test_a_file_that_is_no_model_is_not_taken_for_one(tmp_path, written):
     script.write_text(f"import sys; open(sys.argv[sys.argv.index('--outfile') + 1], 'wb').write({written!r})")
     model = write_model(tmp_path / "merged", "phi-4")
     with pytest.raises(RunFailedError, match=r"the converter reported success, but model\.gguf"):
-        export_model(model, tmp_path / "out", gguf=Gguf(converter=script, kind="f16"))
+        export_model(model, tmp_path / "out", gguf=Gguf(converter=script, weight_type="f16"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["convert_hf_to_gguf.py", "merged"]
 
 
@@ -200,7 +226,7 @@ def test_a_stop_id_that_the_file_cannot_name_is_said(model, tmp_path, caplog, mo
 
     monkeypatch.setattr("finetune.export.exported_folder.convert", convert)
     monkeypatch.setattr("finetune.export.exported_folder.installed_version", lambda: None)
-    export_model(model, tmp_path / "out", gguf=Gguf(converter=tmp_path, kind="f32"))
+    export_model(model, tmp_path / "out", gguf=Gguf(converter=tmp_path, weight_type="f32"))
     assert f"may not stop at <|assistant|> ({stops[3]}). Give their texts as `stop` in each request" in caplog.text
 
 

@@ -14,7 +14,7 @@ from tests.export.finished_runs import write_run
 
 
 def export(run, folder):
-    gguf = Gguf(converter=folder / "convert_hf_to_gguf.py", kind="f32")
+    gguf = Gguf(converter=folder / "convert_hf_to_gguf.py", weight_type="f32")
     return export_lora(run, folder / "out", gguf=gguf, with_base=True, with_modelfile=True)
 
 

@@ -83,7 +83,7 @@ def exported(llama_cpp, model, tmp_path_factory) -> Path:
 
 
 def settings(llama_cpp, model, kind="f32", **more) -> Gguf:
-    return Gguf(converter=llama_cpp.source / "convert_hf_to_gguf.py", kind=kind, base=model.base, **more)
+    return Gguf(converter=llama_cpp.source / "convert_hf_to_gguf.py", weight_type=kind, base=model.base, **more)
 
 
 def tuned_answers(model) -> list[tuple[list[int], list[int], torch.Tensor]]:

@@ -15,9 +15,10 @@ from tokenizers import Tokenizer
 from finetune.cli import main as finetune
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import onnx, onnx_served
+from finetune.export.converters import _with_known_splits, _with_layers_and_rope
 from finetune.export.digests import CERTIFICATE
 from finetune.export.merged_folder import write_merged
-from finetune.export.onnx import Onnx, as_the_builder_reads, export_onnx
+from finetune.export.onnx import Onnx, export_onnx
 from finetune.export.onnx_served import load_onnx, type_of
 from finetune.export.verifying import verify_folder
 from finetune.inference.decoding import Decoding, generate_answers
@@ -222,24 +223,24 @@ def test_a_folder_has_one_format_and_a_type_that_it_knows(tmp_path, capsys, word
 
 def test_the_builder_is_told_which_layers_have_a_window():
     """Without layer_types it builds all layers without one, and answers differ beyond the window."""
-    assert as_the_builder_reads({**PHI3, "sliding_window": 2047})["layer_types"] == ["sliding_attention"] * 2
+    assert _with_layers_and_rope({**PHI3, "sliding_window": 2047})["layer_types"] == ["sliding_attention"] * 2
     for other in ({"sliding_window": None}, {"sliding_window": 262144}, {"sliding_window": 9, "model_type": "llama"}):
-        assert "layer_types" not in as_the_builder_reads({**PHI3, **other})
+        assert "layer_types" not in _with_layers_and_rope({**PHI3, **other})
 
 
 def test_the_builder_is_told_which_phi3_has_longrope():
     long = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
     config = {**PHI3, "original_max_position_embeddings": 1024}
-    read = as_the_builder_reads({**config, "rope_parameters": long})
+    read = _with_layers_and_rope({**config, "rope_parameters": long})
     assert read["rope_parameters"]["type"] == "longrope"
     assert read["original_max_position_embeddings"] == 1024
-    read = as_the_builder_reads({**config, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
+    read = _with_layers_and_rope({**config, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
     assert read["original_max_position_embeddings"] == 4096
 
 
 def test_a_pattern_that_the_runtime_knows_splits_like_phi_tinys():
     text = (files("finetune") / "assets" / "phi_tiny" / "tokenizer.json").read_text(encoding="utf-8")
-    rewritten = json.dumps(onnx._as_the_runtime_splits(json.loads(text)))
+    rewritten = json.dumps(_with_known_splits(json.loads(text)))
     assert r"[^\\p{L}\\p{N}]+" in text
     assert r"[^\\p{L}\\p{N}]+" not in rewritten
     ours, theirs = Tokenizer.from_str(text), Tokenizer.from_str(rewritten)
