@@ -56,7 +56,7 @@ def loss_difference(recorded: float, computed: float) -> float:
 def check_rows(content: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield the title of each check, the number of equal items, and how far items are apart.
 
-    The verdict counts answers that part at a near tie as equal. Here they are shown apart from the equal answers.
+    The verdict counts answers that differ at a near tie as equal. Here they are shown apart from the equal answers.
 
     Args:
         content: of a certificate, in which numbers that are not finite are texts. Earlier versions did not write
@@ -68,7 +68,7 @@ def check_rows(content: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     near_ties = content["near_ties"]
     details = {
         "positions": f"{float(content['relative']):.3g} (bound {content['bound']:.3g})",
-        "answers": f"{near_ties} part at a near tie" if near_ties else "",
+        "answers": f"{near_ties} differ at a near tie" if near_ties else "",
     }
     for name, title in CHECKS.items():
         counts = content[name] if name != "stop_ids" else content.get(name, {"compared": 0})

@@ -341,7 +341,7 @@ def test_an_answer_may_part_at_a_near_tie_and_nowhere_else():
     parted = answered(answer=[5, 7, 7], tie=1e-3)
     assert (parted.is_same, parted.near_ties, parted.checks["answers"].equal) == (True, 1, 1)
     rows = {title: rest for title, *rest in check_rows({**parted.as_record(), "replay": None})}
-    assert rows["greedy answers"] == ["0 of 1", "1 part at a near tie"]
+    assert rows["greedy answers"] == ["0 of 1", "1 differ at a near tie"]
     parted = answered(answer=[5, 7, 7])
     assert parted.mismatches[0].startswith(
         'prompt "a": token 1 of the answer is 7, expected 6; their logits are 5 apart'

@@ -9,8 +9,8 @@ import random
 import pytest
 
 from finetune.cli.train import train_from_words
-from finetune.training.objectives.preference_losses import FIGURES, KTO_FIGURES
 from finetune.export.replay import MOST_APART, replay
+from finetune.training.objectives.preference_losses import FIGURES, KTO_FIGURES
 from tests.in_process import run_finetune
 from tests.launches import run_launched
 from tests.methods import tiny_training
