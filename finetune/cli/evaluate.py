@@ -134,7 +134,7 @@ def _measure(runtime: Runtime, run: FinishedRun, split: Split, metrics: Mapping[
     examples = getattr(splits, split)
     if examples is None:
         raise ConfigError(f"this run has no {split} split. Give one with data.{split}=FILE_OR_SPLIT.")
-    if metrics and examples.kind == "text":
+    if metrics and examples.row_type == "text":
         raise ConfigError(
             f"the {split} split is plain text, in which there are no answers to measure by {', '.join(metrics)}. Drop "
             "--metric, and set testing.metrics=[] where the run's config names some."

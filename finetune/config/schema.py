@@ -167,11 +167,11 @@ class DataSection(Section):
     train: RowKey[str | None] = None
     """A file, or the name of a split at `path`. Default: the split `train`, or all rows of a single file."""
     validation: RowKey[str | None] = None
-    """A file, a split at `path`, a share of the training rows (`5%`, `200`). Default: the split of that name."""
+    """A file, a split at `path`, or how many training rows (`5%`, `200`). Default: the split of that name."""
     test: RowKey[str | None] = None
-    """A file, a split at `path`, or a share of the training rows. Default: the split of that name, if there is one."""
+    """A file, a split at `path`, or how many training rows. Default: the split of that name, if there is one."""
     split_seed: RowKey[Annotated[int, Field(ge=0, lt=2**63)]] = 0
-    """Chooses the rows of a share. Runs with different values of `seed` are therefore tested on the same rows."""
+    """Chooses the rows that are held out. Runs that differ in `seed` are therefore tested on the same rows."""
     format: RowKey[Literal["auto", "messages", "conversations", "prompt_completion", "instruction", "text"]] = "auto"
     """The format of a row; auto: recognise it by the columns."""
     columns: RowKey[dict[str, str]] = Field(default_factory=dict)

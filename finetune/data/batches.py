@@ -1,8 +1,8 @@
 """Assign rows to steps and ranks: a function of (seed, epoch), never state.
 
-The order of an epoch is a permutation of all rows. It is cut into global batches, each global batch into micro-batches
-by one rule that does not look at the world size, and the ranks are dealt whole micro-batches, about as many tokens to
-each. So a step has the same micro-batches at every world size, and resuming needs only the number of the step.
+The order of an epoch is a permutation of all rows. It is split into global batches, and each global batch into
+micro-batches, by one rule that does not use the world size. Each rank computes whole micro-batches with about as many
+tokens as the others. So a step has the same micro-batches at every world size, and resuming needs only its number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from finetune.config.schema import LoaderKeys
 from finetune.data.encoded import EncodedExample, EncodedExamples
 from finetune.engine.layout import PackedMicrobatch, pack
 from finetune.engine.microbatch import Microbatch, PaddedMicrobatch
-from finetune.engine.prefixes import Cut, Tokens, cut_global_batch, deal, num_shared
+from finetune.engine.prefixes import RowGroup, Tokens, assign_to_ranks, num_shared, split_global_batch
 
 Collate: TypeAlias = Callable[[Sequence[EncodedExample]], Microbatch]
 Keys = TypeVar("Keys", bound=LoaderKeys)
@@ -98,23 +98,23 @@ class BatchRule:
             # A row that is alone in its step follows the last row of the step before.
             last = rows[-1] if len(rows) > 1 else self._rows_of([order[step * self.global_batch_size - 1]])[-1]
             before = dict(zip(rows, [last, *rows], strict=False))
-            cuts = self.cut(examples)
-            dealt = deal([cut.num_tokens for cut in cuts], world_size)[rank]
-            yield [MicrobatchRows(n, cuts[n].rows, [before[row] for row in cuts[n].rows]) for n in dealt]
+            groups = self.split(examples)
+            ours = assign_to_ranks([group.num_tokens for group in groups], world_size)[rank]
+            yield [MicrobatchRows(n, groups[n].rows, [before[row] for row in groups[n].rows]) for n in ours]
 
-    def cut(self, examples: Sequence[int]) -> list[Cut]:
-        """Cut a global batch into micro-batches of rows, whatever the world size."""
+    def split(self, examples: Sequence[int]) -> list[RowGroup]:
+        """Split a global batch into micro-batches. The world size does not matter."""
         if self.tokens is None:
-            return self._cut_padded(self._rows_of(examples))
+            return self._split_padded(self._rows_of(examples))
         units = [unit for example in examples for unit in self.units(example)]
-        cuts = cut_global_batch(
+        groups = split_global_batch(
             [self._tokens_of(unit) for unit in units],
             max_rows=self.batch_size,
             max_tokens=self.max_tokens,
             is_long=[self._is_long(unit[0]) for unit in units],
             share=self.share_prefixes,
         )
-        return [Cut([row for index in cut.rows for row in units[index]], cut.num_tokens) for cut in cuts]
+        return [RowGroup([row for index in group.rows for row in units[index]], group.num_tokens) for group in groups]
 
     def units(self, example: int) -> list[list[int]]:
         """Return the rows of an example that share a micro-batch: all of them, unless they are too many tokens."""
@@ -129,31 +129,31 @@ class BatchRule:
         return units
 
     def computed_again(self) -> tuple[int, int, int]:
-        """Count the examples that are cut, the tokens that are computed again for it, and all tokens but those."""
+        """Count the examples in several micro-batches, the tokens that these compute again, and all other tokens."""
         whole = replace(self, max_tokens=None, boundary=None)
-        cut = again = total = 0
+        num_split = again = total = 0
         for example in range(self.num_examples):
             units = self.units(example)
             tokens = sum(len(whole._tokens_of(unit)) for unit in whole.units(example))
             total += tokens
             if len(units) > 1:
-                cut += 1
+                num_split += 1
                 again += sum(len(self._tokens_of(unit)) for unit in units) - tokens
-        return cut, again, total
+        return num_split, again, total
 
-    def cuts_of_step(self, epoch: int, step: int) -> list[Cut]:
+    def microbatches_of_step(self, epoch: int, step: int) -> list[RowGroup]:
         """Return the micro-batches of a step, counted in its epoch from 0."""
-        return self.cut(self._examples_of_step(self.order(epoch), step))
+        return self.split(self._examples_of_step(self.order(epoch), step))
 
     def halved(self, epoch: int, step: int) -> BatchRule | None:
         """Return a rule by which the micro-batches of a step have at most half the tokens.
 
         None if each has one row already, or rows that are equal and are computed once.
         """
-        cuts = self.cuts_of_step(epoch, step)
-        most = max((cut.num_tokens for cut in cuts if len(cut.rows) > 1), default=0)
+        groups = self.microbatches_of_step(epoch, step)
+        most = max((group.num_tokens for group in groups if len(group.rows) > 1), default=0)
         halved = replace(self, max_tokens=max(1, most // 2))
-        return halved if most and halved.cuts_of_step(epoch, step) != cuts else None
+        return halved if most and halved.microbatches_of_step(epoch, step) != groups else None
 
     def _examples_of_step(self, order: list[int], step: int) -> list[int]:
         return order[step * self.global_batch_size : (step + 1) * self.global_batch_size]
@@ -177,20 +177,20 @@ class BatchRule:
         own = (b[num_shared(a, b) if self.share_prefixes else 0 :] for a, b in pairwise(each))
         return numpy.concatenate([each[0], *own])
 
-    def _cut_padded(self, rows: Sequence[int]) -> list[Cut]:
+    def _split_padded(self, rows: Sequence[int]) -> list[RowGroup]:
         """Longest rows first, so that rows of similar length are padded together."""
-        cuts: list[list[int]] = []
+        groups: list[list[int]] = []
         for row in sorted(rows, key=lambda row: (-self.lengths[row], row)):
-            if not cuts or not self._fits(cuts[-1], row):
-                cuts.append([])
-            cuts[-1].append(row)
-        return [Cut(cut, self.lengths[cut[0]] * len(cut) * self.each) for cut in cuts]
+            if not groups or not self._fits(groups[-1], row):
+                groups.append([])
+            groups[-1].append(row)
+        return [RowGroup(group, self.lengths[group[0]] * len(group) * self.each) for group in groups]
 
-    def _fits(self, cut: list[int], row: int) -> bool:
-        longest = self.lengths[cut[0]]
+    def _fits(self, group: list[int], row: int) -> bool:
+        longest = self.lengths[group[0]]
         crosses = self.boundary is not None and self.lengths[row] <= self.boundary < longest
-        too_many = self.max_tokens is not None and longest * (len(cut) + 1) * self.each > self.max_tokens
-        return len(cut) < self.batch_size and not crosses and not too_many
+        too_many = self.max_tokens is not None and longest * (len(group) + 1) * self.each > self.max_tokens
+        return len(group) < self.batch_size and not crosses and not too_many
 
 
 class TrainLoader(DataLoader[Microbatch]):
@@ -248,11 +248,11 @@ class _EpochSampler(Sampler[Any]):
 
 
 def evaluation_batches(examples: EncodedExamples, keys: LoaderKeys, boundary: int | None = None) -> list[list[int]]:
-    """Cut a split into batches of rows, over all ranks. The arguments are those of `EvaluationLoader`."""
+    """Return the batches of rows of all ranks. The arguments are those of `EvaluationLoader`."""
     lengths = examples.lengths.tolist()
     rule = BatchRule(lengths=lengths, global_batch_size=len(lengths), batch_size=keys.batch_size, boundary=boundary)
-    cuts = [cut.rows for cut in rule.cut(range(len(lengths)))]
-    return [cut for cut in cuts if len(cut) == keys.batch_size] if keys.drop_last else cuts
+    groups = [group.rows for group in rule.split(range(len(lengths)))]
+    return [group for group in groups if len(group) == keys.batch_size] if keys.drop_last else groups
 
 
 class EvaluationLoader(DataLoader[Microbatch]):
@@ -284,10 +284,10 @@ class EvaluationLoader(DataLoader[Microbatch]):
         world_size: int = 1,
         collate: Collate | None = None,
     ) -> None:
-        cuts = evaluation_batches(examples, keys, boundary)
-        self.row_batches = cuts[rank::world_size]
-        self.most_batches = -(-len(cuts) // world_size)
-        self.num_left_out = len(examples) - sum(map(len, cuts))
+        groups = evaluation_batches(examples, keys, boundary)
+        self.row_batches = groups[rank::world_size]
+        self.most_batches = -(-len(groups) // world_size)
+        self.num_left_out = len(examples) - sum(map(len, groups))
         super().__init__(
             examples,  # type: ignore[arg-type]
             batch_sampler=self.row_batches,
@@ -347,14 +347,14 @@ def derived_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def loader_keys_on(kind: str, keys: Keys) -> Keys:
-    """Return the keys with the defaults of a kind of device in place of what they leave open."""
-    is_cuda = kind == "cuda"
-    settled = {
+def loader_keys_on(device_type: str, keys: Keys) -> Keys:
+    """Return the keys with the defaults of a device type in place of those that are not set."""
+    is_cuda = device_type == "cuda"
+    defaults = {
         "num_workers": _CUDA_WORKERS * is_cuda if keys.num_workers is None else keys.num_workers,
         "pin_memory": is_cuda if keys.pin_memory is None else keys.pin_memory,
     }
-    return keys.model_copy(update=settled)
+    return keys.model_copy(update=defaults)
 
 
 def _loader_options(keys: LoaderKeys) -> dict[str, Any]:

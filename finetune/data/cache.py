@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.data.row_file import CannotWriteError, Encode, EncodedRows, map_rows, rows_in_memory, write_rows
-from finetune.data.rows import kind_in_words
+from finetune.data.rows import describe_row_type
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.runs.durable import describe_os_error
 from finetune.runs.file_lock import file_lock
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ENCODING_VERSION = 7
+ENCODING_VERSION = 8
 """Raise it when the same rows and tokenizer give other tensors, or another refusal, than before."""
 
 
@@ -103,7 +103,7 @@ def _read(path: Path, what: str) -> EncodedRows | None:
     except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
         _log.warning("%s is damaged (%s); %s is encoded again", path, error, what)
         return None
-    _log.info("%s: %s; encoded before, read from %s", what, rows.read_as or kind_in_words(rows.kind), path)
+    _log.info("%s: %s; encoded before, read from %s", what, rows.read_as or describe_row_type(rows.row_type), path)
     return rows
 
 

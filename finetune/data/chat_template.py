@@ -12,8 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.cells import BadRowError
 from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, dialogue_of, text_turn
+from finetune.data.values import BadRowError
 from finetune.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None) ->
         ) from error
 
 
-def key_in_words(key: RowKey) -> str:
+def describe_key(key: RowKey) -> str:
     """Name a key for messages: `tool_calls (role assistant)`."""
     role, name = key
     return f"{name} (role {role})" if role else name

@@ -1,4 +1,4 @@
-"""Encode the rows of a run: render, tokenise and mark each row once, then apply the gates."""
+"""Encode the rows of a run: render, tokenise and mark each row once, then check the rows."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.data.cache import encoding_key, load_or_encode
-from finetune.data.cells import BadRowError
-from finetune.data.chat_template import ChatTemplate, key_in_words, use_chat_template
+from finetune.data.chat_template import ChatTemplate, describe_key, use_chat_template
 from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
 from finetune.data.examples import ExampleSplits
 from finetune.data.formats import Example
-from finetune.data.gates import name_some, pass_gates
 from finetune.data.parallel import (
     PAYS_FROM_CHARACTERS,
     Encoded,
@@ -23,10 +21,12 @@ from finetune.data.parallel import (
     choose_processes,
     encode_in_processes,
 )
+from finetune.data.row_checks import check_rows, name_some
 from finetune.data.row_file import RowFacts, RowWriter
-from finetune.data.rows import Examples, RowProblems, kind_in_words
+from finetune.data.rows import Examples, RowProblems, describe_row_type
 from finetune.data.templates import AnswerTokens, TrainOn, digest_tokenizer, encode_batch
 from finetune.data.turns import Dialogue
+from finetune.data.values import BadRowError
 from finetune.errors import DataError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import waiting
@@ -49,7 +49,7 @@ def encode_examples(
     section: DataSection,
     *,
     fallbacks: Fallbacks | None = None,
-    is_gated: bool = True,
+    is_checked: bool = True,
 ) -> EncodedSplits:
     """Encode every split, or read it from the cache, and log a summary of each.
 
@@ -58,12 +58,12 @@ def encode_examples(
     Args:
         splits: the result of `load_examples`.
         tokenizer: a fast tokenizer; its own chat template is used, or that of `data.chat_template`, which it is given.
-        section: `max_length`, `cache_dir`, the gates, and how the rows were chosen.
+        section: `max_length`, `cache_dir`, the checks, and how the rows were chosen.
         fallbacks: records that the cache cannot be written.
-        is_gated: whether the gates refuse or drop rows; False keeps all.
+        is_checked: whether the checks may refuse or drop rows; False keeps all.
 
     Raises:
-        DataError: a row cannot be used, a split has no row or no target token, a gate refuses the rows, or the
+        DataError: a row cannot be used, a split has no row or no target token, a check refuses the rows, or the
             tokenizer cannot encode them.
         ConfigError: there is no template of the name in `data.chat_template`.
     """
@@ -74,8 +74,8 @@ def encode_examples(
         for split, examples in vars(splits).items()
         if examples is not None
     }
-    if is_gated:
-        parts = pass_gates(parts, section, tokenizer.bos_token_id, encoder.tokens.template.name)
+    if is_checked:
+        parts = check_rows(parts, section, tokenizer.bos_token_id, encoder.tokens.template.name)
     result = EncodedSplits(**{split: _mix(split, of_split, section.split_seed) for split, of_split in parts.items()})
     for line in describe(result):
         _log.info("%s", line)
@@ -135,7 +135,7 @@ def encode_rows(
             f"data.max_length={section.max_length}; the longest row has {max(writer.full_lengths)} tokens. Raise "
             "data.max_length, or shorten the rows."
         )
-    return RowFacts(seen.kind, examples.read_as, seen.ignored_keys)
+    return RowFacts(seen.row_type, examples.read_as, seen.ignored_keys)
 
 
 class _Seen(NamedTuple):
@@ -145,7 +145,7 @@ class _Seen(NamedTuple):
     num_to_encode: int
     characters: int
     """At least; they are not counted beyond what several processes need to pay."""
-    kind: str
+    row_type: str
     ignored_keys: list[tuple[str, int, int]]
     """See `EncodedRows`."""
 
@@ -156,27 +156,27 @@ def _look_through(examples: Examples, template: ChatTemplate, train_on: str) -> 
     Raises:
         DataError: a row cannot be used.
     """
-    kind = ""
+    row_type = ""
     num_rows = num_to_encode = characters = 0
     ignored: dict[str, tuple[int, int]] = {}
     for example in examples:
-        kind = example.kind
+        row_type = example.row_type
         num_rows += 1
         for row in _to_encode(example, train_on):
             num_to_encode += 1
             if characters < PAYS_FROM_CHARACTERS:
                 characters += sum(map(len, row.contents))
-        if kind == "messages":
+        if row_type == "messages":
             for key in template.ignored(Dialogue(example.messages, example.learnt, example.tools)):
-                count, first = ignored.get(key_in_words(key), (0, example.number))
-                ignored[key_in_words(key)] = count + 1, first
+                count, first = ignored.get(describe_key(key), (0, example.number))
+                ignored[describe_key(key)] = count + 1, first
     keys = [(key, *where) for key, where in sorted(ignored.items())]
-    return _Seen(num_rows, num_to_encode, characters, kind, keys)
+    return _Seen(num_rows, num_to_encode, characters, row_type, keys)
 
 
 def _to_encode(row: Example, train_on: str) -> Iterable[Example]:
     """Return the rows to encode. For `each_turn` these are the conversation up to each answer, which ends them."""
-    if train_on != "each_turn" or row.kind != "messages":
+    if train_on != "each_turn" or row.row_type != "messages":
         return (row,)
     return (row._replace(messages=row.messages[: answer + 1], learnt=(answer,)) for answer in row.learnt)
 
@@ -202,7 +202,7 @@ class _Encoder:
                 self._fallbacks,
                 whole.label,
             )
-            end_id = self.tokens.end_id_of(rows.kind)
+            end_id = self.tokens.end_id_of(rows.row_type)
             self._done[id(whole)] = EncodedExamples([rows], end_id, whole.source.place)
         encoded = self._done[id(whole)]
         if examples.choose is not None:
@@ -253,7 +253,7 @@ def _count(examples: EncodedExamples) -> str:
 
 def _describe_split(name: str, examples: EncodedExamples) -> list[str]:
     lines = [
-        f"{name}: {_count(examples)} of {kind_in_words(examples.kind)}, "
+        f"{name}: {_count(examples)} of {describe_row_type(examples.row_type)}, "
         f"{int(examples.lengths.sum()):,} tokens, {int(examples.num_targets.sum()):,} target tokens, "
         f"longest row {int(examples.lengths.max()):,} tokens, {int(examples.is_truncated.sum()):,} rows truncated"
     ]

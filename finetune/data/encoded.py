@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch.utils.data import Dataset
 
+from finetune.data.held_out import shuffled
 from finetune.data.row_file import EncodedRows, RowFacts, RowWriter, rows_in_memory
-from finetune.data.shares import shuffled
 from finetune.data.templates import TokenisedRow
 from finetune.engine.prefixes import Tokens
 from finetune.errors import DataError
@@ -136,7 +136,7 @@ class EncodedExamples(Dataset[EncodedExample]):
         ]
         rows = RowTable(*map(torch.cat, zip(*tables, strict=True)))
         begins_example = torch.cat([part.rows.begins_example for part in parts])
-        talking = [part for part in parts if part.kind != "text"] or parts
+        talking = [part for part in parts if part.row_type != "text"] or parts
         return cls(
             [source for part in parts for source in part.sources],
             talking[0].end_id,
@@ -240,17 +240,17 @@ class EncodedExamples(Dataset[EncodedExample]):
         return self.rows.full_lengths > self.lengths
 
     @property
-    def kind(self) -> str:
-        """The kind of row: messages, prompt_completion, text, or several."""
-        kinds = {source.kind for source in self.sources}
-        return kinds.pop() if len(kinds) == 1 else "several"
+    def row_type(self) -> str:
+        """The type of the rows: messages, prompt_completion, text, or several."""
+        types = {source.row_type for source in self.sources}
+        return types.pop() if len(types) == 1 else "several"
 
     @property
     def has_answer(self) -> torch.Tensor:
         """Whether each row has an answer with a target token, bool, shape (rows,). Plain text has no answers."""
         is_talk = torch.zeros(len(self), dtype=torch.bool)
         for source, (begin, end) in zip(self.sources, pairwise(self._begins), strict=True):
-            if source.kind != "text":
+            if source.row_type != "text":
                 is_talk |= (begin <= self.rows.starts) & (self.rows.starts < end)
         return is_talk & (self.num_targets > 0)
 

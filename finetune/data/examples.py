@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 from finetune.config.schema import DataSection
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.compressed import stem_of, suffix_of
+from finetune.data.held_out import SplitSize, parse_split_size, rows_of_split
 from finetune.data.hub import open_split, split_names
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RowSource, quiet_datasets
 from finetune.data.remote import RemoteRows, is_address, local_path, name_of, names_at
 from finetune.data.rows import Examples, JoinedExamples
-from finetune.data.shares import Share, read_share, rows_of_split
 from finetune.errors import ConfigError, DataError
 from finetune.logs import waiting
 from finetune.runs.durable import describe_os_error
@@ -169,19 +169,19 @@ def _section_of(section: DataSection, source: Mapping[str, Any]) -> DataSection:
 
 def _load_source(section: DataSection, without: Collection[str] = ()) -> dict[str, Examples]:
     """Load the splits of one source, except those in `without`."""
-    at_path, shares, sources = _find_sources(section, without)
+    at_path, sizes, sources = _find_sources(section, without)
     for split, source in sources.items():
         if source is None:
             _log.info("%s is off: %s", split, _why_off(split, at_path))
     found = {split: _as_examples(source, section) for split, source in sources.items() if source is not None}
-    return _put_aside(found, shares, section.split_seed) if shares else found
+    return _hold_out(found, sizes, section.split_seed) if sizes else found
 
 
 class _Sources(NamedTuple):
     """Where the splits of a source come from. A split that is off has the source None."""
 
     at_path: _Splits | None
-    shares: dict[str, Share]
+    sizes: dict[str, SplitSize]
     sources: dict[str, RowSource | None]
 
 
@@ -196,35 +196,37 @@ def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sourc
             "data. Remove one of the two."
         )
     wanted = {split: getattr(section, split) for split in SPLIT_NAMES if split not in without}
-    shares = {split: share for split, text in wanted.items() if (share := _share_of(split, text, at_path)) is not None}
+    sizes = {split: size for split, text in wanted.items() if (size := _size_of(split, text, at_path)) is not None}
     cache_dir = section.cache_dir
     sources = {
-        split: _find_split(split, text, at_path, cache_dir) for split, text in wanted.items() if split not in shares
+        split: _find_split(split, text, at_path, cache_dir) for split, text in wanted.items() if split not in sizes
     }
-    return _Sources(at_path, shares, sources)
+    return _Sources(at_path, sizes, sources)
 
 
 def _as_examples(source: RowSource, section: DataSection) -> Examples:
     return Examples(source, section.format, section.columns, section.max_rows)
 
 
-def _share_of(split: str, text: str | None, at_path: _Splits | None) -> Share | None:
-    """Read the share of the training rows in `text`; None if it names a split or a file."""
+def _size_of(split: str, text: str | None, at_path: _Splits | None) -> SplitSize | None:
+    """Return the size of a split that is held out of the training rows; None if `text` names a split or a file."""
     if split == "train" or text is None or (at_path is not None and at_path.has(text)) or _holds(Path.is_file, text):
         return None
-    return read_share(text, split)
+    return parse_split_size(text, split)
 
 
-def _put_aside(found: dict[str, Examples], shares: dict[str, Share], seed: int) -> dict[str, Examples]:
+def _hold_out(found: dict[str, Examples], sizes: dict[str, SplitSize], seed: int) -> dict[str, Examples]:
     whole = found["train"]
-    for split in ("train", *shares):
-        found[split] = whole.taking(partial(rows_of_split, split=split, shares=shares, seed=seed, label=whole.label))
+    for split in ("train", *sizes):
+        found[split] = whole.taking(partial(rows_of_split, split=split, sizes=sizes, seed=seed, label=whole.label))
     return found
 
 
 def _why_off(split: str, at_path: _Splits | None) -> str:
     if at_path is None or at_path.what == _ONE_FILE:
-        return f"the data is one file, which is all for training; data.{split} can name another file or a share (0.05)"
+        return (
+            f"the data is one file, which is all for training; data.{split} can name another file or a fraction (0.05)"
+        )
     return f"{at_path.label} has no split named {' or '.join(SPLIT_NAMES[split])}; data.{split} can name one"
 
 

@@ -12,17 +12,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from finetune.data.cells import BadRowError, list_in_cell, parse_text, quote, refuse_blank
 from finetune.data.turns import Dialogue, Turn, dialogue_of, parse_tools, parse_turns, text_turn
+from finetune.data.values import BadRowError, list_in_cell, parse_text, quote, refuse_blank
 
-Kind = Literal["messages", "prompt_completion", "text"]
+RowType = Literal["messages", "prompt_completion", "text"]
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 class Example(NamedTuple):
-    """One row that can be used. `messages`, `prompt` with `completion`, or `text` is set, as `kind` says."""
+    """One row that can be used. `messages`, `prompt` with `completion`, or `text` is set, as `row_type` says."""
 
-    kind: Kind
+    row_type: RowType
     messages: tuple[Turn, ...] = ()
     learnt: tuple[int, ...] = ()
     """The turns that carry loss, by index. Answers in a prompt and answers of weight 0 do not."""
@@ -41,11 +41,11 @@ class Example(NamedTuple):
     @property
     def contents(self) -> tuple[str, ...]:
         """All texts of this row, without the roles."""
-        if self.kind == "messages":
+        if self.row_type == "messages":
             values = [value for turn in self.messages for key, value in turn.items() if key != "role"]
             texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
             return (*texts, self.tools) if self.tools else tuple(texts)
-        return (self.prompt, self.completion) if self.kind == "prompt_completion" else (self.text,)
+        return (self.prompt, self.completion) if self.row_type == "prompt_completion" else (self.text,)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Answers that are labelled good or bad, for KTO.
 
-A row has the columns `prompt`, `completion` and `label`, and is encoded like every other row. It comes with a stranger:
-its own prompt before the answer of another row of the same global batch. KTO measures on strangers how far the model
-has moved from the base (Ethayarajh et al., 2024, arXiv:2402.01306, section 4.1).
+A row has the columns `prompt`, `completion` and `label`, and is encoded like every other row. Each row also gets a
+mismatched completion: its own prompt, followed by the answer of another row of the same global batch. On these, KTO
+measures how far the model has moved from the base (Ethayarajh et al., 2024, arXiv:2402.01306, section 4.1).
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ _log = logging.getLogger(__name__)
 
 
 class LabelledExample(NamedTuple):
-    """A row, its stranger, and whether its own answer is good."""
+    """A row, the mismatched completion of its prompt, and whether its own answer is good."""
 
     answer: EncodedExample
-    stranger: EncodedExample
+    mismatched: EncodedExample
     is_good: bool
 
 
 class EncodedLabelled(Dataset[LabelledExample]):
     """The encoded labelled rows of one split.
 
-    An index is a row, or a row and the one that its stranger's answer is from: by itself the row before it.
+    An index is a row, or a pair of rows: the second supplies the mismatched completion. A row without a second one
+    takes the completion of the row before it.
 
     Args:
         answers: the rows.
         label: the file or split, for messages.
-        max_length: the most tokens of a stranger; the rest of its answer is cut off.
+        max_length: the most tokens of a prompt with a mismatched completion; the rest is cut off.
 
     Raises:
         DataError: there is one row only, or a row has no target left.
@@ -77,15 +78,15 @@ class EncodedLabelled(Dataset[LabelledExample]):
         prompt = _prompt_length(is_target)
         other_ids, is_other_target = self.answers[other]
         answer = slice(_prompt_length(is_other_target), None)
-        stranger = EncodedExample(
+        mismatched = EncodedExample(
             torch.cat([ids[:prompt], other_ids[answer]])[: self.max_length],
             torch.cat([is_target[:prompt], is_other_target[answer]])[: self.max_length],
         )
-        return LabelledExample(EncodedExample(ids, is_target), stranger, bool(self.is_good[row]))
+        return LabelledExample(EncodedExample(ids, is_target), mismatched, bool(self.is_good[row]))
 
     @staticmethod
     def with_rows_before(rows: Sequence[int], before: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the indices of rows whose strangers have the answers of the rows before them."""
+        """Return the indices of rows that take their mismatched completions from the rows in `before`."""
         return list(zip(rows, before, strict=True))
 
     @property
@@ -99,8 +100,8 @@ class EncodedLabelled(Dataset[LabelledExample]):
         return (self.answers,)
 
     @property
-    def kind(self) -> str:
-        """See `EncodedExamples.kind`."""
+    def row_type(self) -> str:
+        """See `EncodedExamples.row_type`."""
         return LABELLED.name
 
     @property
@@ -109,8 +110,8 @@ class EncodedLabelled(Dataset[LabelledExample]):
         return self.answers.lengths
 
     @cached_property
-    def longest_stranger(self) -> int:
-        """No stranger has more tokens: the longest prompt before the longest answer."""
+    def longest_mismatched(self) -> int:
+        """An upper limit for the tokens of a mismatched completion: the longest prompt with the longest answer."""
         prompts = torch.tensor([_prompt_length(self.answers[row].is_target) for row in range(len(self))])
         return min(self.max_length, int(prompts.max()) + int((self.lengths - prompts).max()))
 
@@ -138,7 +139,7 @@ def encode_labelled(
     tokenizer: PreTrainedTokenizerBase,
     *,
     fallbacks: Fallbacks | None = None,
-    is_gated: bool = True,
+    is_checked: bool = True,
 ) -> EncodedLabelledSplits:
     """Read and encode the labelled rows of the training and the validation split.
 
@@ -146,7 +147,7 @@ def encode_labelled(
         section: describes the rows.
         tokenizer: see `encode_examples`.
         fallbacks: see `encode_examples`.
-        is_gated: see `encode_examples`.
+        is_checked: see `encode_examples`.
 
     Raises:
         DataError: a row cannot be used.
@@ -154,7 +155,7 @@ def encode_labelled(
     refuse_each_turn(section)
     section = rows_with_labels(section)
     examples = load_examples(section)
-    encoded = encode_examples(examples, tokenizer, section, fallbacks=fallbacks, is_gated=is_gated)
+    encoded = encode_examples(examples, tokenizer, section, fallbacks=fallbacks, is_checked=is_checked)
     train = EncodedLabelled(encoded.train, examples.train.label, max_length=section.max_length)
     num_good = int(train.is_good.sum())
     _log.info("train: %s good and %s bad answers", f"{num_good:,}", f"{len(train) - num_good:,}")

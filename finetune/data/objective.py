@@ -21,7 +21,7 @@ AnySplits: TypeAlias = EncodedSplits | EncodedPairSplits | EncodedLabelledSplits
 
 
 def encode_for_objective(
-    config: Config, tokenizer: PreTrainedTokenizerBase, *, fallbacks: Fallbacks, is_gated: bool = True
+    config: Config, tokenizer: PreTrainedTokenizerBase, *, fallbacks: Fallbacks, is_checked: bool = True
 ) -> AnySplits:
     """Read and encode the rows of a run: answers, pairs of answers or labelled answers, as its objective needs them.
 
@@ -29,15 +29,15 @@ def encode_for_objective(
         config: the whole run.
         tokenizer: the model's.
         fallbacks: see `encode_examples`.
-        is_gated: see `encode_examples`.
+        is_checked: see `encode_examples`.
 
     Raises:
         DataError: a row cannot be used.
     """
-    kind = OBJECTIVES[config.training.objective].rows
-    if kind == "pairs":
-        return encode_preferences(config.data, tokenizer, fallbacks=fallbacks, is_gated=is_gated)
-    if kind == "labelled":
-        return encode_labelled(config.data, tokenizer, fallbacks=fallbacks, is_gated=is_gated)
+    rows = OBJECTIVES[config.training.objective].rows
+    if rows == "pairs":
+        return encode_preferences(config.data, tokenizer, fallbacks=fallbacks, is_checked=is_checked)
+    if rows == "labelled":
+        return encode_labelled(config.data, tokenizer, fallbacks=fallbacks, is_checked=is_checked)
     examples = load_examples(config.data)
-    return encode_examples(examples, tokenizer, config.data, fallbacks=fallbacks, is_gated=is_gated)
+    return encode_examples(examples, tokenizer, config.data, fallbacks=fallbacks, is_checked=is_checked)

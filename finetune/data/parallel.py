@@ -25,9 +25,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from finetune.data.cells import BadRowError
 from finetune.data.formats import Example
 from finetune.data.templates import AnswerTokens, TokenisedRow, TrainOn, digest_tokenizer, encode_batch
+from finetune.data.values import BadRowError
 from finetune.errors import DataError
 from finetune.threads import num_cores
 
@@ -101,14 +101,14 @@ def _encode_in_turn(workers: Sequence[_Worker], batches: Iterable[list[Example]]
 def _describe(tokens: AnswerTokens, train_on: TrainOn, folder: str) -> bytes:
     """Save the tokenizer, and describe it for a worker: its folder, its class, and the digest that it must have."""
     tokenizer = tokens.tokenizer
-    kind = type(tokenizer)
-    if not kind.__module__.startswith("transformers."):
-        raise WorkerLostError(f"the tokenizer's class {kind.__qualname__} is not one of transformers")
+    tokenizer_class = type(tokenizer)
+    if not tokenizer_class.__module__.startswith("transformers."):
+        raise WorkerLostError(f"the tokenizer's class {tokenizer_class.__qualname__} is not one of transformers")
     tokenizer.save_pretrained(folder)
     about = {
         "folder": folder,
-        "module": kind.__module__,
-        "class": kind.__name__,
+        "module": tokenizer_class.__module__,
+        "class": tokenizer_class.__name__,
         "digest": digest_tokenizer(tokenizer),
         "template_name": tokens.template.name,
         "train_on": train_on,
@@ -189,8 +189,8 @@ def _encode_until_it_ends(connection: Connection[Any, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         about = json.loads(connection.recv_bytes())
-        kind = getattr(importlib.import_module(about["module"]), about["class"])
-        tokenizer = kind.from_pretrained(about["folder"])
+        tokenizer_class = getattr(importlib.import_module(about["module"]), about["class"])
+        tokenizer = tokenizer_class.from_pretrained(about["folder"])
         tokens = (
             AnswerTokens(tokenizer, about["template_name"]) if digest_tokenizer(tokenizer) == about["digest"] else None
         )

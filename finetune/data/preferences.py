@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExample, EncodedExamples
 from finetune.data.examples import load_examples
-from finetune.data.gates import ROW_GATES
+from finetune.data.row_checks import ROW_CHECKS
 from finetune.engine.prefixes import Tokens, num_shared
 from finetune.errors import ConfigError, DataError
 
@@ -73,8 +73,8 @@ class EncodedPairs(Dataset[EncodedPair]):
         return self.chosen, self.rejected
 
     @property
-    def kind(self) -> str:
-        """See `EncodedExamples.kind`."""
+    def row_type(self) -> str:
+        """See `EncodedExamples.row_type`."""
         return "preference"
 
     @cached_property
@@ -147,19 +147,19 @@ def refuse_each_turn(section: DataSection) -> None:
 
 
 def _refuse_drops(section: DataSection) -> None:
-    """Refuse gates that drop rows: each side passes them by itself, so another row of each could be dropped.
+    """Refuse checks that drop rows: each side is checked separately, so the two could lose different rows.
 
     Raises:
         ConfigError: one is set to drop.
     """
     drops = [
-        f"data.{key}" for key in (*(gate.key for gate in ROW_GATES), "on_overlap") if getattr(section, key) == "drop"
+        f"data.{key}" for key in (*(check.key for check in ROW_CHECKS), "on_overlap") if getattr(section, key) == "drop"
     ]
     if drops:
         raise ConfigError(
-            f"{' and '.join(drops)} {'are' if len(drops) > 1 else 'is'} drop, but a gate looks at each side of a pair "
-            "by itself and could leave out one of the two. Set refuse, which names the rows, and remove them from the "
-            "file, or set warn to keep them."
+            f"{' and '.join(drops)} {'are' if len(drops) > 1 else 'is'} drop, but each side of a pair is checked "
+            "separately, so one of the two could be left out. Set refuse, which names the rows, and remove them from "
+            "the file, or set warn to keep them."
         )
 
 
@@ -168,7 +168,7 @@ def encode_preferences(
     tokenizer: PreTrainedTokenizerBase,
     *,
     fallbacks: Fallbacks | None = None,
-    is_gated: bool = True,
+    is_checked: bool = True,
 ) -> EncodedPairSplits:
     """Read and encode the pairs of the training and the validation split.
 
@@ -176,21 +176,23 @@ def encode_preferences(
         section: describes the rows; only `prompt`, `label` and `tools` of its `columns` are used.
         tokenizer: see `encode_examples`.
         fallbacks: see `encode_examples`.
-        is_gated: see `encode_examples`.
+        is_checked: see `encode_examples`.
 
     Raises:
         DataError: a row cannot be used.
-        ConfigError: `data.train_on=each_turn`, which has no meaning for pairs, or a gate that is set to drop rows.
+        ConfigError: `data.train_on=each_turn`, which has no meaning for pairs, or a check that is set to drop rows.
     """
     refuse_each_turn(section)
-    if is_gated:
+    if is_checked:
         _refuse_drops(section)
     sides = []
     side: Literal["chosen", "rejected"]
     for side in ("chosen", "rejected"):
         of_side = side_of_pairs(section, side)
         examples = load_examples(of_side)
-        sides.append((examples, encode_examples(examples, tokenizer, of_side, fallbacks=fallbacks, is_gated=is_gated)))
+        sides.append(
+            (examples, encode_examples(examples, tokenizer, of_side, fallbacks=fallbacks, is_checked=is_checked))
+        )
     (examples, chosen), (_, rejected) = sides
     train = EncodedPairs(chosen.train, rejected.train, examples.train.label)
     if chosen.validation is None or rejected.validation is None:

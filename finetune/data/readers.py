@@ -226,8 +226,8 @@ def _load_table(path: Path, label: str, cache_dir: str) -> Iterable[dict[str, An
         return loaded
     except Exception as error:  # pandas, pyarrow and datasets raise many types
         cause = error.__cause__ or error
-        kind = path.suffix.removeprefix(".")
-        raise DataError(f"{label} cannot be read as {kind}: {type(cause).__name__}: {cause}") from error
+        suffix = path.suffix.removeprefix(".")
+        raise DataError(f"{label} cannot be read as {suffix}: {type(cause).__name__}: {cause}") from error
 
 
 @contextlib.contextmanager

@@ -44,10 +44,10 @@ class EncodedRows(NamedTuple):
     """int64, shape (rows,): target tokens of the row."""
     is_good: torch.Tensor
     """bool, shape (rows,): false for an answer that is labelled as bad."""
-    kind: str = "text"
-    """The kind of row: messages, prompt_completion, text, or several."""
+    row_type: str = "text"
+    """messages, prompt_completion or text."""
     read_as: str = ""
-    """The format and the columns that the rows were read from, in words."""
+    """A description of the format and the columns that the rows were read from."""
     ignored_keys: Sequence[tuple[str, int, int]] = ()
     """The keys that the chat template does not render: each with the number of rows of the source that have it, and the
     number of the first of them."""
@@ -56,7 +56,7 @@ class EncodedRows(NamedTuple):
 class RowFacts(NamedTuple):
     """What is known of rows besides their tokens; see `EncodedRows`."""
 
-    kind: str = "text"
+    row_type: str = "text"
     read_as: str = ""
     ignored_keys: Sequence[tuple[str, int, int]] = ()
 
@@ -125,8 +125,8 @@ def rows_in_memory(encode: Encode) -> EncodedRows:
     writer = RowWriter(*streams)
     facts = encode(writer)
     tokens = [("token_ids", "I32", streams[0]), ("is_target", "BOOL", streams[1])]
-    tensors: dict[str, Any] = {name: _as_tensor(bytearray(stream.getbuffer()), kind) for name, kind, stream in tokens}
-    tensors |= {name: _as_tensor(values, kind) for name, (kind, values) in writer.of_each_row().items()}
+    tensors: dict[str, Any] = {name: _as_tensor(bytearray(stream.getbuffer()), dtype) for name, dtype, stream in tokens}
+    tensors |= {name: _as_tensor(values, dtype) for name, (dtype, values) in writer.of_each_row().items()}
     return EncodedRows(**tensors, **facts._asdict())
 
 
@@ -147,14 +147,14 @@ def write_rows(path: Path, encode: Encode) -> None:
         facts += b" " * (-(file.tell() + len(facts)) % 8)  # the numbers of 8 bytes after it must be aligned
         file.write(facts)
         header: dict[str, Any] = {}
-        for name, kind, length in (
+        for name, dtype, length in (
             ("token_ids", "I32", num_tokens),
             ("is_target", "BOOL", num_tokens),
             ("facts", "U8", len(facts)),
         ):
-            _enter(header, name, kind, length)
-        for name, (kind, values) in writer.of_each_row().items():
-            _enter(header, name, kind, len(values))
+            _enter(header, name, dtype, length)
+        for name, (dtype, values) in writer.of_each_row().items():
+            _enter(header, name, dtype, len(values))
             file.write(values)
         file.seek(_HEADER_BYTES)
         metadata = {"__metadata__": {_METADATA_KEY: json.dumps({"sha256": _digest(file, header)})}}
@@ -196,11 +196,11 @@ def _read_header(file: BufferedReader) -> dict[str, Any]:
     return header
 
 
-def _enter(header: dict[str, Any], name: str, kind: str, length: int) -> None:
+def _enter(header: dict[str, Any], name: str, dtype: str, length: int) -> None:
     """Add a tensor to a header, after those that are in it."""
     begin = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    end = begin + length * _DTYPES[kind].itemsize
-    header[name] = {"dtype": kind, "shape": [length], "data_offsets": [begin, end]}
+    end = begin + length * _DTYPES[dtype].itemsize
+    header[name] = {"dtype": dtype, "shape": [length], "data_offsets": [begin, end]}
 
 
 def _digest(file: BufferedRandom | BufferedReader, header: dict[str, Any]) -> str:
@@ -210,6 +210,6 @@ def _digest(file: BufferedRandom | BufferedReader, header: dict[str, Any]) -> st
     return digest.hexdigest()
 
 
-def _as_tensor(values: array[int] | bytearray, kind: str) -> torch.Tensor:
-    dtype = _DTYPES[kind]
-    return torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
+def _as_tensor(values: array[int] | bytearray, dtype: str) -> torch.Tensor:
+    torch_dtype = _DTYPES[dtype]
+    return torch.frombuffer(values, dtype=torch_dtype) if values else torch.zeros(0, dtype=torch_dtype)

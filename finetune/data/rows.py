@@ -8,18 +8,18 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import cached_property
 from itertools import chain, islice
 
-from finetune.data.cells import BadRowError
-from finetune.data.formats import FORMATS, LABELLED, Example, Format, Kind, detect_format, parse_row
+from finetune.data.formats import FORMATS, LABELLED, Example, Format, RowType, detect_format, parse_row
 from finetune.data.readers import RawRow, RowSource
+from finetune.data.values import BadRowError
 from finetune.errors import DataError
 
 _log = logging.getLogger(__name__)
 
-_IN_WORDS = {
+_ROW_TYPES = {
     "messages": "chat messages",
     "prompt_completion": "prompt and completion",
     "text": "plain text",
-    "several": "several kinds",
+    "several": "several types",
     "preference": "pairs of answers",
     "labelled": "good and bad answers",
 }
@@ -178,9 +178,9 @@ class JoinedExamples(_OfRows):
         return [row for part in self.parts for row in part.rows]
 
 
-def kind_in_words(kind: str) -> str:
-    """Return the name of a kind of row for messages."""
-    return _IN_WORDS[kind]
+def describe_row_type(row_type: str) -> str:
+    """Return the name of a row type for messages."""
+    return _ROW_TYPES[row_type]
 
 
 def _detect(raw: Iterator[RawRow], examples: Examples) -> tuple[Format, list[RawRow]]:
@@ -220,10 +220,10 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
                 raise BadRowError(row.problem)
             example = parse_row(row.value, known, columns)._replace(source=place, number=row.number)
             first = first or example
-            if example.kind != first.kind:
+            if example.row_type != first.row_type:
                 raise BadRowError(
-                    f"prompt or completion is {_how_written(example.kind)}, while {first.source} has it as "
-                    f"{_how_written(first.kind)}; expected all rows alike"
+                    f"prompt or completion is {_how_written(example.row_type)}, while {first.source} has it as "
+                    f"{_how_written(first.row_type)}; expected all rows alike"
                 )
         except BadRowError as error:
             problems.add(place, str(error))
@@ -237,7 +237,9 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
     is_read = labels.column in (columns.get(name, name) for name in (*known.needs, *known.may_have))
     note = labels.check(examples.label, count) if labels.column in seen and not is_read else ""
     if not examples.read_as:
-        examples.read_as = _in_words(known, columns, f"{count} rows of {kind_in_words(first.kind)}", seen) + note
+        examples.read_as = (
+            _describe(known, columns, f"{count} rows of {describe_row_type(first.row_type)}", seen) + note
+        )
         _log.info("%s: %s", examples.label, examples.read_as)
 
 
@@ -272,9 +274,9 @@ class _Labels:
         Raises:
             DataError: the rows are marked.
         """
-        kinds = set(self._counts)
-        if self._is_boolean or (kinds and kinds <= {"true", "false"}):
-            first = "false" if "false" in kinds else "true"
+        labels = set(self._counts)
+        if self._is_boolean or (labels and labels <= {"true", "false"}):
+            first = "false" if "false" in labels else "true"
             raise DataError(
                 f"{label}: the column {self.column} is true in {self._counts['true']:,} of {num_rows:,} rows and "
                 f"false in {self._counts['false']:,}; the first {first} is {self._first[first]}. Supervised "
@@ -282,16 +284,16 @@ class _Labels:
                 f"others. Set training.objective=kto to learn from both, remove these rows and the column "
                 f"{self.column}, or set data.columns.label=none to use every row whatever its label."
             )
-        is_number = kinds and kinds <= {"0", "1", "0.0", "1.0"}
+        is_number = labels and labels <= {"0", "1", "0.0", "1.0"}
         column = self.column
         return f" ({column} is 0 or 1, which is not read as bad or good: every row is used)" if is_number else ""
 
 
-def _how_written(kind: Kind) -> str:
-    return "a list of turns" if kind == "messages" else "text"
+def _how_written(row_type: RowType) -> str:
+    return "a list of turns" if row_type == "messages" else "text"
 
 
-def _in_words(known: Format, columns: Mapping[str, str], rows: str, seen: Collection[str]) -> str:
+def _describe(known: Format, columns: Mapping[str, str], rows: str, seen: Collection[str]) -> str:
     """Describe on one line the number of rows, their format, the columns that were read, and those not used."""
     theirs = {columns.get(name, name): name for name in (*known.needs, *known.may_have)}
     used = [name if theirs[name] == name else f"{name} as {theirs[name]}" for name in theirs if name in seen]

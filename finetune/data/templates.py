@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from finetune.data.cells import BadRowError, quote
-from finetune.data.chat_template import ChatTemplate, key_in_words
+from finetune.data.chat_template import ChatTemplate, describe_key
 from finetune.data.formats import Example
 from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, dialogue_of, text_turn
+from finetune.data.values import BadRowError, quote
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ class AnswerTokens:
         longest_first = sorted(texts, key=lambda text: (-len(text), text))
         self._special_text = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
-    def end_id_of(self, kind: str) -> int:
+    def end_id_of(self, row_type: str) -> int:
         """Return the id of the token that ends a row's answers, or a row of plain text."""
         eos_id = self.tokenizer.eos_token_id
-        return int(eos_id) if kind == "text" and eos_id is not None else self.end_id
+        return int(eos_id) if row_type == "text" and eos_id is not None else self.end_id
 
     def without_special_text(self, text: str) -> str:
         """Remove the texts of special tokens."""
@@ -126,13 +126,13 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config_eos: int | Se
 
 
 def encode_batch(batch: list[Example], tokens: AnswerTokens, train_on: TrainOn) -> list[TokenisedRow | BadRowError]:
-    """Encode each row as tokens with its targets, or say why it cannot be. All rows must be of one kind.
+    """Encode each row as tokens with its targets, or say why it cannot be. All rows must have one type.
 
     Raises:
-        DataError: the tokenizer lacks what this kind of row needs.
+        DataError: the tokenizer lacks what rows of this type need.
     """
     rendered = render_examples(tokens.template, batch, train_on)
-    if batch[0].kind != "text":  # plain text may hold special tokens: a model reads it as it is
+    if batch[0].row_type != "text":  # plain text may hold special tokens: a model reads it as it is
         rendered = [tokens.special_text_in(example) or row for example, row in zip(batch, rendered, strict=True)]
     good = [row for row in rendered if isinstance(row, RenderedRow)]
     encodings = iter(tokenize(tokens.tokenizer, [row.text for row in good]) if good else [])
@@ -152,7 +152,7 @@ def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 def render_examples(
     template: ChatTemplate, examples: Sequence[Example], train_on: TrainOn = "all"
 ) -> list[RenderedRow | BadRowError]:
-    """Render each row as text, or say why it cannot be. All rows must be of one kind.
+    """Render each row as text, or say why it cannot be. All rows must have one type.
 
     Args:
         template: of the tokenizer.
@@ -161,25 +161,25 @@ def render_examples(
             answers, for example reasoning.
 
     Raises:
-        DataError: the tokenizer lacks what this kind of row needs.
+        DataError: the tokenizer lacks what rows of this type need.
     """
-    kind = examples[0].kind
+    row_type = examples[0].row_type
     tokenizer = template.tokenizer
     has_template = tokenizer.chat_template is not None
-    if kind == "messages" and not has_template:
+    if row_type == "messages" and not has_template:
         raise DataError(
             f"{examples[0].source} holds chat messages, but the tokenizer has no chat template. Give one "
             "with model.chat_template, or use rows with prompt and completion."
         )
-    if kind == "messages":
+    if row_type == "messages":
         return render_conversations(template, [_to_learn(example, train_on) for example in examples])
-    if kind == "prompt_completion" and has_template:
+    if row_type == "prompt_completion" and has_template:
         pairs = [[text_turn("user", e.prompt), text_turn("assistant", e.completion)] for e in examples]
         return render_conversations(template, [dialogue_of(turns) for turns in pairs])
     eos = tokenizer.eos_token
     if not isinstance(eos, str):
-        raise DataError(f"the tokenizer has no eos token, which must end each row of {kind}.")
-    if kind == "prompt_completion":
+        raise DataError(f"the tokenizer has no eos token, which must end each row of {row_type}.")
+    if row_type == "prompt_completion":
         return [RenderedRow(e.prompt + e.completion + eos, (len(e.prompt),)) for e in examples]
     return [RenderedRow(e.text if e.text.endswith(eos) else e.text + eos, ()) for e in examples]
 
@@ -306,7 +306,7 @@ def _without_text(template: ChatTemplate, turn: Turn, where: str) -> BadRowError
     ignored = template.ignored(dialogue_of([turn]))
     if any(("assistant", key) not in ignored for key in ("tool_calls", REASONING_KEYS[0]) if key in turn):
         return None
-    keys = ", ".join(key_in_words(key) for key in sorted(ignored))
+    keys = ", ".join(describe_key(key) for key in sorted(ignored))
     return BadRowError(
         f"the chat template of {template.name} does not render {keys}, and {where} has no other text to learn; "
         "expected a template that renders it (data.chat_template)"

@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from finetune.data.cells import BadRowError, as_json, list_in_cell, parse_text, quote, refuse_blank, without_nulls
+from finetune.data.values import BadRowError, as_json, list_in_cell, parse_text, quote, refuse_blank, without_nulls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_KEYS = ("reasoning_content", "thinking")

@@ -1,4 +1,4 @@
-"""Cut the rows of a run into steps and micro-batches, and find the micro-batch that computes most."""
+"""Split the rows of a run into steps and micro-batches, and find the micro-batch that computes most."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from finetune.data.batches import BatchRule
 from finetune.data.encoded import EncodedExamples
 from finetune.data.labelled import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
-from finetune.engine.prefixes import Cut
+from finetune.engine.prefixes import RowGroup
 from finetune.training.loaders import global_batch_size, plan_batches, refuse_dropping_all
 from finetune.training.loop import Cadence
 from finetune.training.memory.forecast import longest_rows
@@ -100,14 +100,14 @@ class Batching:
     @cached_property
     def largest(self) -> Largest:
         """The micro-batch of the first epoch that computes most."""
-        per_step = max(1, *(-(-len(cuts) // self.world_size) for cuts in self._cuts))
-        most = max((cut for cuts in self._cuts for cut in cuts), key=self._num_computed)
+        per_step = max(1, *(-(-len(groups) // self.world_size) for groups in self._groups))
+        most = max((group for groups in self._groups for group in groups), key=self._num_computed)
         return Largest(self.collate([self._rows[row] for row in most.rows]), per_step)
 
     @cached_property
     def computed_per_step(self) -> float:
         """The mean number of tokens that go through the model in a step, on all ranks."""
-        return sum(self._num_computed(cut) for cuts in self._cuts for cut in cuts) / len(self._cuts)
+        return sum(self._num_computed(group) for groups in self._groups for group in groups) / len(self._groups)
 
     @property
     def targets_per_step(self) -> float:
@@ -162,16 +162,16 @@ class Batching:
         )
 
     @cached_property
-    def _cuts(self) -> list[list[Cut]]:
+    def _groups(self) -> list[list[RowGroup]]:
         """The micro-batches of each step of the first epoch, or of evenly spread steps where there are very many."""
         rule = self._rule
         order, size, steps = rule.order(0), rule.global_batch_size, max(1, rule.steps_per_epoch)
         stride = -(-steps // _MOST_STEPS_LOOKED_AT)
-        return [rule.cut(order[step * size : (step + 1) * size]) for step in range(0, steps, stride)]
+        return [rule.split(order[step * size : (step + 1) * size]) for step in range(0, steps, stride)]
 
-    def _num_computed(self, cut: Cut) -> int:
+    def _num_computed(self, group: RowGroup) -> int:
         """Count the tokens of a micro-batch that go through the model, padding included."""
         training = self.config.training
         if self.is_padded or (training.packing and training.share_prefixes):
-            return cut.num_tokens
-        return sum(int(side.lengths[cut.rows].sum()) for side in self._rows.sides)
+            return group.num_tokens
+        return sum(int(side.lengths[group.rows].sum()) for side in self._rows.sides)

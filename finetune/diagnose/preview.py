@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
-from finetune.data import gates
+from finetune.data import row_checks
 from finetune.data.chat_template import ChatTemplate
 from finetune.data.encoded import EncodedExamples
 from finetune.data.labelled import EncodedLabelled
@@ -197,17 +197,17 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
 
 
 def _encode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[AnySplits, list[Finding]]:
-    """Encode the rows of a run. If the gates refuse them, encode all rows, and report the reasons as findings."""
+    """Encode the rows of a run. If the checks refuse them, encode all rows, and report the reasons as findings."""
 
-    def encode(is_gated: bool) -> AnySplits:
-        return encode_for_objective(config, tokenizer, fallbacks=Fallbacks(strict=config.strict), is_gated=is_gated)
+    def encode(is_checked: bool) -> AnySplits:
+        return encode_for_objective(config, tokenizer, fallbacks=Fallbacks(strict=config.strict), is_checked=is_checked)
 
     refused: list[str] = []
-    with _collected_messages(logging.getLogger(gates.__name__)) as warnings:
+    with _collected_messages(logging.getLogger(row_checks.__name__)) as warnings:
         try:
-            passed = encode(is_gated=True)
+            passed = encode(is_checked=True)
         except DataError as error:
-            passed = encode(is_gated=False)  # raises for rows that cannot be encoded at all, as in training
+            passed = encode(is_checked=False)  # raises for rows that cannot be encoded at all, as in training
             first, *others = str(error).split("\n  ")
             refused = others or [first]
     findings = [Finding("Data", "problem", *_what_and_fix(message)) for message in refused]
@@ -264,7 +264,7 @@ class _RowReader:
         self._digests = digests
         self._training = training
         self._tokens = tokens
-        self._is_answer_cut = [gates.is_answer_truncated(side) for side in rows.sides]
+        self._is_answer_cut = [row_checks.is_answer_truncated(side) for side in rows.sides]
 
     def read(self, row: int) -> Iterator[PreviewedRow]:
         """Yield the sides of one row, given its index from 0: one, or two if the row is a pair."""
@@ -366,7 +366,7 @@ def _judge_template(splits: dict[SplitName, Rows], tokenizer: PreTrainedTokenize
 
 
 def _judge_duplicates(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding]:
-    """Find equal rows. No gate refuses them: they may be intended, and a mixture may repeat a row."""
+    """Find equal rows. No check refuses them: they may be intended, and a mixture may repeat a row."""
     for name, split in splits.items():
         if split.duplicates.count:
             share = split.duplicates.count / split.rows

@@ -10,9 +10,9 @@ from typing import TypeAlias
 import torch
 
 from finetune.data.encoded import EncodedExamples
-from finetune.data.gates import is_answer_truncated
 from finetune.data.labelled import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
+from finetune.data.row_checks import is_answer_truncated
 from finetune.diagnose.preview_tokens import on_one_line
 
 Rows: TypeAlias = EncodedExamples | EncodedPairs | EncodedLabelled
@@ -100,7 +100,7 @@ def summarize(rows: Rows, digests: Sequence[bytes], training: Iterable[bytes] = 
         return _group(rows, is_found.nonzero()[:, 0].tolist())
 
     return SplitSummary(
-        kind=rows.kind,
+        kind=rows.row_type,
         rows=len(rows),
         tokens=num_tokens,
         target_tokens=num_targets,

@@ -47,8 +47,8 @@ class PrefixTree(NamedTuple):
         return sum(node.end - node.begin for node in self.nodes)
 
 
-class Cut(NamedTuple):
-    """The rows of one micro-batch."""
+class RowGroup(NamedTuple):
+    """Rows that are computed in one micro-batch."""
 
     rows: list[int]
     num_tokens: int
@@ -97,14 +97,14 @@ def build_prefix_tree(rows: Sequence[Tokens], min_shared: int = MIN_SHARED) -> P
     return PrefixTree(tuple(nodes), tuple(last_node))
 
 
-def cut_global_batch(
+def split_global_batch(
     rows: Sequence[Tokens],
     *,
     max_rows: int,
     max_tokens: int | None = None,
     is_long: Sequence[bool] | None = None,
     share: bool = True,
-) -> list[Cut]:
+) -> list[RowGroup]:
     """Split a global batch into micro-batches of similar size. Rows with long shared prefixes stay together.
 
     A whole subtree of the prefix tree goes into one micro-batch if it fits. Otherwise its parts are put into as
@@ -123,19 +123,19 @@ def cut_global_batch(
         The micro-batches, the largest first, each with its rows in ascending order.
     """
     is_long = [False] * len(rows) if is_long is None else is_long
-    cuts: list[Cut] = []
+    groups: list[RowGroup] = []
     for side in (False, True):
         members = [row for row, long in enumerate(is_long) if long is side]
         tokens = [rows[row] for row in members]
         tree = build_prefix_tree(tokens) if share else separate_rows(tokens)
-        cuts += [
-            Cut([members[i] for i in cut.rows], cut.num_tokens)
-            for cut in _cut_tree(tree, [len(row) for row in tokens], max_rows, max_tokens)
+        groups += [
+            RowGroup([members[i] for i in group.rows], group.num_tokens)
+            for group in _split_tree(tree, [len(row) for row in tokens], max_rows, max_tokens)
         ]
-    return sorted((Cut(sorted(cut.rows), cut.num_tokens) for cut in cuts), key=_heaviest_first)
+    return sorted((RowGroup(sorted(group.rows), group.num_tokens) for group in groups), key=_heaviest_first)
 
 
-def deal(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
+def assign_to_ranks(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
     """Assign micro-batches to ranks: the largest first, each to the rank that has the fewest tokens so far.
 
     Args:
@@ -145,14 +145,16 @@ def deal(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
     Returns:
         For each rank the indices of its micro-batches, ascending. No rank has more than its even share, rounded up.
     """
-    hands: list[list[int]] = [[] for _ in range(num_ranks)]
+    of_ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     most = -(-len(weights) // num_ranks)
     for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
-        rank = min((rank for rank in range(num_ranks) if len(hands[rank]) < most), key=lambda rank: (loads[rank], rank))
-        hands[rank].append(index)
+        rank = min(
+            (rank for rank in range(num_ranks) if len(of_ranks[rank]) < most), key=lambda rank: (loads[rank], rank)
+        )
+        of_ranks[rank].append(index)
         loads[rank] += weights[index]
-    return [sorted(hand) for hand in hands]
+    return [sorted(indices) for indices in of_ranks]
 
 
 def _fork(first: Tokens, second: Tokens) -> int:
@@ -163,21 +165,23 @@ def _fork(first: Tokens, second: Tokens) -> int:
     return fork if differs[fork] else _NEVER
 
 
-def _cut_tree(tree: PrefixTree, lengths: Sequence[int], max_rows: int, max_tokens: int | None) -> list[Cut]:
+def _split_tree(tree: PrefixTree, lengths: Sequence[int], max_rows: int, max_tokens: int | None) -> list[RowGroup]:
     limits = (max_rows, max_tokens if max_tokens is not None else _NEVER)
-    parts: list[list[Cut]] = [[] for _ in tree.nodes]
-    roots: list[Cut] = []
+    parts: list[list[RowGroup]] = [[] for _ in tree.nodes]
+    roots: list[RowGroup] = []
     for row, node in enumerate(tree.last_node):
-        parts[node].append(Cut([row], 0))
+        parts[node].append(RowGroup([row], 0))
     for index, (_, begin, end, parent) in reversed(list(enumerate(tree.nodes))):
         above = parts[parent] if parent >= 0 else roots
-        for cut in _fill(parts[index], end, *limits):
-            longest = max(lengths[row] for row in cut.rows)
-            above.append(Cut(cut.rows, cut.num_tokens + min(end, longest) - begin))
+        for group in _fill(parts[index], end, *limits):
+            longest = max(lengths[row] for row in group.rows)
+            above.append(RowGroup(group.rows, group.num_tokens + min(end, longest) - begin))
     return _fill(roots, 0, *limits, is_whole=True)
 
 
-def _fill(parts: list[Cut], before: int, max_rows: int, max_tokens: int, *, is_whole: bool = False) -> list[Cut]:
+def _fill(
+    parts: list[RowGroup], before: int, max_rows: int, max_tokens: int, *, is_whole: bool = False
+) -> list[RowGroup]:
     """Put parts after the same `before` tokens into as few micro-batches as possible; for the root, an even number."""
     num_rows = sum(len(part.rows) for part in parts)
     tokens = sum(part.num_tokens for part in parts)
@@ -186,26 +190,27 @@ def _fill(parts: list[Cut], before: int, max_rows: int, max_tokens: int, *, is_w
     step = 2 if is_whole and by_tokens > max(1, by_rows) else 1
     fewest = -(-min(max(by_rows, by_tokens), len(parts)) // step) * step
     for number in range(fewest, len(parts), step):
-        cuts = _fill_exactly(number, parts, max_rows, room)
-        if cuts:
-            return cuts
+        groups = _fill_exactly(number, parts, max_rows, room)
+        if groups:
+            return groups
     return parts
 
 
-def _fill_exactly(number: int, parts: list[Cut], max_rows: int, room: int) -> list[Cut] | None:
-    cuts = [Cut([], 0)] * number
+def _fill_exactly(number: int, parts: list[RowGroup], max_rows: int, room: int) -> list[RowGroup] | None:
+    groups = [RowGroup([], 0)] * number
     for part in sorted(parts, key=_heaviest_first):
         fits = [
             index
-            for index, cut in enumerate(cuts)
-            if not cut.rows or (len(cut.rows) + len(part.rows) <= max_rows and cut.num_tokens + part.num_tokens <= room)
+            for index, group in enumerate(groups)
+            if not group.rows
+            or (len(group.rows) + len(part.rows) <= max_rows and group.num_tokens + part.num_tokens <= room)
         ]
         if not fits:
             return None
-        lightest = min(fits, key=lambda index: cuts[index].num_tokens)
-        cuts[lightest] = Cut(cuts[lightest].rows + part.rows, cuts[lightest].num_tokens + part.num_tokens)
-    return cuts
+        lightest = min(fits, key=lambda index: groups[index].num_tokens)
+        groups[lightest] = RowGroup(groups[lightest].rows + part.rows, groups[lightest].num_tokens + part.num_tokens)
+    return groups
 
 
-def _heaviest_first(cut: Cut) -> tuple[int, list[int]]:
-    return -cut.num_tokens, cut.rows
+def _heaviest_first(group: RowGroup) -> tuple[int, list[int]]:
+    return -group.num_tokens, group.rows

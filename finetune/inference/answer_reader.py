@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.data.cells import BadRowError
 from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, text_turn
+from finetune.data.values import BadRowError
 
 if TYPE_CHECKING:
     from finetune.data.templates import AnswerTokens

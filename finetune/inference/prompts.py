@@ -10,14 +10,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune.data.cells import BadRowError, parse_text, quote
-from finetune.data.chat_template import key_in_words
+from finetune.data.chat_template import describe_key
 from finetune.data.compressed import suffix_of
 from finetune.data.formats import Example, detect_format, parse_row
 from finetune.data.readers import SUFFIXES, FileRows, RawRow, parse_line
 from finetune.data.rows import RowProblems
 from finetune.data.templates import AnswerTokens
 from finetune.data.turns import Dialogue, Turn, parse_tools, parse_turns, text_turn
+from finetune.data.values import BadRowError, parse_text, quote
 from finetune.errors import DataError
 from finetune.inference.answer_reader import answer_text
 
@@ -186,7 +186,7 @@ def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = 
             raise DataError(f"{prompt.source}: the tokenizer has no chat template, so only a single text can be asked.")
         text = prompt.shown
     else:
-        bad = tokens.special_text_in(Example(kind="messages", messages=dialogue.turns, tools=dialogue.tools))
+        bad = tokens.special_text_in(Example(row_type="messages", messages=dialogue.turns, tools=dialogue.tools))
         if bad is not None:
             raise DataError(f"{prompt.source}: {bad}.")
         text = _rendered(tokens, dialogue, prompt.source)
@@ -212,7 +212,7 @@ def _rendered(tokens: AnswerTokens, dialogue: Dialogue, source: str) -> str:
     if ("", "tools") in ignored:
         raise DataError(f"{source} offers tools, which this model's chat template leaves out. Remove them.")
     if ignored:
-        keys = ", ".join(key_in_words(key) for key in sorted(ignored))
+        keys = ", ".join(describe_key(key) for key in sorted(ignored))
         _log.warning("%s: the chat template of %s does not render %s", source, template.name, keys)
     return text
 
@@ -242,9 +242,9 @@ def _prompt_of(value: object, place: str) -> Prompt:
 
 
 def _without_answer(row: Example, place: str) -> Prompt:
-    if row.kind == "messages":
+    if row.row_type == "messages":
         return _conversation(row.messages, row.tools, place)
-    if row.kind == "text":
+    if row.row_type == "text":
         return Prompt(source=place, text=row.text)
     return _open_prompt(row.prompt, place, expected=row.completion)
 

@@ -55,7 +55,7 @@ def add_lora(
     trainable, total = count_parameters(adapted)
     _log.info(
         "%s r=%d on %s: %s of %s parameters train (%.2f %%)%s",
-        _method_in_words(section),
+        _describe_method(section),
         section.r,
         ", ".join(targets),
         f"{trainable:,}",
@@ -138,7 +138,7 @@ def _adapter_config(model: PreTrainedModel, section: LoraSection, targets: list[
     )
 
 
-def _method_in_words(section: LoraSection) -> str:
+def _describe_method(section: LoraSection) -> str:
     names = {(False, False): "LoRA", (True, False): "rsLoRA", (False, True): "DoRA", (True, True): "DoRA with rsLoRA"}
     start = {"default": "", "pissa": " from PiSSA", "pissa_fast": " from fast PiSSA"}[section.init]
     return names[section.rslora, section.dora] + start

@@ -96,9 +96,9 @@ def check_fit(config: Config, model: Any, splits: Any, *, trainer: str, objectiv
             raise ConfigError(
                 f"the {name} split has a row of {longest} tokens, but the model's context ends at {context}. {advice}"
             )
-        if isinstance(split, EncodedLabelled) and split.max_length > context and split.longest_stranger > context:
+        if isinstance(split, EncodedLabelled) and split.max_length > context and split.longest_mismatched > context:
             raise ConfigError(
-                f"the {name} split: the longest prompt with the longest answer has {split.longest_stranger} tokens, "
+                f"the {name} split: the longest prompt with the longest answer has {split.longest_mismatched} tokens, "
                 f"but the model's context ends at {context}. KTO puts prompts before the answers of other rows. "
                 f"{advice}"
             )

@@ -205,7 +205,7 @@ def log_traffic(rule: BatchRule, *, received_bytes: int, world_size: int) -> Non
         received_bytes: in a micro-batch.
         world_size: processes that train.
     """
-    cuts = rule.cuts_of_step(0, 0)
+    cuts = rule.microbatches_of_step(0, 0)
     rounds = -(-len(cuts) // world_size)
     tokens = sum(cut.num_tokens for cut in cuts) // len(cuts)
     in_all = in_units(rounds * received_bytes)

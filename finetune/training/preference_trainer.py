@@ -190,9 +190,9 @@ def _refuse_straddling(split: Any, boundary: int | None) -> None:
     if split is None or boundary is None:
         return
     if isinstance(split, EncodedLabelled):
-        if split.longest_stranger > boundary:
+        if split.longest_mismatched > boundary:
             raise DataError(
-                f"{split.label}: the longest prompt with the longest answer has {split.longest_stranger} tokens. KTO "
+                f"{split.label}: the longest prompt with the longest answer has {split.longest_mismatched} tokens. KTO "
                 f"puts prompts before the answers of other rows, and LongRoPE rotates rows of more than {boundary} "
                 f"tokens with other factors. Set data.max_length={boundary}."
             )

@@ -142,7 +142,7 @@ def set_up(
     check_fit(config, model, splits, trainer=type(objective).__name__, objectives=objective.objectives)
     metrics = check_metrics(config, objective.figures_of(config))
     if splits.validation is not None:
-        refuse_rows_without_answers(config, splits.validation.kind)
+        refuse_rows_without_answers(config, splits.validation.row_type)
     set_stop_and_pad_ids(model, tokenizer)
     runtime.agree_set_up()
     runtime.refuse_differences("the data", "/".join(split.fingerprint for split in named_splits(splits).values()))

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.batches import EvaluationLoader, TrainLoader
-from finetune.data.shares import shuffled
+from finetune.data.held_out import shuffled
 from finetune.engine.microbatch import Microbatch
 from finetune.errors import FinetuneError, RunFailedError
 from finetune.fallbacks import Fallback

@@ -81,12 +81,12 @@ def test_a_micro_batch_holds_at_most_max_tokens_with_its_padding():
 
 def test_both_sides_of_a_pair_count_as_padded_rows():
     rule = BatchRule(lengths=[10, 9, 8, 7], global_batch_size=4, batch_size=4, max_tokens=40, each=2)
-    assert rule.cut([0, 1, 2, 3]) == [([0, 1], 40), ([2, 3], 32)]
+    assert rule.split([0, 1, 2, 3]) == [([0, 1], 40), ([2, 3], 32)]
 
 
 def test_a_row_longer_than_max_tokens_is_alone_and_not_lost():
     rule = BatchRule(lengths=[50, 4, 4], global_batch_size=3, batch_size=3, max_tokens=10)
-    assert [cut.rows for cut in rule.cut([0, 1, 2])] == [[0], [1, 2]]
+    assert [cut.rows for cut in rule.split([0, 1, 2])] == [[0], [1, 2]]
 
 
 def test_rows_on_both_sides_of_the_boundary_never_meet():
@@ -99,12 +99,12 @@ def test_rows_on_both_sides_of_the_boundary_never_meet():
 
 def test_a_row_as_long_as_the_boundary_belongs_to_the_short_ones():
     rule = BatchRule(lengths=[30, 31, 29], global_batch_size=3, batch_size=3, boundary=30)
-    assert [cut.rows for cut in rule.cut([0, 1, 2])] == [[1], [0, 2]]
+    assert [cut.rows for cut in rule.split([0, 1, 2])] == [[1], [0, 2]]
 
 
 def test_rows_of_similar_length_share_a_micro_batch():
     rule = BatchRule(lengths=[9, 2, 8, 1], global_batch_size=4, batch_size=2)
-    assert [cut.rows for cut in rule.cut([0, 1, 2, 3])] == [[0, 2], [1, 3]]
+    assert [cut.rows for cut in rule.split([0, 1, 2, 3])] == [[0, 2], [1, 3]]
 
 
 def test_pad_pads_on_the_right_and_counts():

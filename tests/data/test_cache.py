@@ -75,7 +75,7 @@ def test_a_second_time_nothing_is_parsed_or_tokenised(
         as_first
     ) == 2
     assert second.fingerprint == first.fingerprint
-    assert second.kind == "messages"
+    assert second.row_type == "messages"
     assert second.source(2) == first.source(2) == f"{section.path}:3"
     assert second.prompt_and_answer(0) == first.prompt_and_answer(0)
 

@@ -82,7 +82,7 @@ def test_a_conversation_is_one_example_in_shares_weights_and_steps(encode: Calla
     assert [len(of_one) for of_one in joined.rows_of_examples] == [sizes[0], sizes[0], sizes[2], *sizes]
     rule = rule_of(most, global_batch_size=2)
     assert (rule.num_examples, rule.steps_per_epoch) == (3, 2)
-    seen = [row for step in range(2) for cut in rule.cuts_of_step(0, step) for row in cut.rows]
+    seen = [row for step in range(2) for cut in rule.microbatches_of_step(0, step) for row in cut.rows]
     assert sorted(seen) == list(range(len(most)))
 
 
@@ -90,7 +90,7 @@ def test_a_row_without_thinking_shares_everything_with_the_answer_before(
     encode: Callable[..., EncodedExamples],
 ) -> None:
     row = conversation(6, seed=3, thinking=0)
-    (cut,) = rule_of(encode([row])).cuts_of_step(0, 0)
+    (cut,) = rule_of(encode([row])).microbatches_of_step(0, 0)
     whole = encode([row], train_on="all")
     assert cut.rows == list(range(6))
     assert cut.num_tokens <= len(whole[0].input_ids) + 6  # the end of the text behind each answer
@@ -128,7 +128,7 @@ def test_losses_and_gradients_are_those_of_each_turn_alone(
     expected = torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
     limit = {} if max_tokens is None else {"max_tokens_per_microbatch": max_tokens}
     rule = rule_of(examples, global_batch_size=2, **limit)
-    assert len(rule.cuts_of_step(0, 0)) > (1 if max_tokens else 0)
+    assert len(rule.microbatches_of_step(0, 0)) > (1 if max_tokens else 0)
     total, gradient = losses_of(model, examples, rule)
     assert abs(total - alone) <= 1e-6 * alone
     assert (gradient - expected).norm() <= 1e-5 * expected.norm()
@@ -154,10 +154,10 @@ def test_answers_stay_together_until_they_are_too_many_and_the_log_says_what_tha
     examples = encode([conversation(4, seed=7), conversation(2, seed=8)], max_length=8192)
     config = load_config(["data.path=a.jsonl", "model=phi_tiny"], task="finetune_lora")
     together = rule_of(examples, global_batch_size=2, batch_size=1)
-    assert sorted(cut.rows for cut in together.cuts_of_step(0, 0)) == [[0, 1, 2, 3], [4, 5]]
+    assert sorted(cut.rows for cut in together.microbatches_of_step(0, 0)) == [[0, 1, 2, 3], [4, 5]]
     log_batches(config, together, num_steps=1, world_size=1)
     assert not any("exceed" in line for line in logged())
-    most = max(cut.num_tokens for cut in together.cuts_of_step(0, 0)) - 1
+    most = max(cut.num_tokens for cut in together.microbatches_of_step(0, 0)) - 1
     apart = rule_of(examples, global_batch_size=2, max_tokens_per_microbatch=most)
     assert [sorted(unit) for unit in apart.units(0)] == [[0, 1, 2], [3]]
     assert apart.units(1) == [[4, 5]]
@@ -172,9 +172,9 @@ def test_padded_rows_and_a_boundary_keep_all_answers(encode: Callable[..., Encod
     examples = encode([conversation(4, seed=7), conversation(2, seed=8)], max_length=8192)
     padded = rule_of(examples, is_packed=False, global_batch_size=2, batch_size=2)
     assert padded.tokens is None
-    assert sorted(row for cut in padded.cuts_of_step(0, 0) for row in cut.rows) == list(range(6))
+    assert sorted(row for cut in padded.microbatches_of_step(0, 0) for row in cut.rows) == list(range(6))
     boundary = int(examples.lengths[1])
-    cuts = replace(rule_of(examples, global_batch_size=2), boundary=boundary).cuts_of_step(0, 0)
+    cuts = replace(rule_of(examples, global_batch_size=2), boundary=boundary).microbatches_of_step(0, 0)
     assert sorted(row for cut in cuts for row in cut.rows) == list(range(6))
     assert all(len({bool(examples.lengths[row] > boundary) for row in cut.rows}) == 1 for cut in cuts)
 

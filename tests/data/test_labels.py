@@ -214,10 +214,12 @@ def test_the_format_of_a_source_does_not_undo_that_of_labelled_rows(
     assert not row.is_good
 
 
-def test_a_gate_cannot_leave_out_one_side_of_a_pair(make_section: MakeSection, write_jsonl: Callable[..., str]) -> None:
+def test_a_check_cannot_leave_out_one_side_of_a_pair(
+    make_section: MakeSection, write_jsonl: Callable[..., str]
+) -> None:
     pairs = [{"prompt": "p", "chosen": "yes" * n, "rejected": "no"} for n in (1, 40)]
     section = make_section(path=write_jsonl(pairs), max_length=20, on_long_row="drop", on_truncated_answer="drop")
-    with pytest.raises(ConfigError, match=r"data.on_long_row and data.on_truncated_answer are drop, but a gate"):
+    with pytest.raises(ConfigError, match=r"data.on_long_row and data.on_truncated_answer are drop, but each side"):
         encode_preferences(section, tiny_tokenizer())
     kept = section.model_copy(update={"on_long_row": "warn", "on_truncated_answer": "warn"})
     assert len(encode_preferences(kept, tiny_tokenizer()).train) == 2

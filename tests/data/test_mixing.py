@@ -66,7 +66,7 @@ def test_rows_keep_their_tokens_and_targets(make_section: Make, files: tuple[str
         for examples in (encode(make_section(path=path)).train for path in files)
         for row in range(len(examples))
     }
-    assert mixed.kind == "several"
+    assert mixed.row_type == "several"
     assert len(mixed) == 4 + 15
     for row in range(len(mixed)):
         expected = apart[mixed.source(row)]

@@ -167,7 +167,7 @@ from finetune.data.formats import Example
 from finetune.data.templates import AnswerTokens
 from tests.tiny import tiny_tokenizer
 
-batch = [Example(kind="text", source="a", number=1, text="the answer " * 50)] * 64
+batch = [Example(row_type="text", source="a", number=1, text="the answer " * 50)] * 64
 with encode_in_processes(AnswerTokens(tiny_tokenizer()), "all", 2) as encode:
     for number, _ in enumerate(encode(itertools.repeat(batch))):
         if number == 4:

@@ -32,7 +32,7 @@ def chat(*turns: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("row", "kind", "contents"),
+    ("row", "row_type", "contents"),
     [
         (CHAT, "messages", ("Hi", "yes")),
         ({"prompt": "a", "completion": "b"}, "prompt_completion", ("a", "b")),
@@ -40,11 +40,11 @@ def chat(*turns: object) -> dict[str, Any]:
         ({"prompt": "a", "text": "b", **CHAT}, "messages", ("Hi", "yes")),
     ],
 )
-def test_the_kind_is_seen_by_the_columns_and_reported(
-    write_jsonl: Write, logged: Callable[[], list[str]], row: dict[str, Any], kind: str, contents: tuple[str, ...]
+def test_the_row_type_is_seen_by_the_columns_and_reported(
+    write_jsonl: Write, logged: Callable[[], list[str]], row: dict[str, Any], row_type: str, contents: tuple[str, ...]
 ) -> None:
     examples = read(write_jsonl([{**row, "id": 3}]))
-    assert examples[0].kind == kind
+    assert examples[0].row_type == row_type
     assert examples[0].contents == contents
     assert examples[0].source == "train.jsonl:1"
     assert "1 rows of " in logged()[0]
@@ -128,7 +128,7 @@ def test_a_row_that_cannot_be_used_names_its_line_and_says_why(
         ({"text": "a"}, {"text": None}, "text is None (NoneType); expected text"),
     ],
 )
-def test_the_other_kinds_are_checked_too(
+def test_the_other_formats_are_checked_too(
     write_jsonl: Write, first: dict[str, Any], row: dict[str, Any], problem: str
 ) -> None:
     assert f"  train.jsonl:2: {problem}" in error_of(write_jsonl([first, row]))

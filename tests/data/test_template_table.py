@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import os
 
-from finetune.data.cells import BadRowError
 from finetune.data.chat_template import ChatTemplate, use_chat_template
 from finetune.data.formats import FORMATS, parse_row
 from finetune.data.templates import AnswerTokens, encode_batch
 from finetune.data.turns import Turn, parse_turns
+from finetune.data.values import BadRowError
 from tests.launches import REPOSITORY
 from tests.model.test_variants import GOLDEN
 from tests.model.variants import VARIANTS

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.cells import BadRowError
 from finetune.data.chat_template import ChatTemplate
 from finetune.data.templates import (
     AnswerTokens,
@@ -15,6 +14,7 @@ from finetune.data.templates import (
     tokenize,
 )
 from finetune.data.turns import dialogue_of
+from finetune.data.values import BadRowError
 from finetune.errors import DataError
 from tests.tiny import CHAT_TEMPLATES, Style, tiny_tokenizer
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy
 import pytest
 
-from finetune.engine.prefixes import Cut, build_prefix_tree, cut_global_batch, deal, separate_rows
+from finetune.engine.prefixes import RowGroup, assign_to_ranks, build_prefix_tree, separate_rows, split_global_batch
 from tests.engine.prefix_rows import random_rows
 from tests.pace import processor_limit
 
@@ -79,7 +79,7 @@ def test_with_every_token_worth_it_no_beginning_is_computed_twice(seed: int) -> 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_cut_holds_each_row_once_and_keeps_the_limits(seed: int) -> None:
     rows = tokens_of(random_rows(seed))
-    cuts = cut_global_batch(rows, max_rows=3, max_tokens=70, is_long=[len(row) > 30 for row in rows])
+    cuts = split_global_batch(rows, max_rows=3, max_tokens=70, is_long=[len(row) > 30 for row in rows])
     assert sorted(row for cut in cuts for row in cut.rows) == list(range(len(rows)))
     for cut in cuts:
         assert len(cut.rows) <= 3
@@ -93,7 +93,7 @@ def test_families_stay_together() -> None:
     generator = numpy.random.default_rng(0)
     families = [generator.integers(0, 1000, 150) for _ in range(4)]
     rows = [numpy.append(families[row % 4], generator.integers(0, 1000, 20 + row)) for row in range(16)]
-    cuts = cut_global_batch(rows, max_rows=4)
+    cuts = split_global_batch(rows, max_rows=4)
     assert sorted(sorted(cut.rows) for cut in cuts) == [
         [family, family + 4, family + 8, family + 12] for family in range(4)
     ]
@@ -102,7 +102,7 @@ def test_families_stay_together() -> None:
 
 def test_a_family_too_large_is_cut_evenly_and_shares_in_every_part() -> None:
     rows = seeded(rows=16, mean=100, shared=150)
-    cuts = cut_global_batch(rows, max_rows=4)
+    cuts = split_global_batch(rows, max_rows=4)
     assert [len(cut.rows) for cut in cuts] == [4] * 4
     assert sum(cut.num_tokens for cut in cuts) == sum(map(len, rows)) - 12 * 150
     assert max(cut.num_tokens for cut in cuts) < 1.15 * min(cut.num_tokens for cut in cuts)
@@ -110,8 +110,8 @@ def test_a_family_too_large_is_cut_evenly_and_shares_in_every_part() -> None:
 
 def test_a_token_limit_counts_what_is_shared_once() -> None:
     rows = seeded(rows=16, mean=100, shared=150)
-    shared = cut_global_batch(rows, max_rows=16, max_tokens=1000)
-    apart = cut_global_batch(rows, max_rows=16, max_tokens=1000, share=False)
+    shared = split_global_batch(rows, max_rows=16, max_tokens=1000)
+    apart = split_global_batch(rows, max_rows=16, max_tokens=1000, share=False)
     assert len(shared) < len(apart)
     assert max(cut.num_tokens for cut in shared + apart) <= 1000
     assert sum(cut.num_tokens for cut in apart) == sum(map(len, rows))
@@ -119,40 +119,40 @@ def test_a_token_limit_counts_what_is_shared_once() -> None:
 
 def test_rows_that_share_nothing_are_cut_into_even_parts() -> None:
     rows = seeded(rows=16, mean=180)
-    cuts = cut_global_batch(rows, max_rows=4)
+    cuts = split_global_batch(rows, max_rows=4)
     assert [len(cut.rows) for cut in cuts] == [4] * 4
     assert max(cut.num_tokens for cut in cuts) < 1.1 * min(cut.num_tokens for cut in cuts)
 
 
 def test_where_tokens_decide_two_ranks_have_equal_work() -> None:
     batches = [seeded(rows=16, mean=180, seed=seed) for seed in range(20)]
-    weights = [[cut.num_tokens for cut in cut_global_batch(rows, max_rows=16, max_tokens=640)] for rows in batches]
+    weights = [[cut.num_tokens for cut in split_global_batch(rows, max_rows=16, max_tokens=640)] for rows in batches]
     assert all(len(each) % 2 == 0 for each in weights)
-    slower = sum(max(sum(each[index] for index in hand) for hand in deal(each, 2)) for each in weights)
+    slower = sum(max(sum(each[index] for index in hand) for hand in assign_to_ranks(each, 2)) for each in weights)
     assert sum(map(sum, weights)) / slower > 1.95
-    assert len(cut_global_batch(batches[0], max_rows=6, max_tokens=4000)) == 3  # the limit of rows decides
+    assert len(split_global_batch(batches[0], max_rows=6, max_tokens=4000)) == 3  # the limit of rows decides
 
 
 def test_the_order_in_which_rows_come_changes_no_cut() -> None:
     rows = seeded(rows=12, mean=60, shared=40)
-    forwards = cut_global_batch(rows, max_rows=3)
-    backwards = cut_global_batch(rows[::-1], max_rows=3)
+    forwards = split_global_batch(rows, max_rows=3)
+    backwards = split_global_batch(rows[::-1], max_rows=3)
     assert [cut.num_tokens for cut in forwards] == [cut.num_tokens for cut in backwards]
-    assert forwards == cut_global_batch(rows, max_rows=3)
+    assert forwards == split_global_batch(rows, max_rows=3)
 
 
 def test_rows_go_to_the_rank_with_the_least() -> None:
-    assert deal([5, 9, 4, 4, 2], 2) == [[1, 3], [0, 2, 4]]
-    assert deal([3, 3, 3], 2) == [[0, 2], [1]]
-    assert deal([9, 1, 1, 1], 2) == [[0, 3], [1, 2]]  # two each at most
-    assert deal([7], 3) == [[0], [], []]
-    assert deal([], 2) == [[], []]
+    assert assign_to_ranks([5, 9, 4, 4, 2], 2) == [[1, 3], [0, 2, 4]]
+    assert assign_to_ranks([3, 3, 3], 2) == [[0, 2], [1]]
+    assert assign_to_ranks([9, 1, 1, 1], 2) == [[0, 3], [1, 2]]  # two each at most
+    assert assign_to_ranks([7], 3) == [[0], [], []]
+    assert assign_to_ranks([], 2) == [[], []]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_a_deal_gives_each_microbatch_once_and_none_a_rank_too_many(ranks: int) -> None:
-    weights = [cut.num_tokens for cut in cut_global_batch(seeded(rows=30, mean=120, seed=ranks), max_rows=4)]
-    hands = deal(weights, ranks)
+    weights = [cut.num_tokens for cut in split_global_batch(seeded(rows=30, mean=120, seed=ranks), max_rows=4)]
+    hands = assign_to_ranks(weights, ranks)
     assert sorted(index for hand in hands for index in hand) == list(range(len(weights)))
     assert max(map(len, hands)) == -(-len(weights) // ranks)
     assert all(a < b for hand in hands for a, b in pairwise(hand))
@@ -162,7 +162,7 @@ def test_cutting_a_global_batch_takes_no_time_beside_a_step() -> None:
     rows = seeded(rows=16, mean=180, shared=150)
     started = time.process_time()
     for _ in range(20):
-        cuts = cut_global_batch(rows, max_rows=4)
+        cuts = split_global_batch(rows, max_rows=4)
     taken = (time.process_time() - started) / 20
     assert taken < processor_limit(0.005)
-    assert isinstance(cuts[0], Cut)
+    assert isinstance(cuts[0], RowGroup)

@@ -84,7 +84,7 @@ def test_rows_are_scored_after_the_thinking():
     ]
     encoded = [(row.token_ids, row.is_target) for row in encode_batch(rows, tokens, "all")]
     examples = EncodedExamples.from_rows(encoded, end_id=tokens.end_id)
-    examples.sources = tuple(source._replace(kind="messages") for source in examples.sources)
+    examples.sources = tuple(source._replace(row_type="messages") for source in examples.sources)
     expected = Dialogues(examples, tokens.tokenizer).expected
     assert expected[0] == "yes"
     assert json.loads(expected[1]) == [CALL]
@@ -98,5 +98,5 @@ def test_a_row_is_shown_by_its_last_turn_before_the_answer(style):
     row = parse_row({"messages": [*turns, {**QUESTION, "content": "And now?"}, turns[-1]]}, FORMATS["messages"], {})
     (encoded,) = encode_batch([row], tokens, "all")
     examples = EncodedExamples.from_rows([(encoded.token_ids, encoded.is_target)], end_id=tokens.end_id)
-    examples.sources = tuple(source._replace(kind="messages") for source in examples.sources)
+    examples.sources = tuple(source._replace(row_type="messages") for source in examples.sources)
     assert Dialogues(examples, tokens.tokenizer).last_turn(0) == "And now?"

@@ -51,7 +51,7 @@ def loss_of(name):
 def weights_that_like_strangers():
     """Adapter weights with a KL above 0."""
     model = tiny_lora()
-    strangers = pad([labelled()[row].stranger for row in range(len(LABELS))])
+    strangers = pad([labelled()[row].mismatched for row in range(len(LABELS))])
     optimizer = torch.optim.AdamW(trainable_parameters(model), lr=3e-2)
     for _ in range(10):
         summed_cross_entropy(model, strangers).backward()
@@ -142,7 +142,7 @@ def trl_simpo(model):
 def trl_kto(model):
     rows = [labelled()[row] for row in range(len(LABELS))]
     inputs = {"label": torch.tensor(LABELS)}
-    for prefix, of_kind in (("", [row.answer for row in rows]), ("KL_", [row.stranger for row in rows])):
+    for prefix, of_kind in (("", [row.answer for row in rows]), ("KL_", [row.mismatched for row in rows])):
         ids, attention, completion = padded(of_kind)
         inputs |= {f"{prefix}input_ids": ids, f"{prefix}attention_mask": attention}
         inputs[f"{prefix}completion_mask"] = completion
@@ -227,16 +227,16 @@ def test_a_stranger_is_a_prompt_with_the_answer_of_the_row_before_it():
     row = rows[3, 1]
     assert isinstance(row, LabelledExample)
     assert row.answer.input_ids.tolist() == rows.answers[3].input_ids.tolist()
-    assert row.stranger.input_ids.tolist() == [
+    assert row.mismatched.input_ids.tolist() == [
         *rows.answers[3].input_ids[:20].tolist(),
         *rows.answers[1].input_ids[20:].tolist(),
     ]
-    assert row.stranger.is_target.tolist() == [False] * 20 + [True] * 5
-    assert rows[0].stranger.input_ids[20:].tolist() == rows.answers[4].input_ids[20:].tolist()
+    assert row.mismatched.is_target.tolist() == [False] * 20 + [True] * 5
+    assert rows[0].mismatched.input_ids[20:].tolist() == rows.answers[4].input_ids[20:].tolist()
     assert [rows[index].is_good for index in range(5)] == list(LABELS)
-    assert rows.longest_stranger == 26
+    assert rows.longest_mismatched == 26
     short = EncodedLabelled(rows.answers, "rows", max_length=22)
-    assert len(short[3, 1].stranger.input_ids) == short.longest_stranger == 22
+    assert len(short[3, 1].mismatched.input_ids) == short.longest_mismatched == 22
 
 
 def test_strangers_longer_than_the_models_context_are_refused():

@@ -224,7 +224,7 @@ def test_a_row_alone_has_the_logits_it_has_in_any_batch(made: tuple[Variant, Pat
                 boundary=boundary,
                 tokens=None if way == "padded" else rows.tokens,
             )
-            cuts = [cut.rows for cut in rule.cut(range(len(rows)))]
+            cuts = [cut.rows for cut in rule.split(range(len(rows)))]
             assert max(map(len, cuts)) > 1
             got = losses_by_row(model, collate, cuts, rows)
             assert largest_difference(got, reference) <= tolerance, f"{way}, {batch_size} rows at most"

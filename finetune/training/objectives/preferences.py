@@ -114,7 +114,7 @@ def put_labelled_together(answers: Sequence[LabelledExample], *, rows: Collate) 
         rows=rows([each.answer for each in answers]),
         each=1,
         num_tokens=sum(len(each.answer.input_ids) for each in answers),
-        mismatched=rows([each.stranger for each in answers]),
+        mismatched=rows([each.mismatched for each in answers]),
         is_good=torch.tensor([each.is_good for each in answers]),
         counts=GlobalSums(num_rows=len(answers), num_good=sum(each.is_good for each in answers)),
     )

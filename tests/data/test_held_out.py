@@ -10,7 +10,7 @@ from finetune.config.schema import DataSection
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples, EncodedSplits
 from finetune.data.examples import load_examples
-from finetune.data.shares import Share, read_share, rows_of_split, shuffled
+from finetune.data.held_out import SplitSize, parse_split_size, rows_of_split, shuffled
 from finetune.errors import DataError
 from tests.tiny import tiny_tokenizer
 
@@ -80,21 +80,21 @@ def test_a_split_or_a_file_of_that_name_comes_first(make_section: Make, write_js
 
 @pytest.mark.parametrize("text", ["0", "1.0", "1.5", "100%", "-0.1", "0%"])
 def test_what_is_no_share_is_refused(text: str) -> None:
-    with pytest.raises(DataError, match=rf"data.test is {text}: expected a share of the training rows above 0"):
-        read_share(text, "test")
+    with pytest.raises(DataError, match=rf"data.test is {text}: expected a fraction of the training rows above 0"):
+        parse_split_size(text, "test")
 
 
 def test_names_are_no_shares() -> None:
-    assert read_share("dev", "test") is None
-    assert read_share("12e7b", "test") is None
-    assert read_share("0.29", "test") == Share("0.29", fraction=0.29)
-    assert Share("0.29", fraction=0.29).of(100) == 29
+    assert parse_split_size("dev", "test") is None
+    assert parse_split_size("12e7b", "test") is None
+    assert parse_split_size("0.29", "test") == SplitSize("0.29", fraction=0.29)
+    assert SplitSize("0.29", fraction=0.29).of(100) == 29
 
 
 def test_shares_that_leave_nothing_to_train_on_are_refused() -> None:
-    shares = {"validation": Share("0.5", fraction=0.5), "test": Share("2", rows=2)}
+    sizes = {"validation": SplitSize("0.5", fraction=0.5), "test": SplitSize("2", rows=2)}
     for split in ("train", "validation", "test"):
         with pytest.raises(
             DataError, match=r"rows has 4 rows, and data.test=2 and data.validation=0.5 leave none to train on"
         ):
-            rows_of_split(4, split=split, shares=shares, seed=0, label="rows")
+            rows_of_split(4, split=split, sizes=sizes, seed=0, label="rows")

@@ -1,4 +1,4 @@
-"""Shares of the training rows for validation and test. Their rows are a function of (seed, number of rows)."""
+"""Hold out training rows for validation and test. Which rows depends only on their number and on `data.split_seed`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hashlib import blake2b
 from finetune.errors import DataError
 
 _NUMBER = re.compile(r"[-+]?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?")
-_TAKEN_IN_THIS_ORDER = ("test", "validation", "train")  # a share for validation never changes the test rows
+_HELD_OUT_IN_THIS_ORDER = ("test", "validation", "train")  # the validation size never changes the test rows
 
 
 @dataclass(frozen=True)
-class Share:
-    """A number of rows, or a fraction of them."""
+class SplitSize:
+    """The size of a split that is held out of the training rows: a number of rows, or a fraction of them."""
 
     text: str
     """As the user wrote it: `0.05`, `5%` or `200`."""
@@ -23,52 +23,52 @@ class Share:
     fraction: float = 0.0
 
     def of(self, num_rows: int) -> int:
-        """Return the share as a number of rows, rounded to the nearest and at least one."""
+        """Return the size as a number of rows. A fraction is rounded to the nearest number, and is at least one row."""
         return self.rows or max(1, int(self.fraction * num_rows + 0.5))
 
 
-def rows_of_split(num_rows: int, *, split: str, shares: Mapping[str, Share], seed: int, label: str) -> list[int]:
+def rows_of_split(num_rows: int, *, split: str, sizes: Mapping[str, SplitSize], seed: int, label: str) -> list[int]:
     """Return the rows of one split in ascending order.
 
     Args:
         num_rows: all rows of the source.
         split: train, validation or test; train has the remaining rows.
-        shares: the share of each other split.
+        sizes: the size of each other split.
         seed: data.split_seed.
         label: names the rows in messages.
 
     Raises:
         DataError: no row is left to train on.
     """
-    counts = {name: share.of(num_rows) for name, share in shares.items()}
+    counts = {name: size.of(num_rows) for name, size in sizes.items()}
     counts["train"] = num_rows - sum(counts.values())
     if counts["train"] <= 0:
-        asked = " and ".join(f"data.{name}={share.text}" for name, share in sorted(shares.items()))
-        leave = "leaves" if len(shares) == 1 else "leave"
-        raise DataError(f"{label} has {num_rows:,} rows, and {asked} {leave} none to train on. Put fewer aside.")
-    before = _TAKEN_IN_THIS_ORDER[: _TAKEN_IN_THIS_ORDER.index(split)]
+        asked = " and ".join(f"data.{name}={size.text}" for name, size in sorted(sizes.items()))
+        leave = "leaves" if len(sizes) == 1 else "leave"
+        raise DataError(f"{label} has {num_rows:,} rows, and {asked} {leave} none to train on. Hold fewer out.")
+    before = _HELD_OUT_IN_THIS_ORDER[: _HELD_OUT_IN_THIS_ORDER.index(split)]
     start = sum(counts.get(name, 0) for name in before)
     return sorted(shuffled(num_rows, seed)[start : start + counts[split]])
 
 
-def read_share(text: str, split: str) -> Share | None:
-    """Read `0.05`, `5%` or `200`; None if the text is not a number.
+def parse_split_size(text: str, split: str) -> SplitSize | None:
+    """Parse `0.05`, `5%` or `200`; None if the text is not a number.
 
     Raises:
-        DataError: the number is not a valid share.
+        DataError: the number is not a valid size.
     """
     number = text.strip().removesuffix("%")
     if not _NUMBER.fullmatch(number):
         return None
     if number.isdigit() and number == text.strip() and int(number) > 0:
-        return Share(text, rows=int(number))
+        return SplitSize(text, rows=int(number))
     fraction = float(number) / 100 if text.strip().endswith("%") else float(number)
     if not 0 < fraction < 1:
         raise DataError(
-            f"data.{split} is {text}: expected a share of the training rows above 0 and below 1 (0.05 or 5%), a "
+            f"data.{split} is {text}: expected a fraction of the training rows above 0 and below 1 (0.05 or 5%), a "
             "number of rows (200), the name of a split, or a file."
         )
-    return Share(text, fraction=fraction)
+    return SplitSize(text, fraction=fraction)
 
 
 def shuffled(num_rows: int, seed: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""Gates check encoded rows before step 1: each reports the rows that it finds, their origin, and what to do.
+"""Check encoded rows before step 1. Each check reports the rows that it finds, where they are, and what to do.
 
-A gate refuses rows that would make training learn or measure something unintended, and warns about rows that the user
-may intend. `data.on_…` sets each; see docs/data.md. Templates need no generation markers, so no gate looks for them.
+Rows that would make training learn or measure something unintended are refused. For rows that the user may intend,
+there is a warning. A key `data.on_…` sets each check; see docs/data.md.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
-class RowGate:
-    """A gate that looks at one row at a time.
+class RowCheck:
+    """A check of one row at a time.
 
     Attributes:
         key: the key of the data section that sets it.
@@ -49,7 +49,7 @@ def is_answer_truncated(examples: EncodedExamples) -> torch.Tensor:
     """Mark the rows cut within an answer, before its end of turn: bool, shape (rows,). Plain text has no answers."""
     last, is_target = examples.tokens_at(examples.rows.starts + examples.lengths - 1)
     is_open = is_target & (last != examples.end_id)
-    return is_open & examples.is_truncated & (examples.kind != "text")
+    return is_open & examples.is_truncated & (examples.row_type != "text")
 
 
 def is_bos_doubled(examples: EncodedExamples, bos_id: int | None) -> torch.Tensor:
@@ -58,29 +58,29 @@ def is_bos_doubled(examples: EncodedExamples, bos_id: int | None) -> torch.Tenso
     return (first == bos_id) & (second == bos_id) & (examples.lengths > 1)
 
 
-ROW_GATES = (
-    RowGate(
+ROW_CHECKS = (
+    RowCheck(
         "on_long_row",
         lambda examples, _: examples.is_truncated,
         "are longer than data.max_length={max_length}",
         "the rest is cut off",
         "Raise data.max_length (the longest has {longest:,} tokens)",
     ),
-    RowGate(
+    RowCheck(
         "on_no_target",
         lambda examples, _: examples.num_targets == 0,
         "have no token that carries loss within data.max_length={max_length}",
         "they can neither be learned from nor measured on",
         "Raise data.max_length (the longest has {longest:,} tokens)",
     ),
-    RowGate(
+    RowCheck(
         "on_truncated_answer",
         lambda examples, _: is_answer_truncated(examples),
         "have an answer that data.max_length={max_length} cuts before its end of turn",
         "the model would learn answers that break off",
         "Raise data.max_length (the longest has {longest:,} tokens)",
     ),
-    RowGate(
+    RowCheck(
         "on_doubled_bos",
         is_bos_doubled,
         "begin with the beginning-of-sequence token twice",
@@ -88,28 +88,28 @@ ROW_GATES = (
         "Remove it from the rows or from the chat template (data.chat_template)",
     ),
 )
-"""The gates that look at one row at a time, in the order in which they run."""
+"""The checks of one row at a time, in the order in which they run."""
 
 
-def pass_gates(
+def check_rows(
     parts: Mapping[str, Sequence[Part]], section: DataSection, bos_id: int | None, template: str = "the tokenizer"
 ) -> dict[str, list[Part]]:
-    """Run the gates: drop rows, warn about rows, or refuse them, as the section says.
+    """Run all checks. Rows are dropped, refused or named in a warning, as the section says.
 
     Args:
         parts: the parts of each split, each row once.
-        section: `on_…` sets each gate.
+        section: `on_…` sets each check.
         bos_id: the beginning-of-sequence token, if the tokenizer has one.
         template: names the chat template.
 
     Raises:
-        DataError: one or more gates refuse the rows; all of them are named.
+        DataError: one or more checks refuse the rows; the message names all of them.
     """
     refused: list[str] = []
     passed = {split: list(of_split) for split, of_split in parts.items()}
-    for gate in ROW_GATES:
+    for check in ROW_CHECKS:
         for split in passed:
-            passed[split] = _apply(gate, split, passed[split], section, bos_id, refused)
+            passed[split] = _apply(check, split, passed[split], section, bos_id, refused)
     _check_keys(parts, section, template, refused)
     _check_overlap(passed, section, refused)
     _check_end_of_turn(passed.get("train", []), section, refused)
@@ -127,11 +127,11 @@ def name_some(places: Iterable[str]) -> str:
 
 
 def _apply(
-    gate: RowGate, split: str, parts: list[Part], section: DataSection, bos_id: int | None, refused: list[str]
+    check: RowCheck, split: str, parts: list[Part], section: DataSection, bos_id: int | None, refused: list[str]
 ) -> list[Part]:
-    """Apply a gate to a split. Returns its parts without the rows that are dropped."""
-    action = getattr(section, gate.key)
-    masks = [gate.find(part.examples, bos_id) for part in parts]
+    """Apply a check to a split. Returns its parts without the rows that are dropped."""
+    action = getattr(section, check.key)
+    masks = [check.find(part.examples, bos_id) for part in parts]
     found = [(part.examples, row) for part, mask in zip(parts, masks, strict=True) for row in _rows(mask)]
     if not found:
         return parts
@@ -139,11 +139,13 @@ def _apply(
     known = {"max_length": section.max_length, "longest": longest}
     num_rows = sum(len(part.examples) for part in parts)
     named = name_some(_name_row(*one) for one in found)
-    what = f"{split}: {len(found):,} of {num_rows:,} rows {gate.what.format(**known)}: {named}"
+    what = f"{split}: {len(found):,} of {num_rows:,} rows {check.what.format(**known)}: {named}"
     if action == "drop":
-        _log.warning("%s. They are left out (data.%s=drop).", what, gate.key)
-        return _without(parts, [~mask for mask in masks], split, gate.key, gate.advice.format(**known))
-    message = f"{what}: {gate.so}. {gate.advice.format(**known)}, or set data.{gate.key}=drop to leave these rows out"
+        _log.warning("%s. They are left out (data.%s=drop).", what, check.key)
+        return _without(parts, [~mask for mask in masks], split, check.key, check.advice.format(**known))
+    message = (
+        f"{what}: {check.so}. {check.advice.format(**known)}, or set data.{check.key}=drop to leave these rows out"
+    )
     _warn_or_refuse(action, message, refused)
     return parts
 
@@ -200,7 +202,7 @@ def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: 
 
 def _check_end_of_turn(train: Sequence[Part], section: DataSection, refused: list[str]) -> None:
     """Check that at least one training row teaches the model to stop; for plain text, that one row is not cut."""
-    talking = [part for part in train if part.examples.kind != "text"]
+    talking = [part for part in train if part.examples.row_type != "text"]
     asked = talking or list(train)
     if not asked or any(_teaches_end(part.examples) for part in asked):
         return

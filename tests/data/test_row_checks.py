@@ -1,4 +1,4 @@
-"""Each gate finds what it is for, says where it is, and does what its key says."""
+"""Each check finds the rows that it is for, says where they are, and does what its key says."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_rows_without_a_target(make_section: Make, write_jsonl: Write) -> None:
     assert encode(section, on_no_target="warn").train.num_targets.tolist() == [3, 0]
 
 
-def test_rows_to_test_on_pass_the_gates_too(make_section: Make, write_jsonl: Write) -> None:
+def test_rows_to_test_on_are_checked_too(make_section: Make, write_jsonl: Write) -> None:
     section = make_section(path=write_jsonl([SHORT]), test=write_jsonl([LONG_PROMPT], "test.jsonl"), max_length=50)
     assert encode(section).test is not None
     section = section.model_copy(update={"test": write_jsonl([SHORT | {"prompt": "Ho"}, LONG_PROMPT], "test.jsonl")})
@@ -165,7 +165,7 @@ def test_dropping_everything_is_refused(make_section: Make, write_jsonl: Write) 
     assert refusal(section).startswith("train: data.on_truncated_answer=drop leaves no row.")
 
 
-def test_the_advice_where_nothing_is_left_is_that_of_the_gate(make_section: Make, write_jsonl: Write) -> None:
+def test_the_advice_where_nothing_is_left_is_for_the_check(make_section: Make, write_jsonl: Write) -> None:
     path = write_jsonl([SHORT])
     section = make_section(path=path, validation=write_jsonl([SHORT], "validation.jsonl"), on_overlap="drop")
     assert refusal(section).startswith(
@@ -173,6 +173,6 @@ def test_the_advice_where_nothing_is_left_is_that_of_the_gate(make_section: Make
     )
 
 
-def test_the_gates_can_be_passed_by_to_look_at_the_rows(make_section: Make, write_jsonl: Write) -> None:
+def test_the_checks_can_be_left_out_to_look_at_the_rows(make_section: Make, write_jsonl: Write) -> None:
     section = make_section(path=write_jsonl([SHORT, LONG_ANSWER]), max_length=10)
-    assert len(encode_examples(load_examples(section), tiny_tokenizer(), section, is_gated=False).train) == 2
+    assert len(encode_examples(load_examples(section), tiny_tokenizer(), section, is_checked=False).train) == 2
