@@ -51,12 +51,13 @@ def test_one_module_starts_and_ends_process_groups(call):
     assert files_where(lambda path: call in path.read_text()) == {"finetune/distributed/ddp_init.py"}
 
 
-def test_one_module_names_launch_variables():
+def test_one_module_names_launch_variables_and_one_those_of_accelerate():
     def reads_one(path: Path) -> bool:
         constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
         return any(isinstance(value, str) and LAUNCH_VARIABLE.fullmatch(value) for value in constants)
 
-    assert files_where(reads_one) == {"finetune/distributed/environment.py"}
+    modules = ("environment", "accelerate_variables")
+    assert files_where(reads_one) == {f"finetune/distributed/{name}.py" for name in modules}
 
 
 def test_nothing_is_pickled_or_printed():

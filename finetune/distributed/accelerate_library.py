@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Sequence
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 
 __all__ = [
+    "AccelerateCommand",
     "Accelerator",
     "DistributedType",
     "PartialState",
@@ -18,7 +23,52 @@ __all__ = [
     "forget_accelerate",
     "gather_object",
     "open_tracker",
+    "read_launch_arguments",
 ]
+
+
+class AccelerateCommand(NamedTuple):
+    """What an `accelerate launch` was asked for, by its options and its config file."""
+
+    num_processes: int | None
+    """None if nobody asked for a number."""
+    engine: str | None
+    """The engine that was asked for instead of plain data parallelism, by its name in a config file."""
+
+
+def read_launch_arguments(arguments: Sequence[str], folder: Path) -> AccelerateCommand | None:
+    """Read the arguments of `accelerate launch` and its config file with accelerate's own parser.
+
+    Args:
+        arguments: options, script and the script's arguments.
+        folder: the working directory of the command.
+
+    Returns:
+        None if accelerate cannot read the arguments.
+    """
+    from accelerate.commands.config import load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    try:
+        with redirect_stderr(io.StringIO()):
+            options = launch_command_parser().parse_args(list(arguments))
+    except SystemExit:
+        return None
+    config = None
+    if options.config_file or not options.cpu:  # --cpu makes accelerate ignore its default config file
+        # It may be no file, or not one of accelerate's.
+        with suppress(OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
+            config = load_config_from_file(str(folder / options.config_file) if options.config_file else None)
+    asked = options.num_processes or getattr(config, "num_processes", None)
+    flags = {
+        "FSDP": options.use_fsdp,
+        "DEEPSPEED": options.use_deepspeed,
+        "MEGATRON_LM": options.use_megatron_lm,
+        "XLA": options.tpu,
+    }
+    in_file = str(getattr(config, "distributed_type", "NO")).rpartition(".")[2].upper()
+    engines = [name for name, is_asked in flags.items() if is_asked or name == in_file]
+    return AccelerateCommand(asked if asked and asked > 0 else None, engines[0] if engines else None)
 
 
 def forget_accelerate() -> None:

@@ -1,8 +1,10 @@
-"""The launcher's environment, read once into values. The only module that knows a launch variable by name.
+"""Read a process's place in its launch from the launcher's environment variables.
 
-Each kind of launcher passes rank and sizes under names of its own (`LauncherVariables`). The first kind that is present
-counts alone: `srun torchrun …` and `mpirun` inside a Slurm job are normal, and there RANK differs from SLURM_PROCID by
-design.
+Only this module knows these variables by name. The settings of accelerate are in `accelerate_variables`.
+
+Each family of launchers passes rank and sizes under names of its own (`LauncherVariables`). Only the first family that
+is present counts: `srun torchrun …` and `mpirun` inside a Slurm job are normal, and there RANK differs from
+SLURM_PROCID by design.
 """
 
 from __future__ import annotations
@@ -12,15 +14,8 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from finetune.distributed.fsdp_variables import (
-    AskedKey,
-    asked_keys,
-    asked_world_size,
-    refused_of_fsdp,
-    unused_settings,
-)
 from finetune.distributed.launcher_variables import LauncherVariables, number
 from finetune.distributed.slurm_notation import _first_host_from_slurm_nodelist, tasks_on_node
 from finetune.errors import LaunchError
@@ -88,25 +83,6 @@ _SLURM = LauncherVariables("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_
 _MPI = (_OPEN_MPI, _MVAPICH, _PMI)
 # Slurm numbers its own steps (batch, extern, interactive, pending) down from 0xFFFFFFFF.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
-
-_USE = "ACCELERATE_USE_"
-FSDP_SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
-"""With these, Accelerate would shard too, and transformers would load the weights on one process of a node alone."""
-_ENGINES = {"MEGATRON_LM": "Megatron-LM", "DEEPSPEED": "DeepSpeed", "PARALLELISM_CONFIG": "parallelism_config"}
-_TPU = (
-    "ACCELERATE_IN_TPU_POD",
-    "ACCELERATE_DOWNCAST_BF16",
-    "XLA_USE_BF16",
-    "XLA_DOWNCAST_BF16",
-    "PJRT_DEVICE",
-)
-_PLAIN_KINDS = "Use an accelerate config file with distributed_type MULTI_GPU, MULTI_CPU or NO."
-_OWN_SHARDING = "For a model larger than one GPU, set parallel.sharding=fsdp2."
-_FIRST_FSDP = (
-    "version 1 of FSDP is not supported: training would silently be plain data parallelism. Set fsdp_version: 2 in "
-    "accelerate's config file (--fsdp_version 2); or leave FSDP out there, and set parallel.sharding=fsdp2."
-)
-_SHARDERS = ("DeepSpeed", "Megatron-LM")
 
 WORLD_VARIABLES: tuple[str, ...] = (
     *_TORCH.names,
@@ -231,120 +207,9 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     return environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
 
 
-def accelerate_config_folder(environ: Mapping[str, str]) -> str:
-    """Where `accelerate launch` looks for its default config file; may begin with ``~``."""
-    caches = environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    return f"{caches}/accelerate"
-
-
-def is_cpu_requested(environ: Mapping[str, str]) -> bool:
-    """Whether `accelerate launch --cpu` asked for the CPU."""
-    return _is_true(environ.get("ACCELERATE_USE_CPU", ""))
-
-
 def is_started_by_accelerate_alone(environ: Mapping[str, str]) -> bool:
     """Whether this is the only process of an `accelerate launch`, whatever else (srun) started that."""
     return _is_from_accelerate(environ) and read_environment(environ).world_size == 1
-
-
-def requested_precision(environ: Mapping[str, str]) -> str | None:
-    """The mixed precision that `accelerate launch` was asked for; it exports `no` where nobody asked."""
-    asked = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    return None if asked in ("no", "") else asked
-
-
-def requested_accumulation(environ: Mapping[str, str]) -> int | None:
-    """The gradient accumulation that Accelerate would apply in any case; None where nobody asked (1).
-
-    `accelerate launch` exports it for DeepSpeed only; elsewhere it comes from the user's shell.
-
-    Raises:
-        LaunchError: it is not a whole number.
-    """
-    asked = number(environ, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
-    return None if asked == 1 else asked
-
-
-class AskedSharding(NamedTuple):
-    """What `accelerate launch` asks for with version 2 of FSDP."""
-
-    keys: dict[str, AskedKey]
-    """By finetune's key."""
-    world_size: int | None
-    """The number of processes that it is made for; None: any."""
-    unused: list[tuple[str, str]]
-    """Pairs of a setting without effect, and what finetune does instead."""
-
-
-def requested_sharding(environ: Mapping[str, str]) -> AskedSharding | None:
-    """The settings of accelerate's FSDP, none of which is refused; None where nobody asked for it."""
-    if not _is_fsdp2(environ):
-        return None
-    has_sizes = _uses_sizes(environ)
-    return AskedSharding(
-        keys=asked_keys(environ, has_sizes=has_sizes),
-        world_size=asked_world_size(environ) if has_sizes else None,
-        unused=unused_settings(environ),
-    )
-
-
-def refused_settings(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Settings of `accelerate launch` that finetune refuses whatever its own configuration says.
-
-    `accelerate launch` (1.15) exports some variables without any option, which then means "not set":
-    ACCELERATE_MIXED_PRECISION=no, ACCELERATE_DYNAMO_BACKEND=NO, ACCELERATE_DYNAMO_MODE=default, ACCELERATE_USE_CPU and
-    ACCELERATE_DYNAMO_USE_*=False. Without a backend the other DYNAMO settings do nothing, nor do those of an engine
-    (FSDP_*, MEGATRON_LM_*, PARALLELISM_CONFIG_*, ACCELERATE_DEEPSPEED_*, ACCELERATE_FP8_*) without it. Those of FSDP
-    version 2 become the run's own (`requested_sharding`).
-    ACCELERATE_DEBUG_MODE, ACCELERATE_CPU_AFFINITY, ACCELERATE_CONFIG_FILE and the like change no result. Precision,
-    accumulation and device are compared with the configuration (`requested_precision`, `requested_accumulation`,
-    `is_cpu_requested`).
-
-    Returns:
-        Pairs of a setting, ``NAME=value``, and the reason with what to do.
-    """
-    reasons = ((f"{name}={value}", _why_refused(name, value, environ)) for name, value in sorted(environ.items()))
-    of_fsdp = refused_of_fsdp(environ, has_sizes=_uses_sizes(environ)) if _is_fsdp2(environ) else ()
-    return [*((setting, why) for setting, why in reasons if why is not None), *of_fsdp]
-
-
-def _why_refused(name: str, value: str, environ: Mapping[str, str]) -> str | None:
-    if name in ("ACCELERATE_USE_CPU", "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"):
-        return None
-    if name == "ACCELERATE_USE_SAGEMAKER":
-        kind = environ.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", "unset").upper()
-        is_plain = kind == "NO" or not _is_true(value)
-        return None if is_plain else f"SageMaker's data parallelism ({kind}) is not supported. {_PLAIN_KINDS}"
-    if name in FSDP_SWITCHES and _is_fsdp2(environ):
-        return None
-    if name == FSDP_SWITCHES[0] and _is_true(value):
-        return _FIRST_FSDP
-    if name.startswith(_USE) and _is_true(value):
-        engine = _ENGINES.get(name.removeprefix(_USE), name.removeprefix(_USE))
-        why = f"{engine} is not supported: training would silently be plain data parallelism. {_PLAIN_KINDS}"
-        return f"{why} {_OWN_SHARDING}" if engine in _SHARDERS else why
-    if name == "ACCELERATE_DYNAMO_BACKEND" and value.upper() not in ("NO", ""):
-        return "finetune does not compile models. Remove --dynamo_backend, or dynamo_config from the config file."
-    if name == "ACCELERATE_MIXED_PRECISION" and value.lower() in ("fp16", "fp8"):
-        return "finetune trains in fp32 and bf16 only. Set mixed_precision to no or bf16, and training.precision."
-    if name == "ACCELERATE_TORCH_DEVICE":
-        return "every process would compute on that one device. Unset it and set training.device."
-    if name in _TPU and (_is_true(value) or value.upper() == "TPU"):
-        return f"TPUs (XLA) are not supported. {_PLAIN_KINDS}"
-    return None
-
-
-def _is_fsdp2(environ: Mapping[str, str]) -> bool:
-    return _is_true(environ.get(FSDP_SWITCHES[0], "")) and environ.get("FSDP_VERSION") == "2"
-
-
-def _uses_sizes(environ: Mapping[str, str]) -> bool:
-    return _is_true(environ.get(FSDP_SWITCHES[1], ""))
-
-
-def _is_true(value: str) -> bool:
-    """As Accelerate reads it."""
-    return value.lower() in ("1", "y", "yes", "t", "true", "on")
 
 
 def _is_from_accelerate(environ: Mapping[str, str]) -> bool:

@@ -16,7 +16,12 @@ import torch
 
 from finetune.config.tracker_packages import refuse_missing_trackers
 from finetune.distributed.accelerate_library import forget_accelerate
-from finetune.distributed.accelerate_settings import check_accelerate_command, fsdp_is_hidden, settings_of_accelerate
+from finetune.distributed.accelerate_settings import (
+    compare_accelerate_command,
+    fsdp_is_hidden,
+    settings_of_accelerate,
+)
+from finetune.distributed.accelerate_variables import is_cpu_requested
 from finetune.distributed.ddp_init import (
     ProcessContext,
     cleanup_ddp,
@@ -32,7 +37,6 @@ from finetune.distributed.environment import (
     given_address,
     is_address_missing,
     is_batch_script_body,
-    is_cpu_requested,
 )
 from finetune.distributed.local_spawn import run_as_processes
 from finetune.distributed.precision import deterministic_algorithms
@@ -83,7 +87,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     refuse_what_is_not_sharded(config, trains=trains)
     if trains:
         RunFolder(config.output_dir).check(config.resume)
-    _check_wish(config, environment, fallbacks)
+    _compare_with_launch(config, environment, fallbacks)
     environment = replace(
         environment,
         master_addr=config.parallel.master_addr or environment.master_addr,
@@ -238,34 +242,12 @@ def _record_output_device(config: Config, runtime: Runtime) -> None:
         )
 
 
-def _check_wish(config: Config, environment: LaunchEnvironment, fallbacks: Fallbacks) -> None:
-    """Compare the configuration with the launch.
-
-    Raises:
-        LaunchError: names both sides, and the line of the configuration.
-    """
-    started = {"world_size": environment.world_size, "rank": environment.rank}
-    if environment.launcher != "none":
-        started["num_processes"] = environment.world_size
-    shown = f"RANK={environment.rank}, WORLD_SIZE={environment.world_size}"
-    if environment.launcher == "none":
-        found = f"this process was started without a launcher, as {shown}"
-    else:
-        found = f"{environment.launcher} started this process with {shown}"
-    for key, actual in started.items():
-        asked = getattr(config.parallel, key)
-        if asked is not None and asked != actual:
-            raise LaunchError(
-                f"parallel.{key} is {asked} ({config.origin(f'parallel.{key}')}) but {found}. "
-                "Remove the key, or launch to match it."
-            )
-    _check_address(config, environment)
-    if config.ddp is False and (config.parallel.num_processes or 1) > 1:
-        raise LaunchError(
-            f"ddp is false ({config.origin('ddp')}) but parallel.num_processes is {config.parallel.num_processes} "
-            f"({config.origin('parallel.num_processes')}). Drop one of them."
-        )
-    check_accelerate_command(config, environment, fallbacks)
+def _compare_with_launch(config: Config, environment: LaunchEnvironment, fallbacks: Fallbacks) -> None:
+    """Compare the configuration with the launch, and log or record what was started in place of several processes."""
+    refuse_another_launch(config, environment)
+    dropped = compare_accelerate_command(config, environment)
+    if dropped is not None:
+        fallbacks.take(dropped)
     if is_batch_script_body(os.environ):
         _log.warning(
             "Slurm gave this job several tasks, but this process was started outside of srun: it is one process. "
@@ -273,7 +255,35 @@ def _check_wish(config: Config, environment: LaunchEnvironment, fallbacks: Fallb
         )
 
 
-def _check_address(config: Config, environment: LaunchEnvironment) -> None:
+def refuse_another_launch(config: Config, environment: LaunchEnvironment) -> None:
+    """Refuse a launch that contradicts the configuration.
+
+    Raises:
+        LaunchError: names both sides, and the line of the configuration.
+    """
+    started = {"world_size": environment.world_size, "rank": environment.rank}
+    place = f"RANK={environment.rank}, WORLD_SIZE={environment.world_size}"
+    if environment.launcher == "none":
+        found = f"this process was started without a launcher, as {place}"
+    else:
+        found = f"{environment.launcher} started this process with {place}"
+        started["num_processes"] = environment.world_size
+    for key, actual in started.items():
+        asked = getattr(config.parallel, key)
+        if asked is not None and asked != actual:
+            raise LaunchError(
+                f"parallel.{key} is {asked} ({config.origin(f'parallel.{key}')}) but {found}. "
+                "Remove the key, or launch to match it."
+            )
+    _refuse_another_address(config, environment)
+    if config.ddp is False and (config.parallel.num_processes or 1) > 1:
+        raise LaunchError(
+            f"ddp is false ({config.origin('ddp')}) but parallel.num_processes is {config.parallel.num_processes} "
+            f"({config.origin('parallel.num_processes')}). Drop one of them."
+        )
+
+
+def _refuse_another_address(config: Config, environment: LaunchEnvironment) -> None:
     """Refuse another address than the launcher's: its agent may hold the store there already."""
     given_addr, given_port = given_address(os.environ)
     settled = {"master_addr": given_addr, "master_port": given_port}

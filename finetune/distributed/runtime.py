@@ -11,6 +11,7 @@ is trained.
 from __future__ import annotations
 
 import logging
+import os
 import platform
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -67,7 +68,7 @@ class Runtime:
         self.environment = environment
         self.fallbacks = fallbacks
         self.precision = choose_precision(config.training.precision, has_bf16=has_bf16(context.device))
-        refuse_another_precision(self.precision, config.training.precision)
+        refuse_another_precision(self.precision, config.training.precision, os.environ)
         if context.device.type == "cuda":
             torch.cuda.set_device(context.device)  # in a world of one, Accelerate takes the current one
         self._accelerator = Accelerator(

@@ -26,8 +26,7 @@ from finetune import build_tokenizer, cleanup_ddp, initialize_ddp, launch, load_
 from finetune.config import hub
 from finetune.config.schema import Config, ModelSection
 from finetune.distributed import accelerate_settings, ddp_init, device, rendezvous
-from finetune.distributed.accelerate_library import forget_accelerate
-from finetune.distributed.accelerate_settings import AccelerateCommand, launch_options
+from finetune.distributed.accelerate_library import AccelerateCommand, forget_accelerate
 from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.ending import explain
 from finetune.distributed.environment import LaunchEnvironment, read_environment
@@ -183,9 +182,7 @@ def ddp_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 @maker
 def accelerate_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     """Without the launcher itself, which tests/test_launch_forms.py starts."""
-    options = launch_options(["accelerate", "launch", "--cpu", "--num_processes", "2", "a.py"], ["python", "a.py"])
-    assert options is not None
-    monkeypatch.setattr(accelerate_settings, "read_accelerate_command", lambda _: AccelerateCommand(options, {}))
+    monkeypatch.setattr(accelerate_settings, "read_accelerate_command", lambda _: AccelerateCommand(2, None))
     return printed_by(lambda: _enter(_config()))
 
 
