@@ -15,7 +15,7 @@ from finetune.diagnose.folder_checks import check_folders
 from finetune.diagnose.launch_checks import AREA as THIS_PROCESS
 from finetune.diagnose.launch_checks import check_address, check_launch, check_sharding
 from finetune.diagnose.machine_checks import check_backend, check_devices, check_limits, check_versions
-from finetune.diagnose.world_checks import gather_json, judge_bandwidth, judge_ranks, probe_world, wait_for_all_ranks
+from finetune.diagnose.world_checks import gather, judge_bandwidth, judge_ranks, probe_world, wait_for_all_ranks
 from finetune.distributed.ddp_init import cleanup_ddp, initialize_ddp
 from finetune.distributed.environment import LaunchEnvironment, read_environment
 from finetune.distributed.launch import wished_device
@@ -49,8 +49,7 @@ def diagnose(config: Config, *, as_json: bool = False) -> int:
     try:
         environment = read_environment(os.environ)
         launch = [
-            *check_launch(environment, config, os.environ),
-            *check_sharding(environment, config, os.environ),
+            check for checks in (check_launch, check_sharding) for check in checks(environment, config, os.environ)
         ]
     except LaunchError as error:
         fix = "start through torchrun, accelerate launch, srun or mpirun, which set all variables, or unset them"
@@ -94,10 +93,8 @@ def _examine_world(environment: LaunchEnvironment, config: Config, own: list[Fin
         )
         assert context is not None  # the command line starts without a group
         wait_for_all_ranks(timeout)
-        hosts = gather_json(socket.gethostname(), context.device)
-        by_rank = gather_json([asdict(finding) for finding in own], context.device)
-        others = findings_of_others([[Finding(**finding) for finding in findings] for findings in by_rank], hosts)
-        measured = probe_world(context, hosts, RunFolder(config.output_dir).path)
+        others = findings_of_others(gather(own), gather(socket.gethostname()))
+        measured = probe_world(context, RunFolder(config.output_dir).path)
     except (FinetuneError, RuntimeError) as error:
         if environment.rank:
             raise error if isinstance(error, FinetuneError) else LaunchError(_unmeasured(error)) from error

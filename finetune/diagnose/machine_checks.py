@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from finetune.data.batches import loader_keys_on
-from finetune.distributed.device import accelerator_kind
+from finetune.distributed.device import accelerator_type
 from finetune.distributed.precision import has_bf16
 from finetune.findings import Finding, ok, problem, warning
 from finetune.threads import num_cores
@@ -78,7 +78,7 @@ def check_devices(config: Config, local_world_size: int) -> list[Finding]:
         has_driver=has_driver,
         cuda=torch.version.cuda,
         wish=config.training.device,
-        accelerator=accelerator_kind(),
+        accelerator=accelerator_type(),
         processes=local_world_size,
     )
     return [
@@ -99,7 +99,7 @@ def judge_gpus(
         has_driver: whether this machine shows an NVIDIA GPU or its driver's tools.
         cuda: the CUDA version torch was built for; None: built for the CPU.
         wish: `training.device`.
-        accelerator: see `accelerator_kind`.
+        accelerator: see `accelerator_type`.
         processes: processes of this run on this machine.
     """
     area = "Devices"
@@ -132,7 +132,7 @@ def _judge_other_accelerator(wish: str, accelerator: str | None, processes: int)
         return judge(area, f"{what}, and this run has {processes}", "start one process, or set training.device=cpu")
     if wish == "mps":
         return problem(area, "training.device=mps, but torch sees no Apple GPU", "set training.device=auto or cpu")
-    what = f"torch sees an accelerator of the kind {accelerator}, which finetune does not use: training uses the CPU"
+    what = f"torch sees an accelerator of type {accelerator}, which finetune does not use: training uses the CPU"
     return warning(area, what, "set training.device=cpu if that is what you want")
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from finetune.distributed.device import _resolve_device, accelerator_kind
+from finetune.distributed.device import _resolve_device, accelerator_type
 from finetune.distributed.precision import has_bf16
 from finetune.errors import ConfigError
 from finetune.training.memory.tracing import DeviceKind
@@ -110,7 +110,7 @@ def find_device(wish: str) -> Device:
         return replace(found, is_here=True)
     taken = psutil.Process().memory_info().rss  # Python, torch and transformers: a run has them too
     free = psutil.virtual_memory().available
-    is_apple = wish in ("auto", "mps") and accelerator_kind() == "mps"
+    is_apple = wish in ("auto", "mps") and accelerator_type() == "mps"
     return Device(
         name="this machine's CPU, for want of figures for its Apple GPU" if is_apple else "this machine's CPU",
         kind="cpu",

@@ -21,7 +21,7 @@ from finetune.diagnose.folder_checks import check_cache
 from finetune.diagnose.plan import Plan, make_plan
 from finetune.diagnose.rehearsal_commands import Commands, StageError
 from finetune.diagnose.rehearsal_overrides import Change, Scale, changes, override
-from finetune.distributed.device import accelerator_kind
+from finetune.distributed.device import accelerator_type
 from finetune.errors import CheckpointError, FinetuneError, RunFailedError
 from finetune.logs import waiting
 from finetune.model.stand_in import write_stand_in
@@ -266,7 +266,7 @@ def _resume(rehearsal: Rehearsal, log: Path) -> str:
         return f"the same bytes as the run that was not killed: {', '.join(whole)}"
     what = f"{', '.join(differing)} differ from those of the run that was not killed"
     training = rehearsal.config.training
-    if training.deterministic or training.device == "cpu" or accelerator_kind() is None:
+    if training.deterministic or training.device == "cpu" or accelerator_type() is None:
         raise StageError(f"{what}. docs/checkpoints.md has the limits of an exact resume.", RunFailedError.exit_code)
     return f"{what}, as a GPU's kernels may: training.deterministic=true repeats them exactly"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from finetune.config.keys import values
-from finetune.distributed.device import accelerator_kind
+from finetune.distributed.device import accelerator_type
 from finetune.threads import num_cores
 from finetune.training.loaders import global_batch_size
 
@@ -124,7 +124,7 @@ def _most_processes(config: Config) -> int:
 
 def _device(config: Config) -> Iterator[_Setting]:
     wanted = config.training.device.partition(":")[0]
-    if wanted not in ("auto", "cpu", accelerator_kind()):
+    if wanted not in ("auto", "cpu", accelerator_type()):
         yield _Setting("training.device", "auto", f"this machine has no {wanted}")
     if config.parallel.backend == "nccl" and not torch.cuda.is_available():
         yield _Setting("parallel.backend", "auto", "nccl needs CUDA")

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import json
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import median, median_low
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from finetune.diagnose.folder_checks import sees_token, write_token
 from finetune.distributed.ddp_init import ProcessContext
 from finetune.findings import Finding, ok, problem, warning
 
+Value = TypeVar("Value")
+
+_AREA = "Ranks"
 _SUM_LENGTHS = (1, 1_000, 1_000_003)
 _BANDWIDTH_BYTES = (1_000_000, 16_000_000, 64_000_000)
 _BANDWIDTH_SECONDS = 2.0
@@ -89,32 +92,31 @@ class WorldMeasurement(NamedTuple):
     bandwidths: list[Bandwidth]
 
 
-def probe_world(context: ProcessContext, hosts: Sequence[str], output_dir: Path) -> WorldMeasurement:
+def probe_world(context: ProcessContext, output_dir: Path) -> WorldMeasurement:
     """Measure for a few seconds. Collective: every rank of the group.
 
     Args:
         context: this process's rank and device.
-        hosts: the machine of each rank.
         output_dir: the run's folder, which need not exist yet.
 
     Raises:
         RuntimeError: a rank stopped answering, or a collective took longer than the group's timeout.
     """
-    pings = gather_json(_ping_all(context), context.device)[0]
+    round_trip_seconds, clock_offset_seconds = gather(_ping_all(context))[0][context.rank]
     compute_seconds, compute_cpu_seconds = _measure_compute(context.device)
-    own = {
-        "host": hosts[context.rank],
-        "device": str(context.device),
-        "compute_seconds": compute_seconds,
-        "compute_cpu_seconds": compute_cpu_seconds,
-        "has_right_sum": _sums_are_right(context),
-        "sees_output_dir": _is_shared(context, output_dir),
-    }
-    ranks = [
-        RankMeasurement(rank=rank, round_trip_seconds=pings[rank][0], clock_offset_seconds=pings[rank][1], **facts)
-        for rank, facts in enumerate(gather_json(own, context.device))
-    ]
-    latency = _slowest(median(_time_all_reduce(1, context) for _ in range(_NUM_SMALL)), context)
+    own = RankMeasurement(
+        rank=context.rank,
+        host=socket.gethostname(),
+        device=str(context.device),
+        compute_seconds=compute_seconds,
+        compute_cpu_seconds=compute_cpu_seconds,
+        round_trip_seconds=round_trip_seconds,
+        clock_offset_seconds=clock_offset_seconds,
+        has_right_sum=_sums_are_right(context),
+        sees_output_dir=_is_shared(context, output_dir),
+    )
+    ranks = gather(own)
+    latency = max(gather(median(_time_all_reduce(1, context) for _ in range(_NUM_SMALL))))
     return WorldMeasurement(ranks, latency, _measure_bandwidth(context))
 
 
@@ -129,17 +131,11 @@ def wait_for_all_ranks(timeout: timedelta) -> None:
     dist.monitored_barrier(group, timeout, wait_all_ranks=True)
 
 
-def gather_json(value: Any, device: torch.device) -> list[Any]:
-    """Gather every rank's value, in order of rank, as JSON in tensors. Collective."""
-    text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(lengths, torch.tensor([len(text)], dtype=torch.int64, device=device))
-    sizes = [int(length.item()) for length in lengths]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-    padded[: len(text)] = text
-    texts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded)
-    return [json.loads(bytes(each[:size].tolist())) for each, size in zip(texts, sizes, strict=True)]
+def gather(value: Value) -> list[Value]:
+    """Return every rank's value, in order of rank. Collective."""
+    values: list[Value] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _ping_all(context: ProcessContext) -> list[tuple[float, float]]:
@@ -200,9 +196,9 @@ def _is_shared(context: ProcessContext, output_dir: Path) -> bool | None:
     """Check whether this rank sees a file that rank 0 writes; None if rank 0 cannot write one. Collective."""
     token = write_token(output_dir) if context.rank == 0 else None
     try:
-        path = gather_json(str(token) if token else None, context.device)[0]
-        is_seen = None if path is None else sees_token(Path(path))
-        gather_json(None, context.device)  # wait until all have looked
+        path = gather(token)[0]
+        is_seen = None if path is None else sees_token(path)
+        gather(None)  # wait until all have looked
     finally:
         if token is not None:
             token.unlink(missing_ok=True)
@@ -216,11 +212,11 @@ def _measure_bandwidth(context: ProcessContext) -> list[Bandwidth]:
         if found and found[-1].seconds * num_bytes / found[-1].num_bytes > _BANDWIDTH_SECONDS:
             break
         length = num_bytes // 4
-        spent = _slowest(_time_all_reduce(length, context), context)  # warm-up
+        spent = max(gather(_time_all_reduce(length, context)))  # warm-up
         seconds: list[float] = []
         # Every rank has the slowest rank's seconds, so all decide alike.
         while not seconds or (len(seconds) < _MAX_REPEATS and spent < _BANDWIDTH_SECONDS):
-            seconds.append(_slowest(_time_all_reduce(length, context), context))
+            seconds.append(max(gather(_time_all_reduce(length, context))))
             spent += seconds[-1]
         found.append(Bandwidth(num_bytes, median(seconds), context.world_size))
     return found
@@ -236,131 +232,114 @@ def _time_all_reduce(length: int, context: ProcessContext) -> float:
     return time.perf_counter() - started
 
 
-def _slowest(seconds: float, context: ProcessContext) -> float:
-    there = torch.tensor([seconds], dtype=torch.float64, device=context.device)
-    dist.all_reduce(there, op=dist.ReduceOp.MAX)
-    return float(there.item())
-
-
-def judge_ranks(ranks: Sequence[RankMeasurement], *, needs_shared_folder: bool) -> list[Finding]:
+def judge_ranks(ranks: Sequence[RankMeasurement], *, needs_shared_folder: bool) -> Iterator[Finding]:
     """Report every rank's measurements. Name wrong sums, folders that a rank cannot see, slow ranks, links and clocks.
 
     Args:
         ranks: all of them, in order.
         needs_shared_folder: the run is resumed, so every rank will read from `output_dir`.
     """
-    rows = [
-        ok(
-            "Ranks",
+    yield judge_sums(ranks)
+    if ranks[0].sees_output_dir is not None:  # otherwise rank 0 has reported that it cannot write
+        yield judge_shared_folder(ranks, is_needed=needs_shared_folder)
+    for rank in ranks:
+        link = f", to rank 0 and back {_ms(rank.round_trip_seconds)} ms" if rank.rank else ""
+        yield ok(
+            _AREA,
             f"{rank.name}, {rank.device}: matrix product {_ms(rank.compute_seconds)} ms"
-            f" ({_ms(rank.compute_cpu_seconds)} ms of processor time)"
-            + (f", to rank 0 and back {_ms(rank.round_trip_seconds)} ms" if rank.rank else ""),
+            f" ({_ms(rank.compute_cpu_seconds)} ms of processor time){link}",
         )
-        for rank in ranks
-    ]
-    return [
-        *judge_sums(ranks),
-        *judge_shared_folder(ranks, is_needed=needs_shared_folder),
-        *rows,
-        *judge_compute(ranks),
-        *judge_links(ranks),
-        *judge_clocks(ranks),
-    ]
+    for judge in (judge_compute, judge_links, judge_clocks):
+        yield from judge(ranks)
 
 
-def judge_compute(ranks: Sequence[RankMeasurement]) -> list[Finding]:
+def judge_compute(ranks: Sequence[RankMeasurement]) -> Iterator[Finding]:
     """Name the slow ranks. In every step the other ranks wait for them."""
     usual = median_low(rank.compute_seconds for rank in ranks)
     usual_cpu = median_low(rank.compute_cpu_seconds for rank in ranks)
-    found = []
     for rank in ranks:
-        if rank.compute_seconds <= _SLOW_COMPUTE * usual:
-            continue
-        waits = rank.device == "cpu" and rank.compute_cpu_seconds <= _SLOW_COMPUTE * usual_cpu
-        reason = "it waits for its processor" if waits else "it computes slower"
-        fix = (
-            f"look with top on {rank.host} for other work on its cores, and give each rank cores of its own "
-            "(srun --cpus-per-task, taskset, a larger CPU limit of the container)"
-            if waits
-            else f"look on {rank.host} for other work on {rank.device} (nvidia-smi, top), a lower clock or an older "
-            "device, or leave this host out"
-        )
         ratio = rank.compute_seconds / usual
-        found.append(warning("Ranks", f"{rank.name} is slow: it needs {ratio:.1f}x the median ({reason})", fix))
-    return found
+        if ratio <= _SLOW_COMPUTE:
+            continue
+        if rank.device == "cpu" and rank.compute_cpu_seconds <= _SLOW_COMPUTE * usual_cpu:
+            reason = "it waits for its processor"
+            fix = (
+                f"look with top on {rank.host} for other work on its cores, and give each rank cores of its own "
+                "(srun --cpus-per-task, taskset, a larger CPU limit of the container)"
+            )
+        else:
+            reason = "it computes slower"
+            fix = (
+                f"look on {rank.host} for other work on {rank.device} (nvidia-smi, top), a lower clock or an older "
+                "device, or leave this host out"
+            )
+        yield warning(_AREA, f"{rank.name} is slow: it needs {ratio:.1f}x the median ({reason})", fix)
 
 
-def judge_links(ranks: Sequence[RankMeasurement]) -> list[Finding]:
+def judge_links(ranks: Sequence[RankMeasurement]) -> Iterator[Finding]:
     """Name the ranks with a slow link to rank 0."""
-    others = [rank for rank in ranks if rank.rank]
+    others = ranks[1:]
     usual = median_low(rank.round_trip_seconds for rank in others)
     limit = min(max(_SLOW_LINK * usual, _SLOW_LINK_SECONDS), _HOPELESS_LINK_SECONDS)
-    return [
-        warning(
-            "Ranks",
-            f"the link of {rank.name} is slow: to rank 0 and back takes {_ms(rank.round_trip_seconds)} ms, "
-            f"the median of all is {_ms(usual)} ms",
-            f"compare with `ping` between {ranks[0].host} and {rank.host}; name the fast network card in "
-            "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; or leave this host out",
-        )
-        for rank in others
-        if rank.round_trip_seconds > limit
-    ]
+    for rank in others:
+        if rank.round_trip_seconds > limit:
+            what = (
+                f"the link of {rank.name} is slow: to rank 0 and back takes {_ms(rank.round_trip_seconds)} ms, "
+                f"the median of all is {_ms(usual)} ms"
+            )
+            fix = (
+                f"compare with `ping` between {ranks[0].host} and {rank.host}; name the fast network card in "
+                "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; or leave this host out"
+            )
+            yield warning(_AREA, what, fix)
 
 
-def judge_clocks(ranks: Sequence[RankMeasurement]) -> list[Finding]:
-    """Name the ranks whose clock differs too much from rank 0's for logs and file times."""
-    return [
-        warning(
-            "Ranks",
-            f"the clock of {rank.name} differs from rank 0's by {rank.clock_offset_seconds:+.1f} s",
-            f"start a time service (chrony, systemd-timesyncd) on {rank.host} and {ranks[0].host}",
-        )
-        for rank in ranks
-        if abs(rank.clock_offset_seconds) > _MOST_CLOCK_SKEW_SECONDS
-    ]
+def judge_clocks(ranks: Sequence[RankMeasurement]) -> Iterator[Finding]:
+    """Name the ranks with a clock that differs too much from rank 0's for logs and file times."""
+    for rank in ranks:
+        if abs(rank.clock_offset_seconds) > _MOST_CLOCK_SKEW_SECONDS:
+            what = f"the clock of {rank.name} differs from rank 0's by {rank.clock_offset_seconds:+.1f} s"
+            fix = f"start a time service (chrony, systemd-timesyncd) on {rank.host} and {ranks[0].host}"
+            yield warning(_AREA, what, fix)
 
 
-def judge_sums(ranks: Sequence[RankMeasurement]) -> list[Finding]:
+def judge_sums(ranks: Sequence[RankMeasurement]) -> Finding:
     """Name the ranks that got a wrong sum."""
     wrong = [rank.name for rank in ranks if not rank.has_right_sum]
     if not wrong:
-        return [ok("World", "all-reduces of known numbers give the right sum on every rank")]
+        return ok("World", "all-reduces of known numbers give the right sum on every rank")
     fix = (
         "do not train on this: try parallel.backend=gloo, or NCCL_P2P_DISABLE=1 with nccl, and report the faulty "
         "driver or link"
     )
-    return [problem("World", f"all-reduces of known numbers give a wrong sum on {', '.join(wrong)}", fix)]
+    return problem("World", f"all-reduces of known numbers give a wrong sum on {', '.join(wrong)}", fix)
 
 
-def judge_shared_folder(ranks: Sequence[RankMeasurement], *, is_needed: bool) -> list[Finding]:
+def judge_shared_folder(ranks: Sequence[RankMeasurement], *, is_needed: bool) -> Finding:
     """Judge whether all ranks see the folder that rank 0 writes to."""
-    if ranks[0].sees_output_dir is None:
-        return []  # rank 0 has reported that already
     blind = [rank.name for rank in ranks if not rank.sees_output_dir]
     if not blind:
-        return [ok("World", "all ranks see rank 0's output_dir")]
+        return ok("World", "all ranks see rank 0's output_dir")
     judge = problem if is_needed else warning
     what = f"{', '.join(blind)} cannot see rank 0's output_dir, which every rank reads when a run is resumed"
-    return [judge("World", what, "set output_dir to a folder that all hosts mount at the same path (NFS, Lustre)")]
+    return judge("World", what, "set output_dir to a folder that all hosts mount at the same path (NFS, Lustre)")
 
 
-def judge_bandwidth(latency_seconds: float, bandwidths: Sequence[Bandwidth]) -> list[Finding]:
+def judge_bandwidth(latency_seconds: float, bandwidths: Sequence[Bandwidth]) -> Iterator[Finding]:
     """Judge how fast gradients are summed.
 
     Args:
         latency_seconds: the time of an all-reduce of one number.
-        bandwidths: the figures of all-reduces of rising size.
+        bandwidths: the measurements of all-reduces of rising size.
     """
-    found = [ok("Bandwidth", f"an all-reduce of one number takes {_ms(latency_seconds)} ms")]
-    found += [
-        ok(
-            "Bandwidth",
+    area = "Bandwidth"
+    yield ok(area, f"an all-reduce of one number takes {_ms(latency_seconds)} ms")
+    for each in bandwidths:
+        yield ok(
+            area,
             f"all-reduce of {each.num_bytes / 1e6:.0f} MB: {_ms(each.seconds)} ms, "
             f"algorithm {each.algorithm_gigabytes:.2f} GB/s, bus {each.bus_gigabytes:.2f} GB/s",
         )
-        for each in bandwidths
-    ]
     best = max(each.bus_gigabytes for each in bandwidths)
     if best < _SLOW_BUS_GIGABYTES:
         what = f"the network is slow: {best:.3f} GB/s at best is below 1 Gbit/s Ethernet"
@@ -368,8 +347,7 @@ def judge_bandwidth(latency_seconds: float, bandwidths: Sequence[Bandwidth]) -> 
             "name the fast network card (`ip -br addr`) in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; LoRA adapters "
             "suffer least from a slow network"
         )
-        found.append(warning("Bandwidth", what, fix))
-    return found
+        yield warning(area, what, fix)
 
 
 def _ms(seconds: float) -> str:

@@ -1,7 +1,8 @@
-"""Start and end the process group: the only calls of `init_process_group` and `destroy_process_group`.
+"""Join and leave the world that a launcher started.
 
-`initialize_ddp` and `cleanup_ddp` are twins. The first changes only launch variables that are missing or would mislead
-Accelerate, the second undoes only those changes, so that a launcher's own settings survive.
+Only this module calls `init_process_group` and `destroy_process_group`. `initialize_ddp` changes only launch variables
+that are missing or would mislead Accelerate. `cleanup_ddp` undoes only these changes, so that the launcher's own
+settings survive.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not in __all__
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout
 
 from finetune.distributed.device import (
@@ -62,23 +63,80 @@ class ProcessContext(NamedTuple):
     device: torch.device
 
 
-class Joined(NamedTuple):
-    """Rank 0 of a launch that it trains for alone: no group is up, but its place is settled."""
+class _Alone(NamedTuple):
+    """The place of rank 0 if it trains for a whole launch: no group is up, but the ranks have decided."""
 
     context: ProcessContext
     environment: LaunchEnvironment
 
 
-class _State:
-    """The world that this process joined and its changes, for `cleanup_ddp` to undo; one for each process."""
+class _VariableChanges:
+    """The changes to launch variables, each with the value before."""
 
-    group_is_ours = False
-    num_rendezvous = 0
-    rendezvous: Rendezvous | None = None
-    alone: Joined | None = None
-    fallbacks: tuple[Fallback, ...] = ()
-    variables: ClassVar[dict[str, tuple[str | None, str | None]]] = {}
-    """The launch variables that we changed: their value before and ours; None where there was or is none."""
+    def __init__(self) -> None:
+        self._changes: dict[str, tuple[str | None, str | None]] = {}
+
+    def write_missing(self, variables: Mapping[str, str]) -> None:
+        """Set the variables that are not set. Accelerate adopts a group only if the launch variables are there."""
+        for name, value in variables.items():
+            if name not in os.environ:
+                self._change(name, value)
+
+    def hide_world(self) -> None:
+        """Make this process look alone. Accelerate would wait for the other ranks of a launch."""
+        for name in WORLD_VARIABLES:
+            if name in os.environ:
+                self._change(name, None)
+
+    def undo(self) -> None:
+        """Restore the values before, except the values that somebody else has changed since."""
+        while self._changes:
+            name, (before, ours) = self._changes.popitem()
+            if os.environ.get(name) == ours:
+                _set_variable(name, before)
+
+    def _change(self, name: str, value: str | None) -> None:
+        before = self._changes[name][0] if name in self._changes else os.environ.get(name)
+        self._changes[name] = (before, value)
+        _set_variable(name, value)
+
+
+class _JoinedWorld:
+    """The world that this process has joined, and everything that `cleanup_ddp` must undo."""
+
+    def __init__(self) -> None:
+        self.group_is_ours = False
+        self.num_rendezvous = 0
+        self.rendezvous: Rendezvous | None = None
+        self.stores: dict[int, TCPStore] = {}
+        """The stores that this process keeps, by port. They stay open: the ranks of a next launch may come first."""
+        self.alone: _Alone | None = None
+        self.fallbacks: tuple[Fallback, ...] = ()
+        self.variables = _VariableChanges()
+
+    def take(self, fallbacks: Fallbacks, fallback: Fallback, *, warning: str | None = None) -> None:
+        """Take a fallback that a run which adopts this world later records too."""
+        fallbacks.take(fallback, warning=warning)
+        self.fallbacks = (*self.fallbacks, fallback)
+
+    def leave(self) -> None:
+        """End the group if it is ours, and the rendezvous, and restore the launch variables."""
+        if self.group_is_ours and dist.is_initialized():
+            # Leaving without this aborts small gloo runs.
+            dist.destroy_process_group()
+        self.group_is_ours = False
+        if self.rendezvous is not None:
+            try:
+                self.rendezvous.leave()
+            except LaunchError as error:
+                _log.debug("%s", error)
+            self.rendezvous = None
+        self.alone, self.fallbacks = None, ()
+        self.variables.undo()
+
+
+_world = _JoinedWorld()
+"""One for each process, like torch's default group."""
 
 
 def initialize_ddp(
@@ -113,14 +171,14 @@ def initialize_ddp(
         This process's place, or None when a group is up already. A world of one needs no group: `distributed` is False.
 
     Raises:
-        LaunchError: contradictory variables, nccl without CUDA, ranks on different kinds of device or two on one
+        LaunchError: contradictory variables, nccl without CUDA, ranks on different types of device or two on one
             GPU, rank 0 not found.
         LeftToMain: rank 0 has confirmed that it trains alone; leaves the process with exit code 0.
     """
     if dist.is_initialized():
         return None
-    if _State.alone is not None:
-        return _State.alone.context
+    if _world.alone is not None:
+        return _world.alone.context
     environment = _environment_with(rank, worldsize, master_addr, master_port)
     if not is_configured():  # a script in the form of the guides begins here
         configure_logs(environment.rank, num_processes=environment.world_size)
@@ -132,7 +190,7 @@ def initialize_ddp(
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)
     try:
-        _write_missing(environment.as_variables())
+        _world.variables.write_missing(environment.as_variables())
         why_alone = _initialize_distributed(
             environment,
             chosen,
@@ -150,27 +208,27 @@ def initialize_ddp(
 
 
 def is_joined() -> bool:
-    """Whether `initialize_ddp` or somebody else has settled this process's world already."""
-    return dist.is_initialized() or _State.alone is not None
+    """Return whether this process has joined a world already, through `initialize_ddp` or otherwise."""
+    return dist.is_initialized() or _world.alone is not None
 
 
 def joined_environment() -> LaunchEnvironment:
-    """This process's launch, also where its variables are hidden because this process goes on alone."""
-    return _State.alone.environment if _State.alone is not None else read_environment(os.environ)
+    """Return this process's launch, also if its variables are hidden because this process goes on alone."""
+    return _world.alone.environment if _world.alone is not None else read_environment(os.environ)
 
 
 def joined_fallbacks() -> tuple[Fallback, ...]:
-    """The downgrades that were taken to settle the world."""
-    return _State.fallbacks
+    """Return the fallbacks that were taken to join the world."""
+    return _world.fallbacks
 
 
 def rendezvous_store() -> PrefixStore | None:
-    """The store that the ranks of this world share; None for a process alone and in a group that others made."""
-    return None if _State.rendezvous is None else _State.rendezvous.store
+    """Return the store of all ranks; None in a world of one, and in a group that others made."""
+    return None if _world.rendezvous is None else _world.rendezvous.store
 
 
 def current_context(device: str | torch.device | None = None) -> ProcessContext:
-    """This process's place in the group that is up already.
+    """Return this process's place in the group that is up already.
 
     Args:
         device: the device of this process, by default the GPU with its local rank or the CPU.
@@ -181,21 +239,7 @@ def current_context(device: str | torch.device | None = None) -> ProcessContext:
 
 def cleanup_ddp() -> None:
     """End the group and undo our changes to the launch variables. Safe to call twice and after a failure."""
-    if _State.group_is_ours and dist.is_initialized():
-        # Leaving without this aborts small gloo runs.
-        dist.destroy_process_group()
-    _State.group_is_ours = False
-    if _State.rendezvous is not None:
-        try:
-            _State.rendezvous.leave()
-        except LaunchError as error:
-            _log.debug("%s", error)
-        _State.rendezvous = None
-    _State.alone, _State.fallbacks = None, ()
-    while _State.variables:
-        name, (before, ours) = _State.variables.popitem()
-        if os.environ.get(name) == ours:  # nobody else has changed it since
-            _set_variable(name, before)
+    _world.leave()
 
 
 # A script that ends without it aborts small gloo runs, and leaves other ranks waiting for rank 0's verdict.
@@ -237,30 +281,36 @@ def _initialize_distributed(
     flag: bool | None = None,
     fallbacks: Fallbacks,
 ) -> str | None:
-    """Form the group; None when it is up, else (on rank 0 only) why this process goes on alone. Collective."""
-    _State.num_rendezvous += 1
+    """Form the group. Collective.
+
+    Returns:
+        None if the group is up; else, on rank 0 only, why this process goes on alone.
+    """
+    _world.num_rendezvous += 1
     try:
-        rendezvous = _State.rendezvous = Rendezvous(environment, timeout, _State.num_rendezvous)
+        rendezvous = Rendezvous(environment, timeout, _world.num_rendezvous, stores=_world.stores)
+        _world.rendezvous = rendezvous
     except LaunchError as error:
-        # Without its port nobody hears rank 0: the others do not find it, and leave with an error.
+        # Without its port no other rank reaches rank 0: the others do not find it, and leave with an error.
         if environment.rank != 0 or fallbacks.strict:
             raise
         return str(error)
     why = None
     if environment.rank == 0:
         why = _why_not_wanted(environment) if flag is False else rendezvous.wait_for_all()
-    why = _settle(rendezvous, _verdict(why, fallbacks))
+    why = _obey(rendezvous, _verdict(why, fallbacks))
     if why is not None:
         return why
-    _compare_devices(rendezvous, device, backend)
+    _compare_ranks(rendezvous, device, backend)
     for candidate in (backend,) if backend != "nccl" or fallbacks.strict else (backend, "gloo"):
         failure = _start_backend(rendezvous, candidate, timeout)
         if failure is None:
             if candidate != backend:
-                _take(fallbacks, Fallback(what="parallel.backend", wanted=backend, used=candidate, why=str(why)))
+                fallback = Fallback(what="parallel.backend", wanted=backend, used=candidate, why=str(why))
+                _world.take(fallbacks, fallback)
             return None
         why = failure
-    return _settle(rendezvous, _verdict(why, fallbacks))
+    return _obey(rendezvous, _verdict(why, fallbacks))
 
 
 def _why_not_wanted(environment: LaunchEnvironment) -> str:
@@ -271,31 +321,34 @@ def _why_not_wanted(environment: LaunchEnvironment) -> str:
 
 
 def _verdict(why: str | None, fallbacks: Fallbacks) -> Verdict:
-    """What follows from the reason why the ranks cannot train together; None: there is none."""
+    """Return what rank 0 decides if there is a reason why the ranks cannot train together, or None."""
     if why is None:
         return Verdict("together")
     return Verdict("refused", f"{why}. No rank goes on alone.") if fallbacks.strict else Verdict("alone", why)
 
 
-def _settle(rendezvous: Rendezvous, verdict: Verdict) -> str | None:
-    """Rank 0 gives its verdict, the others obey it. None: together; else, on rank 0, why it goes on alone. Collective.
+def _obey(rendezvous: Rendezvous, verdict: Verdict) -> str | None:
+    """Give rank 0's verdict to all ranks, and act on it. Collective.
 
     Args:
         rendezvous: of all ranks.
-        verdict: rank 0's own; that of another rank is not used.
+        verdict: rank 0's verdict. The argument of another rank is not used.
+
+    Returns:
+        None if the ranks train together; else, on rank 0, why it goes on alone.
 
     Raises:
-        LaunchError: it refuses.
-        LeftToMain: on the others, where rank 0 goes on alone.
+        LaunchError: rank 0 refuses the launch.
+        LeftToMain: on the other ranks, if rank 0 goes on alone.
     """
     environment = rendezvous.environment
     if environment.rank == 0:
         rendezvous.give_verdict(verdict)
     else:
         verdict = rendezvous.read_verdict()
-    if verdict.kind == "refused":
+    if verdict.decision == "refused":
         raise LaunchError(verdict.why)
-    if verdict.kind == "alone" and environment.rank != 0:
+    if verdict.decision == "alone" and environment.rank != 0:
         _log.warning(
             "[Distributed] rank 0 trains alone: rank %d of %d leaves (%s)",
             environment.rank,
@@ -303,13 +356,16 @@ def _settle(rendezvous: Rendezvous, verdict: Verdict) -> str | None:
             verdict.why,
         )
         raise LeftToMain
-    return None if verdict.kind == "together" else verdict.why
+    return None if verdict.decision == "together" else verdict.why
 
 
 def _start_backend(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> str | None:
-    """Connect the ranks, which are all present; None, or which of them could not and why. Collective.
+    """Connect the ranks, which are all present. Collective.
 
-    No group is left if that fails, whatever the error: `cleanup_ddp` would wait for a collective that hangs.
+    If that fails, no group is left, whatever the error: `cleanup_ddp` would wait for a collective that hangs.
+
+    Returns:
+        None, or which of the ranks could not connect and why.
     """
     has_started = False
     try:
@@ -326,9 +382,6 @@ def _connect_ranks(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> 
     seconds = _start_seconds(rendezvous)
     limit = timedelta(seconds=seconds)
     rendezvous.store.set_timeout(limit)
-    interface = interface_towards(_address_of_a_peer(rendezvous, seconds) or environment.master_addr)
-    if interface is not None:
-        _write_missing({GLOO_INTERFACE_VARIABLE: interface})
     problem = ""
     try:
         dist.init_process_group(
@@ -336,10 +389,10 @@ def _connect_ranks(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> 
             store=PrefixStore(backend, rendezvous.store),
             rank=environment.rank,
             world_size=environment.world_size,
-            # At the limit nccl would end the process from a thread of its own: `_finish` is to give up before.
+            # At the limit nccl would end the process from a thread of its own. `_finish` gives up before.
             timeout=2 * limit if backend == "nccl" else limit,
         )
-        _State.group_is_ours = True
+        _world.group_is_ours = True
         if backend == "nccl":  # it would guess this process's GPU from its rank
             _finish(dist.barrier(device_ids=[torch.cuda.current_device()], async_op=True), seconds)
         else:
@@ -364,7 +417,7 @@ def _connect_ranks(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> 
 
 
 def _start_seconds(rendezvous: Rendezvous) -> float:
-    """How long ranks that are all present wait for each other."""
+    """Return how long ranks that are all present wait for each other."""
     return min(_MOST_START_SECONDS, max(rendezvous.seconds_left, _LEAST_START_SECONDS))
 
 
@@ -391,39 +444,38 @@ def _give_up(backend: str) -> None:
             dist.destroy_process_group()
 
 
-def _address_of_a_peer(rendezvous: Rendezvous, seconds: float) -> str | None:
-    """An address of another machine in this world; None where there is none. Collective.
+def _compare_ranks(rendezvous: Rendezvous, device: torch.device, backend: str) -> None:
+    """Refuse ranks on different types of device or two on one GPU, and choose gloo's network interface. Collective.
 
-    On rank 0's machine its own name may mean 127.0.1.1, so MASTER_ADDR does not tell which way the others come.
-    """
-    mine = own_address_towards(rendezvous.environment.master_addr) or ""
-    notes = rendezvous.exchange("address", mine, seconds)
-    return next((address for address in notes.values() if address and not is_own_address(address)), None)
-
-
-def _compare_devices(rendezvous: Rendezvous, device: torch.device, backend: str) -> None:
-    """Refuse ranks on different kinds of device or two on one GPU, before a backend starts and hangs. Collective.
+    A backend would hang with such ranks. On rank 0's machine its own name may mean 127.0.1.1, so MASTER_ADDR does not
+    tell which way the others come; an address of another machine does.
 
     Raises:
         LaunchError: on all ranks.
     """
-    note = json.dumps([f"{device.type} with {backend}", device_identity(device)])
-    notes = rendezvous.exchange("device", note, _start_seconds(rendezvous))
+    master_addr = rendezvous.environment.master_addr
+    own = [f"{device.type} with {backend}", device_identity(device), own_address_towards(master_addr)]
+    notes = rendezvous.exchange("device", json.dumps(own), _start_seconds(rendezvous))
     found = {rank: json.loads(text) for rank, text in notes.items()}
     verdict = Verdict("together")
     try:
-        refuse_different_devices({rank: kind for rank, (kind, _) in found.items()})
-        refuse_shared_devices([found.get(rank, ("", None))[1] for rank in range(rendezvous.environment.world_size)])
+        refuse_different_devices({rank: device_type for rank, (device_type, _, _) in found.items()})
+        identities = [found[rank][1] if rank in found else None for rank in range(rendezvous.environment.world_size)]
+        refuse_shared_devices(identities)
     except LaunchError as error:
         verdict = Verdict("refused", str(error))
     # As a verdict, since rank 0 takes the store with it: it must not leave before the others have read why.
-    _settle(rendezvous, verdict)
+    _obey(rendezvous, verdict)
+    peers = (address for _, _, address in found.values() if address and not is_own_address(address))
+    interface = interface_towards(next(peers, master_addr))
+    if interface is not None:
+        _world.variables.write_missing({GLOO_INTERFACE_VARIABLE: interface})
 
 
 def _alone(
     environment: LaunchEnvironment, device: str | torch.device | None, flag: bool | None, fallbacks: Fallbacks
 ) -> ProcessContext:
-    """A world of one, as it was launched."""
+    """Return the place of a process that was launched alone."""
     if flag is True:
         has_launcher = environment.launcher != "none"
         found = f"{environment.launcher} started one process" if has_launcher else "there is no launcher"
@@ -432,50 +484,24 @@ def _alone(
             Fallback(what="ddp", wanted="several processes", used="one process", why=why),
             warning="[Trainer] Warning: DDP was requested but WORLD_SIZE is 1: this process trains alone",
         )
-    _hide_world()
+    _world.variables.hide_world()
     return ProcessContext(False, 0, 0, 1, _resolve_device(device))
 
 
 def _go_on_alone(
     environment: LaunchEnvironment, why: str, device: torch.device, fallbacks: Fallbacks
 ) -> ProcessContext:
-    """Rank 0 of a world that was not formed."""
-    _take(
+    """Return the place of rank 0 in a world that was not formed."""
+    _world.take(
         fallbacks,
         Fallback(what="ddp", wanted=f"{environment.world_size} processes", used="one process", why=why),
         warning=f"[Trainer] Warning: DDP was requested but {why}. Rank 0 trains alone with the same global batch: the "
         "curve stays the same, only slower",
     )
-    _hide_world()
+    _world.variables.hide_world()
     context = ProcessContext(False, 0, environment.local_rank, 1, device)
-    _State.alone = Joined(context, environment)
+    _world.alone = _Alone(context, environment)
     return context
-
-
-def _take(fallbacks: Fallbacks, fallback: Fallback, *, warning: str | None = None) -> None:
-    """Take a downgrade that a run which adopts this world later records too."""
-    fallbacks.take(fallback, warning=warning)
-    _State.fallbacks = (*_State.fallbacks, fallback)
-
-
-def _write_missing(variables: Mapping[str, str]) -> None:
-    """Set those that are not set: Accelerate adopts a group only where the launch variables are there."""
-    for name, value in variables.items():
-        if name not in os.environ:
-            _change_variable(name, value)
-
-
-def _hide_world() -> None:
-    """Make this process look alone: Accelerate would wait for the other ranks of a launch."""
-    for name in WORLD_VARIABLES:
-        if name in os.environ:
-            _change_variable(name, None)
-
-
-def _change_variable(name: str, value: str | None) -> None:
-    before = _State.variables[name][0] if name in _State.variables else os.environ.get(name)
-    _State.variables[name] = (before, value)
-    _set_variable(name, value)
 
 
 def _set_variable(name: str, value: str | None) -> None:

@@ -20,7 +20,7 @@ _WISH = re.compile(r"(cuda|gpu|mps|cpu)(?::([0-9]{1,4}))?")
 
 
 def _resolve_device(device: str | torch.device | int | None) -> torch.device:
-    """Turn a wish into a device of this machine; an absent or out-of-range one becomes the CPU, with a warning.
+    """Return the device that was asked for. The CPU replaces a device that this machine lacks, with a warning.
 
     Args:
         device: ``cuda``, ``gpu``, ``cuda:1``, ``mps``, ``cpu``, an index, a device, or None for the best there is.
@@ -30,12 +30,12 @@ def _resolve_device(device: str | torch.device | int | None) -> torch.device:
     """
     if device is None or device == "auto":
         return _best_device()
-    kind, index = _parse(device)
-    if kind == "cuda" and index < torch.cuda.device_count():
+    device_type, index = _parse(device)
+    if device_type == "cuda" and index < torch.cuda.device_count():
         return torch.device("cuda", index)
-    if kind == "mps" and torch.backends.mps.is_available():
+    if device_type == "mps" and torch.backends.mps.is_available():
         return torch.device("mps")
-    if kind != "cpu":
+    if device_type != "cpu":
         wish = f"cuda:{device}" if isinstance(device, int) else device
         _log.warning(
             "device %s is not on this machine (%d CUDA devices): the CPU is used", wish, torch.cuda.device_count()
@@ -44,7 +44,7 @@ def _resolve_device(device: str | torch.device | int | None) -> torch.device:
 
 
 def _pick_device(local_rank: int) -> torch.device:
-    """This rank's own device: the GPU with its local rank, or the CPU where there is no GPU.
+    """Return this rank's own device: the GPU with its local rank, or the CPU if there is no GPU.
 
     A launcher may show each process only its own GPU (`srun --gpus-per-task=1`, CUDA_VISIBLE_DEVICES per rank), which
     is then number 0 in each. `refuse_shared_devices` compares them once the ranks can talk.
@@ -66,28 +66,28 @@ def _pick_device(local_rank: int) -> torch.device:
 
 
 def device_of_rank(local_rank: int, wish: str | torch.device | None) -> torch.device:
-    """The CPU where the wish says so, else the GPU with the local rank: a launch chooses the index itself.
+    """Return the CPU if it was asked for, else the GPU with the local rank: a launch chooses the index itself.
 
     Raises:
         LaunchError: the wish is an Apple GPU, or see `_pick_device`.
     """
-    kind = "cuda" if wish is None else _resolve_device(wish).type
-    if kind == "mps":
+    device_type = "cuda" if wish is None else _resolve_device(wish).type
+    if device_type == "mps":
         raise LaunchError(
             "training.device=mps computes in one process alone: torch has no collectives for an Apple GPU. Start one "
             "process, or set training.device=cpu."
         )
-    return torch.device("cpu") if kind == "cpu" else _pick_device(local_rank)
+    return torch.device("cpu") if device_type == "cpu" else _pick_device(local_rank)
 
 
-def accelerator_kind() -> str | None:
-    """The kind of accelerator that torch sees on this machine: `cuda`, `mps`, or one that finetune does not know."""
+def accelerator_type() -> str | None:
+    """Return the type of accelerator that torch sees here: `cuda`, `mps`, or one that finetune cannot use."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return None if found is None else found.type
 
 
 def device_identity(device: torch.device) -> str | None:
-    """Host and UUID of a GPU, which differ from those of every other one; None for a device that ranks may share."""
+    """Return host and UUID of a GPU, which are unique; None for a device that several ranks may use."""
     if device.type != "cuda":
         return None
     index = device.index or 0
@@ -98,22 +98,22 @@ def device_identity(device: torch.device) -> str | None:
     return f"{socket.gethostname()} {uuid}"
 
 
-def refuse_different_devices(kinds: Mapping[int, str]) -> None:
+def refuse_different_devices(device_types: Mapping[int, str]) -> None:
     """Refuse ranks that could not sum their gradients: each backend waits for all ranks.
 
     Args:
-        kinds: kind of device and backend in words, by rank.
+        device_types: the type of device and the backend, in words, by rank.
 
     Raises:
         LaunchError: they differ.
     """
     ranks: dict[str, list[int]] = {}
-    for rank, kind in kinds.items():
-        ranks.setdefault(kind, []).append(rank)
+    for rank, device_type in device_types.items():
+        ranks.setdefault(device_type, []).append(rank)
     if len(ranks) > 1:
-        found = ", ".join(f"{kind} ({ranks_in_words(them)})" for kind, them in ranks.items())
+        found = ", ".join(f"{device_type} ({ranks_in_words(them)})" for device_type, them in ranks.items())
         raise LaunchError(
-            f"The ranks compute on different kinds of device, or with different backends: {found}. All need the same. "
+            f"The ranks compute on different types of device, or with different backends: {found}. All need the same. "
             "If a node should have GPUs, run `finetune doctor` there: its driver may be broken, or "
             "CUDA_VISIBLE_DEVICES hides them. Otherwise give all ranks the same training.device and parallel.backend."
         )

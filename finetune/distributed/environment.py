@@ -87,7 +87,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 WORLD_VARIABLES: tuple[str, ...] = (
     *_TORCH.names,
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
-    *(name for kind in _MPI for name in kind.names),
+    *(name for family in _MPI for name in family.names),
 )
 """All variables from which torch (2.13) or Accelerate (1.15) would conclude that there are several processes.
 
@@ -101,9 +101,9 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     Raises:
         LaunchError: the launcher's variables are missing, malformed or contradict each other.
     """
-    kind = _kind_of_launcher(environ)
-    if kind is not None:
-        return _read_place(environ, kind)
+    family = _family_of_launcher(environ)
+    if family is not None:
+        return _read_place(environ, family)
     return LaunchEnvironment(
         # `accelerate launch` of one process sets its own settings and no rank.
         launcher="accelerate" if _is_from_accelerate(environ) else "none",
@@ -175,10 +175,10 @@ def launcher_pid(environ: Mapping[str, str], environment: LaunchEnvironment) -> 
 
 def is_address_missing(environ: Mapping[str, str], environment: LaunchEnvironment) -> bool:
     """Whether processes of other nodes cannot know where rank 0 listens: nobody said it, and no default can help."""
-    kind = _kind_of_launcher(environ)
-    if kind is None or environ.get("MASTER_ADDR") or environment.master_addr != DEFAULT_MASTER_ADDR:
+    family = _family_of_launcher(environ)
+    if family is None or environ.get("MASTER_ADDR") or environment.master_addr != DEFAULT_MASTER_ADDR:
         return False
-    here = number(environ, kind.local_world_size)
+    here = number(environ, family.local_world_size)
     return here is not None and here < environment.world_size
 
 
@@ -188,7 +188,7 @@ def is_batch_script_body(environ: Mapping[str, str]) -> bool:
     That is the body of an sbatch script, or a shell that salloc opened. Torchrun and mpirun start processes of their
     own there, so it is False under them.
     """
-    if "SLURM_JOB_ID" not in environ or _kind_of_launcher(environ) is not None:
+    if "SLURM_JOB_ID" not in environ or _family_of_launcher(environ) is not None:
         return False
     counts = (environ.get(name, "") for name in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"))
     total, per_node, nodes = (int(count) if re.fullmatch(r"[0-9]{1,9}", count) else None for count in counts)
@@ -216,15 +216,15 @@ def _is_from_accelerate(environ: Mapping[str, str]) -> bool:
     return "ACCELERATE_MIXED_PRECISION" in environ or "ACCELERATE_DYNAMO_BACKEND" in environ
 
 
-def _kind_of_launcher(environ: Mapping[str, str]) -> LauncherVariables | None:
+def _family_of_launcher(environ: Mapping[str, str]) -> LauncherVariables | None:
     if _TORCH.are_present(environ):
         return _TORCH
     is_slurm_step = _is_slurm_step(environ)
-    for kind in _MPI:
+    for family in _MPI:
         # srun with a PMI plugin sets PMI_RANK too, but not the local rank that every mpirun sets.
-        is_from_srun = is_slurm_step and kind.local_rank.split()[0] not in environ
-        if kind.are_present(environ) and not is_from_srun:
-            return kind
+        is_from_srun = is_slurm_step and family.local_rank.split()[0] not in environ
+        if family.are_present(environ) and not is_from_srun:
+            return family
     return _SLURM if is_slurm_step else None
 
 
@@ -248,10 +248,10 @@ def _is_step_inherited(environ: Mapping[str, str]) -> bool:
     return None not in (here, ranks_here) and len(str(ranks_here).split(",")) != here
 
 
-def _launcher(environ: Mapping[str, str], kind: LauncherVariables) -> Launcher:
-    if kind is _SLURM:
+def _launcher(environ: Mapping[str, str], family: LauncherVariables) -> Launcher:
+    if family is _SLURM:
         return "slurm"
-    if kind is not _TORCH:
+    if family is not _TORCH:
         return "mpi"
     if _is_from_accelerate(environ):
         return "accelerate"
@@ -259,11 +259,11 @@ def _launcher(environ: Mapping[str, str], kind: LauncherVariables) -> Launcher:
     return "spawn" if run_id is None or run_id.startswith(SPAWN_RUN_ID_PREFIX) else "torchrun"
 
 
-def _launch_id(environ: Mapping[str, str], kind: LauncherVariables, *, is_one_node: bool) -> str:
-    if kind is _SLURM:
+def _launch_id(environ: Mapping[str, str], family: LauncherVariables, *, is_one_node: bool) -> str:
+    if family is _SLURM:
         job, step = environ.get("SLURM_JOB_ID", "?"), environ.get("SLURM_STEP_ID", "?")
         return f"{job}.{step}/attempt-{environ.get('SLURM_RESTART_COUNT', '0')}"
-    if kind is not _TORCH:
+    if family is not _TORCH:
         return environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or ""
     run_id = environ.get("TORCHELASTIC_RUN_ID", "none")
     # Each node's agent counts only the failures of its own workers: over several nodes the counts differ.
@@ -272,34 +272,34 @@ def _launch_id(environ: Mapping[str, str], kind: LauncherVariables, *, is_one_no
     return "/".join(parts)
 
 
-def _refuse_unknown_first_node(environ: Mapping[str, str], kind: LauncherVariables) -> None:
+def _refuse_unknown_first_node(environ: Mapping[str, str], family: LauncherVariables) -> None:
     """With `--distribution=arbitrary` rank 0 may be on any node, and the sorted node list does not say on which."""
     node = environ.get("SLURMD_NODENAME", "NODE")
-    is_elsewhere = number(environ, kind.rank) == 0 and (number(environ, "SLURM_NODEID") or 0) > 0
-    if kind is _SLURM and is_elsewhere and not environ.get("MASTER_ADDR"):
+    is_elsewhere = number(environ, family.rank) == 0 and (number(environ, "SLURM_NODEID") or 0) > 0
+    if family is _SLURM and is_elsewhere and not environ.get("MASTER_ADDR"):
         raise LaunchError(
             f"rank 0 is not on the first node of this step (SLURM_PROCID=0, SLURM_NODEID={environ['SLURM_NODEID']}), "
             f"where the other ranks look for it. Export MASTER_ADDR={node} before srun."
         )
 
 
-def _read_place(environ: Mapping[str, str], kind: LauncherVariables) -> LaunchEnvironment:
-    _refuse_unknown_first_node(environ, kind)
-    place = kind.read(environ, processes_here=_slurm_tasks_here(environ) if kind is _SLURM else None)
+def _read_place(environ: Mapping[str, str], family: LauncherVariables) -> LaunchEnvironment:
+    _refuse_unknown_first_node(environ, family)
+    place = family.read(environ, processes_here=_slurm_tasks_here(environ) if family is _SLURM else None)
     is_one_node = place["local_world_size"] == place["world_size"]
     return LaunchEnvironment(
-        launcher=_launcher(environ, kind),
+        launcher=_launcher(environ, family),
         **place,
-        master_addr=environ.get("MASTER_ADDR") or _default_address(environ, kind, is_one_node=is_one_node),
-        master_port=_port(environ, _default_port(environ, kind)),
-        launch_id=_launch_id(environ, kind, is_one_node=is_one_node),
+        master_addr=environ.get("MASTER_ADDR") or _default_address(environ, family, is_one_node=is_one_node),
+        master_port=_port(environ, _default_port(environ, family)),
+        launch_id=_launch_id(environ, family, is_one_node=is_one_node),
     )
 
 
 def _port(environ: Mapping[str, str], default: int) -> int:
     port = number(environ, "MASTER_PORT")
     # `accelerate launch --cpu` hands on `main_process_port: 0`, any free one, to its one process, which needs none.
-    if port is None or (port == 0 and _is_from_accelerate(environ) and _kind_of_launcher(environ) is None):
+    if port is None or (port == 0 and _is_from_accelerate(environ) and _family_of_launcher(environ) is None):
         return default
     if not 0 < port < 65536:
         raise LaunchError(f"MASTER_PORT is {port}; expected a port from 1 to 65535.")
@@ -312,18 +312,18 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
     return None if counts is None or node is None else tasks_on_node(counts, node)
 
 
-def _default_address(environ: Mapping[str, str], kind: LauncherVariables, *, is_one_node: bool) -> str:
+def _default_address(environ: Mapping[str, str], family: LauncherVariables, *, is_one_node: bool) -> str:
     """The first host that Slurm names: mpirun in a Slurm job of several nodes begins there too."""
-    nodelist = environ.get("SLURM_STEP_NODELIST") if kind is _SLURM else None
+    nodelist = environ.get("SLURM_STEP_NODELIST") if family is _SLURM else None
     nodelist = nodelist or environ.get("SLURM_JOB_NODELIST")
-    if nodelist and (kind is _SLURM or (kind in _MPI and not is_one_node)):
+    if nodelist and (family is _SLURM or (family in _MPI and not is_one_node)):
         return _first_host_from_slurm_nodelist(nodelist)
     return DEFAULT_MASTER_ADDR
 
 
-def _default_port(environ: Mapping[str, str], kind: LauncherVariables) -> int:
+def _default_port(environ: Mapping[str, str], family: LauncherVariables) -> int:
     """Jobs and steps that share a node get different ports; every rank computes the same one."""
-    if kind is not _SLURM:
+    if family is not _SLURM:
         return DEFAULT_MASTER_PORT
     job = int(re.sub(r"\D", "", environ.get("SLURM_JOB_ID", "")) or 0)
     step = int(re.sub(r"\D", "", environ.get("SLURM_STEP_ID", "")) or 0)

@@ -31,7 +31,7 @@ from finetune.distributed.ddp_init import (
     joined_environment,
     joined_fallbacks,
 )
-from finetune.distributed.device import accelerator_kind
+from finetune.distributed.device import accelerator_type
 from finetune.distributed.environment import (
     LaunchEnvironment,
     given_address,
@@ -185,8 +185,8 @@ def _check_sharding(config: Config, runtime: Runtime) -> None:
 
 
 def _record_other_device(wish: str | None, runtime: Runtime) -> None:
-    """Record that the run computes on another kind of device than it should, or than the best of this machine."""
-    wanted = wish or accelerator_kind()
+    """Record that the run computes on another type of device than it should, or than the best one of this machine."""
+    wanted = wish or accelerator_type()
     if wanted is None or torch.device(wanted).type == runtime.device.type:
         return
     if wish is not None:

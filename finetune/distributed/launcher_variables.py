@@ -1,6 +1,6 @@
-"""How one kind of launcher tells a process its place: rank and sizes under names of its own.
+"""Read rank and sizes from the variables of one family of launchers.
 
-The names themselves are in `finetune.distributed.environment`; this module holds what is true of every kind.
+The names themselves are in `finetune.distributed.environment`; this module holds what is true of every family.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from finetune.errors import LaunchError
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """The names of one kind of launcher. Between spaces stand alternatives: the first that is set counts."""
+    """The variables of one family of launchers. Each text lists alternatives: the first one that is set counts."""
 
     name: str
     rank: str
@@ -28,18 +28,18 @@ class LauncherVariables:
         return f"{self.rank} {self.world_size} {self.local_rank} {self.local_world_size}".split()
 
     def are_present(self, environ: Mapping[str, str]) -> bool:
-        """Whether any of them is set that says which process this is."""
+        """Return whether a variable is set that says which process this is."""
         return any(name in environ for name in f"{self.rank} {self.world_size} {self.local_rank}".split())
 
     def read(self, environ: Mapping[str, str], *, processes_here: int | None = None) -> dict[str, int]:
         """Read rank, local_rank, world_size and local_world_size.
 
-        A world of one needs no local rank. Where nothing says how many processes run on this node, it is all of them if
-        local rank and rank are equal, else the smallest number that fits the local rank.
+        A world of one needs no local rank. If no variable says how many processes run on this node, the answer is all
+        of them if local rank and rank are equal, else the smallest number that fits the local rank.
 
         Args:
             environ: the environment.
-            processes_here: the number of processes on this node where the launcher gives it in another way.
+            processes_here: the number of processes on this node, if the launcher gives it in another way.
 
         Raises:
             LaunchError: variables are missing, malformed or contradict each other.
@@ -77,7 +77,7 @@ class LauncherVariables:
 
 
 def number(environ: Mapping[str, str], names: str) -> int | None:
-    """The whole number under the first of these names (between spaces) that is set.
+    """Return the whole number under the first of these names (between spaces) that is set.
 
     Raises:
         LaunchError: it is not a whole number.

@@ -1,10 +1,10 @@
-"""Find every rank of a launch at one address, and settle together who trains. The only module that opens a TCPStore.
+"""Find every rank of a launch at one address, and let rank 0 decide who trains. Only this module opens a TCPStore.
 
-torch waits silently for about twice its timeout, and forever where something other than a store answers. So the ranks
-join at a store first: the missing ones are named while the others wait, and rank 0 gives one verdict that all of them
-read. Only then is a process group made.
+torch waits silently for about twice its timeout, and forever if something other than a store answers. So the ranks
+join at a store first. While they wait, they name the missing ranks. Then rank 0 gives one verdict, which all ranks
+read, and only then they make a process group.
 
-Where a store or another rank is gone, torch raises a RuntimeError of some kind, often a DistError, which is one too.
+If a store or another rank is gone, torch raises a RuntimeError, often a DistError, which is one too.
 """
 
 from __future__ import annotations
@@ -39,24 +39,22 @@ _MARGIN_SECONDS = 5.0
 _STORE_TIMEOUT = timedelta(seconds=10)
 _LEAVE_SECONDS = 10.0
 _IDENTITY = "finetune/identity"
-_open_stores: dict[int, TCPStore] = {}
-"""By port. A closed store would free its port only once torch has let go of it everywhere."""
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Rank 0's decision for all ranks of the launch, with its reason."""
 
-    kind: Literal["together", "alone", "refused"]
+    decision: Literal["together", "alone", "refused"]
     why: str = ""
 
 
 class Rendezvous:
     """One rendezvous of the ranks of a launch.
 
-    A launcher's store outlives its workers: after a restart it still holds the keys of the dead ones, and nothing in
-    the environment tells. So rank 0 makes a token for each rendezvous and hands it to every rank that asks with a
-    number of its own; all keys under the token are new.
+    A launcher's store outlives its workers. After a restart it still holds the keys of the workers before, and no
+    variable of the environment says so. So rank 0 makes a token for each rendezvous, and gives it to every rank that
+    asks with a number of its own. All keys under the token are new.
 
     Collective: every rank makes one, then calls the same methods in the same order.
 
@@ -64,6 +62,8 @@ class Rendezvous:
         environment: this process's place in the launch.
         timeout: how long the ranks wait for each other, in total.
         number: counts this process's rendezvous, so that a rank that is early for the next one cannot join the last.
+        stores: the open stores of this process by port, to which rank 0 adds its own. torch frees the port of a store
+            only when no object refers to the store any more.
 
     Attributes:
         store: for the process group; its keys belong to this rendezvous.
@@ -72,15 +72,23 @@ class Rendezvous:
         LaunchError: on rank 0, its port cannot be opened; on the others, rank 0 was not found in time.
     """
 
-    def __init__(self, environment: LaunchEnvironment, timeout: timedelta, number: int = 1) -> None:
+    def __init__(
+        self,
+        environment: LaunchEnvironment,
+        timeout: timedelta,
+        number: int = 1,
+        *,
+        stores: dict[int, TCPStore] | None = None,
+    ) -> None:
         self.environment = environment
+        self._stores = {} if stores is None else stores
         self._prefix = f"finetune/{environment.launch_id}/{number}"
         self._began = time.monotonic()
         self._timeout = timeout.total_seconds()
         self._next_report = self._began + REPORT_SECONDS
         self._num_verdicts = 0
         self._num_missing = 0
-        self._num_owed = 0
+        self._num_readers = 0
         self._is_over = threading.Event()
         self._token_thread: threading.Thread | None = None
         self._uses_agent_store = has_agent_store(os.environ)
@@ -130,11 +138,11 @@ class Rendezvous:
         )
 
     def give_verdict(self, verdict: Verdict) -> None:
-        """Tell all ranks. Rank 0 only."""
-        if verdict.kind != "together":
-            self._num_owed = self.environment.world_size - 1 - self._num_missing
+        """Give the verdict to all ranks. Rank 0 only."""
+        if verdict.decision != "together":
+            self._num_readers = self.environment.world_size - 1 - self._num_missing
         self._num_verdicts += 1
-        self._ask("set", f"verdict/{self._num_verdicts}", json.dumps([verdict.kind, verdict.why]))
+        self._ask("set", f"verdict/{self._num_verdicts}", json.dumps([verdict.decision, verdict.why]))
 
     def read_verdict(self) -> Verdict:
         """Wait for rank 0's verdict. All ranks but rank 0.
@@ -146,10 +154,10 @@ class Rendezvous:
         key = f"verdict/{self._num_verdicts}"
         for _ in self._polls(self.seconds_left + _MARGIN_SECONDS, self._who_is_missing):
             if self._ask("check", [key]):
-                kind, why = json.loads(self._ask("get", key))
-                if kind != "together":
-                    self._ask("add", "num_told", 1)
-                return Verdict(kind, why)
+                decision, why = json.loads(self._ask("get", key))
+                if decision != "together":
+                    self._ask("add", "num_read", 1)
+                return Verdict(decision, why)
         raise LaunchError(
             f"rank {self.environment.rank} heard nothing from rank 0 at {self.address} within {self._timeout:g} s "
             f"(joined: {ranks_in_words(self._joined())}; {self._who_is_missing()}). Look at rank 0's output, start "
@@ -157,7 +165,7 @@ class Rendezvous:
         )
 
     def exchange(self, topic: str, note: str, seconds: float) -> dict[int, str]:
-        """Every rank's note by rank; a rank that sends none in this time has no entry. Collective."""
+        """Return every rank's note by rank. A rank that sends none within the seconds has no entry. Collective."""
         rank, world_size = self.environment.rank, self.environment.world_size
         self._ask("set", f"{topic}/{rank}", note)
         self._ask("add", topic, 1)
@@ -168,11 +176,11 @@ class Rendezvous:
         return {other: self._ask("get", key).decode() for other, key in keys.items() if self._ask("check", [key])}
 
     def leave(self) -> None:
-        """End the rendezvous. Rank 0 waits until the others have read that there is no world. May be called twice."""
+        """End the rendezvous. Rank 0 waits until the others have read that there is no world. Safe to call twice."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         try:
             while not self._is_over.is_set() and time.monotonic() < deadline:
-                if self._ask("add", "num_told", 0) >= self._num_owed:
+                if self._ask("add", "num_read", 0) >= self._num_readers:
                     break
                 time.sleep(_POLL_SECONDS)
         finally:
@@ -195,7 +203,7 @@ class Rendezvous:
             pass  # the store is gone; the main thread learns it from its own question
 
     def _join(self) -> str:
-        """Find the store and get the token. A store that closes meanwhile was that of the rendezvous before."""
+        """Find the store and get the token. A store that closes meanwhile belonged to the rendezvous before."""
         while True:
             self._server = self._find_store()
             try:
@@ -220,11 +228,11 @@ class Rendezvous:
         )
 
     def _open_store(self) -> TCPStore:
-        """This process's store. It stays open for a next launch: the other ranks may be there first."""
+        """Open this process's store. It stays open for a next launch, to which the other ranks may come first."""
         environment = self.environment
         try:
             # Rank 0 talks to its own store over loopback, whatever the others call this machine.
-            store = _open_stores.get(environment.master_port) or self._tcp_store("127.0.0.1", is_master=True)
+            store = self._stores.get(environment.master_port) or self._tcp_store("127.0.0.1", is_master=True)
         except RuntimeError as error:
             in_use = "EADDRINUSE" in str(error) or "in use" in str(error)
             raise LaunchError(
@@ -233,7 +241,7 @@ class Rendezvous:
                 "--main_process_port or parallel.master_port), the same on every rank."
             ) from error
         store.set(_IDENTITY, json.dumps(self._identity))
-        _open_stores[environment.master_port] = store
+        self._stores[environment.master_port] = store
         return store
 
     def _tcp_store(self, host: str, *, is_master: bool) -> TCPStore:
@@ -326,7 +334,7 @@ class Rendezvous:
         return sorted(set(range(self.environment.world_size)) - set(self._joined()))
 
     def _ask(self, verb: str, *args: Any) -> Any:
-        """Call a method of the store. Where the store is gone, rank 0 or the launcher's agent is gone too."""
+        """Call a method of the store. If the store is gone, rank 0 or the launcher's agent is gone too."""
         try:
             return getattr(self.store, verb)(*args)
         except RuntimeError as error:

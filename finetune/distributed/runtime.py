@@ -253,7 +253,7 @@ class Runtime:
             "device": (_device_name(self.device), _device_name(theirs.device)),
             "precision": (self.precision, {"no": "fp32"}.get(theirs.mixed_precision, theirs.mixed_precision)),
             "gradient accumulation": (1, theirs.gradient_accumulation_steps),
-            "kind of parallelism": ("plain", _kind(theirs.distributed_type)),
+            "parallelism": ("plain", _parallelism(theirs.distributed_type)),
         }
         different = [f"{name}: ours {a}, Accelerate's {b}" for name, (a, b) in pairs.items() if a != b]
         if different:
@@ -282,8 +282,8 @@ class Runtime:
         )
 
 
-def _kind(kind: DistributedType) -> str:
-    return "plain" if kind in _PLAIN_TYPES else str(kind.value)
+def _parallelism(distributed_type: DistributedType) -> str:
+    return "plain" if distributed_type in _PLAIN_TYPES else str(distributed_type.value)
 
 
 def _device_name(device: torch.device) -> str:

@@ -360,7 +360,7 @@ def test_gpus_that_torch_does_not_use_are_found():
         ("auto", "mps", 2, "warning", "and this run has 2"),
         ("mps", "mps", 2, "problem", "and this run has 2"),
         ("mps", None, 1, "problem", "training.device=mps, but torch sees no Apple GPU"),
-        ("auto", "xpu", 1, "warning", "of the kind xpu, which finetune does not use: training uses the CPU"),
+        ("auto", "xpu", 1, "warning", "of type xpu, which finetune does not use: training uses the CPU"),
         ("cpu", "mps", 2, "ok", "training uses the CPU"),
         ("cpu", "xpu", 1, "ok", "training uses the CPU"),
     ],
@@ -523,10 +523,10 @@ def test_a_token_is_seen_where_the_folder_is_shared_and_not_elsewhere(tmp_path):
 
 
 def test_no_token_stays_where_a_rank_is_lost(tmp_path, monkeypatch):
-    def fail(value, device):
+    def fail(value):
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr("finetune.diagnose.world_checks.gather_json", fail)
+    monkeypatch.setattr("finetune.diagnose.world_checks.gather", fail)
     with pytest.raises(RuntimeError):
         _is_shared(ProcessContext(True, 0, 0, 2, torch.device("cpu")), tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -682,7 +682,7 @@ def test_a_slow_network_and_a_folder_that_is_not_shared_are_found_on_two_nodes(t
 
 
 def test_a_rank_that_computes_slower_is_named_with_its_reason():
-    assert judge_compute([measured(0), measured(1, compute_seconds=0.014)]) == []
+    assert list(judge_compute([measured(0), measured(1, compute_seconds=0.014)])) == []
     (busy,) = judge_compute([measured(0), measured(1), measured(2, compute_seconds=0.031)])
     assert busy.what == "rank 2 on node2 is slow: it needs 3.1x the median (it waits for its processor)"
     assert "top on node2" in busy.fix
@@ -694,28 +694,28 @@ def test_a_rank_that_computes_slower_is_named_with_its_reason():
 
 def test_a_slow_link_is_named_against_the_others_and_when_it_is_the_only_one():
     near = [measured(rank) for rank in range(4)]
-    assert judge_links(near) == []
-    assert judge_links([*near, measured(4, round_trip_seconds=4e-3)]) == []
+    assert list(judge_links(near)) == []
+    assert list(judge_links([*near, measured(4, round_trip_seconds=4e-3)])) == []
     (far,) = judge_links([*near, measured(4, round_trip_seconds=6e-3)])
     assert "the link of rank 4 on node4 is slow: to rank 0 and back takes 6 ms" in far.what
-    assert len(judge_links([measured(0), measured(1, round_trip_seconds=0.06)])) == 1
-    assert judge_links([measured(0), measured(1, round_trip_seconds=0.02)]) == []
+    assert len(list(judge_links([measured(0), measured(1, round_trip_seconds=0.06)]))) == 1
+    assert list(judge_links([measured(0), measured(1, round_trip_seconds=0.02)])) == []
 
 
 def test_clocks_sums_and_folders_of_ranks_are_judged():
     right = [measured(0), measured(1)]
-    assert judge_clocks(right) == []
+    assert list(judge_clocks(right)) == []
     assert (
         "rank 1 on node1 differs from rank 0's by -3.5 s"
-        in judge_clocks([*right[:1], right[1]._replace(clock_offset_seconds=-3.5)])[0].what
+        in next(judge_clocks([*right[:1], right[1]._replace(clock_offset_seconds=-3.5)])).what
     )
-    assert levels(judge_sums(right)) == ["ok"]
-    assert levels(judge_sums([right[0], measured(1, has_right_sum=False)])) == ["problem"]
-    assert levels(judge_shared_folder(right, is_needed=True)) == ["ok"]
+    assert judge_sums(right).level == "ok"
+    assert judge_sums([right[0], measured(1, has_right_sum=False)]).level == "problem"
+    assert judge_shared_folder(right, is_needed=True).level == "ok"
     blind = [right[0], measured(1, sees_output_dir=False)]
-    assert [judge_shared_folder(blind, is_needed=needed)[0].level for needed in (False, True)] == ["warning", "problem"]
+    assert [judge_shared_folder(blind, is_needed=needed).level for needed in (False, True)] == ["warning", "problem"]
     unwritten = [measured(rank, sees_output_dir=None) for rank in (0, 1)]
-    assert judge_shared_folder(unwritten, is_needed=True) == []
+    assert not any("output_dir" in found.what for found in judge_ranks(unwritten, needs_shared_folder=True))
     assert set(levels(judge_ranks(right, needs_shared_folder=True))) == {"ok"}
 
 

@@ -263,7 +263,6 @@ def test_a_store_that_goes_away_is_a_launch_error():
     assert second.read_verdict() == Verdict("together")
     word.join()
     first.leave()
-    rendezvous._open_stores.clear()
     del word, first
     with pytest.raises(LaunchError, match="lost the store"):
         second.read_verdict()

@@ -204,7 +204,7 @@ def left_to_rank_0(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 
     def leave() -> None:
         with pytest.raises(SystemExit):
-            ddp_init._settle(second, Verdict("together"))
+            ddp_init._obey(second, Verdict("together"))
 
     printed = printed_by(leave)
     first.leave()
