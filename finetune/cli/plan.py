@@ -114,11 +114,6 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"{name:<12} {in_units(size):>8} {'#' * round(_WIDEST_BAR * size / most)}".rstrip()
     verdict = f"{'fits' if plan.fits else 'does not fit'} (peak: {plan.peak.when})"
     yield f"{'at most':<12} {in_units(plan.needed):>8}, {plan.needed / device.memory:.1%}: {verdict}"
-    if plan.largest_batch_size is not None:
-        bound = " (a larger one makes no difference, or was not tried)" if plan.is_largest_tried else ""
-        yield f"largest training.batch_size that fits: {plan.largest_batch_size}{bound}"
-    elif plan.fits is False:
-        yield "not even training.batch_size=1 fits"
     if plan.checkpointing is not None:
         without, with_it, extra = plan.checkpointing
         state = "on" if plan.choice.gradient_checkpointing else "off"

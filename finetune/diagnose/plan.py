@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from finetune.config.objectives import OBJECTIVES
+from finetune.data.batches import Collate
 from finetune.data.examples import check_local_rows
 from finetune.data.objective import AnySplits, encode_for_objective
 from finetune.diagnose.plan_batches import Batches, Batching
@@ -52,21 +53,18 @@ from finetune.training.memory.forecast import (
     forecast_step,
     optimizer_need,
 )
+from finetune.training.memory.tracing import Computation
 from finetune.training.optim import build_optimizer
 from finetune.training.train import trainer_for
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, ModelSection
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Of the JSON form; docs/plan.md describes it."""
 
 SHARDS = (1, 2, 4, 8)
 """The numbers of shards of which the plan says how much memory a process needs."""
-
-_MOST_TRIALS = 7
-_FAR_BELOW = 0.8
-"""If a straight line predicts less than this share of the limit for the largest number, it is not tried."""
 
 
 class ShardedNeed(NamedTuple):
@@ -109,10 +107,6 @@ class Plan:
     device: Device
     peak: Peak | None
     """None where it cannot be known without data."""
-    largest_batch_size: int | None
-    """The largest `training.batch_size` that fits; None if none fits or the peak is not known."""
-    is_largest_tried: bool
-    """Larger ones were not tried, or make no difference."""
     checkpointing: Trade | None
     in_shards: list[ShardedNeed]
     """With the same micro-batches; empty where the peak is not known, or the run cannot be sharded."""
@@ -177,9 +171,8 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
     refuse_what_is_not_sharded(config, trains=True)
     device = device.shared_by(config.parallel.num_processes or read_environment(os.environ).local_world_size)
     planner = _Planner(config, device)
-    model, forecast = planner.model, planner.forecast(planner.batching)
+    model, forecast = planner.model, planner.forecast(planner.model)
     peak = None if forecast is None else planner.peak_of(forecast)
-    best, is_end = planner.search(peak) if peak is not None else (None, False)
     trainable, total = count_parameters(model)
     plan = Plan(
         model_type=model.config.model_type,
@@ -195,8 +188,6 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
         batches=planner.batching.describe(),
         device=device,
         peak=peak,
-        largest_batch_size=best,
-        is_largest_tried=is_end,
         checkpointing=planner.trade(peak) if peak is not None else None,
         in_shards=[] if forecast is None else planner.in_shards(forecast),
         choice=planner.choice,
@@ -230,11 +221,16 @@ class _Planner:
         self.why_not_engine = forward.why_not_engine
         self.called_layers = {why: len(names) for why, names in forward.called_layers.items()}
         self._warn_of_fallback()
-        self._is_fused = wants_fused(config.training, device.kind)
+        self._how = Computation(
+            loss_of=partial(self._trainer.loss_of, config),
+            device_type=device.type,
+            is_bf16=self.precision == "bf16",
+            is_fused=wants_fused(config.training, device.type),
+        )
         self._splits = self._encode()
         collate = self._trainer.collation_of(self._config, forward.collate)
         self.choice = self._choose_by_memory(collate)
-        self._config = config = self.choice.settle(config)
+        self._config = config = self.choice.resolve(config)
         if self.choice.gradient_checkpointing:
             checkpoint_gradients(self.model)
         self.batching = Batching(
@@ -247,7 +243,7 @@ class _Planner:
         )
         if self._splits is not None:
             self.batching.refuse_dropping_all(self._splits)
-        self._need = optimizer_need(build_optimizer(self.model, config.optim), kind=device.kind)
+        self._need = optimizer_need(build_optimizer(self.model, config.optim), device_type=device.type)
         if self._need is None:
             what = f"the memory of {config.optim.optimizer} is not counted: it cannot take a step without data"
             self.findings.append(warning("Memory", what, "leave room for it"))
@@ -309,36 +305,25 @@ class _Planner:
             self.findings.append(warning("Data", f"the rows cannot be used, so {assumed}: {first}", fix))
             return None
 
-    def _choose_by_memory(self, collate: Any) -> MemoryChoice:
+    def _choose_by_memory(self, collate: Collate) -> MemoryChoice:
         weights = Weights(self.model)
         held = weights.adapter + weights.held(self._shards) + weights.gathered(self._shards)
         rows = None if self._splits is None else self._splits.train
         return choose(
             self._config,
             self.model,
+            self._how,
             longest=self._config.data.max_length if rows is None else int(rows.lengths.max()),
             collate=collate,
-            loss_of=partial(self._trainer.loss_of, self._config),
-            kind=self._device.kind,
-            is_bf16=self.precision == "bf16",
-            is_fused=self._is_fused,
-            world_size=self._world_size,
             room=self._device.memory - self._device.reserve - held,
-            shards=self._shards,
+            world_size=self._world_size,
         )
 
-    def forecast(self, batching: Batching, model: Any = None) -> StepForecast | None:
-        """Run a step without data; if it cannot be known, add a finding and return None."""
+    def forecast(self, model: Any) -> StepForecast | None:
+        """Run a step without data; if its memory cannot be known, add a finding and return None."""
+        largest = self.batching.largest
         try:
-            return forecast_step(
-                self.model if model is None else model,
-                batching.largest.microbatch,
-                partial(self._trainer.loss_of, self._config),
-                kind=self._device.kind,
-                is_bf16=self.precision == "bf16",
-                accumulates=batching.largest.per_step > 1,
-                is_fused=self._is_fused,
-            )
+            return forecast_step(model, largest.microbatch, replace(self._how, accumulates=largest.per_step > 1))
         except CANNOT_TRACE as error:
             cause = f"{type(error).__name__}: {first_line(error)}"
             what = f"memory cannot be predicted: the model's own forward needs data ({cause})"
@@ -347,15 +332,10 @@ class _Planner:
             return None
 
     def peak_of(self, forecast: StepForecast, shards: Shards | None = None) -> Peak:
-        """Predict the peak of a step, as the run shares its weights out or in other shards."""
+        """Predict the peak of a step, with the shards of the run or with others."""
         chosen = shards or self._shards
         world_size = max(self._world_size, chosen.size)
         return forecast.peak(self._need or OptimizerNeed(0, 0), world_size=world_size, shards=chosen)
-
-    def predict(self, batching: Batching, model: Any = None) -> Peak | None:
-        """Predict the peak of a step; if it cannot be known, add a finding and return None."""
-        forecast = self.forecast(batching, model)
-        return None if forecast is None else self.peak_of(forecast)
 
     def in_shards(self, forecast: StepForecast) -> list[ShardedNeed]:
         """Predict the same step in each number of `SHARDS`; empty if the run cannot be sharded."""
@@ -374,23 +354,14 @@ class _Planner:
     def trade(self, peak: Peak) -> Trade | None:
         """Predict the same step with gradient checkpointing turned off, or on."""
         is_on = self.choice.gradient_checkpointing
-        other = self.predict(self.batching, self._build_model(checkpointed=not is_on))
-        if other is None:
+        forecast = self.forecast(self._build_model(checkpointed=not is_on))
+        if forecast is None:
             return None
+        other = self.peak_of(forecast)
         with_it, without = (peak, other) if is_on else (other, peak)
         # With frozen weights, backward costs as much as forward; with trained weights, twice as much.
         extra = 1 / 2 if self._config.training.method == "lora" else 1 / 3
         return Trade(without.total, with_it.total, extra)
-
-    def search(self, peak: Peak) -> tuple[int | None, bool]:
-        """Find the largest `training.batch_size` that fits, and whether larger ones were not tried."""
-        configured = self._config.training.batch_size
-
-        def total(batch_size: int) -> int:
-            found = peak if batch_size == configured else self.predict(self.batching.with_batch_size(batch_size))
-            return self._device.reserve + (0 if found is None else found.total)
-
-        return find_largest(total, self._device.memory, first=configured, end=self.batching.end)
 
     def disk(self) -> DiskNeed:
         """Predict the disk space of the checkpoints."""
@@ -422,52 +393,11 @@ class _Planner:
             fix = "leave out --device, on a machine that has it"
             self.findings.append(warning("Time", f"--probe measures this machine, not {self._device.name}", fix))
             return None
-        config, microbatch = self._config, self.batching.largest.microbatch
-        loss = self._trainer.loss_of(config)
-        kind = self._device.kind
-        seconds = measure_seconds(
-            self.model,
-            microbatch,
-            loss,
-            config.optim,
-            kind,
-            is_bf16=self.precision == "bf16",
-            is_fused=self._is_fused and why_not_fused(torch.device(kind)) is None,
-        )
+        microbatch = self.batching.largest.microbatch
+        can_fuse = self._how.is_fused and why_not_fused(torch.device(self._device.type)) is None
+        seconds = measure_seconds(self.model, microbatch, replace(self._how, is_fused=can_fuse), self._config.optim)
         per_token: float = seconds / max(1, microbatch.num_computed)
         return per_token * self.batching.computed_per_step / self._world_size
-
-
-def find_largest(total: Callable[[int], int], limit: int, *, first: int, end: int) -> tuple[int | None, bool]:
-    """Find the largest number whose total is within a limit, for totals that grow about evenly.
-
-    Args:
-        total: the total for a number.
-        limit: the highest total allowed.
-        first: the number to begin with.
-        end: the largest number that makes a difference.
-
-    Returns:
-        The number, or None where not even 1 is within the limit; and whether it is `end`, so that no larger was tried.
-    """
-    known: dict[int, int] = {}
-    guess = min(first, end)
-    for _ in range(_MOST_TRIALS):
-        known[guess] = total(guess)
-        good = max((n for n, size in known.items() if size <= limit), default=0)
-        bad = min((n for n, size in known.items() if size > limit), default=end + 1)
-        if bad - good == 1:
-            break
-        if len(known) == 1:
-            guess = 2 * guess if good else guess // 2
-        else:
-            low, high = sorted(sorted(known, key=lambda n: abs(known[n] - limit))[:2])
-            slope = (known[high] - known[low]) / (high - low)
-            if known[high] + slope * (end - high) < _FAR_BELOW * limit:
-                return end, True
-            guess = int(low + (limit - known[low]) / slope) if slope > 0 else end
-        guess = min(max(guess, good + 1), bad - 1)
-    return good or None, good == end
 
 
 def _refuse_quantized(config: Config) -> None:
@@ -490,9 +420,11 @@ def _judge(plan: Plan, config: Config) -> Iterator[Finding]:
 
 
 def _ways_out(plan: Plan, config: Config) -> Iterator[str]:
-    if plan.largest_batch_size is not None:
-        keep = f", with training.global_batch_size={plan.batches.global_batch_size} for the same curve"
-        yield f"training.batch_size={plan.largest_batch_size}{keep}"
+    batches = plan.batches
+    if batches.largest_microbatch_rows > 1:
+        rows = f"the largest micro-batch has {batches.largest_microbatch_rows} rows"
+        same_curve = f"with training.global_batch_size={batches.global_batch_size} for the same curve"
+        yield f"a lower training.batch_size or training.max_tokens_per_microbatch ({rows}), {same_curve}"
     trade = plan.checkpointing
     if trade is not None and not plan.choice.gradient_checkpointing:
         needed = trade.bytes_with + plan.device.reserve
@@ -501,8 +433,8 @@ def _ways_out(plan: Plan, config: Config) -> Iterator[str]:
         yield f"training.gradient_checkpointing=true: {in_units(needed)}, which {fits}, at about {more}"
     if plan.fewest_shards is not None:
         yield f"parallel.sharding=fsdp2 with {plan.fewest_shards} processes or more, each on a device like this"
-    yield f"a lower data.max_length (it is {config.data.max_length}) or training.max_tokens_per_microbatch"
+    yield f"a lower data.max_length (it is {config.data.max_length})"
     if plan.method == "full":
         yield "training.method=lora"
-    elif plan.largest_batch_size is None:
+    else:
         yield "lora.quantize=nf4, or a smaller model"

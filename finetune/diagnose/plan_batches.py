@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from finetune.data.objective import AnySplits
 
 _MOST_STEPS_LOOKED_AT = 500
-_LARGEST_BATCH_TRIED = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,20 +81,9 @@ class Batching:
     boundary: int | None
     world_size: int
 
-    def with_batch_size(self, batch_size: int) -> Batching:
-        """Return the same rows with another `training.batch_size`."""
-        training = self.config.training.model_copy(update={"batch_size": batch_size})
-        return replace(self, config=self.config.model_copy(update={"training": training}))
-
     def refuse_dropping_all(self, splits: AnySplits) -> None:
         """See `finetune.training.loaders.refuse_dropping_all`."""
         refuse_dropping_all(self.config, splits, self._rule)
-
-    @property
-    def end(self) -> int:
-        """The largest batch size that makes a difference."""
-        most = self.config.training.global_batch_size or _LARGEST_BATCH_TRIED
-        return max(1, min(most, most if self.rows is None else len(self.rows), _LARGEST_BATCH_TRIED))
 
     @cached_property
     def largest(self) -> Largest:

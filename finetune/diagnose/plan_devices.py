@@ -13,7 +13,6 @@ import torch
 from finetune.distributed.device import _resolve_device, accelerator_type
 from finetune.distributed.precision import has_bf16
 from finetune.errors import ConfigError
-from finetune.training.memory.tracing import DeviceKind
 
 GIB = 2**30
 
@@ -55,7 +54,7 @@ class Device:
 
     Attributes:
         name: its name in messages.
-        kind: the kind, which decides how the engine computes.
+        type: cpu or cuda, which decides how the engine computes.
         memory: bytes that the process can use.
         reserve: the part of `memory` that is in use before the first tensor, in bytes.
         has_bf16: whether `training.precision=auto` means bf16 there.
@@ -64,7 +63,7 @@ class Device:
     """
 
     name: str
-    kind: DeviceKind
+    type: str
     memory: int
     reserve: int
     has_bf16: bool
@@ -73,7 +72,7 @@ class Device:
 
     def shared_by(self, processes: int) -> Device:
         """Return a process's share, if this is the CPU at hand: processes on one machine share its memory."""
-        if processes == 1 or self.kind != "cpu":
+        if processes == 1 or self.type != "cpu":
             return self
         name = f"a share of {self.name} ({processes} processes)"
         return replace(self, name=name, memory=self.memory // processes)
@@ -113,7 +112,7 @@ def find_device(wish: str) -> Device:
     is_apple = wish in ("auto", "mps") and accelerator_type() == "mps"
     return Device(
         name="this machine's CPU, for want of figures for its Apple GPU" if is_apple else "this machine's CPU",
-        kind="cpu",
+        type="cpu",
         memory=free + taken,
         reserve=taken,
         has_bf16=False,
@@ -124,7 +123,7 @@ def find_device(wish: str) -> Device:
 def _cuda(name: str, memory: int, *, has_bf16: bool) -> Device:
     return Device(
         name=name,
-        kind="cuda",
+        type="cuda",
         memory=memory,
         reserve=_CUDA_RESERVE,
         has_bf16=has_bf16,

@@ -10,13 +10,13 @@ import torch
 
 from finetune.engine.decoder import bare_model
 from finetune.engine.fused import fused_or_not
+from finetune.engine.loss import BY_DEVICE
 from finetune.training.memory.tracing import IN_A_LAYER, name_of_layers
 from finetune.training.optim import build_optimizer
 
 if TYPE_CHECKING:
     from finetune.config.schema import OptimSection
-    from finetune.distributed.gradients import LossFunction
-    from finetune.training.memory.tracing import DeviceKind
+    from finetune.training.memory.tracing import Computation
 
 _FLOPS = 2
 """A multiplication and an addition."""
@@ -58,29 +58,17 @@ def _products_with(weight: Any, *, more: int) -> int:
     return _FLOPS * int(weight.numel()) * (2 + bool(weight.requires_grad) + more)
 
 
-def measure_seconds(
-    model: Any,
-    microbatch: Any,
-    loss: LossFunction,
-    section: OptimSection,
-    kind: DeviceKind,
-    *,
-    is_bf16: bool,
-    is_fused: bool,
-) -> float:
+def measure_seconds(model: Any, microbatch: Any, how: Computation, section: OptimSection) -> float:
     """Measure forward, backward and optimizer for one micro-batch, in seconds for the model's whole depth.
 
     Args:
         model: on the meta device, its weights in the types of the run. It is changed: it gets random weights, and only
             the layers that are measured are left.
         microbatch: on the CPU.
-        loss: the loss of the run.
+        how: how the run computes a step; the device is the one at hand.
         section: the configuration of the optimizer.
-        kind: the kind of the device at hand.
-        is_bf16: the run computes in bf16.
-        is_fused: the engine's functions are fused.
     """
-    device = torch.device(kind)
+    device = torch.device(how.device_type)
     decoder = bare_model(model).get_decoder()
     layers = name_of_layers(decoder)
     every = list(getattr(decoder, layers))
@@ -91,20 +79,21 @@ def measure_seconds(
     taken = {}
     for number in {more, few}:
         setattr(decoder, layers, torch.nn.ModuleList(every[:number]))
-        with fused_or_not(is_fused):
-            taken[number] = _measure(model, microbatch.to(device), loss, section, is_bf16=is_bf16)
+        with fused_or_not(how.is_fused):
+            taken[number] = _measure(model, microbatch.to(device), how, section)
     if few == more:
         return taken[few]
     return taken[few] + (depth - few) * max(0.0, taken[more] - taken[few]) / (more - few)
 
 
-def _measure(model: Any, microbatch: Any, loss: LossFunction, section: OptimSection, *, is_bf16: bool) -> float:
+def _measure(model: Any, microbatch: Any, how: Computation, section: OptimSection) -> float:
+    loss = how.loss_of(BY_DEVICE)
     optimizer = build_optimizer(model, section)
     device = next(model.parameters()).device
     seconds = []
     for _ in range(1 + _REPETITIONS):
         begun = time.perf_counter()
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_bf16):
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=how.is_bf16):
             summed = loss(model, microbatch).reshape(-1)[0]
         (summed / max(1, microbatch.num_targets)).backward()
         optimizer.step()

@@ -27,7 +27,7 @@ from finetune.runs.recorded_run import RecordedRun, finite, text, whole
 from finetune.runs.verification import whole_checkpoints
 from finetune.training.checks import named_splits
 from finetune.training.loop import Cadence
-from finetune.training.memory.choice import MemoryChoice, masks_follow_the_cut
+from finetune.training.memory.choice import MemoryChoice, masks_follow_microbatches
 from finetune.training.optim import build_optimizer
 from finetune.training.step import StepSettings, train_step
 from finetune.training.train import build_trainer
@@ -156,7 +156,7 @@ def _config_of(run: RecordedRun) -> Config:
         )
     config = load_config([], run=str(run.folder.config_file))
     memory = MemoryChoice.from_record(run.part("memory"), config)
-    config = config if memory is None else memory.settle(config)
+    config = config if memory is None else memory.resolve(config)
     chosen: dict[str, object] = {
         "training.precision": text(run.record.get("precision")) or config.training.precision,
         "training.global_batch_size": whole(run.part("global_batch").get("global_batch_size"))
@@ -257,7 +257,7 @@ def _refuse_other_rows(run: RecordedRun, trainer: Trainer) -> None:
 
 def _refuse_other_device(run: RecordedRun, config: Config, device_type: str) -> None:
     recorded = text(run.record.get("device"))
-    if recorded is not None and recorded != device_type and masks_follow_the_cut(config):
+    if recorded is not None and recorded != device_type and masks_follow_microbatches(config):
         raise ConfigError(
             f"{run.folder.path} drops tokens by random masks, which {recorded} draws differently from {device_type}. "
             f"Replay it on a machine with {recorded}."

@@ -24,7 +24,7 @@ from finetune.errors import CheckpointError
 from finetune.runs.comparison import differing
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.verification import newest_valid, read_state
-from finetune.training.memory.choice import masks_follow_the_cut
+from finetune.training.memory.choice import masks_follow_microbatches
 
 if TYPE_CHECKING:
     from finetune.runs.folder import RunFolder
@@ -171,7 +171,7 @@ def _what_counts(before: Config, now: Config, *, has_same_rows: bool) -> set[str
         "always": True,
         "rows": not has_same_rows,
         "adapter": has_adapter,
-        "noise": any(masks_follow_the_cut(side) for side in sides),
+        "noise": any(masks_follow_microbatches(side) for side in sides),
         "steps": is_rate_scaled,
         "epochs": is_rate_scaled and not has_max_steps,
     }

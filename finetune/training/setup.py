@@ -29,8 +29,9 @@ from finetune.runs.model_files import load_model
 from finetune.training.checks import check_fit, named_splits
 from finetune.training.forward import agree_on_forward
 from finetune.training.loaders import global_batch_size
-from finetune.training.memory.choice import MemoryChoice, agree_on_memory, choose, shards_of
+from finetune.training.memory.choice import MemoryChoice, agree_on_memory
 from finetune.training.memory.forecast import copy_without_data
+from finetune.training.memory.tracing import Computation
 from finetune.training.reporting.journal import Journal
 from finetune.training.validation import check_metrics, refuse_rows_without_answers
 
@@ -163,10 +164,21 @@ def set_up(
     forward = agree_on_forward(runtime, config.training, model)
     collate = objective.collation_of(config, forward.collate)
     measured = _shard(runtime, model) if runtime.shard_size is not None else model
-    choose_by_memory = partial(
-        _choose_by_memory, runtime, config, measured, splits, collate=collate, loss_of=objective.loss_of
+    how = Computation(
+        loss_of=partial(objective.loss_of, config),
+        device_type=runtime.device.type,
+        is_bf16=runtime.precision == "bf16",
+        is_fused=is_fused(),
     )
-    recorded = None if journal is None else journal.recorded_memory()
+    memory = agree_on_memory(
+        runtime,
+        config,
+        measured,
+        how,
+        longest=int(splits.train.lengths.max()),
+        collate=collate,
+        recorded=None if journal is None else journal.recorded_memory(),
+    )
     setup = Setup(
         runtime=runtime,
         config=config,
@@ -178,7 +190,7 @@ def set_up(
         collate=collate,
         is_packed=forward.why_not_engine is None,
         measured=measured,
-        memory=agree_on_memory(runtime, config, recorded, choose_by_memory),
+        memory=memory,
     )
     if setup.memory.gradient_checkpointing:
         checkpoint_gradients(model)
@@ -240,30 +252,3 @@ def _shard(runtime: Runtime, model: Any) -> Any:
     convert_weights(measured, runtime.precision)
     runtime.shard(model)
     return measured
-
-
-def _choose_by_memory(
-    runtime: Runtime,
-    config: Config,
-    model: Any,
-    splits: EncodedSplits,
-    room: int,
-    is_cut_settled: bool,
-    *,
-    collate: Collate,
-    loss_of: Callable[..., LossFunction],
-) -> MemoryChoice:
-    return choose(
-        config,
-        model,
-        longest=int(splits.train.lengths.max()),
-        collate=collate,
-        loss_of=partial(loss_of, config),
-        kind=runtime.device.type,
-        is_bf16=runtime.precision == "bf16",
-        is_fused=is_fused(),
-        world_size=runtime.world_size,
-        room=room,
-        shards=shards_of(config.parallel, runtime.world_size),
-        is_cut_settled=is_cut_settled,
-    )

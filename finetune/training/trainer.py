@@ -144,7 +144,7 @@ class Trainer:
         _log.info("Preparing data loaders...")
         return build_loaders(
             self.runtime,
-            self._setup.memory.settle(self.config),
+            self._setup.memory.resolve(self.config),
             self.splits,
             collate=self._setup.collate,
             is_packed=self._setup.is_packed,

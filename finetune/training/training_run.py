@@ -22,7 +22,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 from finetune.training.loaders import log_cut_examples, log_share
 from finetune.training.loop import Cadence
-from finetune.training.memory.choice import masks_follow_the_cut
+from finetune.training.memory.choice import masks_follow_microbatches
 from finetune.training.profiling import StepProfiler
 from finetune.training.setup import Objective, Setup
 from finetune.training.step import StepResult, StepSettings, StepTooLargeError, train_step
@@ -199,7 +199,7 @@ class TrainingRun:
             self._runtime.agree(error, f"training, step {step}")
             raise AssertionError("a rank ran out of memory")
         setup.memory = setup.memory.after_out_of_memory(smaller.max_tokens, step)
-        if masks_follow_the_cut(self._config):
+        if masks_follow_microbatches(self._config):
             used = f"at most {smaller.max_tokens} tokens, so that other tokens are dropped"
             why = f"memory ran out in step {step}"
             fallback = Fallback(what="training.max_tokens_per_microbatch", wanted="larger", used=used, why=why)

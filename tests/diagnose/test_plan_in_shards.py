@@ -25,6 +25,7 @@ from finetune.model.base import build_base_model
 from finetune.model.lora import attach_adapter
 from finetune.model.targets import resolve_targets
 from finetune.training.memory.forecast import Shards, Weights, forecast_step, optimizer_need
+from finetune.training.memory.tracing import Computation
 from finetune.training.optim import build_optimizer
 from tests.launches import REPOSITORY
 
@@ -66,10 +67,12 @@ def forecast(config):
     model = prepared(config)
     rows = sorted(_rows(SIZES[SIZE].vocabulary), key=lambda row: -len(row[0]))[:2]
     microbatch = pack([(torch.tensor(ids), torch.tensor(is_target)) for ids, is_target in rows])
-    how = {"kind": "cpu", "is_bf16": False, "accumulates": True}
-    need = optimizer_need(build_optimizer(model, config.optim), kind="cpu")
+    need = optimizer_need(build_optimizer(model, config.optim), device_type="cpu")
     assert need is not None
-    return forecast_step(model, microbatch, lambda choices: partial(summed_cross_entropy, choices=choices), **how), need
+    how = Computation(
+        loss_of=lambda choices: partial(summed_cross_entropy, choices=choices), device_type="cpu", is_bf16=False
+    )
+    return forecast_step(model, microbatch, how), need
 
 
 @pytest.fixture(scope="module")

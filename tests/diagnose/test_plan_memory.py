@@ -19,7 +19,8 @@ from finetune.engine.loss import BY_DEVICE, summed_cross_entropy
 from finetune.engine.products import unchanged_weights
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
-from finetune.training.memory.forecast import OptimizerNeed, optimizer_need, predict_peak
+from finetune.training.memory.forecast import OptimizerNeed, forecast_step, optimizer_need
+from finetune.training.memory.tracing import Computation
 from finetune.training.objectives.preference_losses import PreferenceLoss
 from finetune.training.objectives.preferences import put_pairs_together, summed_preferences
 from finetune.training.optim import build_optimizer
@@ -110,9 +111,10 @@ def predict(config, microbatch, method: str, *, accumulates: bool = False, loss_
     with torch.device("meta"):
         model = prepare(AutoModelForCausalLM.from_config(config), method, **options)
     model.config.use_cache = False
-    need = optimizer_need(build_optimizer(model, OptimSection()), kind="cpu")
+    need = optimizer_need(build_optimizer(model, OptimSection()), device_type="cpu")
     assert need is not None
-    return predict_peak(model, microbatch, need, loss_of, kind="cpu", is_bf16=False, accumulates=accumulates)
+    how = Computation(loss_of=loss_of, device_type="cpu", is_bf16=False, accumulates=accumulates)
+    return forecast_step(model, microbatch, how).peak(need)
 
 
 CASES = [
@@ -209,8 +211,8 @@ def test_the_copies_of_an_adapter_in_the_type_of_the_run_are_there_all_the_time(
     with torch.device("meta"):
         planned = add_lora(AutoModelForCausalLM.from_config(config), LoraSection(r=300)).train()
     model = add_lora(build_tiny(config), LoraSection(r=300)).train()
-    how = {"kind": "cpu", "is_bf16": True, "accumulates": False}
-    predicted = predict_peak(planned, pack(given), OptimizerNeed(0, 0), sft, **how)
+    how = Computation(loss_of=sft, device_type="cpu", is_bf16=True, accumulates=False)
+    predicted = forecast_step(planned, pack(given), how).peak(OptimizerNeed(0, 0))
 
     def step() -> None:
         with unchanged_weights():  # as in `train_step`
@@ -236,8 +238,8 @@ def test_gradients_that_are_added_up_are_there_all_the_time():
     assert predicted.parts["gradients"] == sum(weight.nbytes for weight in model.parameters())
 
 
-@pytest.mark.parametrize(("kind", "loss_of"), [("cpu", sft), ("cuda", sft), ("cuda", dpo)])
-def test_few_layers_tell_what_many_take(kind, loss_of, monkeypatch):
+@pytest.mark.parametrize(("device_type", "loss_of"), [("cpu", sft), ("cuda", sft), ("cuda", dpo)])
+def test_few_layers_tell_what_many_take(device_type, loss_of, monkeypatch):
     """Also with LongRoPE, which looks at positions, and with dropout."""
     rope = {
         "rope_type": "longrope",
@@ -250,14 +252,14 @@ def test_few_layers_tell_what_many_take(kind, loss_of, monkeypatch):
     config = CONFIGS["phi3"](num_hidden_layers=6, rope_parameters=rope)
     with torch.device("meta"):
         model = prepare(AutoModelForCausalLM.from_config(config), "lora", checkpointed=False, dropout=0.1)
-    need = optimizer_need(build_optimizer(model, OptimSection()), kind=kind)
-    options = {"kind": kind, "is_bf16": kind == "cuda", "accumulates": False}
+    need = optimizer_need(build_optimizer(model, OptimSection()), device_type=device_type)
+    how = Computation(loss_of=loss_of, device_type=device_type, is_bf16=device_type == "cuda", accumulates=False)
     microbatch = pack(rows()) if loss_of is sft else put_pairs_together(pairs(), rows=packer(share_prefixes=True))
-    extrapolated = predict_peak(model, microbatch, need, loss_of, **options)
+    extrapolated = forecast_step(model, microbatch, how).peak(need)
     assert len(model.get_base_model().get_decoder().layers) == 6  # as it was
     assert all(weight.is_meta for weight in model.parameters())
     monkeypatch.setattr("finetune.training.memory.forecast._MORE", 6)
-    whole = predict_peak(model, microbatch, need, loss_of, **options)
+    whole = forecast_step(model, microbatch, how).peak(need)
     assert abs(extrapolated.total / whole.total - 1) < 0.005
     for part, size in whole.parts.items():
         assert abs(extrapolated.parts[part] - size) <= 0.01 * whole.total, part
@@ -268,7 +270,7 @@ def test_an_optimizer_that_needs_data_is_not_known():
         model = AutoModelForCausalLM.from_config(CONFIGS["phi3"]())
     section = OptimSection(optimizer="transformers.optimization.Adafactor", args={"relative_step": False})
     optimizer = build_optimizer(model, section)
-    known = optimizer_need(optimizer, kind="cpu")
+    known = optimizer_need(optimizer, device_type="cpu")
     real = build_tiny(CONFIGS["phi3"]())
     twin = build_optimizer(real, section)
     for weight in real.parameters():

@@ -17,7 +17,8 @@ from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import attach_adapter
 from finetune.model.targets import resolve_targets
-from finetune.training.memory.forecast import optimizer_need, predict_peak
+from finetune.training.memory.forecast import forecast_step, optimizer_need
+from finetune.training.memory.tracing import Computation
 from finetune.training.optim import build_optimizer
 from tests.diagnose.measured import held_by, peak_of
 from tests.tiny_models import tiny_phi3_config
@@ -83,15 +84,16 @@ def test_the_predicted_peak_is_the_measured_one(
     microbatch = some_rows(TOKENS[device.type], config.vocab_size)
     make = partial(build, config, method, precision, is_checkpointing=is_checkpointing)
 
-    planned, kind = make(torch.device("meta")), device.type
-    need = optimizer_need(build_optimizer(planned, OptimSection()), kind=kind)
+    planned = make(torch.device("meta"))
+    need = optimizer_need(build_optimizer(planned, OptimSection()), device_type=device.type)
     assert need is not None
 
     def loss_of(choices: Choices) -> Callable[[Any, Any], torch.Tensor]:
         return partial(summed_cross_entropy, choices=choices)
 
     is_bf16 = precision == "bf16"
-    predicted = predict_peak(planned, microbatch, need, loss_of, kind=kind, is_bf16=is_bf16, accumulates=False)
+    how = Computation(loss_of=loss_of, device_type=device.type, is_bf16=is_bf16, accumulates=False)
+    predicted = forecast_step(planned, microbatch, how).peak(need)
 
     model = make(device)
     optimizer = build_optimizer(model, OptimSection())

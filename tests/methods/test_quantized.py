@@ -27,7 +27,8 @@ from finetune.model.quantized import (
     refuse_where_quantizing_is_impossible,
 )
 from finetune.training.memory.choice import MOST_TOKENS
-from finetune.training.memory.forecast import OptimizerNeed, copy_without_data, longest_rows, predict_peak
+from finetune.training.memory.forecast import OptimizerNeed, copy_without_data, forecast_step, longest_rows
+from finetune.training.memory.tracing import Computation
 from tests.curves import Case
 from tests.diagnose.measured import peak_of
 from tests.distributed.test_sharding import CHECKPOINTED, REFERENCE, assert_same_bytes, train_both_ways
@@ -198,11 +199,11 @@ def test_the_predicted_memory_of_a_step_is_the_measured_one(tmp_path, is_bf16):
 
     step()
     measured = peak_of(step)
-    how = {"kind": "cpu", "is_bf16": is_bf16, "accumulates": False}
-    peak = predict_peak(copy_without_data(model), packed, OptimizerNeed(0, 0), loss_of, **how)
+    how = Computation(loss_of=loss_of, device_type="cpu", is_bf16=is_bf16, accumulates=False)
+    peak = forecast_step(copy_without_data(model), packed, how).peak(OptimizerNeed(0, 0))
     predicted = peak.total - peak.parts["weights"] - peak.parts["adapter"]
     assert predicted == pytest.approx(measured, rel=0.05)
-    tight = choice_of(config_of("training.global_batch_size=512"), kind="cuda", room=measured, model=model)
+    tight = choice_of(config_of("training.global_batch_size=512"), device_type="cuda", room=measured, model=model)
     assert tight.why.startswith("a step needs at most")
     assert 60 < tight.max_tokens < MOST_TOKENS
 

@@ -28,7 +28,8 @@ from finetune.training.memory.choice import (
     choose,
     decide,
 )
-from finetune.training.memory.forecast import OptimizerNeed, longest_rows, optimizer_need, predict_peak
+from finetune.training.memory.forecast import OptimizerNeed, forecast_step, longest_rows, optimizer_need
+from finetune.training.memory.tracing import Computation
 from finetune.training.optim import build_optimizer
 from finetune.training.trainer import Trainer
 from tests.in_process import Ended, run_script
@@ -106,20 +107,15 @@ def loss_of(choices: Choices) -> LossFunction:
     return partial(summed_cross_entropy, choices=choices)
 
 
-def choice_of(config: Config, *, kind: str, room: int, model: Any = None, **more: Any) -> MemoryChoice:
-    return choose(
-        config,
-        model or tiny(),
-        longest=60,
-        collate=more.pop("collate", packer(share_prefixes=True)),
-        loss_of=loss_of,
-        kind=kind,
-        is_bf16=kind == "cuda",
-        is_fused=kind == "cuda",
-        world_size=more.pop("world_size", 1),
-        room=room,
-        **more,
-    )
+def computation_on(device_type: str) -> Computation:
+    is_cuda = device_type == "cuda"
+    return Computation(loss_of=loss_of, device_type=device_type, is_bf16=is_cuda, is_fused=is_cuda)
+
+
+def choice_of(config: Config, *, device_type: str, room: int, model: Any = None, **more: Any) -> MemoryChoice:
+    how = computation_on(device_type)
+    given = {"collate": packer(share_prefixes=True), "world_size": 1, **more}
+    return choose(config, model or tiny(), how, longest=60, room=room, **given)
 
 
 def bytes_of_step(
@@ -128,13 +124,13 @@ def bytes_of_step(
     length: int,
     *,
     collate: Any = None,
-    kind: str = "cpu",
+    device_type: str = "cpu",
     optimizer: OptimizerNeed = NOT_COUNTED,
 ) -> int:
     rows = longest_rows("sft", num_rows, length)
     microbatch = (collate or packer(share_prefixes=True))([rows[index] for index in range(num_rows)])
-    how = {"kind": kind, "is_bf16": kind == "cuda", "accumulates": True, "is_fused": kind == "cuda"}
-    peak = predict_peak(memory_choice.copy_without_data(model), microbatch, optimizer, loss_of, **how)  # type: ignore[arg-type]
+    copy = memory_choice.copy_without_data(model)
+    peak = forecast_step(copy, microbatch, computation_on(device_type)).peak(optimizer)
     return peak.total - peak.parts["weights"] - peak.parts["adapter"]
 
 
@@ -142,11 +138,11 @@ def bytes_of_step(
 @pytest.mark.parametrize("num_rows", [3, 20])
 def test_the_tokens_that_memory_allows_fit_and_not_many_more_would(num_rows: int) -> None:
     model = tiny()
-    room = bytes_of_step(model, num_rows, 60, kind="cuda")
+    room = bytes_of_step(model, num_rows, 60, device_type="cuda")
     words = ("training.global_batch_size=512", "training.gradient_checkpointing=false")
-    tokens = choice_of(config_of(*words), kind="cuda", room=room, model=model).max_tokens
+    tokens = choice_of(config_of(*words), device_type="cuda", room=room, model=model).max_tokens
     assert tokens is not None
-    assert 0.6 * room < bytes_of_step(model, tokens // 60, 60, kind="cuda") <= 0.92 * room
+    assert 0.6 * room < bytes_of_step(model, tokens // 60, 60, device_type="cuda") <= 0.92 * room
 
 
 @pytest.mark.slow
@@ -166,18 +162,18 @@ def test_what_surely_fits_does_so_for_a_few_tokens_too(method: str, vocabulary: 
     base = build_tiny(tiny_phi3_config(**sizes))
     model: Any = add_lora(base, LoraSection(r=2, dora=True)) if method == "DoRA" else base
     optimizer = build_optimizer(memory_choice.copy_without_data(model), config_of().optim)
-    need = optimizer_need(optimizer, kind="cpu")
+    need = optimizer_need(optimizer, device_type="cpu")
     assert need is not None
     assert bytes_of_step(model, 1, 4, optimizer=need) < memory_choice._bound(model, rows=1, length=4)
 
 
 def test_a_small_model_on_a_cpu_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_choice, "predict_peak", None)
-    choice = choice_of(config_of(), kind="cpu", room=10**10)
+    monkeypatch.setattr(memory_choice, "forecast_step", None)
+    choice = choice_of(config_of(), device_type="cpu", room=10**10)
     assert (choice.gradient_checkpointing, choice.max_rows, choice.max_tokens) == (False, 8, None)
     assert "10 GB that are free" in str(choice)
     for word in ("true", "false"):
-        as_it_says = choice_of(config_of(f"training.gradient_checkpointing={word}"), kind="cpu", room=0)
+        as_it_says = choice_of(config_of(f"training.gradient_checkpointing={word}"), device_type="cpu", room=0)
         assert (as_it_says.gradient_checkpointing, as_it_says.is_chosen) == (word == "true", False)
 
 
@@ -186,29 +182,31 @@ def test_a_small_model_on_a_cpu_is_not_traced(monkeypatch: pytest.MonkeyPatch) -
 def test_a_step_that_does_not_fit_a_cpu_is_checkpointed_and_nothing_else() -> None:
     model = tiny()
     needed = bytes_of_step(model, 8, 60)
-    roomy, tight = (choice_of(config_of(), kind="cpu", room=room, model=model) for room in (2 * needed, needed))
+    roomy, tight = (choice_of(config_of(), device_type="cpu", room=room, model=model) for room in (2 * needed, needed))
     assert (roomy.gradient_checkpointing, tight.gradient_checkpointing) == (False, True)
     assert (tight.max_rows, tight.max_tokens) == (8, None)
     assert not model.is_gradient_checkpointing, "the model itself is as it was"
-    assert "memory may run out" in choice_of(config_of(), kind="cpu", room=1000, model=model).why
+    assert "memory may run out" in choice_of(config_of(), device_type="cpu", room=1000, model=model).why
 
 
 @pytest.mark.slow
 @pytest.mark.trains
 def test_on_cuda_memory_limits_the_tokens_of_a_micro_batch() -> None:
     rows = "training.global_batch_size=512"
-    roomy = choice_of(config_of(rows), kind="cuda", room=10**12)
+    roomy = choice_of(config_of(rows), device_type="cuda", room=10**12)
     assert (roomy.gradient_checkpointing, roomy.max_rows, roomy.max_tokens) == (False, 512, MOST_TOKENS)
-    assert choice_of(config_of(rows), kind="cuda", room=10**12, world_size=3).max_rows == 171, "each rank has some"
-    assert choice_of(config_of(rows, "training.batch_size=4"), kind="cuda", room=10**12).max_rows == 4
-    asked = choice_of(config_of(rows, "training.max_tokens_per_microbatch=900"), kind="cuda", room=10**12)
+    assert choice_of(config_of(rows), device_type="cuda", room=10**12, world_size=3).max_rows == 171, (
+        "each rank has some"
+    )
+    assert choice_of(config_of(rows, "training.batch_size=4"), device_type="cuda", room=10**12).max_rows == 4
+    asked = choice_of(config_of(rows, "training.max_tokens_per_microbatch=900"), device_type="cuda", room=10**12)
     assert (asked.max_rows, asked.max_tokens) == (8, 900)
-    settled = choice_of(config_of(rows), kind="cuda", room=10**12, is_cut_settled=True)
-    assert (settled.max_rows, settled.max_tokens) == (8, None)
+    kept = choice_of(config_of(rows), device_type="cuda", room=10**12, keeps_microbatches=True)
+    assert (kept.max_rows, kept.max_tokens) == (8, None)
     needed = bytes_of_step(tiny(), 4, 60)
-    tight = choice_of(config_of(rows, "training.gradient_checkpointing=false"), kind="cuda", room=needed)
+    tight = choice_of(config_of(rows, "training.gradient_checkpointing=false"), device_type="cuda", room=needed)
     assert 60 <= tight.max_tokens < 500
-    one_row = choice_of(config_of(rows), kind="cuda", room=0)
+    one_row = choice_of(config_of(rows), device_type="cuda", room=0)
     assert (one_row.gradient_checkpointing, one_row.max_tokens) == (True, 60)
 
 
@@ -217,8 +215,8 @@ def test_on_cuda_memory_limits_the_tokens_of_a_micro_batch() -> None:
 def test_a_mixture_of_experts_is_chosen_for_too() -> None:
     """Whichever experts the tokens take; `tests/diagnose/test_plan_memory.py` has the forecast beside a real step."""
     model, rows = tiny("phimoe"), "training.global_batch_size=512"
-    needed = bytes_of_step(model, 4, 60, collate=pad, kind="cuda")
-    tight = choice_of(config_of(rows), kind="cuda", room=needed, model=model, collate=pad)
+    needed = bytes_of_step(model, 4, 60, collate=pad, device_type="cuda")
+    tight = choice_of(config_of(rows), device_type="cuda", room=needed, model=model, collate=pad)
     assert tight.gradient_checkpointing
     assert "a step needs at most" in tight.why
     assert tight.max_tokens is not None
@@ -229,14 +227,14 @@ def test_what_cannot_be_predicted_stays_as_it_is_configured(monkeypatch: pytest.
     def needs_data(*_: object, **__: object) -> None:
         raise RuntimeError("the experts of a token depend on it")
 
-    monkeypatch.setattr(memory_choice, "predict_peak", needs_data)
-    choice = choice_of(config_of("training.global_batch_size=64"), kind="cuda", room=10**12)
+    monkeypatch.setattr(memory_choice, "forecast_step", needs_data)
+    choice = choice_of(config_of("training.global_batch_size=64"), device_type="cuda", room=10**12)
     assert (choice.gradient_checkpointing, choice.max_rows, choice.max_tokens) == (False, 8, None)
     assert "cannot be predicted without data (RuntimeError: the experts of a token depend on it)" in choice.why
 
 
 def test_a_record_holds_as_long_as_the_same_is_asked() -> None:
-    choice = choice_of(config_of(), kind="cpu", room=10**10)
+    choice = choice_of(config_of(), device_type="cpu", room=10**10)
     record = json.loads(json.dumps(choice.as_record()))
     assert MemoryChoice.from_record(record, config_of()) == choice
     assert MemoryChoice.from_record(record, config_of("training.batch_size=4")) is None

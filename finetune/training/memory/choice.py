@@ -1,6 +1,7 @@
-"""Choose gradient checkpointing and the size of micro-batches by the memory that is there.
+"""Choose gradient checkpointing and the size of micro-batches by the memory that is free.
 
-`finetune plan` calls the same functions with the memory of the device that it is asked about.
+Training and `finetune plan` call the same function, `choose`: training with the free memory of its device, the plan
+with the memory of the device that it is asked about.
 """
 
 from __future__ import annotations
@@ -26,17 +27,16 @@ from finetune.training.memory.forecast import (
     OptimizerNeed,
     Shards,
     copy_without_data,
+    forecast_step,
     longest_rows,
     optimizer_need,
-    predict_peak,
 )
 from finetune.training.optim import build_optimizer
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, ParallelSection
     from finetune.distributed.runtime import Runtime
-    from finetune.training.memory.forecast import Peak
-    from finetune.training.memory.tracing import LossOf
+    from finetune.training.memory.tracing import Computation
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Need(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A decision by figures alone."""
+    """The result of `decide`."""
 
     is_checkpointing: bool
     tokens: int
@@ -115,7 +115,7 @@ class MemoryChoice:
         gradient_checkpointing: whether activations are computed again in the backward pass.
         max_rows: the most rows of a micro-batch.
         max_tokens: the most tokens that a micro-batch computes; None: no limit.
-        why: the figures, in a sentence.
+        why: the reason, with the bytes that decided.
         asked: the configured values, by key.
     """
 
@@ -140,14 +140,14 @@ class MemoryChoice:
         is_whole = set(record) == {field.name for field in fields(cls)}
         return cls(**record) if is_whole and record["asked"] == _asked(config) else None
 
-    def settle(self, config: Config) -> Config:
+    def resolve(self, config: Config) -> Config:
         """Return the configuration with the choice in place of what it leaves open."""
-        settled = {
+        resolved = {
             "gradient_checkpointing": self.gradient_checkpointing,
             "batch_size": self.max_rows,
             "max_tokens_per_microbatch": self.max_tokens,
         }
-        return config.model_copy(update={"training": config.training.model_copy(update=settled)})
+        return config.model_copy(update={"training": config.training.model_copy(update=resolved)})
 
     def after_out_of_memory(self, max_tokens: int, step: int) -> MemoryChoice:
         """Return the choice with smaller micro-batches, after memory ran out in a step."""
@@ -161,17 +161,13 @@ class MemoryChoice:
 def choose(
     config: Config,
     model: Any,
+    how: Computation,
     *,
     longest: int,
     collate: Callable[[Any], Any],
-    loss_of: LossOf,
-    kind: str,
-    is_bf16: bool,
-    is_fused: bool,
-    world_size: int,
     room: int,
-    shards: Shards = WHOLE,
-    is_cut_settled: bool = False,
+    world_size: int,
+    keeps_microbatches: bool = False,
 ) -> MemoryChoice:
     """Choose for this process alone, without communication.
 
@@ -179,99 +175,91 @@ def choose(
         config: the whole run.
         model: in training mode, its weights in the types of the run, gradient checkpointing off; on any device. It is
             not changed, and its weights are not read.
+        how: how the run computes a step. There is no forecast for device types other than cpu and cuda.
         longest: tokens of the longest row.
         collate: makes a micro-batch of rows, or of pairs.
-        loss_of: the loss of the run.
-        kind: the kind of device.
-        is_bf16: the run computes in bf16.
-        is_fused: the engine's functions are fused.
-        world_size: the number of processes.
         room: bytes that are free on the device beside the weights.
-        shards: how the weights are shared out among the processes.
-        is_cut_settled: leave the size of micro-batches as it is configured.
+        world_size: the number of processes.
+        keeps_microbatches: leave the size of micro-batches as it is configured.
     """
-    is_budgeted = kind == "cuda" and config.training.max_tokens_per_microbatch is None and not is_cut_settled
-    as_configured = _as_configured(config, world_size, is_budgeted=is_budgeted)
-    if config.training.gradient_checkpointing != "auto" and not is_budgeted:
-        return as_configured
-    if kind not in ("cpu", "cuda"):
-        return replace(as_configured, why=f"the memory of {kind} is not known")
-    rows = _longest_of(config, as_configured, longest, world_size, is_budgeted=is_budgeted)
+    limits_tokens = (
+        how.device_type == "cuda" and config.training.max_tokens_per_microbatch is None and not keeps_microbatches
+    )
+    configured = _as_configured(config, world_size, limits_tokens=limits_tokens)
+    if config.training.gradient_checkpointing != "auto" and not limits_tokens:
+        return configured
+    if how.device_type not in ("cpu", "cuda"):
+        return replace(configured, why=f"the memory of {how.device_type} is not known")
+    rows = _longest_rows_of(config, configured, longest, world_size, limits_tokens=limits_tokens)
     usable = round(_USED_SHARE * max(0, room))
     bound = _bound(model, rows=rows.most * rows.tokens // longest, length=longest)
-    if kind == "cpu" and bound <= usable:  # to trace a step would take seconds, in runs that take seconds
-        return replace(as_configured, why=f"a step needs less than {in_units(bound)}, of {_free(room)}")
-    predict = partial(
-        predict_peak,
-        loss_of=loss_of,
-        kind="cuda" if kind == "cuda" else "cpu",
-        is_bf16=is_bf16,
-        accumulates=True,
-        is_fused=is_fused,
-        world_size=world_size,
-        shards=shards,
-    )
+    if how.device_type == "cpu" and bound <= usable:  # to trace a step would take seconds, in runs that take seconds
+        return replace(configured, why=f"a step needs less than {in_units(bound)}, of {_free(room)}")
     try:
-        decision = _decide_by_forecast(_Step(config, model, longest, collate, predict), rows, usable, config)
+        steps = _Steps(config, model, how, longest=longest, collate=collate, world_size=world_size)
+        decision = _decide_by_forecast(steps, rows, usable, config)
     except CANNOT_TRACE as error:
-        cause = f"{type(error).__name__}: {first_line(error)}"
-        cut = replace(as_configured, max_rows=config.training.batch_size)
-        return replace(cut, why=f"the memory of a step cannot be predicted without data ({cause})")
+        why = f"the memory of a step cannot be predicted without data ({type(error).__name__}: {first_line(error)})"
+        return replace(configured, max_rows=config.training.batch_size, why=why)
     why = f"a step needs at most {in_units(decision.num_bytes)} beside the weights, of {_free(room)}"
     if decision.num_bytes > usable:
         why += ", so memory may run out: see `finetune plan`"
-    chosen = replace(as_configured, gradient_checkpointing=decision.is_checkpointing, why=why)
-    return replace(chosen, max_tokens=rows.budget(decision.tokens)) if is_budgeted else chosen
+    chosen = replace(configured, gradient_checkpointing=decision.is_checkpointing, why=why)
+    return replace(chosen, max_tokens=rows.token_limit(decision.tokens)) if limits_tokens else chosen
 
 
 class _LongestRows(NamedTuple):
-    """The micro-batches between which a run may choose: the longest rows, or pairs of them, and how many."""
+    """The micro-batches between which a run may choose. They hold rows, or pairs, of the greatest length."""
 
     tokens: int
     """Of one row, or pair."""
     fewest: int
     most: int
 
-    def budget(self, tokens: int) -> int:
-        """Return the limit of tokens for all micro-batches if this many of the longest rows' tokens fit."""
+    def token_limit(self, tokens: int) -> int:
+        """Return the limit for all micro-batches, given how many tokens of the longest rows fit."""
         return max(MOST_TOKENS if tokens >= self.most * self.tokens else tokens, self.tokens)
 
 
-def _as_configured(config: Config, world_size: int, *, is_budgeted: bool) -> MemoryChoice:
+def _as_configured(config: Config, world_size: int, *, limits_tokens: bool) -> MemoryChoice:
     training = config.training
     return MemoryChoice(
         gradient_checkpointing=training.gradient_checkpointing is True,
-        max_rows=_row_limit(config, world_size) if is_budgeted else training.batch_size,
+        max_rows=_row_limit(config, world_size) if limits_tokens else training.batch_size,
         max_tokens=training.max_tokens_per_microbatch,
         why=_AS_CONFIGURED,
         asked=_asked(config),
     )
 
 
-def _longest_of(
-    config: Config, as_configured: MemoryChoice, longest: int, world_size: int, *, is_budgeted: bool
+def _longest_rows_of(
+    config: Config, configured: MemoryChoice, longest: int, world_size: int, *, limits_tokens: bool
 ) -> _LongestRows:
     tokens = longest * (2 if OBJECTIVES[config.training.objective].rows == "pairs" else 1)
-    most = min(as_configured.max_rows, global_batch_size(config, world_size))
-    limit = as_configured.max_tokens or (MOST_TOKENS if is_budgeted else None)
+    most = min(configured.max_rows, global_batch_size(config, world_size))
+    limit = configured.max_tokens or (MOST_TOKENS if limits_tokens else None)
     most = most if limit is None else max(1, min(most, limit // tokens))
-    return _LongestRows(tokens, 1 if is_budgeted else most, most)
+    return _LongestRows(tokens, 1 if limits_tokens else most, most)
 
 
-def _decide_by_forecast(step: _Step, rows: _LongestRows, usable: int, config: Config) -> Decision:
+def _decide_by_forecast(steps: _Steps, rows: _LongestRows, usable: int, config: Config) -> Decision:
     wish = config.training.gradient_checkpointing
-    decision = decide(partial(step.need, rows.fewest, rows.most), usable, wish=None if wish == "auto" else wish)
+    decision = decide(partial(steps.need, rows.fewest, rows.most), usable, wish=None if wish == "auto" else wish)
     if not rows.tokens < decision.tokens < rows.most * rows.tokens:
         return decision
-    most = decision.tokens // rows.tokens  # see whether the line was straight
-    return decide(partial(step.need, rows.fewest, most), usable, wish=decision.is_checkpointing)
+    most = decision.tokens // rows.tokens  # memory is not quite a straight line: forecast this size, and decide again
+    return decide(partial(steps.need, rows.fewest, most), usable, wish=decision.is_checkpointing)
 
 
 def agree_on_memory(
     runtime: Runtime,
     config: Config,
+    model: Any,
+    how: Computation,
+    *,
+    longest: int,
+    collate: Callable[[Any], Any],
     recorded: Mapping[str, Any] | None,
-    choose_for: Callable[[int, bool], MemoryChoice],
 ) -> MemoryChoice:
     """Make one choice for all ranks, by the least memory that any has; a resumed run keeps the recorded one.
 
@@ -279,9 +267,12 @@ def agree_on_memory(
 
     Args:
         runtime: this process's place in the world; the model is on its device.
-        config: the whole run.
+        config: see `choose`.
+        model: see `choose`.
+        how: see `choose`.
+        longest: see `choose`.
+        collate: see `choose`.
         recorded: on the main process, the choice in run.json if the run resumes; empty if it recorded none.
-        choose_for: makes a choice, given the bytes that are free, and whether the size of micro-batches stays.
     """
     free = free_memory(runtime.device, num_sharing=runtime.environment.local_world_size)
     room = int(runtime.least(free - runtime.gathered_bytes))
@@ -292,8 +283,16 @@ def agree_on_memory(
             if choice is not None:
                 _log.info("%s, when the run began; run.json has kept it", choice)
             else:
-                is_cut_settled = recorded is not None and masks_follow_the_cut(config)
-                choice = choose_for(room, is_cut_settled)
+                choice = choose(
+                    config,
+                    model,
+                    how,
+                    longest=longest,
+                    collate=collate,
+                    room=room,
+                    world_size=runtime.world_size,
+                    keeps_microbatches=recorded is not None and masks_follow_microbatches(config),
+                )
                 _log.info("%s", choice)
     agreed = runtime.broadcast_from_main(choice)
     assert agreed is not None
@@ -320,7 +319,7 @@ def shards_of(parallel: ParallelSection, world_size: int) -> Shards:
     return Shards(parallel.shard_size or world_size, parallel.reshard_after_forward)
 
 
-def masks_follow_the_cut(config: Config) -> bool:
+def masks_follow_microbatches(config: Config) -> bool:
     """Return whether random masks or noise belong to the micro-batches, so that their size is part of the recipe."""
     has_dropout = config.training.method == "lora" and config.lora.dropout > 0
     return has_dropout or config.training.neftune_alpha > 0
@@ -367,18 +366,27 @@ def _widest_square(model: Any) -> int:
     return max((max(module.in_features, module.out_features) ** 2 for module in adapted), default=0)
 
 
-class _Step:
-    """Predicts steps with micro-batches of various sizes."""
+class _Steps:
+    """Predict steps with micro-batches of various sizes. Arguments as for `choose`."""
 
     def __init__(
-        self, config: Config, model: Any, longest: int, collate: Callable[[Any], Any], predict: partial[Peak]
+        self,
+        config: Config,
+        model: Any,
+        how: Computation,
+        *,
+        longest: int,
+        collate: Callable[[Any], Any],
+        world_size: int,
     ) -> None:
         self._config = config
+        self._how = how
         self._longest = longest
         self._collate = collate
+        self._world_size = world_size
         self._model = copy_without_data(model)
-        optimizer = optimizer_need(build_optimizer(self._model, config.optim), kind=predict.keywords["kind"])
-        self._predict = partial(predict, optimizer=optimizer or OptimizerNeed(0, 0))
+        optimizer = build_optimizer(self._model, config.optim)
+        self._optimizer = optimizer_need(optimizer, device_type=how.device_type) or OptimizerNeed(0, 0)
         self._is_checkpointing = False
         self._known: dict[tuple[int, bool], Size] = {}
 
@@ -399,6 +407,8 @@ class _Step:
     def _predict_size(self, num_rows: int) -> Size:
         rows = longest_rows(self._config.training.objective, num_rows, self._longest)
         microbatch = self._collate([rows[index] for index in range(num_rows)])
-        peak = self._predict(self._model, microbatch)
+        shards = shards_of(self._config.parallel, self._world_size)
+        forecast = forecast_step(self._model, microbatch, self._how)
+        peak = forecast.peak(self._optimizer, world_size=self._world_size, shards=shards)
         weights = sum(peak.parts.get(part, 0) for part in ("weights", "adapter", "gathered"))
         return Size(microbatch.num_computed, peak.total - weights)

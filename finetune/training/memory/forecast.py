@@ -30,8 +30,7 @@ from finetune.training.memory.tracing import (
     FORWARD,
     IN_A_LAYER,
     Allocations,
-    DeviceKind,
-    LossOf,
+    Computation,
     Part,
     name_of_layers,
     trace,
@@ -153,12 +152,12 @@ class StepForecast:
     Attributes:
         moments: the peak in each part of a pass, by purpose, without what was in use before.
         weights: of the model.
-        kind: the kind of device.
+        device_type: of the device that computes.
     """
 
     moments: Mapping[str, Mapping[Part, int]]
     weights: Weights
-    kind: DeviceKind
+    device_type: str
 
     def peak(self, optimizer: OptimizerNeed, *, world_size: int = 1, shards: Shards = WHOLE) -> Peak:
         """Predict the peak of the second training step or a later one, on one rank.
@@ -198,7 +197,7 @@ class StepForecast:
         weights, share = self.weights, self.weights.share(shards)
         if shards.size > 1:
             found["gathered"] = weights.gathered(shards)
-            if self.kind == "cpu" and shards.lets_go:
+            if self.device_type == "cpu" and shards.lets_go:
                 found["gathered"] -= min(weights.largest_layer, found.get("workspace", 0))
         if share > 1:
             whole = 0 if when == FORWARD else weights.trained_head + weights.largest_layer
@@ -207,14 +206,7 @@ class StepForecast:
 
 
 def forecast_step(
-    model: torch.nn.Module,
-    microbatch: Microbatch | PreferenceMicrobatch,
-    loss_of: LossOf,
-    *,
-    kind: DeviceKind,
-    is_bf16: bool,
-    accumulates: bool,
-    is_fused: bool = False,
+    model: torch.nn.Module, microbatch: Microbatch | PreferenceMicrobatch, how: Computation
 ) -> StepForecast:
     """Run a step without data.
 
@@ -222,35 +214,16 @@ def forecast_step(
         model: on the meta device, its weights in the types of the run, in training mode. Most of its layers are taken
             out and put back.
         microbatch: the largest of the run, on the CPU.
-        loss_of: the loss of the run.
-        kind: the kind of device to predict for.
-        is_bf16: the run computes in bf16.
-        accumulates: a step has several micro-batches on a rank.
-        is_fused: the engine's functions are fused (`training.fused`).
+        how: how the run computes a step.
 
     Raises:
         RuntimeError: the model cannot run without data; or one of `CANNOT_TRACE`.
     """
-    how = {"kind": kind, "is_bf16": is_bf16, "accumulates": accumulates, "is_fused": is_fused}
-    moments = _trace_deep(model, microbatch, loss_of, **how)
-    return StepForecast(moments=moments, weights=Weights(model), kind=kind)
+    moments = _trace_deep(model, microbatch, how)
+    return StepForecast(moments=moments, weights=Weights(model), device_type=how.device_type)
 
 
-def predict_peak(
-    model: torch.nn.Module,
-    microbatch: Microbatch | PreferenceMicrobatch,
-    optimizer: OptimizerNeed,
-    loss_of: LossOf,
-    *,
-    world_size: int = 1,
-    shards: Shards = WHOLE,
-    **how: Any,
-) -> Peak:
-    """Run a step without data and predict its peak; see `forecast_step` and `StepForecast.peak`."""
-    return forecast_step(model, microbatch, loss_of, **how).peak(optimizer, world_size=world_size, shards=shards)
-
-
-def optimizer_need(optimizer: torch.optim.Optimizer, *, kind: DeviceKind) -> OptimizerNeed | None:
+def optimizer_need(optimizer: torch.optim.Optimizer, *, device_type: str) -> OptimizerNeed | None:
     """Measure an optimizer over weights on the meta device: a copy of it takes two steps.
 
     None for an optimizer that cannot step without data.
@@ -260,7 +233,7 @@ def optimizer_need(optimizer: torch.optim.Optimizer, *, kind: DeviceKind) -> Opt
         for group in optimizer.param_groups
     ]
     for group in groups:
-        if kind == "cuda" and "foreach" in group and not group.get("fused"):
+        if device_type == "cuda" and "foreach" in group and not group.get("fused"):
             group["foreach"] = True if group["foreach"] is None else group["foreach"]  # torch's choice there
     allocations = Allocations()
     try:
@@ -316,19 +289,21 @@ def _sizes_of(model: torch.nn.Module) -> Iterator[_Weight]:
         yield _Weight(weight.nbytes, num_rows, weight.requires_grad, int(match[1]) if match else None)
 
 
-def _trace_deep(model: torch.nn.Module, *args: Any, **how: Any) -> dict[str, dict[Part, int]]:
+def _trace_deep(
+    model: torch.nn.Module, microbatch: Microbatch | PreferenceMicrobatch, how: Computation
+) -> dict[str, dict[Part, int]]:
     """Trace a model of any depth with few of its layers."""
     decoder = bare_model(model).get_decoder()
     layers = name_of_layers(decoder)
     every: torch.nn.ModuleList = getattr(decoder, layers)
     depth = len(every)
     if depth <= _MORE or not _are_layers_alike(model):
-        return trace(model, *args, **how)
+        return trace(model, microbatch, how)
     traced: dict[int, dict[str, dict[Part, int]]] = {}
     try:
         for number in (_FEW, _MORE):
             setattr(decoder, layers, torch.nn.ModuleList([*every[: number - 1], every[-1]]))
-            traced[number] = trace(model, *args, **how)
+            traced[number] = trace(model, microbatch, how)
     finally:
         setattr(decoder, layers, every)
     few, more = traced[_FEW], traced[_MORE]

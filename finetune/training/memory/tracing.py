@@ -38,8 +38,6 @@ from finetune.training.objectives.preferences import PreferenceMicrobatch
 Part = Literal["weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace", "gathered"]
 """The purposes of memory."""
 
-DeviceKind = Literal["cpu", "cuda"]
-
 FORWARD, ABOVE, BETWEEN, BELOW = "forward", "backward, last layer", "backward", "backward, first layers"
 """Parts of a pass. The second ends with the first gradient of the second-to-last layer; the fourth begins with that of
 the first layer."""
@@ -51,6 +49,25 @@ IN_A_LAYER = re.compile(rf"\.(?:{'|'.join(_LISTS_OF_LAYERS)})\.(\d+)\.(.*)")
 
 LossOf = Callable[[Choices], LossFunction]
 """The loss of a run, given how the engine computes packed rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computation:
+    """How a run computes a step, as far as memory depends on it.
+
+    Attributes:
+        loss_of: the loss of the run.
+        device_type: the type of device to predict for: cpu or cuda.
+        is_bf16: the run computes in bf16.
+        is_fused: the engine's functions are fused: what is between their inputs and their results is not counted.
+        accumulates: a rank has several micro-batches in a step, so a pass adds to gradients that are there already.
+    """
+
+    loss_of: LossOf
+    device_type: str
+    is_bf16: bool
+    is_fused: bool = False
+    accumulates: bool = True
 
 
 def name_of_layers(decoder: torch.nn.Module) -> str:
@@ -66,14 +83,7 @@ def name_of_layers(decoder: torch.nn.Module) -> str:
 
 
 def trace(
-    model: torch.nn.Module,
-    microbatch: Microbatch | PreferenceMicrobatch,
-    loss_of: LossOf,
-    *,
-    kind: DeviceKind,
-    is_bf16: bool,
-    accumulates: bool,
-    is_fused: bool = False,
+    model: torch.nn.Module, microbatch: Microbatch | PreferenceMicrobatch, how: Computation
 ) -> dict[str, dict[Part, int]]:
     """Find the peak of memory in each part of a pass, by purpose, without the memory that was in use before.
 
@@ -82,21 +92,17 @@ def trace(
     Args:
         model: on the meta device, in training mode.
         microbatch: on the CPU.
-        loss_of: the loss of the run.
-        kind: the kind of device to predict for.
-        is_bf16: the run computes in bf16.
-        accumulates: there are gradients already, and the pass adds to them.
-        is_fused: the engine's functions are fused: what is between their inputs and their results is not counted.
+        how: how the run computes a step.
     """
     rows = microbatch.rows if isinstance(microbatch, PreferenceMicrobatch) else microbatch
-    choices = _choices_on(kind, is_bf16=is_bf16)
+    choices = _choices_on(how.device_type, is_bf16=how.is_bf16)
     _prepare_attention(model, rows, choices)
     masked = _choices_of_masks(rows)
-    loss = loss_of(choices)
-    compute = torch.autocast("cpu", dtype=torch.bfloat16) if is_bf16 else nullcontext()
+    loss = how.loss_of(choices)
+    compute = torch.autocast("cpu", dtype=torch.bfloat16) if how.is_bf16 else nullcontext()
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        fused_or_not(is_fused),
+        fused_or_not(how.is_fused),
         unchanged_weights(),
         _one_rotation(model),
         _rows_of_one_document(),
@@ -105,7 +111,7 @@ def trace(
         vocabulary = bare_model(model).get_output_embeddings().weight.shape[0]
         allocations = Allocations(vocabulary, masked)
         allocations.ignore(*weights, *model.buffers(), *_tensors_of(rows))
-        with _watched(model, allocations, accumulates=accumulates), allocations:
+        with _watched(model, allocations, accumulates=how.accumulates), allocations:
             allocations.enter(FORWARD)
             with compute:
                 summed = loss(model, microbatch).reshape(-1)[0]
@@ -344,12 +350,14 @@ def _watched(model: torch.nn.Module, allocations: Allocations, *, accumulates: b
             handle.remove()
 
 
-def _choices_on(kind: DeviceKind, *, is_bf16: bool) -> Choices:
-    """Make the engine compute as on this kind of device: chunks of its size, attention with its memory."""
-    if kind == "cpu":
+def _choices_on(device_type: str, *, is_bf16: bool) -> Choices:
+    """Make the engine compute as on this type of device: chunks of its size, attention with its memory."""
+    if device_type == "cpu":
         return Choices(attention=_cpu_attention)
     attention = partial(_gpu_attention, is_flash=is_bf16)
-    return Choices(attention=attention, mlp_chunk_rows=CHUNK_ROWS[kind], logits_chunk_bytes=CHUNK_BYTES[kind])
+    return Choices(
+        attention=attention, mlp_chunk_rows=CHUNK_ROWS[device_type], logits_chunk_bytes=CHUNK_BYTES[device_type]
+    )
 
 
 def _prepare_attention(model: torch.nn.Module, microbatch: Microbatch, choices: Choices) -> None:
