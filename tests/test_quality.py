@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.never_run import never_run
+from tests.tiers import not_drawn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCES = sorted((REPOSITORY / "finetune").rglob("*.py"))
@@ -86,5 +87,14 @@ def test_the_repository_names_no_path_of_one_machine():
 
 def test_a_test_that_ran_in_no_command_of_ci_is_found():
     lines = ["a::ran", "a::skipped\tSkipped: no AVX-512 here", "a::missing\tSkipped: trl: not installed"]
-    collected = ["a::ran", "a::skipped", "a::missing", "a::new", "tests/gpu/test_x.py::y"]
-    assert never_run(collected, lines) == ["a::missing", "a::new"]
+    collected = ["a::ran", "a::skipped", "a::missing", "a::new", "a::beyond", "tests/gpu/test_x.py::y"]
+    assert never_run(collected, {"a::beyond"}, lines) == ["a::missing", "a::new"]
+
+
+def test_a_sample_is_the_same_each_time_and_the_others_are_what_is_left():
+    cases = [*range(20)]
+    left = not_drawn("a::sweep", cases, 3)
+    assert len(left) == 17
+    assert left == not_drawn("a::sweep", cases, 3) == sorted(left)
+    assert left != not_drawn("a::other", cases, 3)
+    assert not_drawn("a::sweep", cases, 20) == not_drawn("a::sweep", cases, 30) == []

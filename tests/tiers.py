@@ -1,9 +1,10 @@
-"""A plugin of pytest: which tests run when, and a word about those that do not.
+"""A plugin of pytest that decides which tests run when, and says how many do not.
 
-    pytest -m fast         no process is started, no model trained for long: 2 minutes and a half
+    pytest -m fast         no process is started, no model trained for long: 2 minutes
     pytest                 those, and each promise once with real processes: a few minutes
     pytest --everything    all tests
-    pytest --rest          what `pytest` left out, for CI
+    pytest --rest          what `pytest` left out, for CI; of a sampled sweep only the sample
+    pytest --beyond-ci     the cases that CI's samples leave out
     pytest --llama-cpp     only the tests that run llama.cpp, which they build first; no other command runs them
 
 Tests that are named (a file, `-k`, `-m`) run whatever their tier.
@@ -12,23 +13,28 @@ Tests that are named (a file, `-k`, `-m`) run whatever their tier.
 from __future__ import annotations
 
 import os
+import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+T = TypeVar("T")
 LONG = {"launch", "llama_cpp", "needs", "slow", "slurm", "sweep"}
 """Markers of tests that `pytest` alone leaves out, unless they are marked `promise` too."""
+SAMPLE_SEED = 25
+"""CI runs the same cases of a sampled sweep each time."""
 NOT_FAST = {*LONG, "promise", "process", "trains"}
 _PROGRAMS = re.compile(r"python.*|finetune|torchrun|accelerate|mpirun|srun|sbatch|(ba)?sh")
 _running: list[pytest.Item] = []
 _ran: list[str] = []
 """Tests that ran, and after a tab why one was skipped. With FINETUNE_TESTS_RUN a session appends them to that file."""
 _LEFT_OUT = pytest.StashKey[int]()
+_BEYOND_CI = pytest.StashKey[int]()
 _MOST_WORKERS = 4
 
 
@@ -36,6 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--everything", action="store_true", help="run all tests, also those that start many processes")
     group.addoption("--rest", action="store_true", help="run only the tests that `pytest` alone leaves out")
+    group.addoption("--beyond-ci", action="store_true", help="run only the cases that the samples of CI leave out")
     group.addoption("--llama-cpp", action="store_true", help="run only the tests that build and run llama.cpp")
 
 
@@ -43,7 +50,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """For the option `-n auto` in pyproject.toml. A few files run faster without the start of workers."""
     if _are_paths_named(config) or config.option.collectonly:
         return 0
-    return min(os.cpu_count() or 1, _MOST_WORKERS)
+    num_workers = min(os.cpu_count() or 1, _MOST_WORKERS)
+    # Much of the rest waits: for time limits, for a scheduler, for ranks that start. One worker more uses that time.
+    return num_workers + (config.option.rest or config.option.everything)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -60,15 +69,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("llama_cpp"):
             item.add_marker(pytest.mark.skip(reason="builds llama.cpp, for 5 minutes: pytest --llama-cpp"))
+    beyond = cases_beyond_ci(items)
+    if config.option.beyond_ci:
+        _keep(config, items, [item for item in items if item in beyond])
+        return
     if config.option.everything or _is_named(config):
         return
-    config.stash[_LEFT_OUT] = sum(is_left_out(item) != config.option.rest for item in items)
-    _keep(config, items, [item for item in items if is_left_out(item) == config.option.rest])
+    rest = config.option.rest
+    config.stash[_LEFT_OUT] = sum(is_left_out(item) != rest for item in items if item not in beyond)
+    config.stash[_BEYOND_CI] = len(beyond)
+    _keep(config, items, [item for item in items if is_left_out(item) == rest and item not in beyond])
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], chosen: list[pytest.Item]) -> None:
-    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = chosen
+
+
+def cases_beyond_ci(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Return the cases of tests marked as `sampled` that are not drawn for CI."""
+    sweeps: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is not None and is_left_out(item):
+            sweeps.setdefault((item.nodeid.partition("[")[0], marker.args[0]), []).append(item)
+    return {item for (name, number), cases in sweeps.items() for item in not_drawn(name, cases, number)}
+
+
+def not_drawn(name: str, cases: Sequence[T], number: int) -> list[T]:
+    """Return the cases that are left when `number` of them are drawn. The name of the test decides which."""
+    drawn = set(random.Random(f"{SAMPLE_SEED} {name}").sample(range(len(cases)), min(number, len(cases))))
+    return [case for place, case in enumerate(cases) if place not in drawn]
 
 
 def is_left_out(item: pytest.Item) -> bool:
@@ -92,20 +124,25 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             file.writelines(f"{test}\n" for test in _ran)
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = session.config.stash.get(_LEFT_OUT, 0)
+        session.config.workeroutput["beyond_ci"] = session.config.stash.get(_BEYOND_CI, 0)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: object, error: object) -> None:
     """Each worker collects all tests: one number is enough."""
-    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)  # type: ignore[attr-defined]
+    output = getattr(node, "workeroutput", {})
+    node.config.stash[_LEFT_OUT] = output.get("left_out", 0)  # type: ignore[attr-defined]
+    node.config.stash[_BEYOND_CI] = output.get("beyond_ci", 0)  # type: ignore[attr-defined]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Nothing is left out in silence."""
     left_out = config.stash.get(_LEFT_OUT, 0)
     if left_out:
-        which = "were run by `pytest` alone" if config.option.rest else "are left to `pytest --everything`"
+        which = "are run by `pytest` alone" if config.option.rest else "are left to `pytest --rest`"
         terminalreporter.write_line(f"{left_out} tests {which}")
+    if beyond := config.stash.get(_BEYOND_CI, 0):
+        terminalreporter.write_line(f"{beyond} cases of sampled sweeps are left to `pytest --beyond-ci`")
 
 
 @pytest.hookimpl(wrapper=True)

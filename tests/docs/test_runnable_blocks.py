@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -21,25 +22,41 @@ _SET_UP = ("python3 -m venv ", ". .venv/", "pip install ")
 """Makes an environment, as this one was made; `.ci/run` does what the README says of it to the letter."""
 
 
+@pytest.fixture(scope="module")
+def kept() -> dict[tuple[str, ...], Path]:
+    """Folders by all that was written and run in them: several pages begin with the same commands."""
+    return {}
+
+
 @pytest.mark.parametrize("page", pages_with("runnable"), ids=name_of)
-def test_the_commands_of_a_page_work_in_their_order(page, tmp_path):
+def test_the_commands_of_a_page_work_in_their_order(page, kept, tmp_path, tmp_path_factory):
+    done: tuple[str, ...] = ()
     for block in marked_blocks(page):
         if block.marker == "file":
             (tmp_path / block.more).write_text(block.text, encoding="utf-8")
+            done = (*done, block.text)
         elif block.marker == "runnable":
             for command in _commands(block):
-                _require_the_extra_of(command)
-                # The page says `finetune` and `torchrun`: those of this environment, without their imports.
-                done = run_command(
-                    ["bash", "-euo", "pipefail", "-c", command],
-                    cwd=tmp_path,
-                    variables={"PATH": os.pathsep.join([str(programs()), _BIN, os.environ["PATH"]]), "COLUMNS": "120"},
-                    limit_seconds=_LONGEST_SECONDS,
-                )
-                assert done.returncode == 0, f"{name_of(page)}:{block.line}: {command}\n{done.stdout}"
+                done = (*done, command)
+                if done in kept:
+                    shutil.copytree(kept[done], tmp_path, dirs_exist_ok=True)
+                    continue
+                _run(command, tmp_path, f"{name_of(page)}:{block.line}")
+                if command.startswith(("finetune train quickstart", "finetune merge")):
+                    kept[done] = tmp_path_factory.mktemp("kept") / "folder"
+                    shutil.copytree(tmp_path, kept[done])
     if page == README:
         report = (tmp_path / "runs/quickstart/report.html").read_text(encoding="utf-8")
         assert "runs/quickstart" in report
+
+
+def _run(command: str, folder: Path, place: str) -> None:
+    _require_the_extra_of(command)
+    # The page says `finetune` and `torchrun`: those of this environment, without their imports.
+    variables = {"PATH": os.pathsep.join([str(programs()), _BIN, os.environ["PATH"]]), "COLUMNS": "120"}
+    words = ["bash", "-euo", "pipefail", "-c", command]
+    done = run_command(words, cwd=folder, variables=variables, limit_seconds=_LONGEST_SECONDS)
+    assert done.returncode == 0, f"{place}: {command}\n{done.stdout}"
 
 
 def test_tiny_words_go_to_every_command_of_a_block():

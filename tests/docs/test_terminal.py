@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import shlex
 import shutil
@@ -20,40 +19,19 @@ from finetune.errors import FinetuneError, PreemptedError, RunFailedError
 from finetune.signals import Terminated
 from tests.docs.pages import DOCS
 from tests.in_process import run_finetune
+from tests.terminals import run_on_terminal
 
 sys.path.insert(0, str(DOCS / "generate"))
 from commands import all_commands
 
 PAGE = (DOCS / "terminal.md").read_text(encoding="utf-8")
-COLOUR = re.compile(rb"\x1b\[[0-9;]*\b(3[0-7]|4[0-7]|9[0-7]|38;[25]|48;[25])[0-9;]*m")
+COLOUR = re.compile(r"\x1b\[[0-9;]*\b(3[0-7]|4[0-7]|9[0-7]|38;[25]|48;[25])[0-9;]*m")
 FINETUNE = [sys.executable, "-m", "finetune"]
 
 
-def on_a_terminal(*words: str, **variables: str) -> bytes:
-    """Return the output of a command on its own terminal."""
-    parent, child = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **variables}
-    process = subprocess.Popen([*FINETUNE, *words], stdin=child, stdout=child, stderr=child, env=environment)
-    os.close(child)
-    written = b""
-    try:
-        while part := os.read(parent, 65536):
-            written += part
-    except OSError:  # Linux says so when the other end is closed
-        pass
-    os.close(parent)
-    assert process.wait(60) == 0, written
-    return written
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("words", [("--help",), ("preview", "quickstart", "data.max_rows=2")], ids=" ".join)
-@pytest.mark.slow
-def test_no_color_is_obeyed(words, tmp_path):
-    cache = f"data.cache_dir={tmp_path}"
-    words = words if words == ("--help",) else (*words, cache)
-    assert COLOUR.search(on_a_terminal(*words)), "the terminal has colours, else this test says nothing"
-    assert not COLOUR.search(on_a_terminal(*words, NO_COLOR="1"))
+def test_no_color_is_obeyed():
+    assert COLOUR.search(run_on_terminal(100, "--help").raw), "the terminal has colours, else this test says nothing"
+    assert not COLOUR.search(run_on_terminal(100, "--help", NO_COLOR="1").raw)
 
 
 @pytest.mark.process
