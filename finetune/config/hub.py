@@ -140,7 +140,7 @@ def what_to_do(fault: HubFault, repository: Repository, key: str) -> str:
 
 @contextmanager
 def cache_only() -> Iterator[None]:
-    """Keep huggingface_hub, transformers and datasets from asking the hub inside: they read its cache alone."""
+    """Within the block, huggingface_hub, transformers and datasets read only their cache and never ask the hub."""
     from huggingface_hub import constants
 
     was = constants.HF_HUB_OFFLINE

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def check_paths(config: Config) -> None:
-    """Refuse files and folders that are not on this machine, all of them at once. Nothing is read and nothing asked.
+    """Refuse files and folders that do not exist, all in one error. Nothing is read, and the hub is not asked.
 
     Args:
         config: the whole run.
 
     Raises:
-        DataError: rows are not here, and perhaps the model is not either.
-        ModelError: a folder of the model is not here.
+        DataError: rows are missing, and perhaps the model as well.
+        ModelError: a folder of the model is missing.
     """
     problems = missing_here(config.data)
     try:
@@ -43,15 +43,15 @@ def check_paths(config: Config) -> None:
 def check_inputs(config: Config, *, needs_weights: bool) -> None:
     """Refuse a model or rows that a run could not use, before anything is downloaded or encoded.
 
-    Rows are looked at where the model is not here yet: otherwise they are read at once anyway.
+    Rows are read only if the model is not on this machine yet. Otherwise training reads them at once anyway.
 
     Args:
         config: the whole run.
         needs_weights: the run reads the model's weights, if they are not random.
 
     Raises:
-        DataError: rows are not here, cannot be read or have no known format.
-        ModelError: a folder is not here, or the hub does not give the model and its cache does not have all of it.
+        DataError: rows are missing, cannot be read or have no known format.
+        ModelError: a folder is missing, or the hub does not give the model and its cache does not have all of it.
     """
     check_paths(config)
     at_hub = list(_parts_at_hub(config.model, needs_weights=needs_weights))

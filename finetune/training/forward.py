@@ -26,9 +26,9 @@ class Forward:
     """The forward pass that a run uses."""
 
     collate: Collate
-    """Makes a micro-batch of rows; the loss takes either kind of micro-batch."""
+    """Makes a micro-batch of rows, padded or packed. The loss takes both."""
     why_not_engine: str | None = None
-    """The reason to pad rows for the model's own forward; None where the engine computes them packed."""
+    """Why rows are padded for the model's own forward; None if the engine computes packed rows."""
     called_layers: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Names of the linear layers that the engine calls as PEFT made them, by reason."""
 
@@ -98,12 +98,12 @@ def _record_attention(runtime: Runtime) -> None:
 
 
 def wants_fused(section: TrainingSection, kind: str) -> bool:
-    """Return whether the engine's functions are to be fused on a kind of device, if torch.compile works there."""
+    """Return whether the engine's functions should be fused on a device type, if torch.compile works there."""
     return kind == "cuda" if section.fused == "auto" else section.fused
 
 
 def _fuse(runtime: Runtime, section: TrainingSection) -> None:
-    """Turn fused functions on if they are wished for, and record where torch.compile does not work."""
+    """Turn fused functions on if they should be, and record a fallback if torch.compile does not work."""
     is_wanted = wants_fused(section, runtime.device.type)
     why = why_not_fused(runtime.device) if is_wanted else None
     if why is not None:

@@ -83,7 +83,7 @@ def plan_batches(
 
 
 def _sides(config: Config) -> int:
-    """Return the rows of a pair; ORPO learns the prompt as a third."""
+    """Return the rows of a pair: both answers, and for ORPO a third row, which learns the prompt."""
     return 3 if config.training.objective == "orpo" else 2
 
 
@@ -117,7 +117,7 @@ def refuse_dropping_all(config: Config, splits: Any, rule: BatchRule) -> None:
 
 
 class Loaders(NamedTuple):
-    """The loaders of a run, shared out among the ranks; but testing is rank 0's alone unless the model is sharded."""
+    """The loaders of this rank. Rank 0 has all test rows, and the others none, unless the model is sharded."""
 
     train: TrainLoader
     validation: EvaluationLoader | None
@@ -198,7 +198,7 @@ def log_batches(config: Config, rule: BatchRule, *, num_steps: int, world_size: 
 
 
 def log_traffic(rule: BatchRule, *, received_bytes: int, world_size: int) -> None:
-    """Log what each process receives in a step because the model is sharded, and what makes it less.
+    """Log how many bytes each process receives per step because the model is sharded, and how to reduce them.
 
     Args:
         rule: of the run.
@@ -224,7 +224,7 @@ def log_traffic(rule: BatchRule, *, received_bytes: int, world_size: int) -> Non
 def log_share(
     step: int, share: list[tuple[int, Microbatch]], tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> None:
-    """Log the shapes and the first tokens of a rank's share of a step, for `training.debug`."""
+    """Log the shapes and the first tokens of this rank's micro-batches of a step, for `training.debug`."""
     for index, microbatch in share:
         _log.debug(
             "step %d micro-batch %d: %d rows, %d tokens (%d computed), %d targets, on %s; it begins: %r",

@@ -1,4 +1,4 @@
-"""The training loop: epochs, cadence, early stopping and the agreed stop. It sees no tensor and no file."""
+"""The training loop: epochs, cadence, early stopping and agreement on a stop. It sees no tensor and no file."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ class Cadence:
 
 
 class LoopActions(Protocol):
-    """What the loop asks of a run. All methods are collective: every rank calls them in the same order.
+    """The methods of a run that the loop calls. All are collective: every rank calls them in the same order.
 
-    `finetune.training.training_run.TrainingRun` is the one that trains.
+    `finetune.training.training_run.TrainingRun` implements them.
     """
 
     @property
@@ -106,7 +106,7 @@ class LoopActions(Protocol):
         """Commit a checkpoint of the state."""
 
     def report(self, state: TrainerState, result: StepResult) -> None:
-        """Write down a step. The loop calls it after every step."""
+        """Record a step. The loop calls it after every step."""
 
     def agree_to_stop(self, is_exhausted: bool) -> bool:
         """Return rank 0's argument on every rank."""
@@ -116,7 +116,7 @@ class StopRules(NamedTuple):
     """The rules by which the loop ends a run early."""
 
     patience: int | None = None
-    """Validations without improvement before the run stops; None: it never stops for that."""
+    """Validations without improvement after which the run stops; None: it never stops early."""
     criteria: Criteria = BY_LOSS
     """Which metric counts."""
     max_skipped_steps: int = 0
@@ -219,7 +219,7 @@ def _refuse_too_many(state: TrainerState, result: StepResult, limit: int) -> Non
 
 
 def _refuse_not_finite(state: TrainerState, loss: float) -> None:
-    """Refuse to go on where the validation loss is not finite, so that no restart begins from such weights."""
+    """Raise if the validation loss is not finite, so that no restart begins from these weights."""
     if not math.isfinite(loss):
         raise RunFailedError(
             f"the validation loss after step {state.step} is {loss}: these weights are not saved. Look at the rows of "

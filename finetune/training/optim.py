@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _RATIO = "ratio_to_learning_rate"
-"""A key of a parameter group, which the optimizer keeps and ignores."""
+"""A key that is added to a parameter group. The optimizer keeps it and does not use it."""
 
 
 def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.optim.Optimizer:
@@ -130,7 +130,7 @@ def warn_of_long_warmup(section: OptimSection, num_steps: int) -> None:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the rate of every group, times the group's own ratio where it has one (`optim.lora_plus_ratio`)."""
+    """Set the learning rate of every group, times the group's ratio if it has one (`optim.lora_plus_ratio`)."""
     for group in optimizer.param_groups:
         rate = learning_rate * group.get(_RATIO, 1.0)
         # A tensor rate (capturable optimizers) keeps its identity.

@@ -55,7 +55,7 @@ class PreferenceTrainer(Trainer):
     Raises:
         ConfigError: there is no adapter to switch off, or it does not start at the base; the objective is sft, has
             other rows, or does not read a key of the section `preference` that is set.
-        DataError: a LongRoPE model would rotate answers that are compared differently.
+        DataError: a LongRoPE model would use different factors for answers that are compared with each other.
     """
 
     objectives: ClassVar = tuple(name for name in OBJECTIVES if name != "sft")

@@ -35,7 +35,7 @@ class Profile(NamedTuple):
     first_step: int
     last_step: int
     seconds_per_step: float
-    """From the wait for the rows to the update, without validation and saving."""
+    """The time of a step, from the wait for its rows to its update, without validation and saving."""
     shares: dict[str, float]
     """The share of each operator in the time of all, the largest first: time of the GPU if there is one."""
     table: str
@@ -62,9 +62,9 @@ class Profile(NamedTuple):
 
 
 class StepProfiler:
-    """Profile the first steps of a start, after two that warm up.
+    """Profile the first steps after a start or resume, after two steps of warm-up.
 
-    As a context it ends a profile whose last step was not reached; nothing is written then.
+    As a context manager, it ends an incomplete profile on exit and writes nothing for it.
 
     Collective: every rank makes one and calls it in the same steps.
 
@@ -116,7 +116,7 @@ class StepProfiler:
         Collective: every rank, after the same step.
 
         Returns:
-            This rank's profile; None after any other step, and where it could not be written.
+            This rank's profile; None after any other step, or if it could not be written.
 
         Raises:
             ConfigError: a rank could not write its profile, and the run is strict.
@@ -136,7 +136,7 @@ class StepProfiler:
         return profile
 
     def _agree(self, *, has_failed: bool) -> None:
-        """Let every rank record that some ranks have no profile. Collective."""
+        """Record on every rank which ranks have no profile. Collective."""
         ranks = range(self._runtime.world_size)
         failures = self._runtime.sum(float(has_failed and rank == self._runtime.rank) for rank in ranks)
         failed = [rank for rank, failure in zip(ranks, failures, strict=True) if failure]

@@ -140,7 +140,7 @@ def _processes(number: int) -> str:
 
 
 def at_its_place(state: TrainerState, steps_per_epoch: int) -> TrainerState:
-    """Return the state with its place in the epoch counted again: if other rows are allowed, epochs may differ."""
+    """Return the state with epoch and step in the epoch computed again, because other rows may change the epochs."""
     epoch, steps_in_epoch = divmod(state.step, steps_per_epoch)
     return replace(state, epoch=epoch, steps_in_epoch=steps_in_epoch)
 
@@ -161,7 +161,7 @@ def _config_in(start: Mapping[str, Any] | None) -> Config | None:
 
 
 def _what_counts(before: Config, now: Config, *, has_same_rows: bool) -> set[str]:
-    """Return the values of `OnResume.matters` that hold for two configurations; unknown rows count as other rows."""
+    """Return the values of `OnResume.matters` that apply to two configurations. Unknown rows count as changed."""
     sides = (before, now)
     has_adapter = any(side.training.method == "lora" for side in sides)
     # A rate that is constant after its warm-up does not depend on the end of the run.
@@ -221,7 +221,7 @@ def _refusal(folder: RunFolder, refused: Sequence[_Difference]) -> str:
 
 
 def _shown(before: object, now: object) -> tuple[str, str]:
-    """Return two values as short texts that differ: the common part is cut first."""
+    """Return two values as short texts that differ: their common part is shortened first."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         names = [
             name for name in {**before, **now} if (name in before, before.get(name)) != (name in now, now.get(name))

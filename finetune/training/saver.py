@@ -46,7 +46,7 @@ class Saver:
     Args:
         folder: an open run folder.
         keys: whether to save in the background, how many checkpoints to keep, whether a failing disk ends the run.
-        fallbacks: records each checkpoint that could not be written where training goes on without it.
+        fallbacks: records each checkpoint that could not be written, if training continues without it.
         before: called right before each commit, in the thread that writes.
     """
 
@@ -95,7 +95,7 @@ class Saver:
         return saved if self._in_background else [*saved, *self.finish()]
 
     def settle(self) -> list[Saved]:
-        """Return the checkpoint that has been written since, without waiting.
+        """Return the checkpoint that has been written since the last call, without waiting.
 
         Raises:
             RunFailedError: a checkpoint could not be written, and the configuration lets that end the run.
@@ -121,7 +121,7 @@ class Saver:
         return [writer.saved] if writer.saved is not None else []
 
     def close(self, error: BaseException | None) -> list[Saved]:
-        """End the thread. A save in progress is finished, unless the run was told to stop at once.
+        """End the thread. A save in progress is finished, unless the run was asked to stop at once.
 
         Returns:
             The checkpoints that were written since the last call of a method of this class.
@@ -139,7 +139,7 @@ class Saver:
         return [writer.saved] if writer.saved is not None else []
 
     def _go_on_without(self, error: Exception, step: int, *, is_last: bool) -> None:
-        """Raise the error, unless it is the disk's and training goes on."""
+        """Raise the error, unless it is a disk error and the configuration lets training continue."""
         if is_last or self._keys.on_disk_failure == "stop" or not isinstance(error.__cause__, OSError):
             raise error
         used = "training goes on (checkpoint.on_disk_failure=continue)"

@@ -50,7 +50,7 @@ _NOT_IN_BACKGROUND = Fallback(
 
 
 class Objective(Protocol):
-    """What an objective decides about a run. Each trainer class is one.
+    """The methods in which training objectives differ. Each trainer class implements them.
 
     Attributes:
         objectives: the values of `training.objective` that it trains.
@@ -96,7 +96,7 @@ class Setup:
         metrics: `validation.metrics`, by name.
         collate: makes a micro-batch of rows.
         is_packed: whether micro-batches are packed for the engine.
-        measured: the model on copies of which memory is measured, because a sharded model cannot be copied.
+        measured: a model that can be copied to measure memory, because a sharded model cannot be copied.
         memory: checkpointing and the size of micro-batches.
     """
 
@@ -113,13 +113,13 @@ class Setup:
     memory: MemoryChoice
 
     def on_main(self, action: Callable[[Journal], None], during: str) -> None:
-        """Let the main process act while the others wait, and raise its failure on all ranks. Collective."""
+        """Call a function on the main process while the others wait, and raise its error on all ranks. Collective."""
         with self.runtime.failing_together(during):
             if self.journal is not None:
                 action(self.journal)
 
     def record_memory(self) -> None:
-        """Write the choice by memory into run.json. Collective."""
+        """Record the memory choice in run.json. Collective."""
         self.on_main(lambda journal: journal.record_memory(self.memory), "recording the choice by memory")
 
 
@@ -204,7 +204,7 @@ def _saves_base(config: Config) -> bool:
 
 
 def _refuse_background_of_shards(runtime: Runtime, config: Config) -> None:
-    """Say that a run that shards its trained weights saves while training waits, and refuse it if strict."""
+    """Say that saving sharded trained weights blocks training. It is a fallback if the background was asked for."""
     if not (runtime.shards_trained and config.checkpoint.background):
         return
     if config.origin("checkpoint.background") == "default":
@@ -247,7 +247,7 @@ def _open_journal(
 
 
 def _shard(runtime: Runtime, model: Any) -> Any:
-    """Shard a model, and return a copy without data of the whole one."""
+    """Shard a model, and return a copy of the unsharded model without data."""
     measured = copy_without_data(model)
     convert_weights(measured, runtime.precision)
     runtime.shard(model)

@@ -51,7 +51,7 @@ class StepTooLargeError(Exception):
     """Memory ran out in a step, on this rank or another. All ranks raise it; no gradient is left, no weight changed.
 
     Attributes:
-        error: what to report if the step cannot be made smaller; None where another rank ran out.
+        error: the error to raise if the step cannot be made smaller; None if another rank ran out of memory.
     """
 
     def __init__(self, error: RunFailedError | None) -> None:
@@ -72,7 +72,7 @@ class StepSettings(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, step: int, num_steps: int) -> StepSettings:
-        """Make the settings of a step of a run with `num_steps` steps."""
+        """Return the settings of one step, given the configuration and the number of steps of the run."""
         rate = learning_rate_at(step, num_steps, config.optim)
         return cls(step, rate, config.optim.max_grad_norm, config.seed)
 
@@ -275,7 +275,7 @@ def _backpropagate(
 
 
 def _if_memory_suffices(runtime: Runtime, model: torch.nn.Module, backpropagate: Callable[[], Result]) -> Result:
-    """Return what `backpropagate` does, but leave no gradient on any rank if memory runs out on one. Collective.
+    """Call `backpropagate`. If one rank runs out of memory, drop the gradients on all ranks. Collective.
 
     Raises:
         StepTooLargeError: on all ranks.
@@ -307,7 +307,7 @@ def _names(compute: LossFunction) -> tuple[str, ...]:
 
 
 class _Whole(NamedTuple):
-    """What a step computed, over all ranks where it says nothing else."""
+    """The results of a step, summed over all ranks unless an attribute says otherwise."""
 
     loss: float
     figures: list[float]
@@ -321,7 +321,7 @@ class _Whole(NamedTuple):
 def _read_over_ranks(runtime: Runtime, sums: torch.Tensor, norm: torch.Tensor, seconds: float) -> _Whole:
     """Add the sums of all ranks, collect the seconds of each, and read all that the host needs at once. Collective.
 
-    The norm may overflow on one kind of device and not on another, so the ranks decide together.
+    The norm may overflow on one device type and not on another, so the ranks decide together.
     """
     norm = in_float64(norm).reshape(1)
     is_bad = norm.float().square().isfinite().logical_not().to(norm.dtype)  # Adam squares gradients in fp32
@@ -335,7 +335,7 @@ def _read_over_ranks(runtime: Runtime, sums: torch.Tensor, norm: torch.Tensor, s
 
 
 def _whose(runtime: Runtime, is_mine: bool) -> str:
-    """Name the ranks on which `is_mine` is true; empty in a world of one. Collective."""
+    """Return the names of the ranks on which `is_mine` is true; empty in a world of one. Collective."""
     counts = runtime.sum([float(is_mine and rank == runtime.rank) for rank in range(runtime.world_size)])
     ranks = [str(rank) for rank, count in enumerate(counts) if count]
     return f" (that of rank {', '.join(ranks)})" if ranks and runtime.world_size > 1 else ""

@@ -1,4 +1,4 @@
-"""Train as a configuration says, in one call. Recipes spell out the same steps."""
+"""Train as a configuration describes, in one call. The recipes make the same steps explicit."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Trainer:
         return collate
 
     def prepare_dataloaders(self) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:
-        """Build the loaders. The rows are shared among the ranks; but rank 0 has all test rows unless it has shards.
+        """Build the loaders of this rank. Rank 0 has all test rows, unless the model is sharded.
 
         Raises:
             DataError: `drop_last` leaves nothing of a split.
@@ -207,8 +207,8 @@ class Trainer:
     def run_test(self, test_loader: EvaluationLoader | None) -> ModelComparison | None:
         """Measure the published weights, and the base, on the test split; print the table.
 
-        Rank 0 measures alone, without a collective: all ranks may call it, or rank 0 by itself; the others return None.
-        Collective if the weights are sharded: every rank; rank 0 returns and writes the figures.
+        Rank 0 measures alone, without a collective. All ranks may call this, or only rank 0; the others return None.
+        If the weights are sharded, this is a collective: every rank computes, and rank 0 returns and writes the scores.
 
         Raises:
             PreemptedError: this process was preempted; a resumed run measures again.

@@ -40,8 +40,8 @@ class TrainerDDP(Trainer):
     It joins the group that `initialize_ddp` made, else the world of the launcher, else the one that `parallel`
     describes (`world_size`, `master_addr`, `master_port`), else it trains alone.
 
-    The run ends by itself: as failed after an error in a method, as completed after the test phase, and otherwise when
-    the process ends. `close`, or a `with` block, ends it earlier, before or after `cleanup_ddp`. A process is in one
+    The run ends as failed after an error in a method, as completed after the test phase, and otherwise when the process
+    ends. `close`, or a `with` block, ends it earlier, before or after `cleanup_ddp`. A process is in one
     world at a time, so the next `TrainerDDP` closes the one before.
 
     A script in this form that is preempted (see `PreemptedError`) ends with exit code 75 and no traceback.
@@ -137,7 +137,7 @@ class TrainerDDP(Trainer):
 
     @contextmanager
     def _leaving_on_error(self) -> Iterator[None]:
-        """Close on an error at once: the other ranks, run.json and the lock must not wait for the script."""
+        """Close at once on an error, so that the other ranks, run.json and the lock do not wait for the script."""
         try:
             yield
         except PreemptedError as error:

@@ -1,4 +1,4 @@
-"""A run while it trains: what the loop asks for, done with the model, the loaders and the journal of one rank."""
+"""Implement the methods that the training loop calls, with the model, the loaders and the journal of one rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingRun:
-    """Do what the training loop asks for: the `LoopActions` of a run.
+    """The `LoopActions` of a run: train, validate, save and report.
 
     Collective: every rank makes one, and the loop calls its methods in the same order on every rank.
 
@@ -117,7 +117,7 @@ class TrainingRun:
         return self._take_step(step, microbatches, may_be_too_large=False)
 
     def validate(self, state: TrainerState) -> Validated | None:
-        """Validate and return the metrics; None, and nothing is recorded, if the run was preempted meanwhile."""
+        """Validate and return the metrics. If the run is preempted meanwhile, record nothing and return None."""
         assert self._val_loader is not None
         self._runtime.at("evaluation", state.step)
         sums = LossSums(*self._runtime.sum(self._objective.measure(self._val_loader)))
@@ -152,7 +152,7 @@ class TrainingRun:
                 self._setup.journal.save(snapshot.read_by(whole), best=state.best_step)
 
     def report(self, state: TrainerState, result: StepResult) -> None:
-        """Write the step down, and the profile after its last step."""
+        """Record the step, and after the last profiled step the profile."""
         if not result.is_skipped:
             self.last_loss = result.loss
         journal = self._setup.journal
@@ -190,7 +190,7 @@ class TrainingRun:
 
         Raises:
             ConfigError: the size of micro-batches is part of the recipe, and the run is strict.
-            RunFailedError: the rank's own error, where micro-batches cannot be smaller.
+            RunFailedError: the rank's own error, if micro-batches cannot be smaller.
         """
         setup, loader = self._setup, self._train_loader
         epoch, place = divmod(step - 1, loader.rule.steps_per_epoch)
@@ -233,7 +233,7 @@ class TrainingRun:
 
     @cached_property
     def _sample(self) -> Dialogues:
-        """The rows that validations answer: a function of the split and its seed alone."""
+        """The rows that validations answer. They depend only on the split and its seed."""
         rows: Any = self._setup.splits.validation
         answered = rows.has_answer.nonzero()[:, 0]
         chosen = sorted(shuffled(len(answered), self._config.data.split_seed)[: self._config.validation.num_samples])

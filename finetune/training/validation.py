@@ -1,4 +1,4 @@
-"""What a validation measures beside the loss, and which figure stops a run or chooses its best weights."""
+"""Decide by the metrics of a validation when a run stops early and which weights are the best."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 LOSS = "loss"
-"""The figure that every validation has. It is better if it is lower; all others are better if they are higher."""
+"""The metric that every validation has. Lower is better for it; higher is better for all other metrics."""
 
 
 class Validated(NamedTuple):
-    """The figures of a validation, over all ranks."""
+    """The metrics of a validation, over all ranks."""
 
     loss: float
     figures: Mapping[str, float] = {}
-    """Others by name."""
+    """The other metrics, by name."""
 
     def merit(self, name: str) -> float | None:
-        """Return a figure so that higher is better; None if it was not measured or is not finite."""
+        """Return a metric, negated if lower is better; None if it was not measured or is not finite."""
         value = -self.loss if name == LOSS else self.figures.get(name)
         return value if value is not None and math.isfinite(value) else None
 
 
 class Criteria(NamedTuple):
-    """The figures that decide."""
+    """The metrics that decide about early stopping and the best weights."""
 
     best: str = LOSS
     """`checkpoint.best_metric`."""
     stopping: str = LOSS
     """`early_stopping.metric`."""
     min_delta: float = 0.0
-    """The smallest improvement of `stopping` that counts, and of `best` if that is the same figure."""
+    """The smallest improvement of `stopping` that counts, and of `best` if both are the same metric."""
 
     @classmethod
     def of(cls, config: Config) -> Criteria:
@@ -52,7 +52,7 @@ class Criteria(NamedTuple):
 
 
 def after_validation(state: TrainerState, found: Validated, criteria: Criteria) -> TrainerState:
-    """Return the state after one more validation. A figure that is not finite is no improvement."""
+    """Return the state after one more validation. A metric that is not finite is no improvement."""
     is_one = criteria.best == criteria.stopping
     merit, best = found.merit(criteria.best), best_merit(state, criteria.best)
     is_best = _improves(merit, best, criteria.min_delta if is_one else 0.0)
@@ -75,7 +75,7 @@ def after_validation(state: TrainerState, found: Validated, criteria: Criteria) 
 
 
 def under_criteria(state: TrainerState, criteria: Criteria) -> TrainerState:
-    """Return a resumed state without what another metric found: its values cannot be compared with the new one's.
+    """Return a resumed state without the values of a metric that changed: they cannot be compared with the new one's.
 
     Metrics that older checkpoints do not record are taken to be the same.
     """
@@ -113,7 +113,7 @@ def check_metrics(config: Config, figures: Sequence[str]) -> dict[str, Metric]:
 
     Args:
         config: the whole run.
-        figures: what the objective measures beside the loss.
+        figures: the names of the objective's metrics other than the loss.
 
     Raises:
         ConfigError: a metric is unknown or not allowed, or a criterion is not measured; or rows are not answers.
@@ -161,4 +161,4 @@ def refuse_rows_without_answers(config: Config, kind: str) -> None:
 
 
 _HIGHER_IS_BETTER = ("reward_accuracy", "reward_margin")
-"""Figures of preferences that may be a criterion."""
+"""Metrics of preference tuning that may be a criterion."""

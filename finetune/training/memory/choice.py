@@ -41,12 +41,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 MOST_TOKENS = 16_384
-"""Of a micro-batch on CUDA. An estimate: beyond it, a GPU's products with weights gain nothing more."""
+"""The limit of tokens in a micro-batch on CUDA. An estimate: larger matrix products would not be faster."""
 ENOUGH_TOKENS = 4096
-"""With this many tokens in a micro-batch, a GPU gains less by more of them than checkpointing costs. An estimate."""
+"""From this many tokens in a micro-batch on, more tokens would save less time than checkpointing costs (estimated)."""
 _AS_CONFIGURED = "as configured"
 _USED_SHARE = 0.9
-"""Of the memory that is there. The rest is for fragments, and for the error of the prediction (docs/plan.md)."""
+"""The usable share of free memory. The rest is for fragmentation and the error of the prediction (docs/plan.md)."""
 
 
 class Size(NamedTuple):
@@ -59,7 +59,7 @@ class Size(NamedTuple):
 class Need(NamedTuple):
     """The memory of the smallest and of the largest micro-batch that a run may have.
 
-    Between the two, memory grows about as a straight line does; only the chunks of the head and of the MLP bend it.
+    Between the two, memory grows almost linearly. Only the chunks of the head and of the MLP cause deviations.
     """
 
     smallest: Size
@@ -85,7 +85,7 @@ class Decision(NamedTuple):
     tokens: int
     """The most tokens of a micro-batch, at least those of the smallest."""
     num_bytes: int
-    """What a step needs in addition to the weights."""
+    """Bytes that a step needs in addition to the weights."""
 
 
 def decide(need: Callable[[bool], Need], room: int, *, wish: bool | None) -> Decision:
@@ -109,7 +109,7 @@ def decide(need: Callable[[bool], Need], room: int, *, wish: bool | None) -> Dec
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryChoice:
-    """What a run does about memory, for run.json too.
+    """The choice of a run, which run.json records.
 
     Attributes:
         gradient_checkpointing: whether activations are computed again in the backward pass.
@@ -127,7 +127,7 @@ class MemoryChoice:
 
     @property
     def is_chosen(self) -> bool:
-        """Whether the configuration left something open."""
+        """Whether the configuration left anything to choose."""
         return self.why != _AS_CONFIGURED
 
     def as_record(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class _LongestRows(NamedTuple):
     """The micro-batches between which a run may choose. They hold rows, or pairs, of the greatest length."""
 
     tokens: int
-    """Of one row, or pair."""
+    """Tokens of one row or pair."""
     fewest: int
     most: int
 
@@ -313,7 +313,7 @@ def free_memory(device: torch.device, *, num_sharing: int) -> int:
 
 
 def shards_of(parallel: ParallelSection, world_size: int) -> Shards:
-    """Return how the weights of a run are shared out in a world of this size."""
+    """Return how the weights of a run are sharded in a world of this size."""
     if parallel.sharding == "none" or world_size == 1:
         return WHOLE
     return Shards(parallel.shard_size or world_size, parallel.reshard_after_forward)
@@ -343,7 +343,7 @@ def _free(room: int) -> str:
 
 
 def _bound(model: Any, *, rows: int, length: int) -> int:
-    """Bound the memory of a step from above, without running it: several times the inputs and outputs of all products.
+    """Return an upper bound of a step's memory without running it: a multiple of all products' inputs and outputs.
 
     Args:
         model: on any device.
@@ -361,7 +361,7 @@ def _bound(model: Any, *, rows: int, length: int) -> int:
 
 
 def _widest_square(model: Any) -> int:
-    """Return the elements of the largest matrix that DoRA makes for a layer, for however few tokens; 0 without it."""
+    """Return the size of the largest matrix that DoRA makes for a layer, even for few tokens; 0 without DoRA."""
     adapted = (module for module in model.modules() if getattr(module, "lora_variant", None))
     return max((max(module.in_features, module.out_features) ** 2 for module in adapted), default=0)
 
@@ -391,7 +391,7 @@ class _Steps:
         self._known: dict[tuple[int, bool], Size] = {}
 
     def need(self, fewest: int, most: int, is_checkpointing: bool) -> Need:
-        """Predict the need of micro-batches of the longest rows. With checkpointing first, never without it after."""
+        """Predict the memory for micro-batches of the longest rows. After a call with checkpointing, all must have it."""
         if is_checkpointing and not self._is_checkpointing:
             checkpoint_gradients(self._model)
             self._is_checkpointing = True

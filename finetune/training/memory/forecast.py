@@ -42,13 +42,13 @@ PARTS: tuple[Part, ...] = (
     "gathered",  # where weights are sharded
 )
 _AT_ONCE = 2
-"""Layers whose weights are whole at one time: one that computes, and one that is gathered ahead."""
+"""The number of layers that are gathered at the same time: the current layer, and the next one, gathered ahead."""
 
 _FEW, _MORE = 2, 3
 """Layers of the two models that are run."""
 _FILLER_TOKEN = 1
 CANNOT_TRACE = (RuntimeError, NotImplementedError, AttributeError, TypeError)
-"""What `forecast_step` raises for a model whose own forward does not run without data."""
+"""The errors of `forecast_step` if a model's own forward does not run on tensors without data."""
 _EXTRAPOLATED = (FORWARD, ABOVE, BELOW)
 """The parts of a step in which the peak can lie, at any depth of the model."""
 
@@ -77,7 +77,7 @@ class OptimizerNeed(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """How weights are shared out among processes (`parallel.sharding`)."""
+    """How weights are sharded across processes (`parallel.sharding`)."""
 
     size: int
     """Processes that share one copy; 1: each has its own."""
@@ -126,7 +126,7 @@ class Weights:
         self.trained_head = 0 if self.is_adapted else _bytes_of_own_head(bare_model(model))
 
     def held(self, shards: Shards) -> int:
-        """Return the bytes of a rank's part of all weights but the adapter's, buffers included."""
+        """Return the bytes of a rank's shards of all weights except the adapter's, buffers included."""
         return self._buffers + sum(weight.part(shards.size) for weight in self._sharded)
 
     def gradients(self, shards: Shards) -> int:
@@ -134,11 +134,11 @@ class Weights:
         return sum(weight.part(self.share(shards)) for weight in self._trained)
 
     def share(self, shards: Shards) -> int:
-        """Return the number of ranks among which gradients and the optimizer's state are divided."""
+        """Return the number of ranks across which gradients and the optimizer's state are sharded."""
         return 1 if self.is_adapted else shards.size
 
     def gathered(self, shards: Shards) -> int:
-        """Return the bytes of gathered weights at one time, beside a rank's own part of them."""
+        """Return the bytes of the weights that are gathered at the same time, without the rank's own shards."""
         if shards.size == 1:
             return 0
         at_once = _AT_ONCE if shards.lets_go else len(self._layers)

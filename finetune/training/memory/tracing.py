@@ -177,7 +177,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             block.label = label
 
     def peak(self, phase: str) -> dict[Part, int]:
-        """Return the most bytes in use during a part of the step, by purpose."""
+        """Return the bytes in use at the peak of a part of the step, by purpose."""
         totals: Counter[str] = Counter()
         for block in self.phases[phase][1]:
             totals[block.label] += block.num_bytes
@@ -218,10 +218,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _choices_of_masks(microbatch: Microbatch) -> dict[tuple[int, ...], int]:
-    """Count the positions that each mask of `finetune.engine.reference` chooses, by its shape.
-
-    Fake tensors cannot count them.
-    """
+    """Count the positions that each mask of `finetune.engine.reference` selects, by shape; fake tensors cannot."""
     if isinstance(microbatch, PackedMicrobatch):
         return {}
     predicts = microbatch.is_target[:, 1:]
@@ -290,7 +287,7 @@ def _fake_weights(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def _one_rotation(model: torch.nn.Module) -> Iterator[None]:
-    """Keep LongRoPE from choosing its factors by the positions inside; either choice takes the same memory."""
+    """Within the block, LongRoPE does not choose its factors by the positions. Both choices take the same memory."""
     modules: list[Any] = [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
     parameters = [module.config.rope_parameters for module in modules]  # Phi-3.5-MoE looks there
     for module in modules:
@@ -306,7 +303,7 @@ def _one_rotation(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _rows_of_one_document() -> Iterator[None]:
-    """Tell transformers that no padded row is packed, which it sees only in real positions; else it makes a mask."""
+    """Tell transformers that no row is packed. It cannot see this in fake positions, and would create a mask."""
     find, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, lambda *_: None
     try:
         yield
@@ -316,7 +313,7 @@ def _rows_of_one_document() -> Iterator[None]:
 
 @contextmanager
 def _watched(model: torch.nn.Module, allocations: Allocations, *, accumulates: bool) -> Iterator[None]:
-    """Label gradients and tell the parts of the backward pass apart inside."""
+    """Within the block, label gradients and distinguish the parts of the backward pass."""
     decoder = bare_model(model).get_decoder()
     depth = len(getattr(decoder, name_of_layers(decoder)))
     begun: set[int] = set()
@@ -380,8 +377,8 @@ def _cpu_attention(
 ) -> torch.Tensor:
     """Compute only the block of queries that needs most memory.
 
-    An operation without data takes as long as one with data, and a layer has many blocks. What the others take is free
-    again by then, but for a number for each query and head, which is less than the forecast's error.
+    An operation on fake tensors takes as long as a real one, and a layer has many blocks. The memory of other blocks is
+    free again, except for one number per query and head, which is less than the error of the forecast.
     """
     if not len(q):
         return attention(q, k, v, layout, queries=queries, window=window, scale=scale)

@@ -57,7 +57,7 @@ class RowNats(NamedTuple):
     nats: torch.Tensor
     """-log p of each row's targets, float64, shape (rows,)."""
     reference: torch.Tensor | None
-    """The same under the reference."""
+    """-log p of each row's targets under the reference; None if the loss has no reference."""
     num_targets: torch.Tensor
     """Float64, shape (rows,)."""
     is_good: torch.Tensor | None
@@ -134,7 +134,7 @@ def _simpo(rows: RowNats, section: PreferenceSection) -> Outcomes:
 
 
 def _orpo(rows: RowNats, section: PreferenceSection) -> Outcomes:
-    """Rows are threes: the chosen answer, the rejected one, and the prompt of the chosen one, which is learnt too."""
+    """Compute ORPO's loss. A pair has three rows: the chosen and the rejected answer, and the prompt, which is learnt."""
     chosen, rejected = rows.mean_log_p[0::3], rows.mean_log_p[1::3]
     # The mean over the tokens of all pairs, so that a long answer counts more, as in TRL.
     likelihood = (rows.nats[0::3] + rows.nats[2::3]) * (rows.whole.num_rows / max(1.0, rows.whole.num_read))
@@ -143,7 +143,7 @@ def _orpo(rows: RowNats, section: PreferenceSection) -> Outcomes:
 
 
 def _kto(rows: RowNats, section: PreferenceSection) -> Outcomes:
-    """The value of an answer saturates in both directions, seen from KL, which has no gradient."""
+    """Compute KTO's loss. KL has no gradient."""
     assert rows.is_good is not None
     num_rows, _, num_good, gained = rows.whole
     kl = max(0.0, gained / num_rows) if num_rows else 0.0

@@ -45,7 +45,7 @@ class PreferenceMicrobatch:
         mismatched: of labelled answers, each prompt with the completion of another row (`finetune.data.labelled`).
         is_good: the labels, bool, shape (rows,).
         counts: what the micro-batch adds to the sums over the whole global batch.
-        whole: these sums, once they are known.
+        whole: the sums over the whole global batch; None until they are computed.
     """
 
     rows: Microbatch
@@ -68,7 +68,7 @@ class PreferenceMicrobatch:
 
     @property
     def num_computed(self) -> int:
-        """Tokens that go through the model with a gradient; a shared beginning counts once."""
+        """Tokens that go through the model with a gradient; a shared prefix counts once."""
         return self.rows.num_computed
 
     @property

@@ -15,9 +15,9 @@ from finetune.runs.metrics import Event, number_in
 _WINDOW = 10
 """Steps averaged for a comparison: the mean of 10 has a third of one step's noise."""
 _FIRST = 5
-"""Steps at the start of a run, in which training cannot change much."""
+"""Steps at the start of a run in which the loss cannot change much."""
 _EXPLODES_BY = 0.5
-"""A loss explodes if it rises by half of the lowest mean so far ..."""
+"""A loss explodes if it is above the lowest mean so far by half of this mean ..."""
 _EXPLODES_SIGMAS = 8.0
 """... and by more than the noise: over thousands of windows, lowest and highest lie about 7 sigmas apart."""
 _FLAT_AFTER = 100
@@ -45,7 +45,7 @@ class CurveWarning(NamedTuple):
 
 
 class CurveWarnings:
-    """Check every event of a run, including those of its earlier starts. Each kind of warning is given once."""
+    """Check every event of a run, including those of its earlier starts. Each type of warning is given once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -59,7 +59,7 @@ class CurveWarnings:
         self._has_learning_rate = False
 
     def take(self, event: Event) -> list[CurveWarning]:
-        """Return the warnings, at most one, that this event gives cause to."""
+        """Return the warnings that this event causes, at most one."""
         if event["event"] == "warning":
             self._said.add(str(event.get("kind")))
         found: CurveWarning | None = None

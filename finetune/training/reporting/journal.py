@@ -120,11 +120,11 @@ class Journal:
             raise
 
     def recorded_memory(self) -> Mapping[str, Any] | None:
-        """Return the choice by memory of the run that resumes, empty if there is none; None for a run that starts."""
+        """Return the recorded memory choice of a resumed run, empty if it has none; None if the run is new."""
         return RecordedRun(self.folder.path).part("memory") if self.folder.checkpoint_steps() else None
 
     def record_memory(self, choice: MemoryChoice) -> None:
-        """Record how this run fits its memory, for the next start too."""
+        """Record the memory choice of this run in run.json, where the next start reads it."""
         self._record.update(memory=choice.as_record())
 
     def start_training(self, state: TrainerState, num_steps: int) -> None:
@@ -201,7 +201,7 @@ class Journal:
             self._tell("warning", step=event["step"], kind=cause, text=text)
 
     def validation(self, state: TrainerState, sums: LossSums, *, figures: Mapping[str, float] | None = None) -> None:
-        """Record a validation after a step; `figures` were measured beside the loss."""
+        """Record a validation after a step; `figures` are its metrics other than the loss."""
         if figures:
             self.result["validation_figures"] = dict(figures)
         self._tell(
@@ -291,7 +291,7 @@ class Journal:
             self._release()
 
     def abandon(self) -> None:
-        """Release the folder and record nothing: what was computed is not to be kept."""
+        """Release the folder and record nothing, because the results are not kept."""
         self.is_closed = True
         self._saver.close(None)
         self._release()

@@ -1,4 +1,4 @@
-"""Show a run while it goes, as a live view on a terminal and as log lines elsewhere, and what to do after it."""
+"""Show the progress of a run: a live view on a terminal, log lines elsewhere, and the next commands at its end."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TrainingProgress:
         self._shown.enter_context(ctrl_c_is_shown())
 
     def _screen(self) -> RenderableType:
-        """Return the view and, once Ctrl-C was pressed, what that does."""
+        """Return the view and, after Ctrl-C was pressed, a line that explains its effect."""
         from rich.console import Group
         from rich.text import Text
 

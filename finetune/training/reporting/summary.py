@@ -1,4 +1,4 @@
-"""What a run trains on what, in the few lines that a person at a terminal reads before the live view."""
+"""Summarize a run in five lines before the live view: model, data, steps, device and folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LABEL_WIDTH = 8
 def show_summary(
     runtime: Runtime, config: Config, model: Any, splits: Any, rule: BatchRule, *, first_step: int, num_steps: int
 ) -> None:
-    """Write five lines to stderr if a person reads it; elsewhere the log says the same.
+    """Write five lines to stderr if it is a terminal. Elsewhere, the log has the same information.
 
     Args:
         runtime: device and precision.
