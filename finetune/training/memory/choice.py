@@ -391,7 +391,7 @@ class _Steps:
         self._known: dict[tuple[int, bool], Size] = {}
 
     def need(self, fewest: int, most: int, is_checkpointing: bool) -> Need:
-        """Predict the memory for micro-batches of the longest rows. After a call with checkpointing, all must have it."""
+        """Predict the memory for micro-batches of the longest rows. Calls with checkpointing come last."""
         if is_checkpointing and not self._is_checkpointing:
             checkpoint_gradients(self._model)
             self._is_checkpointing = True

@@ -134,7 +134,7 @@ def _simpo(rows: RowNats, section: PreferenceSection) -> Outcomes:
 
 
 def _orpo(rows: RowNats, section: PreferenceSection) -> Outcomes:
-    """Compute ORPO's loss. A pair has three rows: the chosen and the rejected answer, and the prompt, which is learnt."""
+    """Compute ORPO's loss. A pair has three rows: chosen answer, rejected answer, and the prompt, which is learnt."""
     chosen, rejected = rows.mean_log_p[0::3], rows.mean_log_p[1::3]
     # The mean over the tokens of all pairs, so that a long answer counts more, as in TRL.
     likelihood = (rows.nats[0::3] + rows.nats[2::3]) * (rows.whole.num_rows / max(1.0, rows.whole.num_read))
