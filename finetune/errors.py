@@ -61,7 +61,7 @@ class DataError(FinetuneError):
 
 
 class ModelError(FinetuneError):
-    """A model folder, an architecture or a set of LoRA targets cannot be used."""
+    """A model folder, an architecture or a set of target modules cannot be used."""
 
 
 class CheckpointError(FinetuneError):

@@ -25,10 +25,10 @@ class Fallback:
 
 
 class Fallbacks:
-    """The downgrades of one run, in the order in which they were taken.
+    """The fallbacks of one run, in the order in which they were taken.
 
     Args:
-        strict: refuse the first downgrade with a ConfigError instead of taking it.
+        strict: refuse the first fallback with a ConfigError instead of taking it.
     """
 
     def __init__(self, *, strict: bool = False) -> None:
@@ -36,11 +36,11 @@ class Fallbacks:
         self._taken: list[Fallback] = []
 
     def take(self, fallback: Fallback, *, warning: str | None = None) -> None:
-        """Log and record a downgrade.
+        """Log and record a fallback.
 
         Args:
-            fallback: the downgrade.
-            warning: the text to log in place of the downgrade's own.
+            fallback: what was used instead of what.
+            warning: the text to log in place of the fallback's own.
 
         Raises:
             ConfigError: the run is strict.
@@ -51,5 +51,5 @@ class Fallbacks:
         self._taken.append(fallback)
 
     def as_records(self) -> list[dict[str, str]]:
-        """Convert the downgrades to plain values for run.json."""
+        """Convert the fallbacks to plain values for run.json."""
         return [asdict(fallback) for fallback in self._taken]

@@ -25,7 +25,7 @@ from benchmarks.gpu.session import Session
 from benchmarks.gpu.timing import as_tensors, measure, with_adapter
 from benchmarks.job import SIZES, Row
 from finetune.engine.attention import attention, choose_kernel, dense_attention
-from finetune.engine.attention_cuda import attention_downgrade
+from finetune.engine.attention_cuda import attention_fallback
 from finetune.engine.layout import PackedMicrobatch, dense_mask, pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import PaddedMicrobatch
@@ -58,7 +58,7 @@ def signatures(session: Session) -> dict[str, Any]:
         "triton": _version_of("triton"),
     }
     device = torch.device(session.device, 0) if session.device == "cuda" else torch.device("cpu")
-    downgrade = attention_downgrade(device, torch.bfloat16)
+    downgrade = attention_fallback(device, torch.bfloat16)
     for name, dtype in {"bf16": torch.bfloat16, "fp32": torch.float32}.items():
         figures[f"{name}_kernel"] = choose_kernel(device.type, dtype, has_varlen=downgrade is None)
     figures["bf16_downgrade"] = "none" if downgrade is None else "; ".join(downgrade)

@@ -77,7 +77,7 @@ def load_or_encode(folder: Path, key: str, encode: Encode, fallbacks: Fallbacks,
             return map_rows(path)
         except (OSError, CannotWriteError) as error:
             used = "no cache: every process encodes the rows itself, at every start"
-            fallbacks.take(_downgrade("data.cache_dir", str(folder), used, error))
+            fallbacks.take(_fallback("data.cache_dir", str(folder), used, error))
     return _without_cache(encode, fallbacks)
 
 
@@ -90,7 +90,7 @@ def _without_cache(encode: Encode, fallbacks: Fallbacks) -> EncodedRows:
             return map_rows(path)  # the pages outlive the name
     except (OSError, CannotWriteError) as error:
         wanted = f"a file in {tempfile.gettempdir()}"
-        fallbacks.take(_downgrade("the encoded rows", wanted, "main memory, which holds all of them", error))
+        fallbacks.take(_fallback("the encoded rows", wanted, "main memory, which holds all of them", error))
     return rows_in_memory(encode)
 
 
@@ -107,6 +107,6 @@ def _read(path: Path, what: str) -> EncodedRows | None:
     return rows
 
 
-def _downgrade(what: str, wanted: str, used: str, error: OSError | CannotWriteError) -> Fallback:
+def _fallback(what: str, wanted: str, used: str, error: OSError | CannotWriteError) -> Fallback:
     cause = error.error if isinstance(error, CannotWriteError) else error
     return Fallback(what=what, wanted=wanted, used=used, why=describe_os_error(cause))

@@ -165,7 +165,7 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
         ConfigError: the run cannot be trained, or a plan does not support it.
         DataError: `drop_last` leaves nothing of a split.
         LaunchError: the number of processes does not suit `parallel.shard_size`.
-        ModelError: there is no such model, or LoRA's targets match nothing.
+        ModelError: there is no such model, or the target modules match nothing.
     """
     _refuse_quantized(config)
     refuse_what_is_not_sharded(config, trains=True)

@@ -241,7 +241,7 @@ def why_not_varlen(device: torch.device) -> str | None:
     return f"torch {torch.__version__} has no varlen_attn with {' and '.join(missing)}" if missing else None
 
 
-def attention_downgrade(device: torch.device, dtype: torch.dtype) -> tuple[str, str, str] | None:
+def attention_fallback(device: torch.device, dtype: torch.dtype) -> tuple[str, str, str] | None:
     """Return the attention that a model should use, the one that it uses instead, and why; None if they are the same.
 
     Args:

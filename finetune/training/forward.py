@@ -10,7 +10,7 @@ import torch
 
 from finetune.data.batches import Collate, packer, pad
 from finetune.engine.attention import prepared_by_the_host
-from finetune.engine.attention_cuda import attention_downgrade
+from finetune.engine.attention_cuda import attention_fallback
 from finetune.engine.decoder import layer_windows
 from finetune.engine.fused import switch_fused, why_not_fused
 from finetune.engine.supported import called_layers, unsupported_reason
@@ -91,9 +91,9 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
 
 def _record_attention(runtime: Runtime) -> None:
     """Record that this GPU or this torch lacks the engine's attention for the run's type."""
-    downgrade = attention_downgrade(runtime.device, _computed_in(runtime))
-    if downgrade is not None:
-        wanted, used, why = downgrade
+    fallback = attention_fallback(runtime.device, _computed_in(runtime))
+    if fallback is not None:
+        wanted, used, why = fallback
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=why))
 
 

@@ -189,7 +189,7 @@ class TrainingRun:
         """Halve the micro-batches of the run from this step on, and return this rank's of the step. Collective.
 
         Raises:
-            ConfigError: the size of micro-batches is part of the recipe, and the run is strict.
+            ConfigError: the result depends on the size of micro-batches, and the run is strict.
             RunFailedError: the rank's own error, if micro-batches cannot be smaller.
         """
         setup, loader = self._setup, self._train_loader

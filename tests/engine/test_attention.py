@@ -14,7 +14,7 @@ from finetune.engine.attention_cuda import (
     EQUAL_ROWS_MULTIPLE,
     VarlenRuns,
     attend_in_runs,
-    attention_downgrade,
+    attention_fallback,
     prepare_efficient,
     prepare_varlen,
     take_keys,
@@ -341,15 +341,15 @@ def says(monkeypatch):
 
 def test_which_attention_is_a_downgrade(says) -> None:
     says()
-    assert attention_downgrade(GPU, torch.bfloat16) is None
+    assert attention_fallback(GPU, torch.bfloat16) is None
     says(frozenset({"scale", "enable_gqa"}))
     assert why_not_varlen(GPU) == f"torch {torch.__version__} has no varlen_attn with window_size"
-    used, why = attention_downgrade(GPU, torch.bfloat16)[1:]
+    used, why = attention_fallback(GPU, torch.bfloat16)[1:]
     assert (used, why) == ("memory-efficient attention", why_not_varlen(GPU))
-    assert attention_downgrade(GPU, torch.float32) is None  # flash attention has no fp32
-    assert attention_downgrade(torch.device("cpu"), torch.bfloat16) is None
+    assert attention_fallback(GPU, torch.float32) is None  # flash attention has no fp32
+    assert attention_fallback(torch.device("cpu"), torch.bfloat16) is None
     says(capability=(7, 5))
-    assert "Old GPU is older than" in attention_downgrade(GPU, torch.bfloat16)[2]
+    assert "Old GPU is older than" in attention_fallback(GPU, torch.bfloat16)[2]
 
 
 def test_the_gradients_of_a_key_that_many_rows_take_are_added_up_before_they_are_rounded() -> None:

@@ -25,7 +25,7 @@ class Fact(StrEnum):
     END = "end token trained"
     STOPS = "stop ids"
     PAD = "padding"
-    TARGETS = "LoRA targets"
+    TARGETS = "target modules"
     TIED = "tied embeddings"
     GUARD = "LongRoPE guard"
     MERGE = "merge equality"

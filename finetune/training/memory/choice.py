@@ -141,7 +141,7 @@ class MemoryChoice:
         return cls(**record) if is_whole and record["asked"] == _asked(config) else None
 
     def resolve(self, config: Config) -> Config:
-        """Return the configuration with the choice in place of what it leaves open."""
+        """Return the configuration with the chosen values for the keys that it leaves open."""
         resolved = {
             "gradient_checkpointing": self.gradient_checkpointing,
             "batch_size": self.max_rows,
@@ -320,7 +320,7 @@ def shards_of(parallel: ParallelSection, world_size: int) -> Shards:
 
 
 def masks_follow_microbatches(config: Config) -> bool:
-    """Return whether random masks or noise belong to the micro-batches, so that their size is part of the recipe."""
+    """Return whether random masks or noise depend on the micro-batches, so that their size changes the result."""
     has_dropout = config.training.method == "lora" and config.lora.dropout > 0
     return has_dropout or config.training.neftune_alpha > 0
 

@@ -59,7 +59,7 @@ class Computation:
         loss_of: the loss of the run.
         device_type: the type of device to predict for: cpu or cuda.
         is_bf16: the run computes in bf16.
-        is_fused: the engine's functions are fused: what is between their inputs and their results is not counted.
+        is_fused: the engine's functions are fused, so their intermediate tensors are not counted.
         accumulates: a rank has several micro-batches in a step, so a pass adds to gradients that are there already.
     """
 
