@@ -68,7 +68,7 @@ SHARDS = (1, 2, 4, 8)
 
 
 class ShardedNeed(NamedTuple):
-    """The memory of a process where several share the weights (`parallel.sharding`)."""
+    """The memory of a process if several shard the weights (`parallel.sharding`)."""
 
     shards: int
     """Processes that share one copy."""

@@ -1,7 +1,7 @@
-"""A barrier at the store of the rendezvous, which names the rank that does not come.
+"""A barrier at the store of the rendezvous, which names a rank that has left or waits for something else.
 
-Sharded weights make every forward pass a collective. A script that lets rank 0 alone evaluate would wait for ever for
-ranks that have left or wait elsewhere, so all ranks wait at this barrier first.
+Sharded weights make every forward pass a collective. If a script lets only rank 0 evaluate, rank 0 would wait for ever
+for the other ranks. So all ranks wait at this barrier first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StoreBarrier:
         """Wait until all ranks are here. Collective.
 
         Args:
-            what: the ranks are about to do; the same on all.
+            what: what the ranks are about to do; the same on all.
             first_fault: waits for so many seconds, and returns the world's first fault if there is one.
 
         Raises:
@@ -56,7 +56,7 @@ class StoreBarrier:
                 raise _alone(what, f"another is in {first}")
             self._store.add(f"{here}/ranks", 1)
             while not self._have_all(f"{here}/ranks"):
-                # One may have come, seen that all are here, and left meanwhile.
+                # A rank may have come, seen that all are here, and left meanwhile.
                 if self._store.check([self._left]) and not self._have_all(f"{here}/ranks"):
                     raise _alone(what, f"rank {self._store.get(self._left).decode()} has left")
                 fault = first_fault(_LOOK_SECONDS)
@@ -68,12 +68,12 @@ class StoreBarrier:
             raise _alone(what, "rank 0, which keeps the store, has left") from error
 
     def leave(self) -> None:
-        """Say that this rank does not come to the barrier again. Not a collective.
+        """Mark this rank as one that does not come to the barrier again. Not a collective.
 
-        The store ends with rank 0, so rank 0 waits until the others have seen that all had come the last time.
+        The store ends with rank 0. So rank 0 waits until the others have seen that all ranks had come the last time.
         """
         patience = time.monotonic() + _PATIENCE_SECONDS
-        with suppress(RuntimeError):  # rank 0 and its store are gone: nobody waits there
+        with suppress(RuntimeError):  # rank 0 and its store are gone: no rank waits there
             self._store.compare_set(self._left, "", str(self._rank))
             while self._rank == 0 and self._last and not self._have_all(self._last) and time.monotonic() < patience:
                 time.sleep(_LOOK_SECONDS)

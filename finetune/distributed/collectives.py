@@ -1,4 +1,4 @@
-"""What the ranks tell each other by value: sums, rank 0's value, and whether one of them has failed.
+"""Exchange values between ranks: sums, rank 0's value, and whether a rank has failed.
 
 Every method of `Collectives` that says "Collective" must be called by all ranks in the same order. In a world of one
 each returns at once.
@@ -33,7 +33,7 @@ class Collectives:
     """The values that ranks exchange, and the failures on which they agree.
 
     Args:
-        liveness: names a rank that is gone while the others wait.
+        liveness: of this rank. It names a rank that is gone while the others wait.
     """
 
     def __init__(self, liveness: Liveness) -> None:
@@ -61,7 +61,7 @@ class Collectives:
 
         Raises:
             LaunchError: gloo does not connect the ranks.
-            RunFailedError: one of them is gone.
+            RunFailedError: a rank is gone.
         """
         if self.backend != "nccl":
             return
@@ -151,7 +151,7 @@ class Collectives:
         self.agree(error, during)
 
     def fail_in_next_step(self, error: BaseException, during: str) -> None:
-        """Let all ranks raise at the start of the next step, after a failure beside training. Not a collective."""
+        """Make all ranks raise at the start of the next step, after a failure beside training. Not a collective."""
         self._failed_beside = (error, during)
 
     @property
@@ -171,12 +171,12 @@ class Collectives:
             self.agree(None, during="set-up")
 
     def refuse_differences(self, what: str, digest: str, *, remedy: str = _SAME_COMMAND) -> None:
-        """Refuse to train if ranks were given different things, because their sum would mean nothing. Collective.
+        """Refuse to train if the ranks have different inputs, because a sum over them would mean nothing. Collective.
 
         Args:
             what: for the message, for example ``the training rows``.
-            digest: equal on all ranks, or it is an error.
-            remedy: a sentence for the message: what makes them equal.
+            digest: of this rank's input; must be equal on all ranks.
+            remedy: a sentence for the message that says how to make them equal.
 
         Raises:
             LaunchError: on all ranks.
@@ -187,7 +187,7 @@ class Collectives:
             digests = gather_object([digest])
         different = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if different:
-            raise LaunchError(f"{what} of {ranks_in_words(different)} differs from that of rank 0. {remedy}")
+            raise LaunchError(f"{what} of {ranks_in_words(different)} differs from rank 0's. {remedy}")
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
@@ -220,10 +220,10 @@ class Collectives:
                 self._barrier.wait(what, self._liveness.first_fault)
 
     def leave(self) -> None:
-        """Tell ranks that wait at the store barrier that this one does not come. Not a collective."""
+        """Show the ranks that wait at the store barrier that this rank does not come. Not a collective."""
         if self._barrier is not None:
             self._barrier.leave()
 
     def forget_groups(self) -> None:
-        """Drop what refers to a group: it keeps its threads, and a process that ends with them is sometimes aborted."""
+        """Drop references to groups. A group keeps threads, and a process that ends with them is sometimes aborted."""
         self._hosts = self._barrier = None

@@ -1,4 +1,4 @@
-"""The error that ends a run, worded for its own rank, the other ranks and run.json."""
+"""Choose the error that ends a run, and describe it for its own rank, the other ranks and run.json."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PLACE_IN_TORCH = re.compile(r"^\[enforce fail at \S+\] ((data|err == 0)\. )?")
 
 
 def explain(error: BaseException, watchdog: Watchdog | None) -> BaseException:
-    """The error to end with: its cause where that is known, and a note of rank and phase.
+    """Return the error to end with: its cause if that is known, with a note of rank and phase.
 
     Args:
         error: the exception that left the run.
@@ -48,7 +48,7 @@ def explain(error: BaseException, watchdog: Watchdog | None) -> BaseException:
 
 
 def in_a_line(error: BaseException) -> str:
-    """Type and text of an error. Where a data loader's worker put a traceback into it, only its end is kept."""
+    """Return type and text of an error. Keep only the end of a data loader worker's traceback."""
     text = str(error)
     if "Traceback (most recent call last)" in text:
         lines = text.strip().splitlines()
@@ -57,7 +57,7 @@ def in_a_line(error: BaseException) -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """On the CPU torch has no type of error for it."""
+    """Return whether memory ran out. On the CPU torch has no error type for that."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
@@ -66,7 +66,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def as_out_of_memory(error: BaseException) -> RunFailedError | None:
-    """The error to report if memory ran out, without the tensors that a traceback keeps; None for any other error."""
+    """Return the error to report if memory ran out, without the tensors that a traceback keeps; None otherwise."""
     if not _is_out_of_memory(error):
         return None
     cause = _PLACE_IN_TORCH.sub("", str(error).strip().split("\n", 1)[0]).rstrip(".") or type(error).__name__
@@ -79,10 +79,10 @@ def as_out_of_memory(error: BaseException) -> RunFailedError | None:
 
 
 def as_lost_rank(error: RuntimeError, during: str, watchdog: Watchdog | None) -> RunFailedError | None:
-    """The error to report if a collective failed because of another rank; None if it is this one's own.
+    """Return the error to report if a collective failed because of another rank; None if this rank caused it.
 
     Args:
-        error: that of the collective.
+        error: raised by the collective.
         during: the collective, as a fault names it.
         watchdog: this rank's.
     """
@@ -93,7 +93,7 @@ def as_lost_rank(error: RuntimeError, during: str, watchdog: Watchdog | None) ->
 
 
 def _is_lost_contact(error: Exception) -> bool:
-    """Whether a collective failed because of another rank, for which the backends have no type of error."""
+    """Return whether a collective failed because of another rank. The backends have no error type for that."""
     text = str(error)
     signs = ("closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out", "NCCL", "Socket")
     return isinstance(error, dist.DistError) or any(sign in text for sign in signs)

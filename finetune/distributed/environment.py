@@ -45,7 +45,7 @@ os.register_at_fork(after_in_child=_note_parent)
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:
-    """This process's place in its launch, as the launcher said it."""
+    """This process's place in its launch, as the launcher's variables describe it."""
 
     launcher: Launcher
     rank: int
@@ -55,10 +55,10 @@ class LaunchEnvironment:
     master_addr: str
     master_port: int
     launch_id: str = ""
-    """The same for all processes of this launch and for no other; empty where the launcher has no such thing."""
+    """The same for all processes of this launch, and for no other launch; empty if the launcher has no such id."""
 
     def as_variables(self) -> dict[str, str]:
-        """The same facts under the names that torch.distributed and Accelerate read."""
+        """Return this place under the names that torch.distributed and Accelerate read."""
         sizes = (self.rank, self.world_size, self.local_rank, self.local_world_size)
         values = (*sizes, self.master_addr, self.master_port)
         return {name: str(value) for name, value in zip(LAUNCH_VARIABLES, values, strict=True)}
@@ -91,7 +91,7 @@ WORLD_VARIABLES: tuple[str, ...] = (
 )
 """All variables from which torch (2.13) or Accelerate (1.15) would conclude that there are several processes.
 
-They are hidden where one process of a failed launch goes on alone. Neither library reads Slurm's own variables.
+They are hidden if one process of a failed launch goes on alone. Neither library reads Slurm's own variables.
 """
 
 
@@ -117,7 +117,7 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def with_place(environ: Mapping[str, str], rank: int, worldsize: int) -> dict[str, str]:
-    """Rank and world size as a launcher would set them, with node and address from the environment.
+    """Return rank and world size as a launcher would set them, with node and address from the environment.
 
     Raises:
         LaunchError: a launcher gave this process another place.
@@ -127,24 +127,24 @@ def with_place(environ: Mapping[str, str], rank: int, worldsize: int) -> dict[st
     if other:
         raise LaunchError(
             f"rank={rank} and worldsize={worldsize} were given, but the environment says {', '.join(other)}. "
-            "Give neither where a launcher started the process, or unset these variables."
+            "Give neither if a launcher started the process, or unset these variables."
         )
     beside = {name: environ[name] for name in LAUNCH_VARIABLES if name in environ}
     return {"LOCAL_RANK": str(rank), **beside, **given}
 
 
 def has_agent_store(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun's agent already holds a store at the address."""
+    """Return whether torchrun's agent already keeps a store at the address."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def given_address(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
-    """The address and port of rank 0 that a launcher or the user set; None where finetune chooses a default."""
+    """Return the address and port of rank 0 that a launcher or the user set; None if finetune chooses a default."""
     return environ.get("MASTER_ADDR") or None, number(environ, "MASTER_PORT")
 
 
 def is_first_process(environ: Mapping[str, str]) -> bool:
-    """Whether this process is rank 0 or alone, as far as the environment can be read."""
+    """Return whether this process is rank 0 or alone; True if the environment cannot be read."""
     try:
         return read_environment(environ).rank == 0
     except LaunchError:
@@ -152,7 +152,7 @@ def is_first_process(environ: Mapping[str, str]) -> bool:
 
 
 def speaks_for_a_node(environ: Mapping[str, str]) -> bool:
-    """Whether this is the first process of one of several nodes: other nodes may print on other screens."""
+    """Return whether this is the first process of one of several nodes: other nodes may print on other screens."""
     try:
         place = read_environment(environ)
     except LaunchError:
@@ -161,11 +161,11 @@ def speaks_for_a_node(environ: Mapping[str, str]) -> bool:
 
 
 def launcher_pid(environ: Mapping[str, str], environment: LaunchEnvironment) -> int | None:
-    """The parent process where it is a launcher whose end must end this worker; None where it need not be.
+    """Return the launcher's process, with which this worker must end; None if this process may outlive its parent.
 
     A launcher is torch's elastic agent (torchrun, `accelerate launch` of several processes, our own spawn) or the
     script that called torch.multiprocessing.spawn. A plain run must outlive its shell (`nohup finetune train &`), and
-    so must one whose RANK was exported by hand; srun and mpirun end their tasks themselves.
+    so must a process with a RANK that was exported by hand. srun and mpirun end their tasks themselves.
     """
     if environment.launcher in ("mpi", "slurm", "none"):
         return None
@@ -174,7 +174,7 @@ def launcher_pid(environ: Mapping[str, str], environment: LaunchEnvironment) -> 
 
 
 def is_address_missing(environ: Mapping[str, str], environment: LaunchEnvironment) -> bool:
-    """Whether processes of other nodes cannot know where rank 0 listens: nobody said it, and no default can help."""
+    """Return whether processes of other nodes cannot know where rank 0 listens: no variable says so, nor a default."""
     family = _family_of_launcher(environ)
     if family is None or environ.get("MASTER_ADDR") or environment.master_addr != DEFAULT_MASTER_ADDR:
         return False
@@ -183,10 +183,10 @@ def is_address_missing(environ: Mapping[str, str], environment: LaunchEnvironmen
 
 
 def is_batch_script_body(environ: Mapping[str, str]) -> bool:
-    """Whether Slurm gave a job several tasks but this process was started outside of srun, as the only one.
+    """Return whether Slurm gave a job several tasks, but this process was started alone, outside of srun.
 
-    That is the body of an sbatch script, or a shell that salloc opened. Torchrun and mpirun start processes of their
-    own there, so it is False under them.
+    It is then in the body of an sbatch script, or in a shell that salloc opened. torchrun and mpirun start several
+    processes there, so the answer is False under them.
     """
     if "SLURM_JOB_ID" not in environ or _family_of_launcher(environ) is not None:
         return False
@@ -198,17 +198,17 @@ def is_batch_script_body(environ: Mapping[str, str]) -> bool:
 
 
 def is_gpu_choice_given(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher or the user chose the GPUs that this process sees, perhaps others for each process."""
+    """Return whether a launcher or the user chose the GPUs that this process sees, perhaps others for each process."""
     return any(environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The names or numbers of the CUDA GPUs that this process was given; empty names where it sees all."""
+    """Return the names or numbers of the CUDA GPUs that this process was given; empty names if it sees all."""
     return environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
 
 
 def is_started_by_accelerate_alone(environ: Mapping[str, str]) -> bool:
-    """Whether this is the only process of an `accelerate launch`, whatever else (srun) started that."""
+    """Return whether this is the only process of an `accelerate launch`, also if srun started that launch."""
     return _is_from_accelerate(environ) and read_environment(environ).world_size == 1
 
 
@@ -229,10 +229,10 @@ def _family_of_launcher(environ: Mapping[str, str]) -> LauncherVariables | None:
 
 
 def _is_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process.
+    """Return whether srun started this process.
 
     A batch script's body and the shell that salloc opens are one process, whatever SLURM_NTASKS says there. They have
-    no step id, or one of those that Slurm keeps for itself: a name such as ``batch``, or 0xFFFFFFF0 and above.
+    no step id, or a reserved one: a name such as ``batch``, or 0xFFFFFFF0 and above.
     """
     step = environ.get("SLURM_STEP_ID", "")
     is_step = re.fullmatch(r"[0-9]{1,12}", step) is not None and int(step) < _FIRST_SPECIAL_STEP
@@ -240,7 +240,7 @@ def _is_slurm_step(environ: Mapping[str, str]) -> bool:
 
 
 def _is_step_inherited(environ: Mapping[str, str]) -> bool:
-    """Whether the step's variables came with the environment of a job that was submitted from inside the step.
+    """Return whether the step's variables came with the environment of a job that was submitted inside the step.
 
     A real task lists as many ranks on its node (SLURM_GTIDS) as its step has tasks there.
     """
@@ -313,7 +313,7 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def _default_address(environ: Mapping[str, str], family: LauncherVariables, *, is_one_node: bool) -> str:
-    """The first host that Slurm names: mpirun in a Slurm job of several nodes begins there too."""
+    """Return the first host that Slurm names. mpirun starts rank 0 there too, in a Slurm job of several nodes."""
     nodelist = environ.get("SLURM_STEP_NODELIST") if family is _SLURM else None
     nodelist = nodelist or environ.get("SLURM_JOB_NODELIST")
     if nodelist and (family is _SLURM or (family in _MPI and not is_one_node)):
@@ -322,7 +322,7 @@ def _default_address(environ: Mapping[str, str], family: LauncherVariables, *, i
 
 
 def _default_port(environ: Mapping[str, str], family: LauncherVariables) -> int:
-    """Jobs and steps that share a node get different ports; every rank computes the same one."""
+    """Return a port that differs between the jobs and steps on a node. Every rank computes the same port."""
     if family is not _SLURM:
         return DEFAULT_MASTER_PORT
     job = int(re.sub(r"\D", "", environ.get("SLURM_JOB_ID", "")) or 0)

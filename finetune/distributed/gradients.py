@@ -30,8 +30,8 @@ def sum_flat(parameters: Sequence[torch.nn.Parameter]) -> None:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     dist.all_reduce(flat)
-    for gradient, shared in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
-        gradient.copy_(shared.view_as(gradient))
+    for gradient, total in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+        gradient.copy_(total.view_as(gradient))
 
 
 def gradient_norm(parameters: Sequence[torch.nn.Parameter], *, over: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -109,7 +109,7 @@ class Reducer:
         self._wrapped.register_comm_hook(None, _summed)
 
     def loss(self, microbatch: Any, *, is_last: bool) -> torch.Tensor:
-        """The summed loss; its backward pass is shared with the other ranks only in the last micro-batch of a step."""
+        """Return the summed loss. Only the backward pass of a step's last micro-batch sums gradients over ranks."""
         quiet: AbstractContextManager[None] = nullcontext() if is_last else self._wrapped.no_sync()
         with quiet:
             result: torch.Tensor = self._wrapped(microbatch)
@@ -131,5 +131,5 @@ class _LossOf(torch.nn.Module):
 def _summed(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
-    shared: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
-    return shared
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return summed

@@ -72,8 +72,8 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
 
     Raises:
         CheckpointError: the folder holds another run.
-        ConfigError: a tracker of `training.report_to` is not installed where rank 0 runs, or this device cannot do what
-            the configuration asks for.
+        ConfigError: a tracker of `training.report_to` is not installed for rank 0, or this device cannot do what the
+            configuration asks for.
         LaunchError: the launcher, the configuration and Accelerate do not describe the same world.
         SystemExit: this process only started others, or rank 0 trains alone (`LeftToMain`).
     """
@@ -82,8 +82,8 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     started = (config.parallel.num_processes or 1) if _is_to_spawn(config, environment) else environment.world_size
     configure_logs(environment.rank, level=level, num_processes=started)
     fallbacks = Fallbacks(strict=config.strict)
-    settled = settings_of_accelerate(config, os.environ, world_size=started, trains=trains)
-    config = config.with_values(settled)
+    given = settings_of_accelerate(config, os.environ, world_size=started, trains=trains)
+    config = config.with_values(given)
     refuse_what_is_not_sharded(config, trains=trains)
     if trains:
         RunFolder(config.output_dir).check(config.resume)
@@ -110,7 +110,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         if config.training.deterministic:
             leaving.enter_context(deterministic_algorithms())
         _refuse_what_mps_lacks(config, context.device)
-        runtime = Runtime(context, environment, fallbacks, config, settled)
+        runtime = Runtime(context, environment, fallbacks, config, given)
         try:
             _log.info("Process %d/%d started", environment.rank, environment.world_size)
             _check_world(config, runtime, trains=trains)
@@ -177,7 +177,7 @@ def _check_sharding(config: Config, runtime: Runtime) -> None:
         LaunchError: see `refuse_uneven_shards`.
     """
     if config.parallel.sharding != "none" and not runtime.context.distributed:
-        why = "one process has no other to share the weights with; start several, or drop the key"
+        why = "one process has no other to shard the weights with; start several, or drop the key"
         fallback = Fallback(what="parallel.sharding", wanted="fsdp2", used="none", why=why)
         runtime.fallbacks.take(fallback)
     elif runtime.shard_size is not None:
@@ -203,7 +203,7 @@ def _record_other_device(wish: str | None, runtime: Runtime) -> None:
 
 
 def _refuse_what_mps_lacks(config: Config, device: torch.device) -> None:
-    """Refuse at once what would fail in the middle of a step, or hold a promise that torch does not give.
+    """Refuse at once what would fail in the middle of a step, or what torch does not promise on an Apple GPU.
 
     Raises:
         ConfigError: names the key.
@@ -286,8 +286,7 @@ def refuse_another_launch(config: Config, environment: LaunchEnvironment) -> Non
 def _refuse_another_address(config: Config, environment: LaunchEnvironment) -> None:
     """Refuse another address than the launcher's: its agent may hold the store there already."""
     given_addr, given_port = given_address(os.environ)
-    settled = {"master_addr": given_addr, "master_port": given_port}
-    for key, value in settled.items():
+    for key, value in {"master_addr": given_addr, "master_port": given_port}.items():
         asked = getattr(config.parallel, key)
         if None not in (asked, value) and environment.world_size > 1 and asked != value:
             raise LaunchError(

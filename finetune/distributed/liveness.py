@@ -1,7 +1,7 @@
-"""What one rank tells the others of itself: where it is, that it failed, and that it leaves.
+"""Report this rank's state to the other ranks: its phase, its failure, and that it leaves.
 
-`Liveness` owns the rank's watchdog. Everything that waits for other ranks does so in `Liveness.collective`, so that a
-rank that is gone is named within seconds instead of being waited for.
+`Liveness` owns the rank's watchdog. Everything that waits for other ranks does so in `Liveness.collective`, which names
+a rank that is gone within seconds instead of waiting for it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class Liveness:
         self._phase = ExitStack()
 
     def start_watchdog(
-        self, environment: LaunchEnvironment, *, step_timeout_minutes: float, share: Callable[[Any], Any]
+        self, environment: LaunchEnvironment, *, step_timeout_minutes: float, broadcast: Callable[[Any], Any]
     ) -> None:
         """Watch over all ranks from here on. Collective.
 
         Args:
             environment: this process's place in the launch.
             step_timeout_minutes: see `parallel.step_timeout_minutes`.
-            share: hands rank 0's value to every rank. Collective.
+            broadcast: returns rank 0's value on every rank. Collective.
         """
         watched = WatchedRank(
             rank=self.context.rank,
@@ -60,7 +60,7 @@ class Liveness:
         )
         self.watchdog = Watchdog(
             watched,
-            share=share,
+            broadcast=broadcast,
             last_words=lambda fault: self.run_closing_actions(RunFailedError(str(fault), fault=fault)),
         )
 
@@ -69,7 +69,7 @@ class Liveness:
 
         Args:
             phase: for example ``training``.
-            step: the optimizer step, where there is one.
+            step: the optimizer step, if there is one.
             timed: whether the step timeout counts from here on.
         """
         self.is_timed = timed
@@ -104,7 +104,7 @@ class Liveness:
         return None if self.watchdog is None else self.watchdog.first_fault(wait_seconds)
 
     def let_device_finish(self) -> None:
-        """Wait for a GPU's queued work. The host would wait for it later, where a fault names the wrong rank."""
+        """Wait for a GPU's queued work. Otherwise it waits in a collective, and a fault names a wrong rank."""
         if self.context.device.type == "cuda":
             torch.cuda.current_stream(self.context.device).synchronize()
 
@@ -149,10 +149,12 @@ class Liveness:
 
     @contextmanager
     def leaving(self, error: BaseException | None) -> Iterator[None]:
-        """Run the block that ends what was opened. Before it the other ranks learn of `error`; after it nobody watches.
+        """Run the block that ends what was opened.
+
+        The other ranks learn of `error` before the block. The watchdog ends after it.
 
         Args:
-            error: what ends the run on this rank; None: it is done.
+            error: what ends the run on this rank; None if the run is done.
         """
         watchdog, self.watchdog = self.watchdog, None
         is_expected = isinstance(error, PreemptedError)

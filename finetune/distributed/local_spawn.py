@@ -1,6 +1,6 @@
-"""Start this very command again as N processes on this machine, and leave with the exit code of the first that failed.
+"""Start this command again as N processes on this machine, and leave with the exit code of the first that failed.
 
-torch's elastic launcher is the engine: it hands out the launch variables and ends the others when one fails.
+torch's elastic launcher starts the processes: it sets the launch variables, and ends the others when one fails.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run_as_processes(num_processes: int) -> int:
 
 @contextmanager
 def _signals_go_to_workers() -> Iterator[list[int]]:
-    """A block that passes signals on to the workers and lists them; before there are workers, a signal ends it."""
+    """Forward signals to the workers inside the block, and list them. Without workers, a signal ends the block."""
     sent: list[int] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -77,7 +77,7 @@ def _signals_go_to_workers() -> Iterator[list[int]]:
 
 
 def _exit_code_of_cause(codes: Sequence[int], sent: Sequence[int]) -> int:
-    """The exit code of the worker that failed first: those that end because of it have 3, or were ended by a signal.
+    """Return the exit code of the worker that failed first. The others then end with 3, or by a signal.
 
     Args:
         codes: of the workers that failed; minus the signal's number for a killed one.
@@ -89,8 +89,8 @@ def _exit_code_of_cause(codes: Sequence[int], sent: Sequence[int]) -> int:
         return causes[0]
     if preempted in codes and failed not in codes:
         return preempted
-    is_as_told = signal.SIGTERM in sent and all(code in (terminated, -signal.SIGTERM) for code in codes)
-    return terminated if is_as_told else failed
+    is_as_asked = signal.SIGTERM in sent and all(code in (terminated, -signal.SIGTERM) for code in codes)
+    return terminated if is_as_asked else failed
 
 
 def _command_to_repeat() -> list[str]:

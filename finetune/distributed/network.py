@@ -1,4 +1,4 @@
-"""This machine's addresses and interfaces as other nodes reach them, and what listens at an address."""
+"""Find the addresses and interfaces under which other nodes reach this machine, and what listens at an address."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import struct
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address means each machine itself. Looks up no name but ``localhost``."""
+    """Return whether an address means each machine itself. The only name that is known here is ``localhost``."""
     if host == "localhost":
         return True
     try:
@@ -19,7 +19,7 @@ def is_loopback(host: str) -> bool:
 
 
 def own_name_is_loopback() -> bool:
-    """Whether this machine's own name means 127.x to itself, as Debian and Ubuntu set it up."""
+    """Return whether this machine resolves its own name to 127.x, as Debian and Ubuntu set it up."""
     try:
         return is_loopback(socket.gethostbyname(socket.gethostname()))
     except OSError:
@@ -27,7 +27,7 @@ def own_name_is_loopback() -> bool:
 
 
 def own_addresses(master_addr: str) -> list[str]:
-    """Addresses under which other ranks may reach this machine, which is rank 0's; the likeliest first."""
+    """Return addresses under which other ranks may reach this machine, rank 0's, the likeliest first."""
     if is_loopback(master_addr):
         return ["127.0.0.1"]
     towards = own_address_towards(master_addr)
@@ -35,9 +35,9 @@ def own_addresses(master_addr: str) -> list[str]:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether an address or name belongs to this machine: only then can a socket be bound to it."""
-    for family, kind, protocol, _, place in _resolve(host):
-        with socket.socket(family, kind, protocol) as probe:
+    """Return whether an address or name belongs to this machine: only then can a socket be bound to it."""
+    for family, socket_type, protocol, _, place in _resolve(host):
+        with socket.socket(family, socket_type, protocol) as probe:
             try:
                 probe.bind((place[0], 0, *place[2:]))  # any free port: low ones are root's alone
             except OSError:
@@ -47,9 +47,9 @@ def is_own_address(host: str) -> bool:
 
 
 def own_address_towards(host: str) -> str | None:
-    """This machine's address on the way to `host`, from the routing table; None where there is no route or no name."""
-    for family, kind, protocol, _, place in _resolve(host):
-        with socket.socket(family, kind, protocol) as probe:
+    """Return this machine's address on the way to `host`, from the routing table; None if there is no route."""
+    for family, socket_type, protocol, _, place in _resolve(host):
+        with socket.socket(family, socket_type, protocol) as probe:
             try:
                 probe.connect(place)  # of a datagram socket: it asks the routing table, and sends nothing
             except OSError:
@@ -59,7 +59,7 @@ def own_address_towards(host: str) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """The name of this machine's network interface on the way to `host`; None where it is unknown.
+    """Return the name of this machine's network interface on the way to `host`; None if it is unknown.
 
     gloo takes the interface of the machine's own name, which on many systems means 127.0.1.1: no other node reaches it.
     """
@@ -75,7 +75,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def what_answers(host: str, port: int) -> str | None:
-    """None where a torch store answers at the address, else what is wrong there.
+    """Return None if a torch store answers at the address, else what is wrong there.
 
     A store echoes the four bytes behind a ping: torch/csrc/distributed/c10d/TCPStore.cpp, VALIDATE = 0 with the magic
     number of TCPStoreBackend.hpp, PING = 13. `tests/distributed/test_rendezvous.py` tries it on the installed torch.
@@ -83,7 +83,7 @@ def what_answers(host: str, port: int) -> str | None:
     nonce = os.urandom(4)
     try:
         connection = socket.create_connection((host, port), timeout=2.0)
-    except (socket.gaierror, UnicodeError):  # the second: no name could be written so, as node..1
+    except (socket.gaierror, UnicodeError):  # UnicodeError: not a valid name, for example node..1
         return f"the name {host} cannot be resolved here"
     except OSError as error:
         return error.strerror or "no answer"

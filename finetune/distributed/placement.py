@@ -1,4 +1,4 @@
-"""Where a model's weights are, and how ranks compute its loss and gradients together.
+"""Place a model's weights on the devices of the ranks, and compute its loss and gradients there.
 
 `Placement` moves or shards a model, computes forward and backward passes in the run's precision, and sums the
 gradients over ranks: in one all-reduce after the backward passes, by torch's reducer, or as FSDP2 does.
@@ -38,7 +38,7 @@ class Placement:
     """The model's weights on this rank's device, and the forward and backward passes over them.
 
     Args:
-        accelerator: scales nothing and accumulates nothing; it knows the autocast and the backward pass.
+        accelerator: for the autocast and the backward pass. It scales and accumulates nothing.
         config: the run's configuration.
         precision: of the run.
         liveness: of this rank.
@@ -149,7 +149,7 @@ class Placement:
         return 0 if self._sharded is None else self._sharded.received_bytes
 
     @property
-    def needs_even_shares(self) -> bool:
+    def needs_equal_microbatches(self) -> bool:
         """Whether every rank needs the same number of micro-batches: torch's reducer and sharded weights do."""
         return self.uses_reducer or self.shard_size is not None
 
@@ -187,13 +187,13 @@ class Placement:
     def loss(self, compute: LossFunction, model: torch.nn.Module, microbatch: Any, *, is_last: bool) -> torch.Tensor:
         """Compute a micro-batch's loss in the run's precision.
 
-        Collective if `needs_even_shares`: every rank, equally often in a step.
+        Collective if `needs_equal_microbatches`: every rank, equally often in a step.
 
         Args:
             compute: (model, micro-batch) to the loss.
             model: placed, or sharded.
             microbatch: on the CPU or on this rank's device.
-            is_last: whether it is the step's last, whose backward pass may sync the gradients.
+            is_last: whether it is the last micro-batch of the step. Its backward pass may sync the gradients.
         """
         if not self.uses_reducer:
             with self._liveness.range("forward"):
@@ -201,14 +201,13 @@ class Placement:
         there = microbatch.to(self.context.device)
         with self._liveness.range("forward"), self.autocast():
             if self._reducer is None or self._reducer.model is not model:
-                wish = self._parallel
                 with self._liveness.collective("making torch's reducer"):
                     self._reducer = Reducer(
                         model,
                         compute,
                         device=self.context.device,
-                        output_device=wish.output_device,
-                        find_unused_parameters=wish.find_unused_parameters,
+                        output_device=self._parallel.output_device,
+                        find_unused_parameters=self._parallel.find_unused_parameters,
                     )
             return self._reducer.loss(there, is_last=is_last)
 
@@ -226,15 +225,15 @@ class Placement:
         if self._sharded is not None:
             waiting = self._all_gathering("backward")
         elif is_last and self._reducer is not None:
-            # Without a range of its own and a wait before: this rank computes in the block too.
+            # This rank computes in the block too, so the block has no range of its own and no wait before it.
             waiting = self._liveness.collective("backward", is_named=False, waits_before=False)
         with self._liveness.range("backward"), waiting:
             self._accelerator.backward(loss)
 
     def sync_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Sum the gradients over ranks, where the backward passes have not done so.
+        """Sum the gradients over ranks, unless the backward passes have done so.
 
-        A parameter without a gradient counts as zero, in a world of one too, so that the optimizer does the same
+        A parameter without a gradient counts as zero, also in a world of one, so that the optimizer does the same
         everywhere. A GPU sums them while the host goes on to `sum_and_read`, which waits.
 
         Collective: every rank, once per step, with the same parameters, after `let_device_finish`.
@@ -249,8 +248,8 @@ class Placement:
     def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Scale gradients down to `max_norm` (None: only measure), and return their norm before that.
 
-        After `sync_gradients` the norm is equal on all ranks. It is a scalar on their device, where it may still be
-        computed: reading it makes the host wait.
+        After `sync_gradients` the norm is equal on all ranks. It is a scalar on their device. The device may still
+        compute it, so that reading it makes the host wait.
 
         Collective if `shards_trained`.
 
@@ -271,8 +270,8 @@ class Placement:
     def full_tensors(self, tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         """Run a block in which the main process gets full tensors for sharded ones, one after the other.
 
-        At the end all ranks all-gather the tensors that the main process has not asked for, for example because its
-        disk failed. So no rank waits for ever.
+        If the main process has not asked for some tensors, for example because its disk failed, all ranks all-gather
+        them at the end. So no rank waits for ever.
 
         Collective: every rank enters it, with the same tensors in the same order, and only the main process calls the
         function that the block is given, with each of them in this order.

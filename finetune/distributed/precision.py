@@ -1,4 +1,4 @@
-"""Which numbers a run computes in, and in which its weights are kept."""
+"""Choose the precision of a run, and convert its weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether a device is a GPU whose hardware computes in bf16: NVIDIA's from Ampere on, and AMD's.
+    """Return whether a device is a GPU with bf16 in hardware: NVIDIA's from Ampere on, and AMD's.
 
-    Older ones emulate it slowly, and for them too torch's `is_bf16_supported` answers True.
+    Older GPUs emulate bf16 slowly, and torch's `is_bf16_supported` answers True for them.
     """
     if device.type != "cuda":
         return False
@@ -26,10 +26,10 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def choose_precision(wish: Literal["auto", "fp32", "bf16"], *, has_bf16: bool) -> Precision:
-    """The precision that `training.precision` means on a device.
+    """Return the precision that `training.precision` means on a device.
 
     Args:
-        wish: as configured.
+        wish: `training.precision`.
         has_bf16: whether the device is a GPU that computes in bf16.
     """
     if wish == "auto":
@@ -38,14 +38,14 @@ def choose_precision(wish: Literal["auto", "fp32", "bf16"], *, has_bf16: bool) -
 
 
 def convert_weights(model: torch.nn.Module, precision: Precision, device: torch.device | None = None) -> None:
-    """Give a model's weights their types: fp32 where they train, the run's precision where they are frozen.
+    """Convert a model's weights: trained weights to fp32, frozen weights to the run's precision.
 
     Args:
         model: on the CPU, or where it was loaded.
         precision: of the run.
-        device: where each weight goes in the same step, so that main memory holds no other copy. On the CPU each is
-            copied, so that no weight stays mapped from a file that may change under the run. None: weights stay
-            where they are.
+        device: each weight moves there in the same step, so that main memory holds no other copy. On the CPU each
+            weight is copied, because a weight that is mapped from a file would change with the file. None: the
+            weights stay on their device.
     """
     convert_parameters(model.parameters(), precision, device)
 
@@ -64,14 +64,14 @@ def convert_parameters(
 
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """Compute the same bits every time inside; on CUDA, an operation that cannot is an error."""
+    """Make torch compute the same bits every time inside the block. On CUDA, other operations are an error."""
     workspace = os.environ.get(_WORKSPACE)
     os.environ.setdefault(_WORKSPACE, ":4096:8")  # without a fixed workspace, torch refuses all products on CUDA
     settings: Any = torch.utils.deterministic
     fills_memory = settings.fill_uninitialized_memory
     was_enabled = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    settings.fill_uninitialized_memory = False  # it takes time, and shows only what nobody wrote
+    settings.fill_uninitialized_memory = False  # takes time, and only shows reads of memory that was never written
     torch.use_deterministic_algorithms(True)
     try:
         yield

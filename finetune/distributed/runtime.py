@@ -1,11 +1,11 @@
-"""The world of processes that a run trains in, with what each process does in it, as one object: `Runtime`.
+"""`Runtime`: the world of processes that a run trains in, as one object on each rank.
 
 `Runtime` composes four parts that can be read alone: `liveness` (phases, watchdog, leaving), `collectives` (sums, rank
 0's value, agreeing on a failure), `stop_requests` (signals on any rank) and `placement` (device, forward, backward).
 
-`initialize_ddp` runs first and Accelerate adopts its group. The other order cannot work: on an unexpected launch
-Accelerate does not fail, it answers "one process, main" on every rank. So the two worlds are compared before anything
-is trained.
+`initialize_ddp` runs first, and Accelerate adopts its group. The other order cannot work: on an unexpected launch
+Accelerate does not fail, but answers "one process, main" on every rank. So the run compares the two worlds before it
+trains anything.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _PLAIN_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.M
 
 
 class Runtime:
-    """The verbs that a training step needs from the world of processes. The loop is elsewhere.
+    """What a training step needs from the world of processes.
 
-    Each verb belongs to one of the four parts and is described there.
+    Each method belongs to one of the four parts and is described there.
 
     Attributes:
         environment: this process's place in the launch.
@@ -62,9 +62,9 @@ class Runtime:
         environment: LaunchEnvironment,
         fallbacks: Fallbacks,
         config: Config,
-        settled: Mapping[str, tuple[object, str]],
+        given: Mapping[str, tuple[object, str]],
     ) -> None:
-        self._settled = settled
+        self._given = given
         self.environment = environment
         self.fallbacks = fallbacks
         self.precision = choose_precision(config.training.precision, has_bf16=has_bf16(context.device))
@@ -89,13 +89,13 @@ class Runtime:
             collectives=self.collectives,
             stop_requests=self.stop_requests,
         )
-        self._offer_verbs()
+        self._offer_methods()
         if context.distributed:
-            # Before a group is made: the watchdog names a rank that is gone, and making a group waits for it.
+            # Before a group is made: making it waits for all ranks, and the watchdog names a rank that is gone.
             self.liveness.start_watchdog(
                 environment,
                 step_timeout_minutes=config.parallel.step_timeout_minutes,
-                share=self.collectives.broadcast_from_main,
+                broadcast=self.collectives.broadcast_from_main,
             )
             try:
                 self.collectives.connect_hosts(config.parallel.timeout_minutes)
@@ -103,7 +103,7 @@ class Runtime:
                 self.close(error)
                 raise
 
-    def _offer_verbs(self) -> None:
+    def _offer_methods(self) -> None:
         """Offer the methods of the parts under the names that scripts, recipes and the trainer call on a runtime."""
         liveness, collectives, placement = self.liveness, self.collectives, self.placement
         self.at = liveness.at
@@ -177,9 +177,9 @@ class Runtime:
         """How many threads compute on the CPU in this process, and how they wait, for run.json."""
         return {"count": torch.get_num_threads(), **settle_waiting()._asdict()}
 
-    def settle(self, config: Config) -> Config:
+    def with_launcher_values(self, config: Config) -> Config:
         """Return the configuration with the values that the launcher gives, see `settings_of_accelerate`."""
-        return config.with_values(self._settled)
+        return config.with_values(self._given)
 
     def broadcast_from_main(self, value: Value) -> Value:
         """Return rank 0's value on every rank. Collective."""
@@ -211,9 +211,9 @@ class Runtime:
         return self.placement.uses_reducer
 
     @property
-    def needs_even_shares(self) -> bool:
+    def needs_equal_microbatches(self) -> bool:
         """Whether every rank needs the same number of micro-batches: torch's reducer and sharded weights do."""
-        return self.placement.needs_even_shares
+        return self.placement.needs_equal_microbatches
 
     @property
     def gathered_bytes(self) -> int:
@@ -236,7 +236,7 @@ class Runtime:
         return self.stop_requests.is_on_this_rank
 
     def close(self, error: BaseException | None) -> None:
-        """Leave: end what was opened, and tell the other ranks of an error. Not a collective."""
+        """Leave the world: end what was opened, and report an error to the other ranks. Not a collective."""
         try:
             with self.liveness.leaving(error):
                 self.collectives.leave()

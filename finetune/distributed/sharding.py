@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
-"""Optimizers of torch that update each value by its own gradients alone, and so in any parts. Adafactor and Muon look
+"""Optimizers of torch that update each value by its own gradients alone, and so in any shard. Adafactor and Muon look
 at whole matrices, those of bitsandbytes at the memory of a tensor, and Rprop fails on a DTensor."""
 
 
 def refuse_what_is_not_sharded(config: Config, *, trains: bool) -> None:
-    """Refuse a configuration that `ShardedModel` does not suit, before anything is loaded.
+    """Refuse a configuration that `ShardedModel` does not support, before anything is loaded.
 
     Args:
         config: the whole run.
@@ -71,7 +71,7 @@ def refuse_uneven_shards(config: Config, world_size: int) -> None:
     if size is not None and world_size % size:
         raise LaunchError(
             f"parallel.shard_size is {size} ({config.origin('parallel.shard_size')}), which does not divide the world "
-            f"of {world_size} processes. Leave the key out to share the weights among all of them, or give a divisor."
+            f"of {world_size} processes. Leave the key out to shard the weights over all of them, or give a divisor."
         )
 
 
@@ -191,12 +191,12 @@ class ShardedModel:
         if not self._is_entered:
             raise RunFailedError(
                 "the weights of this model are sharded over all ranks (parallel.sharding=fsdp2), so that it cannot be "
-                "called by itself. Load the finished run instead: finetune evaluate, finetune generate."
+                "called outside of the run. Load the finished run instead: finetune evaluate, finetune generate."
             )
 
 
 def copy_trained_from_main(weights: Iterable[torch.nn.Parameter]) -> None:
-    """Copy rank 0's values of the trained ones of these weights to all ranks. Collective."""
+    """Copy rank 0's values of the trained weights among these to all ranks. Collective."""
     for weight in weights:
         if weight.requires_grad:
             dist.broadcast(weight.data, src=0)

@@ -12,7 +12,7 @@ _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def _first_host_from_slurm_nodelist(nodelist: str) -> str:
-    """The first host of a Slurm node list.
+    """Return the first host of a Slurm node list.
 
     A list is names between commas; a name may hold several bracket groups, each a list of numbers and ranges:
     ``n[1-2]-ib,m[3-4]-eth`` begins with ``n1-ib`` and ``c[1-2]n[5-6]`` with ``c1n5``. Leading zeros count.
@@ -25,7 +25,7 @@ def _first_host_from_slurm_nodelist(nodelist: str) -> str:
 
 
 def tasks_on_node(counts: str, node: int) -> int | None:
-    """One node's number of tasks in Slurm's counts per node: ``2(x3),1`` is 2, 2, 2, 1; None if it does not say."""
+    """Return one node's number of tasks in Slurm's counts per node: ``2(x3),1`` is 2, 2, 2, 1; None if not given."""
     position = 0
     for part in counts.split(","):
         match = _COUNT.fullmatch(part)
@@ -38,7 +38,7 @@ def tasks_on_node(counts: str, node: int) -> int | None:
 
 
 def _names(nodelist: str) -> list[str]:
-    """The list cut at the commas outside of brackets, each name checked."""
+    """Split the list at the commas outside of brackets, and check each name."""
     text = nodelist.strip()
     names: list[str] = []
     depth = start = 0
@@ -63,6 +63,6 @@ def _is_well_formed(name: str) -> bool:
 
 
 def _is_range(part: str) -> bool:
-    """Whether it is ``7`` or an ascending range such as ``01-04``."""
+    """Return whether a part is ``7`` or an ascending range such as ``01-04``."""
     match = _RANGE.fullmatch(part)
     return match is not None and int(match[1]) <= int(match[2] or match[1])

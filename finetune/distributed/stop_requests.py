@@ -1,4 +1,4 @@
-"""Whether a signal asked the run to stop, on this rank or on another, between batches that need no other collective."""
+"""Find out whether a signal asked any rank to stop, in phases of many batches without another collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from finetune.distributed.liveness import Liveness
 from finetune.signals import Terminated, stop_signals_are_noted, told_to_stop
 
 _LOOK_SECONDS = 0.5
-_KEY = "told to stop"
+_KEY = "stop requested"
 
 
 class StopRequests:
@@ -42,9 +42,9 @@ class StopRequests:
     def is_on_any_rank(self) -> bool:
         """Return whether any rank was asked to stop, in a phase of many batches without a collective.
 
-        Not a collective itself, unless the weights are sharded. A rank that was asked to stop tells the others through
-        the store of the rendezvous, where they look twice a second. In a group that others made there is no store, and
-        the answer is False on every rank.
+        A collective only if the weights are sharded. Otherwise a rank that was asked to stop writes to the store of the
+        rendezvous, which the other ranks read twice a second. A group that others made has no store, and the answer is
+        False on every rank.
         """
         if not self._collectives.context.distributed:
             return self.is_on_this_rank
@@ -96,6 +96,6 @@ class StopRequests:
         self.synchronize_between_phases()
 
     def synchronize_between_phases(self) -> None:
-        """Wait for all ranks where the script decides what comes next, because they may decide differently."""
+        """Wait for all ranks between phases, because their scripts may decide differently what comes next."""
         if not self._liveness.is_timed:
             self._collectives.synchronize("a forward pass")

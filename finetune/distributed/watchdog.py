@@ -1,8 +1,8 @@
-"""When one rank fails, is killed, stopped, hung or cut off, every rank ends within seconds, and says which one it was.
+"""End every rank within seconds if one rank fails, is killed, stopped, hung or cut off, and name that rank.
 
-torch alone leaves the others waiting in a collective, for minutes or forever. Each rank starts a guardian process
-(`guardian/`) that sees what a worker cannot see of itself. This module is the worker's side: it reports where the
-worker is, learns of the world's first fault, and ends this process if it does not leave by itself.
+torch leaves the other ranks waiting in a collective, for minutes or forever. So each rank starts a guardian process
+(`guardian/`), which notices what a worker cannot notice of its own. This module is the worker's side. It reports where
+the worker is, learns of the world's first fault, and ends this process if its main thread does not leave.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Watchdog:
 
     Args:
         watched: this rank.
-        share: hands rank 0's value (plain JSON) to every rank. Collective.
-        last_words: called with the fault when this process has not left by itself; for two seconds at most, in a
-            thread of its own. Its exceptions are lost.
+        broadcast: returns rank 0's value (plain JSON) on every rank. Collective.
+        last_words: called with the fault if the main thread does not leave. It runs in a thread of its own, for two
+            seconds at most, and its exceptions are lost.
 
     Collective: every rank makes one.
 
@@ -77,7 +77,7 @@ class Watchdog:
     def __init__(
         self,
         watched: WatchedRank,
-        share: Callable[[Any], Any],
+        broadcast: Callable[[Any], Any],
         last_words: Callable[[Fault], None] | None = None,
     ) -> None:
         self._rank = watched.rank
@@ -96,7 +96,7 @@ class Watchdog:
         self._guardian: subprocess.Popen[bytes] | None = None
         self._listener = threading.Thread(target=self._listen, name="watchdog", daemon=True)
         try:
-            self._connect_guardians(watched, share)
+            self._connect_guardians(watched, broadcast)
         except BaseException:
             self.close()
             raise
@@ -106,14 +106,14 @@ class Watchdog:
 
         Args:
             phase: as a fault names it, for example ``training``.
-            step: the optimizer step, where there is one.
+            step: the optimizer step, if there is one.
             timed: whether the step timeout counts here. Each call starts it anew.
         """
         self._move_to(Position(phase, step, timed, moves=self._position.moves + 1))
 
     @contextmanager
     def waiting(self, collective: str) -> Iterator[None]:
-        """A block that waits for other ranks: if it lasts too long, they are to blame and not this rank.
+        """Run a block that waits for other ranks: if it lasts too long, they are to blame and not this rank.
 
         After an error this rank still counts as waiting: another one may be the cause.
 
@@ -127,11 +127,11 @@ class Watchdog:
 
     @property
     def whereabouts(self) -> str:
-        """This rank and where it is, in words."""
+        """This rank and its position, as a message names it."""
         return f"rank {self._rank}, during {self._position}"
 
     def first_fault(self, wait_seconds: float) -> Fault | None:
-        """The world's first fault; None if this rank does not learn of one in time.
+        """Return the world's first fault; None if this rank does not learn of one in time.
 
         Args:
             wait_seconds: how long to wait for it.
@@ -141,7 +141,7 @@ class Watchdog:
         return self._fault
 
     def fail(self, error: str) -> None:
-        """Tell the world that this rank failed. The caller leaves by itself, within `GRACE_SECONDS`.
+        """Report to the world that this rank failed. The caller must leave within `GRACE_SECONDS`.
 
         Args:
             error: in one line, its type first; the fault puts rank, phase and step before it.
@@ -187,15 +187,15 @@ class Watchdog:
         self._position = position
         self._tell({"position": vars(position)})
 
-    def _connect_guardians(self, watched: WatchedRank, share: Callable[[Any], Any]) -> None:
-        """Start the guardian and connect it with the others. `share` is called even if something fails here."""
+    def _connect_guardians(self, watched: WatchedRank, broadcast: Callable[[Any], Any]) -> None:
+        """Start the guardian and connect it with the others. Call `broadcast` even if something fails here."""
         problem: LaunchError | None = None
         hub: Any = None
         try:
             hub = self._start_guardian(watched)
         except LaunchError as error:
             problem = error
-        hub = share(hub if problem is None else {"problem": str(problem)})
+        hub = broadcast(hub if problem is None else {"problem": str(problem)})
         if problem is not None:
             raise problem
         if "problem" in hub:
@@ -205,7 +205,7 @@ class Watchdog:
         self._is_ready = True
 
     def _start_guardian(self, watched: WatchedRank) -> Message | None:
-        """Start it. On rank 0: where it listens, and the token that it wants."""
+        """Start the guardian. On rank 0, return where it listens and the token that it asks for."""
         token = secrets.token_hex(16)
         is_one_machine = is_loopback(watched.master_addr)
         settings = {**asdict(watched), "worker_pid": self._pid, "token": token, "only_here": is_one_machine}
@@ -233,7 +233,7 @@ class Watchdog:
         return {"addresses": own_addresses(watched.master_addr), "port": port, "token": token}
 
     def _answer(self) -> Message:
-        """The guardian's next answer while it starts.
+        """Return the guardian's next answer while it starts.
 
         Raises:
             LaunchError: it reports a fault or is silent.
@@ -261,7 +261,7 @@ class Watchdog:
                 line = line[os.write(process.stdin.fileno(), line) :]
                 if not line:
                     return
-            except BlockingIOError:  # the next position makes good for one that is lost
+            except BlockingIOError:  # the next position replaces one that is lost
                 if not surely or time.monotonic() > end:
                     return
                 time.sleep(0.01)
@@ -310,7 +310,7 @@ class Watchdog:
                 yield from lines.feed(data)
 
     def _end_with(self, fault: Fault) -> None:
-        """The world has a fault: this process leaves by itself now, or is ended."""
+        """Let the main thread leave because the world has a fault, or end this process."""
         self._fault = fault
         self._has_fault.set()
         self._answers.put(fault)

@@ -139,7 +139,7 @@ def set_up(
         ConfigError: model, rows and configuration do not fit each other.
         CheckpointError: the run's folder cannot be used.
     """
-    config = runtime.settle(config)
+    config = runtime.with_launcher_values(config)
     check_fit(config, model, splits, trainer=type(objective).__name__, objectives=objective.objectives)
     metrics = check_metrics(config, objective.figures_of(config))
     if splits.validation is not None:

@@ -178,7 +178,7 @@ def train_step(
         num_computed=batch.num_computed,
         num_preempted=batch.num_preempted,
         not_finite=not_finite,
-        rank_seconds=() if runtime.needs_even_shares else whole.rank_seconds,
+        rank_seconds=() if runtime.needs_equal_microbatches else whole.rank_seconds,
         figures=_means(_names(compute), whole.figures, batch.num_targets),
     )
 
@@ -195,7 +195,7 @@ def _seeded(
     Dropout masks belong to the micro-batch, whichever rank computes it and however often the run was resumed.
     """
     indexed = list(microbatches)
-    if runtime.needs_even_shares:
+    if runtime.needs_equal_microbatches:
         rounds = math.ceil(num_microbatches / runtime.world_size)
         indexed += [(num_microbatches, EMPTY_MICROBATCH)] * (rounds - len(indexed))
     return [(derived_seed(settings.seed, settings.step, index), microbatch) for index, microbatch in indexed]

@@ -105,7 +105,7 @@ class TrainingRun:
         self._runtime.at("training", step)
         if self._config.training.debug and step <= 2:
             log_share(step, microbatches, self._setup.tokenizer, self._runtime.device)
-        while not (self._is_memory_tried or self._runtime.needs_even_shares):
+        while not (self._is_memory_tried or self._runtime.needs_equal_microbatches):
             try:
                 result = self._take_step(step, microbatches, may_be_too_large=True)
             except StepTooLargeError as too_large:

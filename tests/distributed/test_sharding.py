@@ -64,7 +64,7 @@ def train_and_look(words: list[str]) -> None:
         times = 1 + trainer.config.parallel.reshard_after_forward
         received = sum(weight.nbytes * (times if ".layers." in name else 1) for name, weight in kept.items())
         assert runtime.received_bytes == received * (runtime.shard_size - 1) // runtime.shard_size
-        with pytest.raises(RunFailedError, match=r"cannot be called by itself"):
+        with pytest.raises(RunFailedError, match=r"cannot be called outside of the run"):
             trainer.model(input_ids=EMPTY_MICROBATCH.input_ids)
 
 
@@ -253,7 +253,7 @@ def test_one_process_keeps_all_weights_and_says_so(tmp_path):
     with launch(load_config(words)) as runtime:
         (fallback,) = runtime.fallbacks.as_records()
         assert (fallback["what"], fallback["wanted"], fallback["used"]) == ("parallel.sharding", "fsdp2", "none")
-        assert not runtime.needs_even_shares
+        assert not runtime.needs_equal_microbatches
     with (
         pytest.raises(ConfigError, match=r"parallel\.sharding: wanted fsdp2"),
         launch(load_config([*words, "strict=true"])),

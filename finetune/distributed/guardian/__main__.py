@@ -1,4 +1,4 @@
-"""Started by `finetune.distributed.watchdog` as a child of each worker; the first line on stdin holds the settings."""
+"""Run a guardian. Each worker (`finetune.distributed.watchdog`) starts this file, with the settings on stdin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from finetune.distributed.guardian.star import Hub, Spoke  # noqa: E402
 
 
 def _read_settings() -> Message | None:
-    """The first line of stdin. It holds the token, which others could read on a command line."""
+    """Read the first line of stdin. It holds the token, which other users could read on a command line."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
@@ -33,8 +33,8 @@ def _read_settings() -> Message | None:
     return settings
 
 
-def _settle_in() -> None:
-    """Ignore signals that are meant for the worker, hold no folder, and allow for many connections."""
+def _prepare_process() -> None:
+    """Ignore signals that are meant for the worker, leave its working directory, and allow many connections."""
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(name, signal.SIG_IGN)
     occupy_standard_streams()
@@ -46,7 +46,7 @@ def _settle_in() -> None:
 
 def main() -> None:
     """Guard the worker that started this process until there is nothing left to guard."""
-    _settle_in()
+    _prepare_process()
     settings = _read_settings()
     if settings is None:
         return

@@ -1,4 +1,4 @@
-"""Where a rank is, what can go wrong there, and how long it takes until a guardian says so."""
+"""The position of a rank, the faults that can happen there, and the time until a guardian reports them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STOPPED_SECONDS = 4.0
 START_SECONDS = 15.0
 """For all guardians to connect, before anything is trained."""
 GRACE_SECONDS = 3.0
-"""After a fault: for the worker's main thread to leave by itself."""
+"""After a fault: for the worker's main thread to leave."""
 KILL_SECONDS = 6.0
 """After a fault: when its guardian kills a worker that is still there."""
 UNKILLABLE_SECONDS = 20.0
@@ -28,12 +28,12 @@ SECOND_HAND_SECONDS = 1.5
 LINGER_SECONDS = 1.0
 HELLO_SECONDS = 5.0
 CONNECT_SECONDS = 1.0
-"""Of a turn that lasts longer, a guardian counts a second: it would name the port only after its worker gave it up."""
+"""Not longer: a guardian counts a turn as one second at most, and must report the port before its worker gives up."""
 MOST_OF_A_CORE = 0.005
-"""For looking through all processes of the machine for the worker's children, once a second where that is cheap."""
+"""For looking through all processes of the machine for the worker's children; once a second if that is cheap."""
 LONGEST_WAIT = 0.25
 PAUSE = 0.05
-"""A worker may write thousands of lines a second: read together they do not cost a switch of processes each."""
+"""A worker may write thousands of lines a second. Read together, they do not cost a context switch each."""
 
 REMEDY = (
     "Let the nodes of this run connect to each other over TCP (check firewalls, and containers without the host's "
@@ -44,7 +44,7 @@ _MOST_NAMED = 8
 
 @dataclass
 class Position:
-    """Where a rank is, as it said last."""
+    """The position of a rank, as it reported it last."""
 
     phase: str = "set-up"
     step: int | None = None
@@ -60,23 +60,23 @@ class Position:
 
 
 def last_line(fault: Fault) -> str:
-    """The line that a rank prints last when it ends with a fault."""
+    """Return the line that a rank prints last when it ends with a fault."""
     return f"finetune stops: {fault}\n"
 
 
 def found_by_guardian(rank: int, what: str) -> Fault:
-    """The fault of one rank, found by its own guardian or by another's."""
+    """Return the fault of one rank, found by its own guardian or by another one."""
     return Fault(reporter="guardian", rank=rank, summary=f"rank {rank} {what}")
 
 
 def lost_guardian(rank: int, position: Position) -> Fault:
-    """The fault where a guardian ended before its worker; that worker reports the same of itself."""
+    """Return the fault of a guardian that ended before its worker. The worker reports the same fault."""
     what = f"was lost during {position}: its guardian process was killed, alone or with its worker"
     return found_by_guardian(rank, what)
 
 
 def unreachable(rank: int, position: Position) -> Fault:
-    """The fault where a rank is silent."""
+    """Return the fault of a rank that is silent."""
     return found_by_guardian(
         rank,
         f"cannot be reached during {position}: its process, its machine or the network between is gone (nothing heard "
@@ -85,10 +85,10 @@ def unreachable(rank: int, position: Position) -> Fault:
 
 
 def describe_late(positions: dict[int, Position], limit: float) -> Fault | None:
-    """The fault where a step takes too long; None where none does.
+    """Return the fault if a step takes too long, else None.
 
-    A rank that waits in a collective is late because of another one: it is named as waiting, and is a culprit only when
-    no rank is left to wait for. A rank at work in a phase without a limit may be waited for as long as it takes.
+    A rank that waits in a collective is late because of another rank. It is named as waiting, and is a culprit only if
+    no rank is left to wait for. The others may wait without a limit for a rank that works in a phase without a limit.
     """
     late = {rank: position for rank, position in sorted(positions.items()) if position.timed and position.age > limit}
     culprits = {rank: position for rank, position in late.items() if position.waiting is None}

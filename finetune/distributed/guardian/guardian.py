@@ -1,4 +1,4 @@
-"""The part that all guardians share: watch their own worker, and end it once there is a fault."""
+"""The base class of all guardians: watch over the own worker, and end it once there is a fault."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from finetune.errors import Fault
 
 
 class LivedClock:
-    """Seconds as this process lived them: a suspended job or laptop has missed nothing when it wakes."""
+    """Count the seconds in which this process ran. The time in which a job or laptop was suspended does not count."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._seen = time.monotonic()
 
     def tick(self) -> None:
-        """Let time pass, at most a second a turn."""
+        """Add the time since the last call, at most a second."""
         seen = time.monotonic()
         self.now += min(seen - self._seen, 1.0)
         self._seen = seen
@@ -53,7 +53,7 @@ class Guardian(ABC):
         self.is_ready = False
         """All guardians are connected."""
         self.is_released = False
-        """Its worker left in peace, before any fault."""
+        """Its worker left before any fault."""
         self.selector = selectors.DefaultSelector()
         self.selector.register(0, selectors.EVENT_READ, lambda: self.worker.read(self.clock.now))
         self._fault_at = self._beat_at = self._children_at = self._start_at = 0.0
@@ -66,23 +66,23 @@ class Guardian(ABC):
 
     @abstractmethod
     def _connect(self, hub: Message, seconds: float) -> None:
-        """Get closer to `is_ready`; called in every turn until then, with the seconds since the first."""
+        """Connect to the other guardians; called in every turn until `is_ready`, with the seconds since the first."""
 
     @abstractmethod
     def _report(self, fault: Fault) -> None:
-        """Bring a fault before the hub, which decides whether it is the first."""
+        """Report a fault to the hub, which decides whether it is the first."""
 
     @abstractmethod
     def _watch_others(self) -> None:
-        """Look at the other guardians."""
+        """Find faults of the other guardians."""
 
     @abstractmethod
     def _beat(self) -> None:
-        """Tell the other guardians that this one lives, and where its worker is."""
+        """Send a sign of life and the worker's position to the other guardians."""
 
     @abstractmethod
     def _say_bye(self) -> None:
-        """Tell the other guardians that the worker has left in peace."""
+        """Report to the other guardians that the worker has left without a fault."""
 
     def run(self) -> None:
         """Watch until there is nothing left to watch."""
@@ -150,7 +150,7 @@ class Guardian(ABC):
                 is_second_hand=worker.position.waiting is not None,
             )
         if worker.is_silent or worker.is_gone:
-            return found_by_guardian(self.rank, worker.end_in_words())
+            return found_by_guardian(self.rank, worker.describe_end())
         trouble = worker.examine(self.clock.now) if is_second else None
         return None if trouble is None else found_by_guardian(self.rank, trouble)
 
@@ -165,7 +165,7 @@ class Guardian(ABC):
         os.close(nothing)
 
     def _adopt(self, fault: Fault) -> None:
-        """A fault is certain: it is the world's first, and this rank ends with it."""
+        """Take a fault as the world's first one, and end this rank with it."""
         if self.fault is not None:
             return
         self.fault = fault
@@ -173,7 +173,7 @@ class Guardian(ABC):
         if self.is_released:
             return
         self.worker.tell({"fault": asdict(fault)})
-        if not self.is_ready:  # the worker has trained nothing yet, and raises this by itself
+        if not self.is_ready:  # the worker has trained nothing yet, and raises the fault
             self.is_released = True
             return
         self.worker.note_children()
@@ -199,7 +199,7 @@ class Guardian(ABC):
 
 
 def _print_error(text: str) -> None:
-    """Write to stderr, but do not wait for whoever should read it."""
+    """Write to stderr, but do not wait for its reader."""
     with suppress(OSError), selectors.PollSelector() as selector:
         selector.register(2, selectors.EVENT_WRITE)
         if selector.select(LINGER_SECONDS):

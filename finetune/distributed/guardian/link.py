@@ -24,7 +24,7 @@ def occupy_standard_streams() -> None:
 
 
 class LineBuffer:
-    """Turns bytes into messages.
+    """Convert bytes to messages.
 
     Raises:
         ValueError: from `feed`: a line that is too long or is no JSON object.
@@ -35,7 +35,7 @@ class LineBuffer:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[Message]:
-        """Add bytes; the messages that are complete now."""
+        """Add bytes, and return the messages that are complete now."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if any(len(line) > self.longest for line in [*lines, self._rest]):
             raise ValueError("a line is too long")
@@ -49,7 +49,7 @@ class LineBuffer:
 
 
 class Link:
-    """A connection to another guardian; nothing here ever waits."""
+    """A connection to another guardian. No method waits."""
 
     def __init__(self, connection: socket.socket, now: float, *, rank: int | None = None) -> None:
         connection.setblocking(False)
@@ -64,7 +64,7 @@ class Link:
         self._unsent = b""
 
     def admit(self, rank: int) -> None:
-        """Trust a stranger that has shown its token."""
+        """Accept longer lines from a peer that has shown its token."""
         self.rank = rank
         self._lines.longest = _LONGEST_LINE
 
@@ -77,7 +77,7 @@ class Link:
                 self._unsent = self._unsent[self.connection.send(self._unsent) :]
 
     def receive(self) -> tuple[list[Message], bool]:
-        """The messages that have come, and whether the connection is at its end."""
+        """Return the messages that have arrived, and whether the connection has ended."""
         messages: list[Message] = []
         try:
             while data := self.connection.recv(_LONGEST_LINE):

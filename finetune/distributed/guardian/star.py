@@ -1,4 +1,4 @@
-"""How the guardians talk: rank 0's is the hub, the others are spokes, and the hub decides which fault was first."""
+"""Connect the guardians: rank 0's is the hub, the others are spokes. The hub decides which fault was first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from finetune.distributed.guardian.guardian import Guardian
 from finetune.distributed.guardian.link import Link, Message
 from finetune.errors import Fault
 
-_MOST_STRANGERS = 64
+_MOST_UNAUTHENTICATED = 64
 
 
 class Hub(Guardian):
@@ -37,7 +37,7 @@ class Hub(Guardian):
     def __init__(self, settings: Message) -> None:
         super().__init__(settings)
         self._peers: dict[int, Link] = {}
-        self._strangers: list[Link] = []
+        self._unauthenticated: list[Link] = []
         self._second_hand: tuple[float, Fault] | None = None
         self._listener: socket.socket | None = _listen(only_here=settings["only_here"])
         self._listener.setblocking(False)
@@ -70,17 +70,17 @@ class Hub(Guardian):
             self.selector.unregister(self._listener)
             self._listener.close()
             self._listener = None
-        for link in list(self._strangers):
+        for link in list(self._unauthenticated):
             self._drop(link)
 
     def _accept(self) -> None:
         with suppress(OSError):
             while self._listener is not None:
                 link = Link(self._listener.accept()[0], self.clock.now)
-                if len(self._strangers) >= _MOST_STRANGERS + self.settings["world_size"]:
+                if len(self._unauthenticated) >= _MOST_UNAUTHENTICATED + self.settings["world_size"]:
                     link.connection.close()
                     continue
-                self._strangers.append(link)
+                self._unauthenticated.append(link)
                 self.selector.register(link.connection, selectors.EVENT_READ, lambda link=link: self._hear(link))
 
     def _hear(self, link: Link) -> None:
@@ -99,13 +99,13 @@ class Hub(Guardian):
                 self._report(lost_guardian(link.rank, link.position))
 
     def _admit(self, link: Link, message: Message) -> bool:
-        """Whether a stranger has the token and a rank that is still missing."""
+        """Accept a peer that has the token and a rank that is still missing; return whether it was accepted."""
         rank, token = message.get("rank"), str(message.get("token"))
         if not hmac.compare_digest(token.encode(errors="surrogatepass"), self.settings["token"].encode()):
             return False
         if type(rank) is not int or not 0 < rank < self.settings["world_size"] or rank in self._peers:
             return False
-        self._strangers.remove(link)
+        self._unauthenticated.remove(link)
         link.admit(rank)
         self._peers[rank] = link
         return True
@@ -122,11 +122,11 @@ class Hub(Guardian):
     def _drop(self, link: Link) -> None:
         self.selector.unregister(link.connection)
         link.connection.close()
-        if link in self._strangers:
-            self._strangers.remove(link)
+        if link in self._unauthenticated:
+            self._unauthenticated.remove(link)
 
     def _report(self, fault: Fault) -> None:
-        """Make it the world's fault; one at second hand only if no other comes soon."""
+        """Adopt the fault. A second-hand fault is adopted only if no other one comes soon."""
         if not fault.is_second_hand:
             self._adopt(fault)
         elif self._second_hand is None:
@@ -139,10 +139,10 @@ class Hub(Guardian):
                 link.send({"fault": asdict(fault)})
 
     def _watch_others(self) -> None:
-        """Look for strangers without a token, silent ranks, and steps that take too long."""
+        """Drop peers that do not authenticate, and find silent ranks and steps that take too long."""
         now = self.clock.now
-        for stranger in [link for link in self._strangers if now - link.heard_at > HELLO_SECONDS]:
-            self._drop(stranger)
+        for peer in [link for link in self._unauthenticated if now - link.heard_at > HELLO_SECONDS]:
+            self._drop(peer)
         for link in self._links:
             if now - link.heard_at > LOST_SECONDS and link.rank is not None:
                 self._report(unreachable(link.rank, link.position))
@@ -182,7 +182,7 @@ class Spoke(Guardian):
         return [] if self._link is None or self._link.has_left else [self._link]
 
     def _connect(self, hub: Message, seconds: float) -> None:
-        """Connect to the hub and show the token; the hub says when all are there."""
+        """Connect to the hub and show the token. The hub reports when all guardians are connected."""
         if self.fault is not None or self._is_reported:
             return
         if self._link is None:
@@ -199,7 +199,7 @@ class Spoke(Guardian):
             self._adopt(_failed_start(f"rank {self.rank} heard nothing from the guardian of rank 0"))
 
     def _try_an_address(self, hub: Message) -> None:
-        """Try one of the hub's addresses, the others in later turns: the worker waits for signs of life meanwhile."""
+        """Try one of the hub's addresses. Later turns try the others, because the worker expects signs of life."""
         addresses = hub["addresses"]
         address = addresses[self._num_tries % len(addresses)]
         self._num_tries += 1
@@ -232,7 +232,7 @@ class Spoke(Guardian):
             self._lose(lost_guardian(0, link.position))
 
     def _lose(self, fault: Fault) -> None:
-        """The hub is gone. After a rank 0 that left in peace, this rank goes on without one."""
+        """Handle the loss of the hub. If rank 0 has left without a fault, this rank goes on without a hub."""
         link, self._link = self._link, None
         if link is not None:
             self.selector.unregister(link.connection)
@@ -243,7 +243,7 @@ class Spoke(Guardian):
             self._adopt(fault)
 
     def _report(self, fault: Fault) -> None:
-        """Tell the hub, which answers with the world's first fault; without an answer this one is it."""
+        """Report the fault to the hub, which answers with the world's first fault. Without an answer, adopt it."""
         if self._link is None:
             self._adopt(fault)
             return
@@ -275,7 +275,7 @@ def _failed_start(summary: str) -> Fault:
 
 
 def _listen(*, only_here: bool) -> socket.socket:
-    """A socket at a free port, of this machine alone or of all its addresses."""
+    """Open a socket at a free port, on the loopback address alone or on all addresses of this machine."""
     if only_here:
         return socket.create_server(("127.0.0.1", 0), backlog=1024)
     if socket.has_dualstack_ipv6():

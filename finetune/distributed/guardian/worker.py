@@ -1,4 +1,4 @@
-"""The worker as its guardian sees it."""
+"""Observe the worker from its guardian."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _READ_BYTES = 1 << 16
 
 
 class Worker:
-    """The process that this guardian belongs to and whose child it is."""
+    """The process that started this guardian, and that the guardian watches over."""
 
     def __init__(self, settings: Message) -> None:
         self.pid: int = settings["worker_pid"]
         self.launcher_pid: int | None = settings["launcher_pid"]
         self.position = Position()
         self.failure: str | None = None
-        """Its error in one line, once it has told it."""
+        """Its error in one line, once it has reported one."""
         self.has_said_bye = False
         self.has_said_last_line = False
         self.is_silent = False
@@ -43,7 +43,7 @@ class Worker:
 
     @property
     def is_gone(self) -> bool:
-        """The kernel gives the children of a process that ended to another at once, a zombie's too."""
+        """Whether the worker has ended: the kernel then reparents this process, even if the worker is a zombie."""
         return os.getppid() != self.pid
 
     def read(self, now: float) -> None:
@@ -74,12 +74,12 @@ class Worker:
         self.position.age = now - self._moved_at
 
     def tell(self, message: Message) -> None:
-        """Say something to the worker, unless it does not listen."""
+        """Send a message to the worker, unless it has closed the pipe."""
         with suppress(OSError):
             os.write(1, json.dumps(message).encode() + b"\n")
 
     def examine(self, now: float) -> str | None:
-        """Whether it is stopped or has lost its launcher, in words; None: it is well. Costs a system call."""
+        """Describe the fault if the worker is stopped or has lost its launcher; None otherwise. Costs a system call."""
         self._memory_kills.append(_memory_kills())
         if self._process is None:
             return None
@@ -103,8 +103,8 @@ class Worker:
         except psutil.Error:
             return False
 
-    def end_in_words(self) -> str:
-        """How it ended, in words; a guardian cannot see the exit code of its own parent."""
+    def describe_end(self) -> str:
+        """Describe how the worker ended. A guardian cannot see the exit code of its own parent."""
         place = f"process {self.pid} on {socket.gethostname()}"
         hint = ""
         if _memory_kills() > self._memory_kills[0]:
@@ -113,7 +113,7 @@ class Worker:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is stopped, so that it cannot leave by itself."""
+        """Whether the worker is stopped, so that it cannot leave."""
         return self._stopped_since is not None
 
     def note_children(self) -> None:
@@ -145,7 +145,7 @@ def _session_of(process: psutil.Process) -> int | None:
 
 
 def _memory_kills() -> int:
-    """How often this machine's kernel has killed for memory since it started; 0 where it does not say."""
+    """Return how often this machine's kernel has killed a process for memory; 0 if the kernel does not say."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
