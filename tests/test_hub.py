@@ -27,7 +27,7 @@ from finetune.model.base import build_base_model, build_tokenizer, read_model_co
 from tests import readable_hub
 from tests.in_process import run_finetune
 from tests.launches import LAUNCHERS, free_port, run_command
-from tests.readable_hub import TOKEN, ReadableHub, black_hole, running_hub
+from tests.readable_hub import COMMIT, TOKEN, ReadableHub, black_hole, running_hub
 from tests.tiny import tiny_tokenizer
 
 TINY = Path(resolve_shipped("shipped:phi_tiny"))
@@ -324,6 +324,17 @@ def test_only_the_first_rows_of_a_data_set_are_read_and_they_are_kept(
     point_to(served.address)
     with pytest.raises(DataError, match=r"where the first rows of someone/chats are kept, .* Not a directory"):
         load_examples(section.model_copy(update={"cache_dir": str(tmp_path / "file" / "cache")}))
+
+
+def test_a_slice_is_read_and_an_unknown_configuration_is_named(shards: Path) -> None:
+    section = DataSection(path="someone/chats", revision=COMMIT, max_rows=7, validation="train[80%:]")
+    validation = load_examples(section).validation
+    assert validation is not None
+    assert [example.prompt for example in validation] == ["train 12", "train 13", "train 14"]
+    with pytest.raises(
+        DataError, match=r"the hub's data set cannot be read \(ValueError: BuilderConfig 'en' not found"
+    ):
+        load_examples(section.model_copy(update={"name": "en"}))
 
 
 def test_a_new_commit_of_a_data_set_is_read(served: ReadableHub, shards: Path, tmp_path: Path) -> None:

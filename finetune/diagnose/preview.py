@@ -356,7 +356,7 @@ def _judge_fit(
 
 def _judge_template(splits: dict[SplitName, Rows], tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """Find a chat template without a generation prompt: the model would have to write the header of its answers."""
-    is_chat = tokenizer.chat_template is not None and any(rows.kind != "text" for rows in splits.values())
+    is_chat = tokenizer.chat_template is not None and any(rows.row_type != "text" for rows in splits.values())
     header = ChatTemplate(tokenizer).unopened_header() if is_chat else ""
     if header:
         shown = on_one_line(header)

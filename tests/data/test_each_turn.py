@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -193,13 +192,16 @@ def test_the_answers_of_a_conversation_are_packed_or_refused(encode: Callable[..
     assert rule_of(encode([conversation(1, seed=0)]), packing="false").num_examples == 1
 
 
-def test_labelled_answers_have_no_turns(make_section: Make, write_jsonl: Write) -> None:
-    rows = [{"prompt": f"{number}?", "completion": "yes", "label": True} for number in range(3)]
-    with pytest.raises(ConfigError, match="a row of preferences has one answer"):
-        encode_labelled(make_section(path=write_jsonl(rows), train_on="each_turn"), tiny_tokenizer())
-
-
-def test_pairs_have_no_turns(make_section: Make, write_jsonl: Write) -> None:
-    path = write_jsonl([json.dumps({"prompt": "Hi", "chosen": "yes", "rejected": "no"})])
-    with pytest.raises(ConfigError, match=r"data.train_on is each_turn, but a row of preferences"):
-        encode_preferences(make_section(path=path, train_on="each_turn"), tiny_tokenizer())
+@pytest.mark.parametrize(
+    ("encode_rows", "answers"),
+    [
+        (encode_labelled, {"completion": "yes", "label": True}),
+        (encode_preferences, {"chosen": "yes", "rejected": "no"}),
+    ],
+)
+def test_rows_of_preferences_have_no_turns(
+    make_section: Make, write_jsonl: Write, encode_rows: Callable[..., Any], answers: dict[str, Any]
+) -> None:
+    path = write_jsonl([{"prompt": f"{number}?", **answers} for number in range(3)])
+    with pytest.raises(ConfigError, match=r"data.train_on is each_turn, but a row of preferences has one answer"):
+        encode_rows(make_section(path=path, train_on="each_turn"), tiny_tokenizer())

@@ -79,11 +79,6 @@ def test_prompt_and_last_answer(make_section: Make, write_jsonl: Write, style: S
     assert tokenizer.decode(answer) == "no"
 
 
-def test_prompt_and_completion_take_the_chat_template(make_section: Make, write_jsonl: Write) -> None:
-    train = encode(make_section(path=write_jsonl([{"prompt": "Hi", "completion": "yes"}]))).train
-    assert shown(train, 0) == ("<|user|>Hi<|end|><|assistant|>yes<|end|><|endoftext|>", "yes<|end|>")
-
-
 def test_prompt_and_completion_without_a_template_are_joined_and_ended(make_section: Make, write_jsonl: Write) -> None:
     rows = [{"prompt": "Hi: ", "completion": "yes"}, {"prompt": "", "completion": "yes"}]
     train = encode(make_section(path=write_jsonl(rows)), "none").train
@@ -121,7 +116,9 @@ def test_tables_give_the_same_tokens_as_json_lines(
     assert found.source(1).endswith(" row 2")
 
 
-def test_long_rows_are_cut_on_the_right_and_counted(make_section: Make, write_jsonl: Write) -> None:
+def test_long_rows_are_cut_on_the_right_and_counted(
+    make_section: Make, write_jsonl: Write, logged: Callable[[], list[str]]
+) -> None:
     rows = [CHAT, TWO_ANSWERS, {"messages": [{**USER, "content": "x" * 30}, CHAT["messages"][1]]}]
     splits = encode(make_section(path=write_jsonl(rows), max_length=9, on_no_target="warn"))
     train = splits.train
@@ -136,6 +133,7 @@ def test_long_rows_are_cut_on_the_right_and_counted(make_section: Make, write_js
     assert lines[1].startswith("train: 1 rows have no target token after truncation: ")
     assert lines[1].endswith("train.jsonl:3")
     assert lines[2:] == ["validation: off", "test: off"]
+    assert set(lines) <= set(logged())
     with pytest.raises(DataError, match=r"train.jsonl:3 has no answer left to compare with"):
         train.prompt_and_answer(2)
 
@@ -149,16 +147,6 @@ def test_an_answer_that_is_cut_keeps_all_its_tokens(make_section: Make, write_js
 def test_a_split_without_any_target_is_refused(make_section: Make, write_jsonl: Write) -> None:
     with pytest.raises(DataError, match=r"none of its 2 rows has a target token within data.max_length=5; the longest"):
         encode(make_section(path=write_jsonl([CHAT, TWO_ANSWERS]), max_length=5))
-
-
-def test_what_there_is_is_logged_before_training(
-    make_section: Make, write_jsonl: Write, logged: Callable[[], list[str]]
-) -> None:
-    encode(make_section(path=write_jsonl([CHAT]), validation=write_jsonl([TWO_ANSWERS], "b.jsonl")))
-    assert [line for line in logged() if " target tokens" in line] == [
-        "train: 1 rows of chat messages, 9 tokens, 3 target tokens, longest row 9 tokens, 0 rows truncated",
-        "validation: 1 rows of chat messages, 16 tokens, 5 target tokens, longest row 16 tokens, 0 rows truncated",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -188,11 +176,6 @@ def test_rows_that_the_template_cannot_render_are_named(make_section: Make, writ
         DataError, match=r"train.jsonl:2: the chat template leaves out messages\[1\].content \(role tool"
     ):
         encode(make_section(path=write_jsonl([CHAT, row])), "phi3")
-
-
-def test_chat_messages_need_a_template(make_section: Make, write_jsonl: Write) -> None:
-    with pytest.raises(DataError, match="holds chat messages, but the tokenizer has no chat template"):
-        encode(make_section(path=write_jsonl([CHAT])), "none")
 
 
 def test_the_fingerprint_is_of_tokens_and_targets_alone(make_section: Make, write_jsonl: Write) -> None:

@@ -7,10 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from datasets import Dataset, DatasetDict
-from datasets.exceptions import DatasetNotFoundError
 
 from finetune.config.schema import DataSection
 from finetune.data.examples import check_local_rows, load_examples, missing_here
@@ -122,60 +120,6 @@ def test_no_path_and_two_training_files_are_config_errors(make_section: Make, wr
     path = write_jsonl([CHAT])
     with pytest.raises(ConfigError, match="both name the training data"):
         load_examples(make_section(path=path, train=path))
-
-
-class Hub:
-    """Stands in for the hub: answers from memory, or with an error."""
-
-    def __init__(self, answer: Exception | None = None) -> None:
-        self.answer = answer
-        self.asked: list[tuple[Any, ...]] = []
-
-    def split_names(self, hub_id: str, name: str | None, *, revision: str | None) -> list[str]:
-        if self.answer:
-            raise self.answer
-        return ["train", "test"]
-
-    def load(self, hub_id: str, name: str | None, *, revision: str | None, split: str) -> Dataset:
-        self.asked.append((hub_id, name, revision, split))
-        return Dataset.from_list([CHAT])
-
-
-def use(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> None:
-    monkeypatch.setattr(datasets, "get_dataset_split_names", hub.split_names)
-    monkeypatch.setattr(datasets, "load_dataset", hub.load)
-    monkeypatch.setattr("finetune.data.hub.find_fault", lambda _: None)  # tests/test_hub.py has a hub that is asked
-
-
-def test_a_hub_id_with_name_revision_and_a_slice(make_section: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = Hub()
-    use(monkeypatch, hub)
-    section = make_section(path="someone/chats", name="en", revision="v1", validation="train[90%:]")
-    splits = load_examples(section)
-    assert [asked[3] for asked in hub.asked] == ["train", "train[90%:]", "test"]
-    assert hub.asked[0][:3] == ("someone/chats", "en", "v1")
-    assert splits.train[0].source == "someone/chats train row 1"
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (
-            ConnectionError("Couldn't reach it"),
-            "was not prepared here before, and https://huggingface.co cannot be reached",
-        ),
-        (DatasetNotFoundError("no such"), "the hub has no data set of that name that you may read (no such)"),
-        (ValueError("BuilderConfig 'x' not found"), "the hub's data set cannot be read (ValueError: BuilderConfig"),
-    ],
-)
-def test_a_hub_that_does_not_answer_is_told_plainly(
-    make_section: Make, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
-) -> None:
-    use(monkeypatch, Hub(error))
-    with pytest.raises(DataError) as caught:
-        load_examples(make_section(path="someone/chats"))
-    assert str(caught.value).startswith("data.path is someone/chats")
-    assert message in str(caught.value)
 
 
 @pytest.mark.process

@@ -62,27 +62,14 @@ def targets(tokenizer: PreTrainedTokenizerFast, turns: list[dict[str, str]]) -> 
 
 @pytest.mark.parametrize("style", list(GOLDEN))
 def test_tokens_and_targets_of_a_conversation(style: Style) -> None:
-    row = encode(tiny_tokenizer(style), CONVERSATION)
+    tokenizer = tiny_tokenizer(style)
+    row = encode(tokenizer, CONVERSATION)
     assert isinstance(row, TokenisedRow)
     token_ids, is_target = GOLDEN[style]
     assert " ".join(map(str, row.token_ids)) == token_ids
     assert "".join(map(str, row.is_target)) == is_target
-
-
-@pytest.mark.parametrize("style", list(GOLDEN))
-def test_the_text_is_what_the_template_renders_at_once(style: Style) -> None:
-    tokenizer = tiny_tokenizer(style)
-    row = encode(tokenizer, CONVERSATION)
-    assert isinstance(row, TokenisedRow)
     whole = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
     assert row.token_ids == tokenizer(whole, add_special_tokens=False)["input_ids"]
-
-
-@pytest.mark.parametrize("style", list(GOLDEN))
-def test_the_prompt_is_what_generation_gives_the_model(style: Style) -> None:
-    tokenizer = tiny_tokenizer(style)
-    row = encode(tokenizer, CONVERSATION)
-    assert isinstance(row, TokenisedRow)
     prompt = tokenizer.apply_chat_template(CONVERSATION[:-1], tokenize=False, add_generation_prompt=True)
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     assert row.token_ids[: len(prompt_ids)] == prompt_ids
