@@ -8,9 +8,9 @@ Runs on the GPU if there is one, otherwise on the CPU; deterministic either way:
 from finetune import command, load_config, train
 
 
-def main(words: list[str]) -> None:
+def main(overrides: list[str]) -> None:
     """Train for a few steps."""
-    config = load_config(words, task="debug")
+    config = load_config(overrides, task="debug")
 
     # The steps of finetune_lora.py in one call. With task=debug they log shapes, devices and first tokens.
     train(config)

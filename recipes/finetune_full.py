@@ -16,9 +16,9 @@ from finetune import (
 )
 
 
-def main(words: list[str]) -> None:
+def main(overrides: list[str]) -> None:
     """Train, then test."""
-    config = load_config(words, task="finetune_full")
+    config = load_config(overrides, task="finetune_full")
 
     with launch(config) as runtime:
         examples = load_examples(config.data)

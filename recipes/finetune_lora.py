@@ -1,6 +1,6 @@
 """Fine-tune a LoRA adapter on chat messages, and compare it with its base.
 
-Run it under whatever starts your processes; the words after it choose configs and set keys:
+Run it under whatever starts your processes; the arguments after it choose configs and set keys:
 
     python recipes/finetune_lora.py model=phi_tiny data=orders
     torchrun --nproc_per_node 2 recipes/finetune_lora.py model=phi4_mini data=chats.jsonl
@@ -20,9 +20,9 @@ from finetune import (
 )
 
 
-def main(words: list[str]) -> None:
+def main(overrides: list[str]) -> None:
     """Train, then test."""
-    config = load_config(words, task="finetune_lora")
+    config = load_config(overrides, task="finetune_lora")
 
     # Join the processes of the launch, whatever started them, and leave in good order, whatever happens inside.
     with launch(config) as runtime:

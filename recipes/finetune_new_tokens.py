@@ -19,9 +19,9 @@ from finetune import (
 )
 
 
-def main(words: list[str]) -> None:
+def main(overrides: list[str]) -> None:
     """Train, then test."""
-    config = load_config(words, task="finetune_new_tokens")
+    config = load_config(overrides, task="finetune_new_tokens")
 
     with launch(config) as runtime:
         # Add the tokens before the rows are encoded, so that each is one token there.

@@ -20,9 +20,9 @@ from finetune import (
 )
 
 
-def main(words: list[str]) -> None:
+def main(overrides: list[str]) -> None:
     """Train on pairs."""
-    config = load_config(words, task="finetune_preferences")
+    config = load_config(overrides, task="finetune_preferences")
 
     with launch(config) as runtime:
         # Both answers of a pair lie in one micro-batch: the prompt that they share is computed once.

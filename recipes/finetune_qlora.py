@@ -17,9 +17,9 @@ from finetune import (
 )
 
 
-def main(words: list[str]) -> None:
+def main(overrides: list[str]) -> None:
     """Train, then test."""
-    config = load_config(words, task="finetune_qlora")
+    config = load_config(overrides, task="finetune_qlora")
 
     with launch(config) as runtime:
         # Build the base first: a machine that cannot quantize is refused before anything is read.

@@ -1,7 +1,7 @@
 """Train with several processes on this machine that the script starts itself, through torch.multiprocessing.
 
 One process for each GPU, or two on the CPU, unless `parallel.num_processes` says how many. The config is
-configs/train_ddp.yaml; words after the command override it:
+configs/train_ddp.yaml; arguments after the command override it:
 
     python recipes/train_ddp_standalone.py
     python recipes/train_ddp_standalone.py parallel.num_processes=4 parallel.master_port=12356 output_dir=runs/again
@@ -45,9 +45,9 @@ def run_process(rank: int, worldsize: int, config: Config) -> None:
     command(lambda _: main(rank, worldsize, config), arguments=[])
 
 
-def start(words: list[str]) -> None:
+def start(overrides: list[str]) -> None:
     """Start the processes, wait for them, and exit with their code."""
-    config = load_config(words, run="train_ddp")
+    config = load_config(overrides, run="train_ddp")
     worldsize = config.parallel.num_processes or torch.cuda.device_count() or 2
     processes = spawn(run_process, args=(worldsize, config), nprocs=worldsize, join=False)  # type: ignore[no-untyped-call]
     try:

@@ -1,6 +1,6 @@
 """Train with the processes that torchrun started, which RANK and WORLD_SIZE describe.
 
-The config is configs/train_ddp.yaml; words after the script override it:
+The config is configs/train_ddp.yaml; arguments after the script override it:
 
     torchrun --nproc_per_node 2 recipes/train_ddp_torchrun.py
     torchrun --nproc_per_node 2 recipes/train_ddp_torchrun.py optim.learning_rate=1e-3 output_dir=runs/slower
@@ -12,9 +12,9 @@ from datetime import timedelta
 from finetune import TrainerDDP, cleanup_ddp, command, initialize_ddp, load_config
 
 
-def main(words: list[str]) -> None:
+def main(overrides: list[str]) -> None:
     """Train in one process with the others; rank 0 tests alone."""
-    config = load_config(words, run="train_ddp")
+    config = load_config(overrides, run="train_ddp")
     rank, worldsize = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     parallel, device = config.parallel, config.training.device
     initialize_ddp(

@@ -28,12 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     if sys.stdout.isatty() or sys.stderr.isatty():
         _make_help_readable()
-    words = _command_first(_without_local_rank(sys.argv[1:] if arguments is None else arguments))
-    command(lambda _: app(words, prog_name="finetune"), arguments=words)
+    given = _command_first(_without_local_rank(sys.argv[1:] if arguments is None else arguments))
+    command(lambda _: app(given, prog_name="finetune"), arguments=given)
 
 
 def _make_help_readable() -> None:
-    """Take from typer's help and usage errors what cannot be read on a light or on a dark background."""
+    """Change the styles of typer's help that cannot be read on a light or on a dark background."""
     from typer import rich_utils
 
     for name, style in vars(rich_utils).items():
@@ -43,18 +43,18 @@ def _make_help_readable() -> None:
 
 
 def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | None = None) -> None:
-    """Run a recipe's `main(words)` as a command. A `FinetuneError` ends it with one message and its exit code.
+    """Run a recipe's `main(overrides)` as a command. A `FinetuneError` ends it with one message and its exit code.
 
     Args:
-        run: the function to call with the words of the command line.
-        arguments: the words; by default those of the process.
+        run: the function to call with the arguments of the command line.
+        arguments: the arguments to use instead of the process's own.
     """
-    words = _without_local_rank(sys.argv[1:] if arguments is None else arguments)
+    given = _without_local_rank(sys.argv[1:] if arguments is None else arguments)
     if is_for_a_person(sys.stderr) and not _is_one_of_several():
-        configure_logs(0)  # from the first warning on, that of a configuration
+        configure_logs(0)  # before the configuration is read, which may warn
         log_python_warnings()
     try:
-        run(words)
+        run(given)
     except BaseException as error:
         with undisturbed():
             _end(error)
@@ -121,16 +121,17 @@ def _say(text: str) -> None:
     sys.stderr.write(f"{fold(text, sys.stderr, indent='  ')}\n")
 
 
-def _without_local_rank(words: Sequence[str]) -> list[str]:
+def _without_local_rank(arguments: Sequence[str]) -> list[str]:
     """Drop the --local-rank=N of `python -m torch.distributed.launch`; the environment has it too."""
-    return [word for word in words if not re.fullmatch("--local[-_]rank=[0-9]+", word)]
+    return [argument for argument in arguments if not re.fullmatch("--local[-_]rank=[0-9]+", argument)]
 
 
-def _command_first(words: list[str]) -> list[str]:
+def _command_first(arguments: list[str]) -> list[str]:
     """Turn ``cmd=train run=quickstart a=b`` into ``train quickstart a=b``."""
-    commands = [word.removeprefix("cmd=") for word in words if word.startswith("cmd=")]
-    if not commands or not ("=" in words[0] or words[0].startswith("-")):  # a command comes first: these are prompts
-        return words
-    runs = [word.removeprefix("run=") for word in words if word.startswith("run=")]
-    rest = [word for word in words if not word.startswith(("cmd=", "run="))]
+    commands = [argument.removeprefix("cmd=") for argument in arguments if argument.startswith("cmd=")]
+    # If the first argument is a command, a later `cmd=…` is a prompt.
+    if not commands or not ("=" in arguments[0] or arguments[0].startswith("-")):
+        return arguments
+    runs = [argument.removeprefix("run=") for argument in arguments if argument.startswith("run=")]
+    rest = [argument for argument in arguments if not argument.startswith(("cmd=", "run="))]
     return [commands[-1], *runs[-1:], *rest]

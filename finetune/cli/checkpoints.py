@@ -37,7 +37,7 @@ def checkpoints(run_folder: RunFolderArgument, as_json: JsonOption = False) -> N
 
 
 def _row(saved: SavedFolder, run: SavedRun) -> list[str | tuple[str, str]]:
-    from finetune.runs.durable import in_units
+    from finetune.units import format_bytes
 
     loss = "" if saved.validation_loss is None else f"{saved.validation_loss:.4f}"
     notes = list(saved.problems or ["whole"])
@@ -46,7 +46,7 @@ def _row(saved: SavedFolder, run: SavedRun) -> list[str | tuple[str, str]]:
     if saved.step is not None and saved.step == run.resumes_from:
         notes.append("resume=auto goes on from here")
     what = ("; ".join(notes), "red" if saved.problems else "")
-    return [saved.name, loss, in_units(saved.num_bytes), local_time(saved.saved), what]
+    return [saved.name, loss, format_bytes(saved.num_bytes), local_time(saved.saved), what]
 
 
 def _in_words(run: SavedRun) -> Iterator[str]:

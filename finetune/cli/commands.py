@@ -37,8 +37,8 @@ app.add_typer(config_app, name="config")
 app.add_typer(recipes_app, name="recipes")
 
 
-def _complete_word(incomplete: str) -> list[str]:
-    """Complete WORDS in a shell: runs, choices of a group, keys."""
+def _complete_argument(incomplete: str) -> list[str]:
+    """Complete an argument in a shell: run files, choices of a group, keys."""
     from finetune.config.compose import list_configs
     from finetune.config.keys import fields
 
@@ -46,17 +46,17 @@ def _complete_word(incomplete: str) -> list[str]:
     runs_by_name = [name for name, _ in shipped.pop("run")]
     choices = [f"{group}={name}" for group, entries in shipped.items() for name, _ in entries]
     offered = [*runs_by_name, *choices, *(f"{key}=" for key in fields())]
-    return [word for word in offered if word.startswith(incomplete)]
+    return [argument for argument in offered if argument.startswith(incomplete)]
 
 
-Words = Annotated[
+Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[RUN] WORDS…",
-        help="RUN is a name in configs/ or a YAML file. WORDS choose the model (model=phi4, a folder or a hub id), the "
-        "data (data=chats.jsonl) and set keys (optim.learning_rate=1e-4).",
+        metavar="[RUN] OVERRIDES…",
+        help="RUN is a name in configs/ or a YAML file. OVERRIDES choose the model (model=phi4, a folder or a hub id) "
+        "and the data (data=chats.jsonl), and set keys (optim.learning_rate=1e-4).",
         show_default=False,
-        autocompletion=_complete_word,
+        autocompletion=_complete_argument,
     ),
 ]
 
@@ -77,24 +77,24 @@ def _options(
 
 
 @app.command()
-def train(words: Words = None) -> None:
+def train(overrides: Overrides = None) -> None:
     """Train a model: `finetune train quickstart`, or `finetune train model=phi4_mini data=chats.jsonl`."""
-    from finetune.cli.train import train_from_words
+    from finetune.cli.train import train_from_overrides
 
-    train_from_words(words or [])
+    train_from_overrides(overrides or [])
 
 
 @app.command()
 def init(
-    words: Words = None,
+    overrides: Overrides = None,
     file: Annotated[
         Path | None, typer.Option("--file", help="The file to write. Default: named after the run's folder.")
     ] = None,
 ) -> None:
     """Ask for model, data and place, and write a commented run file. Without a terminal, print one."""
-    from finetune.cli.init import init_from_words
+    from finetune.cli.init import init_from_overrides
 
-    init_from_words(words or [], file)
+    init_from_overrides(overrides or [], file)
 
 
 app.command()(evaluate)
@@ -113,13 +113,13 @@ app.command()(report)
 
 @app.command()
 def doctor(
-    words: Words = None,
+    overrides: Overrides = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check launch, versions, devices, network and folders on every process of a launch. Takes the WORDS of train."""
-    from finetune.cli.words import config_from_words
+    """Check launch, versions, devices, network and folders on every process. Takes the OVERRIDES of train."""
+    from finetune.cli.overrides import config_from_overrides
 
-    config = config_from_words(words or [], complete=False)
+    config = config_from_overrides(overrides or [], complete=False)
 
     from finetune.diagnose.doctor import diagnose
 
@@ -128,7 +128,7 @@ def doctor(
 
 @app.command()
 def preview(
-    words: Words = None,
+    overrides: Overrides = None,
     split: Annotated[Literal["train", "validation", "test"], typer.Option(help="The split to show.")] = "train",
     num_rows: Annotated[int, typer.Option("--rows", help="Number of rows to show, from the first on.", min=0)] = 3,
     row: Annotated[
@@ -137,17 +137,17 @@ def preview(
     tokens: Annotated[bool, typer.Option("--tokens", help="Print a line for each token.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show rows as the model will see them: tokens, loss, lengths, truncated rows. Takes the WORDS of train."""
-    from finetune.cli.preview import preview_from_words
+    """Show rows as the model will see them: tokens, loss, lengths, truncated rows. Takes the OVERRIDES of train."""
+    from finetune.cli.preview import preview_from_overrides
 
     form: Literal["text", "table", "json"] = "json" if as_json else "table" if tokens else "text"
-    code = preview_from_words(words or [], split=split, num_rows=num_rows, rows=row or [], form=form)
+    code = preview_from_overrides(overrides or [], split=split, num_rows=num_rows, rows=row or [], form=form)
     raise typer.Exit(code)
 
 
 @app.command()
 def plan(
-    words: Words = None,
+    overrides: Overrides = None,
     device: Annotated[
         str | None, typer.Option(help="Plan for this device: 'H100 80GB'. Default: the device of this machine.")
     ] = None,
@@ -156,19 +156,19 @@ def plan(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict a run: parameters, steps, memory, whether it fits, disk, time. Takes the WORDS of train."""
-    from finetune.cli.plan import plan_from_words
+    """Predict a run: parameters, steps, memory, whether it fits, disk, time. Takes the OVERRIDES of train."""
+    from finetune.cli.plan import plan_from_overrides
 
-    raise typer.Exit(plan_from_words(words or [], device=device, is_probed=probe, as_json=as_json))
+    raise typer.Exit(plan_from_overrides(overrides or [], device=device, is_probed=probe, as_json=as_json))
 
 
 @app.command()
 def rehearse(
-    words: Words = None,
+    overrides: Overrides = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to take.", min=1)] = 6,  # three saves, a kill after one
     minutes: Annotated[float, typer.Option(help="End a stage that runs so many minutes after the start.", min=0)] = 15,
     processes: Annotated[
-        int | None, typer.Option(help="Processes of the real launch. Default: as the WORDS say.", min=1)
+        int | None, typer.Option(help="Processes of the real launch. Default: as the OVERRIDES say.", min=1)
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="Plan for this device: 'H100 80GB'. Default: the device of this machine.")
@@ -178,24 +178,24 @@ def rehearse(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the whole job in minutes on a tiny random model: train, kill, resume, verify. Takes the WORDS of train."""
-    from finetune.cli.rehearse import rehearse_from_words
+    """Run the job in minutes on a tiny random model: train, kill, resume, verify. Takes the OVERRIDES of train."""
+    from finetune.cli.rehearse import rehearse_from_overrides
 
     sizes = {"steps": steps, "minutes": minutes, "processes": processes}
-    raise typer.Exit(rehearse_from_words(words or [], sizes, device=device, keep=keep, as_json=as_json))
+    raise typer.Exit(rehearse_from_overrides(overrides or [], sizes, device=device, keep=keep, as_json=as_json))
 
 
 @config_app.command("show")
 def config_show(
-    words: Words = None,
+    overrides: Overrides = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the configuration of a run and where each value comes from. Takes the WORDS of train."""
-    from finetune.cli.words import config_from_words
+    """Print the configuration of a run and where each value comes from. Takes the OVERRIDES of train."""
+    from finetune.cli.overrides import config_from_overrides
     from finetune.config.compose import show
     from finetune.config.keys import fields
 
-    config = config_from_words(words or [], complete=False)
+    config = config_from_overrides(overrides or [], complete=False)
     if as_json:
         origins = {key: config.origin(key) for key in fields()}
         print_json({"config": config.model_dump(mode="json"), "origins": origins}, indent=None)

@@ -35,7 +35,7 @@ Split = Literal["train", "validation", "test"]
 
 def evaluate(
     run_folder: RunFolderArgument,
-    words: Annotated[list[str] | None, typer.Argument(metavar="WORDS…", show_default=False)] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="OVERRIDES…", show_default=False)] = None,
     split: Annotated[Split, typer.Option(help="The rows to measure on.")] = "test",
     metric: Annotated[
         list[str] | None,
@@ -59,7 +59,7 @@ def evaluate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a finished run on its test split, base against tuned. WORDS override its config."""
+    """Measure a finished run on its test split, base against tuned. OVERRIDES change its config."""
     from finetune.inference.answer_metrics import resolve_metrics
     from finetune.inference.finished_run import find_run
     from finetune.inference.harness import require_harness
@@ -84,7 +84,7 @@ def evaluate(
     )
     if harness is not None:
         require_harness()
-    run = find_run(run_folder, words or [], base=base, checkpoint=checkpoint, is_alone=harness is not None)
+    run = find_run(run_folder, overrides or [], base=base, checkpoint=checkpoint, is_alone=harness is not None)
     if harness is not None:
         results = _measure_by_harness(run, harness, harness_tasks)
         record = {"run": str(run.folder.path), "weights": run.weights_name, "harness": results}
@@ -168,7 +168,7 @@ def _measure_by_harness(run: FinishedRun, tasks: str, folder: Path | None) -> Re
 
 
 def _names_other_rows(run: FinishedRun) -> bool:
-    """Return whether the words of the command name rows; the run's own are those of its config."""
+    """Return whether the overrides name rows, in place of the rows of the run's own config."""
     origins = [run.config.origin(f"data.{key}") for key in ("path", "mixture", "train", "validation", "test")]
     return any(not origin.startswith(("default", str(run.folder.config_file))) for origin in origins)
 

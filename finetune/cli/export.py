@@ -19,8 +19,8 @@ from finetune.cli.run_options import (
     refuse_several_processes,
 )
 from finetune.logs import configure_logs, waiting
-from finetune.runs.durable import in_units
 from finetune.terminal import say
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.export.exported_folder import Exported
@@ -64,7 +64,7 @@ def merge(
         merged = write_merged(run, out, dtype=stored_as, most_difference=max_difference)
     embeddings = "embeddings tied" if merged.is_tied else "embeddings not tied"
     say(
-        f"Written to {out}: {in_units(merged.num_bytes)} of weights as {merged.dtype}, {embeddings}, "
+        f"Written to {out}: {format_bytes(merged.num_bytes)} of weights as {merged.dtype}, {embeddings}, "
         f"stop ids {merged.stop_ids}"
     )
     against = "the run" if run.is_full else "base and adapter"
@@ -226,7 +226,7 @@ def _formats_with(weight_type: str) -> list[str]:
 def _say_exported(exported: Exported, out: Path, *, is_gguf: bool) -> None:
     """Say what a folder for llama.cpp or Ollama holds, and how it is served."""
     files = [path for path in sorted(out.expanduser().iterdir()) if path.suffix == ".gguf" or path.name == "Modelfile"]
-    say(f"Written to {out}: {', '.join(f'{path.name} ({in_units(path.stat().st_size)})' for path in files)}")
+    say(f"Written to {out}: {', '.join(f'{path.name} ({format_bytes(path.stat().st_size)})' for path in files)}")
     if exported.num_tensors is not None:
         say(f"The GGUF file holds {exported.num_tensors} tensors.")
     if is_gguf:
@@ -245,7 +245,7 @@ def _export_onnx(
     with waiting("building an ONNX model, and comparing it with the run"):
         verified = export_onnx(model, out, onnx)
     size = sum(path.stat().st_size for path in out.expanduser().glob("model.onnx*"))
-    say(f"Written to {out}: an ONNX model of {in_units(size)}, matrices as {kind}")
+    say(f"Written to {out}: an ONNX model of {format_bytes(size)}, matrices as {kind}")
     show_verified(verified)
     for mismatch in verified.mismatches:
         _log.warning("kept though it differs: %s", mismatch)

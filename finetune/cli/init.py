@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from finetune.cli.words import DEFAULT_TASK, config_from_words, run_and_words
+from finetune.cli.overrides import DEFAULT_TASK, config_from_overrides, run_and_overrides
 from finetune.config.compose import compose, list_configs
 from finetune.config.config_files import GROUPS, is_path
 from finetune.config.render import commented_run_file
@@ -24,26 +24,26 @@ _DEFAULTS = {"model": "phi_tiny", "data": "orders"}
 """They train at once, on any machine and without a network."""
 
 
-def init_from_words(words: Sequence[str], file: Path | None) -> None:
-    """Write a run file for the words and the answers. Where nobody can be asked, take the defaults and print it.
+def init_from_overrides(overrides: Sequence[str], file: Path | None) -> None:
+    """Ask for what the overrides leave open, and write a run file. Without a terminal, print one with the defaults.
 
     Args:
-        words: as for `finetune train`, without a run file. What they say is not asked.
+        overrides: as for `finetune train`, without a run file. What they set is not asked.
         file: the file to write; by default it is named after the run's folder.
 
     Raises:
-        ConfigError: a word is wrong, or the file exists. Nothing is written then.
+        ConfigError: an override is wrong, or the file exists. Nothing is written then.
     """
-    if run := run_and_words(words)[0]:
+    if run := run_and_overrides(overrides)[0]:
         raise ConfigError(f"init takes no run file, got {run}. It writes a new one: give model=, data= or single keys.")
     _refuse_existing(file)
     is_asking = sys.stdin.isatty() and sys.stdout.isatty()
-    words = [*words, *_answers(words, file, is_asking=is_asking)]
-    config = config_from_words(words, command="init")
+    overrides = [*overrides, *_answers(overrides, file, is_asking=is_asking)]
+    config = config_from_overrides(overrides, command="init")
     if is_asking and file is None:
         file = _file_of(config.output_dir)
         _refuse_existing(file)
-    text = commented_run_file(config, _group_files(words), file or "FILE.yaml")
+    text = commented_run_file(config, _group_files(overrides), file or "FILE.yaml")
     if file is None:
         sys.stdout.write(text)
         return
@@ -55,17 +55,17 @@ def init_from_words(words: Sequence[str], file: Path | None) -> None:
     say(f"wrote {file}\nnext: finetune plan {file}, then finetune train {file}")
 
 
-def _answers(words: Sequence[str], file: Path | None, *, is_asking: bool) -> list[str]:
-    """Return the words for what is left open: the answers, or the defaults."""
-    config = config_from_words(words, command="init", complete=False)
+def _answers(overrides: Sequence[str], file: Path | None, *, is_asking: bool) -> list[str]:
+    """Return overrides for what is left open: the answers, or the defaults."""
+    config = config_from_overrides(overrides, command="init", complete=False)
     is_set = {
         "model": config.model.path or config.model.config,
         "data": config.data.path or config.data.mixture or config.data.train,
     }
-    chosen = {word.partition("=")[0] for word in words}
+    chosen = {override.partition("=")[0] for override in overrides}
     still_open = [group for group in _DEFAULTS if not is_set[group] and group not in chosen]
     answers = [f"{group}={_QUESTIONS[group]() if is_asking else _DEFAULTS[group]}" for group in still_open]
-    config = config_from_words([*words, *answers], command="init", complete=False)
+    config = config_from_overrides([*overrides, *answers], command="init", complete=False)
     if config.origin("output_dir") == "default":
         place = _default_place(config.data.path)
         if is_asking:
@@ -134,7 +134,7 @@ def _refuse_existing(file: Path | None) -> None:
         raise ConfigError(f"{file} exists already. Nothing was written; name another file with --file.")
 
 
-def _group_files(words: Sequence[str]) -> dict[str, str]:
-    """Return the names of the group files that the words choose, in the order of `GROUPS`."""
-    pairs = dict(word.partition("=")[::2] for word in (f"task={DEFAULT_TASK}", *words))
+def _group_files(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the names of the group files that the overrides choose, in the order of `GROUPS`."""
+    pairs = dict(override.partition("=")[::2] for override in (f"task={DEFAULT_TASK}", *overrides))
     return {group: pairs[group] for group in GROUPS if group in pairs and not is_path(group, pairs[group])}

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from finetune.cli.words import config_from_words
+from finetune.cli.overrides import config_from_overrides
 from finetune.config.objectives import OBJECTIVES
 from finetune.distributed.environment import is_first_process
 from finetune.findings import count, exit_code
 from finetune.findings import show as show_findings
 from finetune.logs import configure_logs, waiting
-from finetune.runs.durable import in_units
 from finetune.terminal import fold, print_json
+from finetune.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from finetune.diagnose.plan import Plan
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 _WIDEST_BAR = 30
 
 
-def plan_from_words(
-    words: Sequence[str], *, device: str | None = None, is_probed: bool = False, as_json: bool = False
+def plan_from_overrides(
+    overrides: Sequence[str], *, device: str | None = None, is_probed: bool = False, as_json: bool = False
 ) -> int:
     """Predict a run and print the plan. Under a launcher, only the first process does so.
 
     Args:
-        words: as for `finetune train`.
+        overrides: as for `finetune train`.
         device: the name of the device to plan for; by default the one at hand.
         is_probed: run a few steps to measure the time.
         as_json: write the figures as JSON.
@@ -39,7 +39,7 @@ def plan_from_words(
     Returns:
         The exit code: 0, or 2 where the run does not fit (with strict: also where there is a warning).
     """
-    config = config_from_words(words, command="plan", needs_data=False)
+    config = config_from_overrides(overrides, command="plan", needs_data=False)
     if not is_first_process(os.environ):
         return 0
     configure_logs(0, level=logging.ERROR)  # what matters is among the findings
@@ -104,25 +104,25 @@ def _steps(plan: Plan) -> Iterator[str]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     device = plan.device
-    yield f"{device.name}: {in_units(device.memory)}"
+    yield f"{device.name}: {format_bytes(device.memory)}"
     if plan.peak is None or plan.needed is None:
         yield "cannot be predicted, see below"
         return
     sizes = [*plan.peak.parts.items(), ("reserved", device.reserve)]
     most = max(size for _, size in sizes)
     for name, size in sizes:
-        yield f"{name:<12} {in_units(size):>8} {'#' * round(_WIDEST_BAR * size / most)}".rstrip()
+        yield f"{name:<12} {format_bytes(size):>8} {'#' * round(_WIDEST_BAR * size / most)}".rstrip()
     verdict = f"{'fits' if plan.fits else 'does not fit'} (peak: {plan.peak.when})"
-    yield f"{'at most':<12} {in_units(plan.needed):>8}, {plan.needed / device.memory:.1%}: {verdict}"
+    yield f"{'at most':<12} {format_bytes(plan.needed):>8}, {plan.needed / device.memory:.1%}: {verdict}"
     if plan.checkpointing is not None:
         without, with_it, extra = plan.checkpointing
         state = "on" if plan.choice.gradient_checkpointing else "off"
-        sizes_in_words = f"{in_units(without + device.reserve)} without, {in_units(with_it + device.reserve)} with"
-        yield f"gradient checkpointing ({state}): {sizes_in_words}, which takes about {extra:.0%} longer"
+        both = f"{format_bytes(without + device.reserve)} without, {format_bytes(with_it + device.reserve)} with"
+        yield f"gradient checkpointing ({state}): {both}, which takes about {extra:.0%} longer"
     if plan.in_shards:
-        sizes_in_words = ", ".join(f"{in_units(need.needed)} in {need.shards}" for need in plan.in_shards)
+        in_shards = ", ".join(f"{format_bytes(need.needed)} in {need.shards}" for need in plan.in_shards)
         fewest = f"it fits in {plan.fewest_shards}" if plan.fewest_shards else "it does not fit in any of them"
-        yield f"in shards (parallel.sharding=fsdp2), per process: {sizes_in_words}; {fewest}"
+        yield f"in shards (parallel.sharding=fsdp2), per process: {in_shards}; {fewest}"
     if plan.choice.is_chosen:
         yield f"chosen by memory: {plan.choice}"
 
@@ -131,20 +131,14 @@ def _time(plan: Plan) -> Iterator[str]:
     steps = plan.batches.steps
     if plan.seconds_at_limit is not None:
         limit = f"{plan.device.teraflops[plan.precision]:g} TFLOP/s in {plan.precision}"
-        whole = "" if steps is None else f", {_duration(plan.seconds_at_limit * steps)} in all"
+        whole = "" if steps is None else f", {format_duration(plan.seconds_at_limit * steps)} in all"
         yield f"at least {plan.seconds_at_limit:.3g} s a step{whole}: matrix products alone, at the limit of {limit}"
     if plan.seconds_per_step is not None:
         yield f"{plan.seconds_per_step:.3g} s a step, measured on this machine"
         if steps is not None:
-            whole = _duration(plan.seconds_per_step * steps)
+            whole = format_duration(plan.seconds_per_step * steps)
             yield f"about {whole} in all, without validation, saves and the test phase"
     elif plan.device.is_here:
         yield "not measured: --probe runs a few steps here"
     elif plan.seconds_at_limit is None:
         yield f"not known: there is no rate for {plan.device.name}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.2g} seconds"
-    return f"{seconds / 60:.1f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

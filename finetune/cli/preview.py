@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from finetune.cli.words import config_from_words
+from finetune.cli.overrides import config_from_overrides
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.rows import describe_row_type
 from finetune.diagnose.preview_tokens import Piece, on_one_line, visible
@@ -44,8 +44,8 @@ _SPECIAL = {True: "black on green", False: "reverse"}
 _MARGIN = {True: "loss | ", False: "     | "}
 
 
-def preview_from_words(
-    words: Sequence[str],
+def preview_from_overrides(
+    overrides: Sequence[str],
     *,
     split: Literal["train", "validation", "test"] = "train",
     num_rows: int = 3,
@@ -55,7 +55,7 @@ def preview_from_words(
     """Show the rows of a run as its model will see them. Under a launcher, only the first process prints.
 
     Args:
-        words: as for `finetune train`.
+        overrides: as for `finetune train`.
         split: the split whose rows are shown.
         num_rows: show this many rows from the first on.
         rows: show these instead, in full, counted from 1.
@@ -64,7 +64,7 @@ def preview_from_words(
     Returns:
         The exit code: 2 with a problem (with strict: also with a warning), else 0.
     """
-    config = config_from_words(words, command="preview")
+    config = config_from_overrides(overrides, command="preview")
     if not is_first_process(os.environ):
         return 0
     configure_logs(0, level=logging.WARNING)

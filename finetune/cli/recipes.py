@@ -38,12 +38,12 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
 
 
 def _configs_of(recipe: Path) -> list[Path]:
-    """Find the config files that a recipe names: ``load_config(words, task="…")`` or ``run="…"``."""
+    """Find the config files that a recipe names: ``load_config(overrides, task="…")`` or ``run="…"``."""
     folders = {"task": shipped_folder("configs") / "task", "run": shipped_folder("configs")}
     tree = ast.parse(recipe.read_text(encoding="utf-8"))
-    words = [(node.arg, node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword)]
-    named = [(name or "", str(value.value)) for name, value in words if isinstance(value, ast.Constant)]
-    files = [folders[word] / f"{value}.yaml" for word, value in named if word in folders]
+    keywords = [(node.arg, node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword)]
+    named = [(name or "", str(value.value)) for name, value in keywords if isinstance(value, ast.Constant)]
+    files = [folders[name] / f"{value}.yaml" for name, value in named if name in folders]
     return [file for file in dict.fromkeys(files) if file.is_file()]
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from finetune.cli.overrides import config_from_overrides
 from finetune.cli.plan import show_plan
 from finetune.cli.run_options import refuse_several_processes
-from finetune.cli.words import config_from_words
 from finetune.findings import count, exit_code
 from finetune.logs import configure_logs
 from finetune.signals import Terminated, stop_signals_go_to
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from finetune.diagnose.rehearsal import Rehearsal, StageResult
 
 
-def rehearse_from_words(
-    words: Sequence[str],
+def rehearse_from_overrides(
+    overrides: Sequence[str],
     sizes: Mapping[str, Any],
     *,
     device: str | None = None,
@@ -37,7 +37,7 @@ def rehearse_from_words(
     """Rehearse a run and print the results.
 
     Args:
-        words: the arguments of `finetune train`.
+        overrides: the arguments of `finetune train`.
         sizes: `steps`, `minutes` and `processes` of `finetune.diagnose.rehearsal.Rehearsal`.
         device: the name of the device to plan for; by default the one at hand.
         keep: the folder to use, which stays.
@@ -47,7 +47,7 @@ def rehearse_from_words(
         The exit code of the first stage that failed, else that of the plan.
     """
     refuse_several_processes("rehearse")
-    config = config_from_words(words, command="rehearse")
+    config = config_from_overrides(overrides, command="rehearse")
     configure_logs(0, level=logging.ERROR)  # what matters is in the table, and in the logs of the stages
 
     from finetune.diagnose.plan_devices import find_device, read_device
@@ -56,7 +56,7 @@ def rehearse_from_words(
     where = find_device(config.training.device) if device is None else read_device(device)
     # A signal leaves neither the folder nor a process of a stage behind.
     with stop_signals_go_to(_stop), rehearsal_folder(config, keep) as folder:
-        rehearsal = Rehearsal(config=config, arguments=words, folder=folder, device=where, **sizes)
+        rehearsal = Rehearsal(config=config, arguments=overrides, folder=folder, device=where, **sizes)
         rehearsal.run()
     if keep is None and not rehearsal.failed:
         shutil.rmtree(rehearsal.folder)  # only the logs are left

@@ -14,6 +14,7 @@ from finetune.errors import ConfigError
 from finetune.logs import configure_logs
 from finetune.runs.durable import describe_os_error, replace_file
 from finetune.terminal import say
+from finetune.units import format_bytes
 
 _FILE_NAME = "report.html"
 
@@ -54,7 +55,7 @@ def report(
         raise ConfigError(
             f"{path} cannot be written: {describe_os_error(error)}. Name another file with --output."
         ) from error
-    say(f"wrote {path} ({len(page) / 1e6:.1f} MB). Open it in a browser; it needs no network.")
+    say(f"wrote {path} ({format_bytes(len(page))}). Open it in a browser; it needs no network.")
 
 
 def _refuse_to_replace(path: Path) -> None:

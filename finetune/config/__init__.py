@@ -1,4 +1,4 @@
-"""The configuration of a run: composed from files and words, checked as a whole, then frozen."""
+"""The configuration of a run: composed from files and overrides, checked as a whole, then frozen."""
 
 from finetune.config.compose import load_config
 from finetune.config.schema import Config

@@ -1,4 +1,4 @@
-"""Put settings into one tree, check it against the schema, and say what is wrong in plain words."""
+"""Put settings into one tree, check it against the schema, and describe every problem."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _missing(tree: Tree, typed: str, *, needs_data: bool) -> list[str]:
     has_rows = not needs_data or any(_value(tree, f"data.{key}") for key in ("path", "mixture", "train"))
     rows = "data.path=chats.jsonl" if "data" in tree else "data=chats.jsonl"  # keep the group that is chosen
     example = [typed, "" if has_model else "model=phi4_mini", "" if has_rows else rows]
-    how = f"for example: {' '.join(word for word in example if word)}"
+    how = f"for example: {' '.join(filter(None, example))}"
     problems = []
     if not has_model:
         names = "".join(f"\n  model={name:<15} {meaning}" for name, meaning in list_configs()["model"])
@@ -166,7 +166,7 @@ def _key_problem(setting: Setting) -> str:
         return "" if is_empty else f"is a section with keys ({keys}, ...), got {_got(setting)}."
     group = setting.key[0]
     if group in GROUPS and not section_class(group):
-        return f"{group} is not a section: a word or a run file chooses configs/{group}/NAME.yaml with it."
+        return f"{group} is not a section: the command line or a run file chooses configs/{group}/NAME.yaml with it."
     there = f"There is: {', '.join(Config.model_fields)}. All keys: finetune config show."
     return f"there is no such key. {did_you_mean_key(dotted) or there}"
 

@@ -1,15 +1,16 @@
-"""Compose a run's configuration from files and words, or from a dict.
+"""Compose a run's configuration from files and overrides, or from a dict.
 
-In rising order: the schema's defaults; group files that the caller or the run file chooses; the run file's own keys;
-group files that words choose; single words. So a run file may choose a group and override one of its keys, while
-`model=phi4` on the command line still wins over the model of the run file. If two group files set one key, the later of
-model, data, task, parallel wins. Mappings are merged key by key, `{}` empties one; lists are replaced.
+Each of these wins over the ones before it: the schema's defaults; group files that the caller or the run file chooses;
+the run file's own keys; group files that overrides choose; overrides of single keys. So a run file may choose a group
+and change one of its keys, and `model=phi4` on the command line still wins over the model of the run file. If two group
+files set one key, the later of model, data, task, parallel wins. Mappings are merged key by key, and `{}` empties one.
+Lists are replaced.
 
 Every file is a fragment of the whole tree. A run file may also choose groups by name (`model: phi_tiny`) and then set
 single keys of that section with dots (`model.revision: main`).
 
-In place of a group's name, `model` and `data` take a path or a hub id, in words and run files alike: `data=chats.jsonl`
-sets `data.path`. It counts as that choice of the group, except that it wins over all group files beside it.
+In overrides and in run files, `model` and `data` also take a path or a hub id: `data=chats.jsonl` sets `data.path`. A
+path has the precedence of a group file in its place, but it wins over all group files beside it.
 """
 
 from __future__ import annotations
@@ -40,31 +41,31 @@ __all__ = ["compose", "config_from_dict", "json_schema", "list_configs", "load_c
 
 
 def load_config(
-    words: Sequence[str] = (),
+    overrides: Sequence[str] = (),
     *,
     run: str | None = None,
     model: str | None = None,
     data: str | None = None,
     task: str | None = None,
 ) -> Config:
-    """Compose the complete configuration of a run from words, and check it.
+    """Compose the complete configuration of a run from overrides, and check it.
 
     Args:
-        words: `a.b=c`, `model=`, `data=`, `task=`, `parallel=`, `run=`, or a file of rows; usually ``sys.argv[1:]``.
-        run: a run file, by name in configs/ or by path; a word `run=` may give it instead.
-        model: the name, path or hub id to use if neither a word nor the run file chooses one; `data` and `task` alike.
-        data: see `model`.
-        task: see `model`.
+        overrides: `a.b=c`, `model=`, `data=`, `task=`, `parallel=`, `run=`, or a file of rows, as in ``sys.argv[1:]``.
+        run: a run file, by name in configs/ or by path; `run=` may give it instead.
+        model: the name, path or hub id to use if neither the overrides nor the run file choose a model.
+        data: the same for the data.
+        task: the same for the task, by name.
 
     Raises:
         ConfigError: with every problem found, one per line.
     """
     defaults = {"model": model, "data": data, "task": task}
-    return compose(words, run=run, defaults={group: name for group, name in defaults.items() if name})
+    return compose(overrides, run=run, defaults={group: name for group, name in defaults.items() if name})
 
 
 def compose(
-    words: Sequence[str],
+    overrides: Sequence[str],
     *,
     run: str | None = None,
     defaults: Mapping[str, str] | None = None,
@@ -72,12 +73,12 @@ def compose(
     needs_data: bool = True,
     typed: str = "",
 ) -> Config:
-    """Merge files and words, check the whole, and remember where each value came from.
+    """Merge files and overrides, check the whole, and remember where each value came from.
 
     Args:
-        words: as for `load_config`.
+        overrides: as for `load_config`.
         run: a run file, by name in configs/ or by path.
-        defaults: what to choose for a group if neither a word nor the run file does.
+        defaults: what to choose for a group if neither the overrides nor the run file do.
         complete: also require a model and data, without which there is no run.
         needs_data: False: require only a model, as `finetune plan` does.
         typed: the whole command, for messages that complete it.
@@ -86,7 +87,7 @@ def compose(
         ConfigError: with every problem found, one per line.
     """
     problems: list[str] = []
-    asked = _read_words(words, run, problems)
+    asked = _read_overrides(overrides, run, problems)
     from_run = _with_groups(_read(RUN_FILES, asked.run, problems) if asked.run else [])
     chosen = {name: _Choice(value, "chosen by the caller") for name, value in (defaults or {}).items()}
     chosen |= from_run.groups
@@ -137,13 +138,13 @@ class _Asked:
     settings: list[Setting] = field(default_factory=list)
 
 
-def _read_words(words: Sequence[str], run: str | None, problems: list[str]) -> _Asked:
+def _read_overrides(overrides: Sequence[str], run: str | None, problems: list[str]) -> _Asked:
     asked = _Asked(run=_Choice(run, COMMAND_LINE) if run else None)
-    for word in _with_keys(words, problems):
-        key, equals, value = word.partition("=")
+    for override in _with_keys(overrides, problems):
+        key, equals, value = override.partition("=")
         key = key.strip()
         if not equals or not key or key.startswith("-"):
-            problems.append(f"{COMMAND_LINE}: {word}: {_how_to_write(word)}")
+            problems.append(f"{COMMAND_LINE}: {override}: {_how_to_write(override)}")
         elif not value.strip():
             takes = f" It takes {expected(key)}." if key in fields() else ""
             problems.append(f"{COMMAND_LINE}: {key}: has no value. Write {key}=VALUE.{takes}")
@@ -158,22 +159,22 @@ def _read_words(words: Sequence[str], run: str | None, problems: list[str]) -> _
     return asked
 
 
-def _with_keys(words: Sequence[str], problems: list[str]) -> list[str]:
-    """Write a file of rows as `data=FILE`. With one, no other word may choose the data: the last would win unseen."""
-    files = [word for word in words if "=" not in word and is_file_of_rows(word)]
-    others = [word for word in words if word.startswith("data=")]
+def _with_keys(overrides: Sequence[str], problems: list[str]) -> list[str]:
+    """Write a file of rows as `data=FILE`, and refuse a second choice of the data, which would win unseen."""
+    files = [override for override in overrides if "=" not in override and is_file_of_rows(override)]
+    others = [override for override in overrides if override.startswith("data=")]
     if files and len(files + others) > 1:
         several = " and ".join(files + others)
         problems.append(f"{COMMAND_LINE}: {several}: choose the data once. For several sources write data.mixture=[…].")
-    return [f"data={word}" if word in files else word for word in words]
+    return [f"data={override}" if override in files else override for override in overrides]
 
 
-def _how_to_write(word: str) -> str:
-    if word.startswith("-"):
-        return f"words have no dashes but an equals sign: {word.lstrip('-').partition('=')[0]}=VALUE."
+def _how_to_write(override: str) -> str:
+    if override.startswith("-"):
+        return f"an override has no dashes but an equals sign: {override.lstrip('-').partition('=')[0]}=VALUE."
     hint = "expected key=value, such as model=phi_tiny or optim.learning_rate=1e-4."
     names = [name for name, _ in list_configs()[RUN_FILES]]
-    return f"{hint} For the run file write run={word}." if word in names or word.endswith(".yaml") else hint
+    return f"{hint} For the run file write run={override}." if override in names or override.endswith(".yaml") else hint
 
 
 def _read_groups(choices: Mapping[str, _Choice], problems: list[str]) -> list[list[Setting]]:

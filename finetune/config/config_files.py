@@ -1,6 +1,6 @@
-"""Find the YAML files that words choose: by path, in ./configs, or shipped with the package.
+"""Find the YAML files that overrides choose: by path, in ./configs, or shipped with the package.
 
-`model=` and `data=` take a model or rows themselves, too: `is_path` tells the two apart.
+`model=` and `data=` also take the path or hub id of a model or of rows: `is_path` tells the two apart.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from finetune.config.keys import did_you_mean
 from finetune.config.shipped_files import SHIPPED_PREFIX, shipped_folder
 
 GROUPS = ("model", "data", "task", "parallel")
-"""The group words, in the order in which their files are merged: a later one wins over an earlier one."""
+"""The groups, in the order in which their files are merged: a later one wins over an earlier one."""
 
 RUN_FILES = "run"
 """The name in `list_configs` of the files directly in configs/."""
@@ -20,7 +20,7 @@ PATH_INSTEAD = {
     "model": "For a model of your own write model=./FOLDER, model=ORG/NAME or model.path=HUB_ID.",
     "data": "For rows of your own write data=FILE, data=./FOLDER, data=ORG/NAME or data.path=HUB_ID.",
 }
-"""The groups whose word may also be a path or a hub id, which sets the section's `path`, and how to write one."""
+"""The groups that also take a path or a hub id, which sets the section's `path`, and how to write one."""
 
 _SUFFIXES = (".yaml", ".yml")
 
@@ -35,22 +35,22 @@ def is_path(group: str, name: str) -> bool:
     return "/" in name or name.startswith(("~", SHIPPED_PREFIX)) or _is_here(name)
 
 
-def is_file_of_rows(word: str) -> bool:
-    """Whether a word without a key is a file other than a run file: ``finetune train chats.jsonl``."""
-    if word.endswith(_SUFFIXES) or word in _named_files(RUN_FILES):
+def is_file_of_rows(argument: str) -> bool:
+    """Whether an argument without a key is a file other than a run file: ``finetune train chats.jsonl``."""
+    if argument.endswith(_SUFFIXES) or argument in _named_files(RUN_FILES):
         return False
-    return _is_here(word) and Path(word).expanduser().is_file()
+    return _is_here(argument) and Path(argument).expanduser().is_file()
 
 
 def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | None:
     """Find the file of ``group=NAME`` or ``run=NAME``: a .yaml or .yml path, or a name in configs/<group>/."""
-    word = f"{place}: {group}={name}"
+    choice = f"{place}: {group}={name}"
     if name.endswith(_SUFFIXES):
         path = Path(name).expanduser()
         if path.is_file():
             return path
         what = "is not a file" if path.exists() else "does not exist"
-        problems.append(f"{word}: the file {what} (looked in {Path.cwd()})")
+        problems.append(f"{choice}: the file {what} (looked in {Path.cwd()})")
         return None
     files = _named_files(group)
     if name in files:
@@ -59,7 +59,7 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
     here = [entry.name for entry in Path().glob("*")] if group in PATH_INSTEAD else []
     hints = [did_you_mean(name, [*files, *here]), _hint(group, name)]
     there = f"There is: {', '.join(sorted(files))}." if files else ""
-    message = f"{word}: there is no {folder}/{name}.yaml, neither here nor shipped"
+    message = f"{choice}: there is no {folder}/{name}.yaml, neither here nor shipped"
     if group in (*PATH_INSTEAD, RUN_FILES) and not _is_here(name):
         message += f", and no file or folder of this name (looked in {Path.cwd()})"
     problems.append(" ".join(part for part in (f"{message}.", there, *hints) if part))

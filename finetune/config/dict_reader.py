@@ -31,7 +31,7 @@ def _settings(
     """Yield one setting per leaf. As in a file, dots separate the parts of top-level keys only."""
     for name, value in values.items():
         if not isinstance(name, str) or not name:
-            problems.append(f"{origin}: {'.'.join((*above, repr(name)))}: a key must be a word")
+            problems.append(f"{origin}: {'.'.join((*above, repr(name)))}: a key must be text")
             continue
         key = (*above, name) if above else tuple(name.split("."))
         if isinstance(value, Mapping) and value:

@@ -1,4 +1,4 @@
-"""The dotted keys of the schema, and the values that each takes in plain words."""
+"""List the dotted keys of the schema, and describe the values that each takes."""
 
 from __future__ import annotations
 

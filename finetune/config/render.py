@@ -54,13 +54,16 @@ def commented_run_file(config: Config, groups: Mapping[str, str], file: object) 
     """Write a run file that gives this configuration: every key with its meaning, most of them commented out.
 
     Args:
-        config: composed from words. The keys that these set are set in the file.
-        groups: the names of the group files that the words choose.
+        config: composed from overrides. The file sets the keys that they set.
+        groups: the names of the group files that the overrides choose.
         file: the file's name, for the comment at its beginning.
     """
     found = values(config)
     is_set = {key: config.origin(key).startswith(COMMAND_LINE) for key in found}
-    lines = [f"# Train it with: finetune train {file}", "# Words after it win over this file: optim.learning_rate=1e-4"]
+    lines = [
+        f"# Train it with: finetune train {file}",
+        "# Overrides after it win over this file: optim.learning_rate=1e-4",
+    ]
     for group, name in groups.items():
         lines += ["", f"# {dict(list_configs()[group]).get(name, f'Chooses a {group}.')}", f"{group}: {_inline(name)}"]
     for key in filter(is_set.get, found):

@@ -1,4 +1,4 @@
-"""Read YAML files and the values of words into settings: key, value, and origin.
+"""Read YAML files and the values of overrides into settings: key, value, and origin.
 
 Values are null, booleans, numbers, text, lists and mappings only. The one tag of our own, ``!pyobject a.b.C``, reads as
 a `DottedName`; nothing is imported here.
@@ -18,7 +18,7 @@ MAX_VALUES = 20_000
 """Aliases can make a small file unfold without end; no config comes near this many values."""
 
 COMMAND_LINE = "command line"
-"""The origin of settings from words."""
+"""The origin of settings from overrides."""
 
 _TAG = "tag:yaml.org,2002:"
 
@@ -65,7 +65,7 @@ class Setting:
 
     @property
     def dotted(self) -> str:
-        """The key as words have it: `training.max_steps`."""
+        """The key as an override names it: `training.max_steps`."""
         return ".".join(self.key)
 
 
@@ -91,10 +91,10 @@ def read_file(path: Path, shown: str, problems: list[str]) -> list[Setting]:
 
 
 def read_value(key: Sequence[str], text: str, problems: list[str], *, as_text: bool) -> list[Setting]:
-    """Read the value of a word.
+    """Read the value of an override.
 
     Args:
-        key: the parts of the word's dotted key.
+        key: the parts of the override's dotted key.
         text: all that follows the ``=``.
         problems: receives the problems of the value.
         as_text: the key takes text. A value that is not valid YAML, such as ``*.jsonl``, is then taken as it is.
@@ -134,7 +134,7 @@ class _Reading:
     def __init__(self, shown: str, problems: list[str], at: tuple[str, ...] | None = None) -> None:
         self._shown = shown
         self._problems = problems
-        self._at = at  # the word's key; None for a file
+        self._at = at  # the override's key; None for a file
         self._first_lines: dict[tuple[str, ...], int] = {}
         self._open: set[int] = set()  # the nodes around the current one: an alias to one of them never ends
         self._num_values = 0
@@ -235,7 +235,7 @@ class _Reading:
     def _key(self, node: yaml.Node, above: tuple[str, ...]) -> tuple[str, ...] | None:
         """Return the whole key, or None if the node cannot be a key. Keys are text as written, also 0 and on."""
         if not isinstance(node, yaml.ScalarNode) or not node.tag.startswith(_TAG) or not node.value:
-            self._problem(node, above, "a key must be a word")
+            self._problem(node, above, "a key must be text")
             return None
         if node.value == "<<" and not node.style:
             self._problem(node, above, "merge keys (<<) are not read. Write the keys out.")

@@ -20,9 +20,10 @@ from finetune.data.compressed import suffix_of, suffixes_of
 from finetune.data.readers import SUFFIXES, FileRows, RawRow
 from finetune.errors import DataError, first_line
 from finetune.logs import waiting
-from finetune.runs.durable import describe_os_error, in_units, replacing
+from finetune.runs.durable import describe_os_error, replacing
 from finetune.runs.file_lock import file_lock
 from finetune.terminal import without_passwords
+from finetune.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class RemoteRows:
             copied = copy.tell()
             if size is not None and copied != size:
                 raise DataError(f"{self.label} ended after {copied:,} of {size:,} bytes. Start again.")
-        _log.info("%s: %s copied to %s", self.label, in_units(copied), file)
+        _log.info("%s: %s copied to %s", self.label, format_bytes(copied), file)
 
     def _pieces(self) -> Iterator[bytes]:
         remote = self._ask(lambda files, path: files.open(path, "rb"))

@@ -19,6 +19,7 @@ from finetune.findings import Finding, ok, problem, warning, what_and_fix
 from finetune.runs.durable import describe_os_error
 from finetune.runs.file_lock import file_lock, try_file_lock
 from finetune.runs.folder import RunFolder, existing_folder
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, DataSection
@@ -58,7 +59,7 @@ def judge_space(free_bytes: int, needed_bytes: int | None, folder: str) -> Findi
         needed_bytes: the size of the checkpoints that the run will write; None where it is not known.
         folder: the folder to name in the message.
     """
-    free, needed = f"{free_bytes / 1e9:.1f} GB", f"{(needed_bytes or 0) / 1e9:.1f} GB"
+    free, needed = format_bytes(free_bytes), format_bytes(needed_bytes or 0)
     fix = (
         "free space there, or name a folder on a larger disk with output_dir=, "
         "or keep fewer with checkpoint.save_total_limit="

@@ -20,6 +20,7 @@ from finetune.distributed.device import accelerator_type
 from finetune.distributed.precision import has_bf16
 from finetune.findings import Finding, ok, problem, warning
 from finetune.threads import num_cores
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -189,7 +190,7 @@ def check_limits(config: Config) -> list[Finding]:
 
 def judge_shared_memory(num_bytes: int, num_workers: int) -> Finding:
     """Check that /dev/shm is large enough for data workers; containers give it 64 MB by default."""
-    shown = f"{num_bytes / 1e6:,.0f} MB of shared memory in /dev/shm"
+    shown = f"{format_bytes(num_bytes)} of shared memory in /dev/shm"
     if num_workers and num_bytes < _LEAST_SHARED_BYTES:
         fix = "start the container with --shm-size=2g or --ipc=host, or set training.num_workers=0"
         return warning("Limits", f"{shown} for {num_workers} data workers: a worker may die of a bus error", fix)

@@ -39,7 +39,6 @@ from finetune.model.published import published_sizes, with_sizes_here
 from finetune.model.targets import resolve_targets
 from finetune.model.training_mode import add_embedding_noise
 from finetune.runs.disk_space import DiskNeed
-from finetune.runs.durable import in_units
 from finetune.runs.folder import existing_folder
 from finetune.training.forward import choose_forward, wants_fused
 from finetune.training.memory.choice import MemoryChoice, choose, shards_of
@@ -56,6 +55,7 @@ from finetune.training.memory.forecast import (
 from finetune.training.memory.tracing import Computation
 from finetune.training.optim import build_optimizer
 from finetune.training.train import trainer_for
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, ModelSection
@@ -301,7 +301,7 @@ class _Planner:
             first = on_one_line(first_line(error)).rstrip(".")
             if isinstance(error, ModelError) and self._sizes is not config.model:
                 first = "the tokenizer is not here either"
-            fix = "run `finetune preview` with the same words to see more"
+            fix = "run `finetune preview` with the same arguments to see more"
             self.findings.append(warning("Data", f"the rows cannot be used, so {assumed}: {first}", fix))
             return None
 
@@ -411,11 +411,11 @@ def _refuse_quantized(config: Config) -> None:
 def _judge(plan: Plan, config: Config) -> Iterator[Finding]:
     """Find checkpoints or steps that do not fit, with ways out."""
     if plan.disk.total > plan.disk.free:
-        what = f"the checkpoints take {in_units(plan.disk.total)}, but {in_units(plan.disk.free)} are free"
+        what = f"the checkpoints take {format_bytes(plan.disk.total)}, but {format_bytes(plan.disk.free)} are free"
         yield problem("Disk", what, "make room, or lower checkpoint.save_total_limit")
     if plan.fits is not False or plan.needed is None:
         return
-    what = f"a step takes {in_units(plan.needed)}, but {plan.device.name} has {in_units(plan.device.memory)}"
+    what = f"a step takes {format_bytes(plan.needed)}, but {plan.device.name} has {format_bytes(plan.device.memory)}"
     yield problem("Memory", what, "; or ".join(_ways_out(plan, config)))
 
 
@@ -430,7 +430,7 @@ def _ways_out(plan: Plan, config: Config) -> Iterator[str]:
         needed = trade.bytes_with + plan.device.reserve
         fits = "fits" if needed <= plan.device.memory else "does not fit either"
         more = f"{trade.extra_time:.0%} more time"
-        yield f"training.gradient_checkpointing=true: {in_units(needed)}, which {fits}, at about {more}"
+        yield f"training.gradient_checkpointing=true: {format_bytes(needed)}, which {fits}, at about {more}"
     if plan.fewest_shards is not None:
         yield f"parallel.sharding=fsdp2 with {plan.fewest_shards} processes or more, each on a device like this"
     yield f"a lower data.max_length (it is {config.data.max_length})"

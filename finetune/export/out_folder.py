@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from finetune.errors import CheckpointError, RunFailedError
-from finetune.runs.durable import FolderWriter, committed_folder, describe_os_error, disk_failures_end_the_run, in_units
+from finetune.runs.durable import FolderWriter, committed_folder, describe_os_error, disk_failures_end_the_run
 from finetune.runs.file_lock import FileLock, read_holder, try_file_lock
+from finetune.units import format_bytes
 
 SPARE_BYTES = 64 << 20
 """For the files beside the weights: tokenizer, configuration, headers."""
@@ -36,8 +37,8 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[FolderWriter]:
     free, needed = shutil.disk_usage(above).free, num_bytes + SPARE_BYTES
     if free < needed:
         raise RunFailedError(
-            f"{out} needs {in_units(needed)}, but only {in_units(free)} are free at {above}. Make room, or name a "
-            "folder on another disk. Nothing was written."
+            f"{out} needs {format_bytes(needed)}, but only {format_bytes(free)} are free at {above}. Make room, or "
+            "name a folder on another disk. Nothing was written."
         )
     again = disk_failures_end_the_run("Writing", out, then="run the command again")
     with again, _lock(out), committed_folder(out) as writer:

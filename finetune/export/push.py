@@ -22,7 +22,8 @@ from finetune.export.certificate import CERTIFICATE_HEAD, read_certificate
 from finetune.export.exported_folder import refuse_no_model
 from finetune.export.model_card import HUB_ID, adapter_card, hub_base
 from finetune.inference.finished_run import find_run
-from finetune.runs.durable import MANIFEST, find_damage, in_units
+from finetune.runs.durable import MANIFEST, find_damage
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -79,10 +80,9 @@ class Upload:
         place = f"{'a new' if self.is_new else 'the'} {'private' if self.private else 'PUBLIC'} repository"
         sizes = {name: _size(content) for name, content in sorted(self.package.files.items())}
         base = f", base {self.package.base}" if self.package.base else ""
-        lines = [
-            f"To {self.endpoint}/{self.repository}, {place}: {self.package.kind}{base}, {in_units(sum(sizes.values()))}"
-        ]
-        lines += [f"  {name:<32} {in_units(size):>10}" for name, size in sizes.items()]
+        size_of_all = format_bytes(sum(sizes.values()))
+        lines = [f"To {self.endpoint}/{self.repository}, {place}: {self.package.kind}{base}, {size_of_all}"]
+        lines += [f"  {name:<32} {format_bytes(size):>10}" for name, size in sizes.items()]
         lines += [f"  {name:<32} {'removed':>10}" for name in self.removed]
         if self.package.licence is None:
             lines.append("  The card names no licence. The base's licence applies; please look it up.")

@@ -56,7 +56,7 @@ class LoadedRun(NamedTuple):
 
 def find_run(
     path: Path,
-    words: Sequence[str] = (),
+    overrides: Sequence[str] = (),
     *,
     base: str | None = None,
     checkpoint: str | None = None,
@@ -68,14 +68,14 @@ def find_run(
 
     Args:
         path: the run's folder.
-        words: override its configuration.
+        overrides: change its configuration, as `key=value`.
         base: a hub id or folder of the adapter's base, instead of the one in the configuration.
         checkpoint: a step, a checkpoint's name, or `latest`; None: the published weights in `adapter/`.
         is_alone: use one process, however many the launch started.
 
     Raises:
         CheckpointError: the folder is not that of a run, or its weights are missing or damaged.
-        ConfigError: the words are wrong, or a base is given for a run without an adapter.
+        ConfigError: the overrides are wrong, or a base is given for a run without an adapter.
     """
     folder = RunFolder(path)
     if not folder.config_file.is_file():
@@ -84,12 +84,12 @@ def find_run(
             "Give one, for example runs/quickstart."
         )
     weights = _published(folder, path) if checkpoint is None else _checkpoint(folder, path, checkpoint)
-    config = load_config(words, run=str(folder.config_file))
-    if not any(word.startswith(("parallel.", "parallel=")) for word in words):
+    config = load_config(overrides, run=str(folder.config_file))
+    if not any(override.startswith(("parallel.", "parallel=")) for override in overrides):
         config = config.model_copy(update={"parallel": ParallelSection()})
-    if not any(word.startswith("ddp=") for word in words):
+    if not any(override.startswith("ddp=") for override in overrides):
         config = config.model_copy(update={"ddp": False if is_alone else None})
-    model = _with_tokenizer_of_run(config.model, folder, weights, words)
+    model = _with_tokenizer_of_run(config.model, folder, weights, overrides)
     if config.training.method == "full" and base is not None:
         raise ConfigError(f"--base is {base}, but {path} trained every weight: no base is needed. Drop --base.")
     if base is not None:
@@ -99,7 +99,7 @@ def find_run(
     elif model.init == "random":
         model = _pretrained(model, str(folder.base))
     data = config.data
-    if model.tokenizer is not None and not any(word.startswith("data.chat_template=") for word in words):
+    if model.tokenizer is not None and not any(override.startswith("data.chat_template=") for override in overrides):
         data = data.model_copy(update={"chat_template": None})  # the saved tokenizer has it, and the file may be gone
     return FinishedRun(folder=folder, config=config.model_copy(update={"model": model, "data": data}), weights=weights)
 
@@ -225,10 +225,10 @@ def _checkpoint(folder: RunFolder, path: Path, wish: str) -> Path:
 
 
 def _with_tokenizer_of_run(
-    section: ModelSection, folder: RunFolder, weights: Path, words: Sequence[str]
+    section: ModelSection, folder: RunFolder, weights: Path, overrides: Sequence[str]
 ) -> ModelSection:
     """Use the tokenizer saved beside the weights, because the base's tokenizer may have changed since the run."""
-    if any(word.startswith("model.tokenizer=") for word in words):
+    if any(override.startswith("model.tokenizer=") for override in overrides):
         return section
     for place in (weights, folder.adapter):
         if (place / "tokenizer.json").is_file():

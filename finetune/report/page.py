@@ -24,10 +24,10 @@ from finetune.report import sentences
 from finetune.report.curves import COLOURS, build_charts
 from finetune.report.data_preview import PreviewedData
 from finetune.runs.comparison import compare_runs, shown
-from finetune.runs.durable import in_units
 from finetune.runs.metrics import number_in
 from finetune.runs.recorded_run import RecordedRun, mapping, step_of
 from finetune.terminal import visible
+from finetune.units import format_bytes
 
 MARK = "<!-- written by finetune report -->"
 """Marks the first line of each page, so that only a page of ours is overwritten."""
@@ -211,4 +211,4 @@ def _checkpoints(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def _size(num_bytes: float | None) -> str:
-    return in_units(int(num_bytes)) if num_bytes is not None and math.isfinite(num_bytes) else "–"
+    return format_bytes(int(num_bytes)) if num_bytes is not None and math.isfinite(num_bytes) else "–"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import NamedTuple
 
 from finetune.runs.comparison import compare_runs
 from finetune.runs.recorded_run import RecordedRun, finite
+from finetune.units import format_duration
 
 _ENDED_EARLY = {
     "failed": "It failed",
@@ -185,15 +186,6 @@ def _took(run: RecordedRun) -> str:
     try:
         start = datetime.fromisoformat(run.started) if run.started else None
         end = datetime.fromisoformat(run.finished) if run.finished else run.written
-        return in_time(end - start) if start and end else ""
+        return format_duration((end - start).total_seconds()) if start and end else ""
     except (ValueError, TypeError, OverflowError):
         return ""
-
-
-def in_time(span: timedelta) -> str:
-    """Write a duration as `1 h 40 min`, `12 min` or `45 s`."""
-    seconds = max(0, round(span.total_seconds()))
-    if seconds < 120:
-        return f"{seconds} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

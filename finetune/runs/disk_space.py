@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from finetune.runs.checkpoints import Snapshot
-from finetune.runs.durable import in_units
 from finetune.runs.folder import RunFolder
 from finetune.runs.tensors import TensorFile
 from finetune.runs.verification import OPTIMIZER_FILE
+from finetune.units import format_bytes
 
 
 class DiskNeed(NamedTuple):
@@ -38,10 +38,11 @@ class DiskNeed(NamedTuple):
         return self.checkpoint * self.at_once + self.model
 
     def __str__(self) -> str:
-        optimizer = "not known yet" if self.optimizer is None else in_units(self.optimizer)
+        optimizer = "not known yet" if self.optimizer is None else format_bytes(self.optimizer)
+        checkpoint, model, total = map(format_bytes, (self.checkpoint, self.model, self.total))
         return (
-            f"a checkpoint takes {in_units(self.checkpoint)} (model {in_units(self.model)}, optimizer {optimizer}), at "
-            f"most {self.at_once} at once with adapter/ {in_units(self.total)}; {in_units(self.free)} are free"
+            f"a checkpoint takes {checkpoint} (model {model}, optimizer {optimizer}), at most {self.at_once} at once "
+            f"with adapter/ {total}; {format_bytes(self.free)} are free"
         )
 
 

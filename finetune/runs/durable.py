@@ -229,15 +229,6 @@ def describe_os_error(error: OSError) -> str:
     return f"{error.strerror or error} ({symbol})"
 
 
-def in_units(num_bytes: int) -> str:
-    """Write a size in decimal units: `1.23 MB`."""
-    size, units = float(num_bytes), iter(("B", "kB", "MB", "GB"))
-    unit = next(units)
-    while size >= 1000 and unit != "GB":
-        size, unit = size / 1000, next(units)
-    return f"{num_bytes} B" if unit == "B" else f"{size:.3g} {unit}"
-
-
 def remove(path: Path) -> None:
     """Remove a file, a link or a folder with its content, if it exists. Links are never followed.
 

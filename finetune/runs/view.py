@@ -12,10 +12,10 @@ import statistics
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune.runs.durable import in_units
 from finetune.runs.metrics import Event, measured_beside_loss, number_in
 from finetune.runs.recorded_run import step_of
 from finetune.terminal import visible
+from finetune.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -185,7 +185,7 @@ class RunView:
     def _memory(self) -> str:
         names = {"host_memory": "of the main process", "device_memory": "on its device"}
         sizes = {words: number_in(self._resources, name) for name, words in names.items()}
-        words = [f"{in_units(int(size))} {what}" for what, size in sizes.items() if size is not None]
+        words = [f"{format_bytes(int(size))} {what}" for what, size in sizes.items() if size is not None]
         return f"{_SEPARATOR.join(words)}, at most" if words else ""
 
     def _take_step(self, event: Event) -> None:
@@ -202,7 +202,7 @@ class RunView:
         seconds = self.seconds_left
         if seconds is None and self.num_steps and self._seconds:
             seconds = statistics.fmean(self._seconds) * max(self.num_steps - self.step, 0)
-        return [] if seconds is None else [f"{in_words(seconds)} left"]
+        return [] if seconds is None else [f"{format_duration(seconds)} left"]
 
     def _of_all(self) -> str:
         return f"{self.step}/{self.num_steps}" if self.num_steps else str(self.step)
@@ -222,15 +222,6 @@ def curve(values: list[float], width: int) -> str:
     low, high = min(means), max(means)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
-
-
-def in_words(seconds: float) -> str:
-    """Write a duration with its two largest units."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def shown_step(event: Event) -> int:

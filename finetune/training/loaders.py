@@ -16,8 +16,8 @@ from finetune.data.batches import (
 from finetune.data.encoded import EncodedExamples
 from finetune.data.preferences import EncodedPairs
 from finetune.errors import ConfigError, DataError
-from finetune.runs.durable import in_units
 from finetune.signals import leave_signals_to_parent
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -208,10 +208,10 @@ def log_traffic(rule: BatchRule, *, received_bytes: int, world_size: int) -> Non
     cuts = rule.microbatches_of_step(0, 0)
     rounds = -(-len(cuts) // world_size)
     tokens = sum(cut.num_tokens for cut in cuts) // len(cuts)
-    in_all = in_units(rounds * received_bytes)
+    in_all = format_bytes(rounds * received_bytes)
     _log.info(
         "sharding: each process receives %s of weights and gradients for a micro-batch, and %s in a step of %d each",
-        *(in_units(received_bytes), in_all, rounds),
+        *(format_bytes(received_bytes), in_all, rounds),
     )
     if rounds > 1 and tokens < _TOKENS_WORTH_A_GATHER:
         _log.info(

@@ -9,7 +9,6 @@ import re
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from finetune.distributed.guardian.faults import ranks_in_words
@@ -184,12 +183,7 @@ class StepProfiler:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._recording is None:
             return
         self._stop()

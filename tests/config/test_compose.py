@@ -197,7 +197,7 @@ def test_a_choice_in_a_run_file_is_named_by_its_line(write: Write) -> None:
         ("orders", "expected key=value"),
         ("quickstart", "For the run file write run=quickstart."),
         ("my/run.yaml", "For the run file write run=my/run.yaml."),
-        ("--seed=3", "words have no dashes but an equals sign: seed=VALUE"),
+        ("--seed=3", "an override has no dashes but an equals sign: seed=VALUE"),
         ("-v", "v=VALUE"),
         ("=3", "expected key=value"),
         ("seed=", "seed: has no value. Write seed=VALUE. It takes a whole number of at least 0"),
@@ -300,7 +300,7 @@ def test_values_that_are_refused_with_a_reason(word: str, part: str) -> None:
         ("seed.x=1", "seed has no keys of its own: it takes a whole number"),
         ("lora={r: {a: 1}}", "lora.r has no keys of its own: it takes a whole number above 0."),
         ("lora=5", "is a section with keys (lora.r, lora.alpha, lora.dropout, ...), got 5."),
-        ("task.name=x", "a word or a run file chooses configs/task/NAME.yaml with it"),
+        ("task.name=x", "the command line or a run file chooses configs/task/NAME.yaml with it"),
     ],
 )
 def test_keys_that_do_not_exist(word: str, part: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import tqdm
 
 from finetune.cli import main as finetune
-from finetune.cli.train import train_from_words
+from finetune.cli.train import train_from_overrides
 from tests.crash.operations import watch
 from tests.launches import free_port, place_variables
 
@@ -30,7 +30,7 @@ def main(warm_up: list[str]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     tqdm.tqdm.monitor_interval = 0  # else it starts a thread, and a fork wants one thread only
-    train_from_words(warm_up)
+    train_from_overrides(warm_up)
     threads = len(list(Path("/proc/self/task").iterdir()))
     answers.write(json.dumps({"threads": threads}) + "\n")
     for line in sys.stdin:

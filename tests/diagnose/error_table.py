@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from finetune.runs.durable import in_units
+from finetune.units import format_bytes
 from tests.launches import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "plan.md"
@@ -21,13 +21,13 @@ def record_error(case: str, measured: int, error: float) -> None:
     """Write a row into the page if that was asked for; else see that the page has about the same."""
     rows = _rows_of_page()
     if os.environ.get(WRITE):
-        _write({**rows, case: (in_units(measured), f"{error:+.1%}")})
+        _write({**rows, case: (format_bytes(measured), f"{error:+.1%}")})
         return
     advice = f"docs/plan.md is out of date; write it with {WRITE}=1"
     assert case in rows, f"{case} is missing: {advice}"
     size, written = rows[case]
     assert abs(float(written.rstrip("%")) / 100 - error) <= BOUND, f"{case}: {error:+.1%}, not {written}: {advice}"
-    assert abs(_bytes_of(size) / measured - 1) <= BOUND, f"{case}: {in_units(measured)}, not {size}: {advice}"
+    assert abs(_bytes_of(size) / measured - 1) <= BOUND, f"{case}: {format_bytes(measured)}, not {size}: {advice}"
 
 
 def cases_of_page() -> list[str]:

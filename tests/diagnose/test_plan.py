@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config
 
-from finetune.cli.plan import plan_from_words
+from finetune.cli.plan import plan_from_overrides
 from finetune.config.compose import compose, load_config
 from finetune.config.schema import LoraSection, PreferenceSection
 from finetune.data.encode import encode_examples
@@ -96,7 +96,7 @@ def test_steps_of_each_turn_count_conversations(words, tmp_path, capsys):
     words = [*words, *conversation_words(tmp_path / "rows"), "training.global_batch_size=9"]
     batching = _Planner(load_config(words), find_device("cpu")).batching
     assert 2 * batching.targets_per_step == int(batching.rows.num_targets.sum())
-    assert plan_from_words(words) == 0
+    assert plan_from_overrides(words) == 0
     out = capsys.readouterr().out
     assert "an epoch: 36 rows of 18 conversations, " in out
     assert "global batch: 9 conversations = " in out
@@ -177,7 +177,7 @@ def test_the_plan_of_pairs_is_what_the_trainer_does(words_of_pairs, more):
 
 
 def test_a_plan_of_pairs_says_so(words_of_pairs, capsys):
-    assert plan_from_words(words_of_pairs, is_probed=True) == 0
+    assert plan_from_overrides(words_of_pairs, is_probed=True) == 0
     out = capsys.readouterr().out
     assert "an epoch: 18 pairs, " in out
     assert "global batch: 4 pairs = training.batch_size=4 x 1 process\n" in out
@@ -215,7 +215,7 @@ def test_the_forward_is_the_one_that_training_chooses(words):
 def test_a_model_that_the_engine_computes_is_told_so_from_its_config_alone(tmp_path, capsys):
     LLAMA_KIN["qwen3"].save_pretrained(tmp_path)
     words = [f"model={tmp_path}", "data.max_length=32", "lora.r=2"]
-    assert plan_from_words(words, device="H100 80GB", as_json=True) == 0
+    assert plan_from_overrides(words, device="H100 80GB", as_json=True) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["forward"], plan["why_not_engine"], plan["called_layers"]) == ("the engine's own", None, {})
     assert [finding["area"] for finding in plan["findings"]] == ["Data"]
@@ -226,7 +226,7 @@ def test_a_model_that_the_engine_does_not_know_is_told_why(tmp_path, capsys):
     """One whose layers and widths have names of their own."""
     GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=64).save_pretrained(tmp_path)
     words = [f"model={tmp_path}", "data.max_length=32", "lora.r=2", "strict=true"]
-    assert plan_from_words(words, device="H100 80GB") == 2
+    assert plan_from_overrides(words, device="H100 80GB") == 2
     out = " ".join(capsys.readouterr().out.split())
     known = "llama, mistral, phi, phi3, qwen2, qwen3, smollm3"
     assert f"forward: transformers' own on padded rows: its model type is gpt2; the engine supports {known} " in out
@@ -265,7 +265,7 @@ def test_what_does_not_fit_is_told_with_what_does(words):
 
 def test_without_data_every_row_is_taken_to_be_as_long_as_it_may_be(words, capsys):
     gone = [word for word in words if not word.startswith("data.path=")]
-    code = plan_from_words([*gone, "data.path=gone.jsonl", "data.max_length=50", "training.max_steps=7"])
+    code = plan_from_overrides([*gone, "data.path=gone.jsonl", "data.max_length=50", "training.max_steps=7"])
     out = capsys.readouterr().out
     assert code == 0
     assert "the plan assumes rows of 50 tokens" in out.replace("\n", " ")
@@ -274,7 +274,7 @@ def test_without_data_every_row_is_taken_to_be_as_long_as_it_may_be(words, capsy
 
 
 def test_json_and_a_probe(words, capsys):
-    assert plan_from_words(words, is_probed=True, as_json=True) == 0
+    assert plan_from_overrides(words, is_probed=True, as_json=True) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["version"] == 2
     assert record["fits"] is True
@@ -301,7 +301,7 @@ def test_a_probe_measures_in_the_type_and_with_the_fused_functions_of_the_run(wo
 
 @pytest.mark.slow
 def test_a_probe_does_not_speak_for_another_device(words, capsys):
-    assert plan_from_words(words, device="h100-80gb", is_probed=True) == 0
+    assert plan_from_overrides(words, device="h100-80gb", is_probed=True) == 0
     out = capsys.readouterr().out
     assert "H100 80GB" in out
     assert "bf16" in out

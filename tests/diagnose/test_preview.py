@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from finetune.cli.preview import preview_from_words
+from finetune.cli.preview import preview_from_overrides
 from finetune.config.compose import load_config, resolved_yaml
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
@@ -153,7 +153,7 @@ def test_a_histogram_counts_every_row_once_in_few_equal_bins(lengths):
 
 def test_a_model_that_does_not_fit_the_rows_is_a_problem(words, base, capsys):
     tiny_phi3_config(vocab_size=300, max_position_embeddings=32).save_pretrained(base)
-    assert preview_from_words(words, form="json") == 2
+    assert preview_from_overrides(words, form="json") == 2
     record = json.loads(capsys.readouterr().out)
     problems = [finding["what"] for finding in record["findings"] if finding["level"] == "problem"]
     assert record["exit_code"] == 2
@@ -162,8 +162,8 @@ def test_a_model_that_does_not_fit_the_rows_is_a_problem(words, base, capsys):
 
 
 def test_json_says_all_of_it_in_plain_ascii(words, capsys):
-    assert preview_from_words([*words, "strict=true"], form="json") == 2  # warnings count when strict
-    assert preview_from_words([*words, *TOLERANT], split="validation", form="json") == 0
+    assert preview_from_overrides([*words, "strict=true"], form="json") == 2  # warnings count when strict
+    assert preview_from_overrides([*words, *TOLERANT], split="validation", form="json") == 0
     text = capsys.readouterr().out.splitlines()[-1]
     assert text.isascii()
     record = json.loads(text)
@@ -257,13 +257,13 @@ def test_a_split_of_pairs_counts_both_sides_and_finds_what_is_wrong(words_of_pai
     problems = [finding.what for finding in cut.findings if finding.level == "problem"]
     assert len(problems) == 1
     assert "before its end of turn" in problems[0]
-    assert preview_from_words([*words_of_pairs, *TOLERANT], form="json") == 0
+    assert preview_from_overrides([*words_of_pairs, *TOLERANT], form="json") == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["objective"], record["splits"]["train"]["rows"], len(record["rows"])) == ("dpo", 4, 6)
 
 
 def test_a_pair_is_shown_with_its_prompt_once(words_of_pairs, capsys):
-    assert preview_from_words([*words_of_pairs, *TOLERANT], rows=[2]) == 0
+    assert preview_from_overrides([*words_of_pairs, *TOLERANT], rows=[2]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^split +pairs +tokens", out, re.MULTILINE)
     assert "tokens of the longer side of a pair (train, pairs of answers)" in out
@@ -281,7 +281,7 @@ def test_a_pair_is_shown_with_its_prompt_once(words_of_pairs, capsys):
         "     | <|endoftext|>",
         "loss | marks what the model must predict; ↵ line break, ⇥ tab, <U+001B> a character that cannot be seen",
     ]
-    assert preview_from_words([*words_of_pairs, *TOLERANT], rows=[2], form="table") == 0
+    assert preview_from_overrides([*words_of_pairs, *TOLERANT], rows=[2], form="table") == 0
     lines = capsys.readouterr().out.splitlines()
     assert int(lines[lines.index(hidden) + 1].split()[0]) == shared, "positions count the shared tokens"
 
@@ -305,7 +305,7 @@ def test_a_rank_other_than_the_first_says_nothing(words, capsys, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert preview_from_words(words) == 0
+    assert preview_from_overrides(words) == 0
     assert capsys.readouterr().out == ""
     monkeypatch.undo()
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from finetune.cli.train import train_from_words
+from finetune.cli.train import train_from_overrides
 from finetune.export.replay import MOST_APART, replay
 from finetune.training.objectives.preference_losses import FIGURES, KTO_FIGURES
 from tests.in_process import run_finetune
@@ -51,7 +51,7 @@ def words(inputs, run, name):
 @pytest.fixture(scope="module", params=NAMES)
 def trained(request, inputs, tmp_path_factory):
     run = tmp_path_factory.mktemp(request.param) / "run"
-    train_from_words(words(inputs, run, request.param))
+    train_from_overrides(words(inputs, run, request.param))
     return request.param, run
 
 
@@ -73,7 +73,7 @@ def test_a_run_learns_and_records_its_figures(trained):
 
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, monkeypatch):
     name, run = trained
-    monkeypatch.setattr(tiny_training, "train", train_from_words)
+    monkeypatch.setattr(tiny_training, "train", train_from_overrides)
     refuse_to_differ_after_a_break(words(inputs, tmp_path, name), run, tmp_path / "broken")
 
 
@@ -82,7 +82,7 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, 
 )
 def test_a_run_has_one_curve_however_it_is_cut_and_computed(trained, inputs, tmp_path, other):
     name, run = trained
-    train_from_words([*words(inputs, tmp_path / "run", name), *other])
+    train_from_overrides([*words(inputs, tmp_path / "run", name), *other])
     refuse_to_differ(run, tmp_path / "run")
 
 
@@ -107,7 +107,7 @@ def refuse_to_differ(one, other):
 
 @pytest.mark.parametrize("name", [pytest.param("orpo", marks=pytest.mark.sweep), "simpo"])
 def test_without_a_reference_every_weight_may_train(inputs, tmp_path, name):
-    train_from_words([*words(inputs, tmp_path / "run", name), "training.method=full", "optim.learning_rate=1e-3"])
+    train_from_overrides([*words(inputs, tmp_path / "run", name), "training.method=full", "optim.learning_rate=1e-3"])
     losses = [step["loss"] for step in curve(tmp_path / "run")]
     assert losses[-1] < losses[0]
     assert (tmp_path / "run/adapter/model.safetensors").is_file()

@@ -20,7 +20,7 @@ from finetune import (
     launch,
     load_config,
 )
-from finetune.cli.train import train_from_words
+from finetune.cli.train import train_from_overrides
 from finetune.errors import CheckpointError, ConfigError
 from finetune.training.objectives.preference_losses import FIGURES
 from finetune.training.resume import _sha256
@@ -155,7 +155,7 @@ def test_the_model_s_own_forward_gives_the_curve_of_the_engine(trained, inputs, 
 
 
 def train_by_command(words):
-    train_from_words(words)
+    train_from_overrides(words)
 
 
 def test_the_command_trains_pairs_and_writes_what_the_trainer_writes(trained, inputs, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from finetune.cli.checkpoints import checkpoints
-from finetune.cli.train import train_from_words
+from finetune.cli.train import train_from_overrides
 from finetune.errors import CheckpointError
 from finetune.runs import verification
 from finetune.runs.durable import committed_folder, find_damage
@@ -232,7 +232,7 @@ def test_a_real_run(tmp_path):
         *("training.batch_size=6", "training.max_steps=5", "checkpoint.save_every=2", "validation.validate_every=2"),
         "checkpoint.save_total_limit=9",
     ]
-    train_from_words(words)
+    train_from_overrides(words)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     losses = {e["step"]: e["loss"] for e in map(json.loads, lines) if e["event"] == "validation"}
     found = examine_run(tmp_path / "run")
@@ -244,5 +244,5 @@ def test_a_real_run(tmp_path):
     assert [saved.problems for saved in (*found.checkpoints, *found.published)] == [[]] * 5
     (tmp_path / "run" / "checkpoints" / "step-000005" / "state.json").write_text("{}")
     assert examine_run(tmp_path / "run").resumes_from == 4
-    train_from_words([*words, "resume=auto"])
+    train_from_overrides([*words, "resume=auto"])
     assert "resumed from step=4" in (tmp_path / "run" / "log.txt").read_text()

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from finetune.runs.view import RunView, curve, in_words
+from finetune.runs.view import RunView, curve
 from tests.runs.made_runs import step_event
 
 
@@ -86,7 +86,3 @@ def test_a_curve_is_as_wide_as_it_may_be():
     assert curve([1.0], 8) == ""
     assert curve([2.0, 2.0], 8) == "▁▁"
     assert curve([float(n) for n in range(80)], 8) == "▁▂▃▄▅▆▇█"
-
-
-def test_time_in_words():
-    assert [in_words(seconds) for seconds in (0.4, 61, 7300)] == ["0 s", "1 min 1 s", "2 h 1 min"]

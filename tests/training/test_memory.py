@@ -296,13 +296,13 @@ def test_two_ranks_choose_by_the_one_with_less_memory_and_a_resumed_run_keeps_th
 def test_checkpointing_changes_no_byte_with_or_without_dropout(
     words: list[str], tmp_path: Path, dropout: float
 ) -> None:
-    from finetune.cli.train import train_from_words
+    from finetune.cli.train import train_from_overrides
 
     adapters = []
     for word in ("true", "false"):
         run = tmp_path / word
         more = [f"output_dir={run}", f"lora.dropout={dropout}", f"training.gradient_checkpointing={word}"]
-        train_from_words([*words, "task=finetune_lora", *more])
+        train_from_overrides([*words, "task=finetune_lora", *more])
         adapters.append((run / "adapter" / "adapter_model.safetensors").read_bytes())
     assert adapters[0] == adapters[1]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli.train import train_from_words
+from finetune.cli.train import train_from_overrides
 from finetune.config.compose import compose, load_config, resolved_yaml
 from finetune.config.keys import fields, on_resume
 from finetune.config.on_resume import OnResume
@@ -397,16 +397,16 @@ def rates(run: Path) -> list[float]:
 
 def test_a_run_is_compared_with_what_was_last_accepted(words: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
-    train_from_words([*words, "optim.learning_rate=1e-3"])
+    train_from_overrides([*words, "optim.learning_rate=1e-3"])
     assert record(run)["resume_changes"] == []
     changed = [*words, "training.max_steps=6", "optim.learning_rate=1e-4"]
 
     before = contents(run)
     with pytest.raises(CheckpointError, match=r"optim\.learning_rate: started with 0\.001, now 0\.0001"):
-        train_from_words(changed)
+        train_from_overrides(changed)
     assert contents(run) == before
 
-    train_from_words([*changed, "resume.allow=optim.learning_rate"])
+    train_from_overrides([*changed, "resume.allow=optim.learning_rate"])
     assert rates(run) == [1e-3] * 4 + [1e-4] * 2
     (accepted,) = record(run)["resume_changes"]
     assert accepted == {
@@ -418,21 +418,21 @@ def test_a_run_is_compared_with_what_was_last_accepted(words: list[str], tmp_pat
     # What was allowed once is not allowed for ever.
     assert load_config([f"run={run / 'config.yaml'}"]).resume_allow == []
 
-    train_from_words([*changed, "training.max_steps=7"])
+    train_from_overrides([*changed, "training.max_steps=7"])
     assert record(run)["resume_changes"] == [accepted]
     with pytest.raises(CheckpointError, match=r"started with 0\.0001, now 0\.001"):
-        train_from_words([*changed, "optim.learning_rate=1e-3"])
+        train_from_overrides([*changed, "optim.learning_rate=1e-3"])
 
 
 def test_fewer_rows_once_allowed_make_shorter_epochs(words: list[str], tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows", train=18, test=0)
     words = [*words, f"data.path={rows}"]
-    train_from_words([*words, "training.max_steps=5"])
+    train_from_overrides([*words, "training.max_steps=5"])
     kept = (rows / "train.jsonl").read_text().splitlines(keepends=True)[:9]
     (rows / "train.jsonl").write_text("".join(kept))
     with pytest.raises(CheckpointError, match=r"(?s)rows .*\(data\.train\).*resume\.allow=data\."):
-        train_from_words([*words, "training.max_steps=8"])
-    train_from_words([*words, "training.max_steps=8", "resume.allow=data"])
+        train_from_overrides([*words, "training.max_steps=8"])
+    train_from_overrides([*words, "training.max_steps=8", "resume.allow=data"])
     events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     epochs = [event["epoch"] for event in events if event["event"] == "step"]
     assert epochs == [0, 0, 0, 0, 0, 1, 2, 2]  # six steps an epoch, then three: step 6 is the last of the second

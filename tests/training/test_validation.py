@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from finetune import load_config
-from finetune.cli.train import train_from_words
+from finetune.cli.train import train_from_overrides
 from finetune.config.schema import Config
 from finetune.errors import ConfigError, PreemptedError
 from finetune.inference import evaluation
@@ -175,7 +175,7 @@ def words(inputs, run, *more):
 @pytest.fixture(scope="module")
 def trained(inputs, tmp_path_factory):
     run = tmp_path_factory.mktemp("trained") / "run"
-    train_from_words(words(inputs, run, "checkpoint.best_metric=exact_match"))
+    train_from_overrides(words(inputs, run, "checkpoint.best_metric=exact_match"))
     return run
 
 
@@ -203,10 +203,10 @@ def test_a_run_that_answers_better_goes_on_although_its_loss_rises(trained, inpu
     rises = [step for step in found if step > 2 and found[step]["loss"] > found[step - 2]["loss"]]
     first = rises[0]
     assert found[first]["exact_match"] > found[first - 2]["exact_match"]
-    train_from_words(words(inputs, tmp_path / "by_loss", "early_stopping.patience=1"))
+    train_from_overrides(words(inputs, tmp_path / "by_loss", "early_stopping.patience=1"))
     assert record(tmp_path / "by_loss")["result"]["step"] == first
     by_match = ["early_stopping.metric=exact_match", "early_stopping.patience=2"]
-    train_from_words(words(inputs, tmp_path / "by_match", *by_match))
+    train_from_overrides(words(inputs, tmp_path / "by_match", *by_match))
     assert first < record(tmp_path / "by_match")["result"]["step"] < 24
 
 
@@ -225,7 +225,7 @@ def test_metrics_are_in_each_validation_and_in_the_report(trained, tmp_path):
 
 @pytest.mark.trains
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny_training, "train", train_from_words)
+    monkeypatch.setattr(tiny_training, "train", train_from_overrides)
     refuse_to_differ_after_a_break(
         words(inputs, tmp_path, "checkpoint.best_metric=exact_match"), trained, tmp_path / "broken"
     )
@@ -246,22 +246,24 @@ def test_a_run_that_is_told_to_stop_while_it_answers_saves_and_validates_again(t
     with monkeypatch.context() as patch:
         patch.setattr(evaluation, "generate_answers", stopped)
         with pytest.raises(PreemptedError):
-            train_from_words(words(inputs, tmp_path / "run", "checkpoint.best_metric=exact_match"))
+            train_from_overrides(words(inputs, tmp_path / "run", "checkpoint.best_metric=exact_match"))
     assert [event["step"] for event in events(tmp_path / "run", "validation")] == [2, 4]
-    train_from_words(words(inputs, tmp_path / "run", "checkpoint.best_metric=exact_match"))
+    train_from_overrides(words(inputs, tmp_path / "run", "checkpoint.best_metric=exact_match"))
     assert events(tmp_path / "run", "validation") == events(trained, "validation")
     assert tiny_training.contents(tmp_path / "run/adapter") == tiny_training.contents(trained / "adapter")
 
 
 @pytest.mark.trains
 def test_metrics_change_no_weight_and_no_loss(trained, inputs, tmp_path):
-    train_from_words([*words(inputs, tmp_path / "run"), "validation.metrics=[]"])
+    train_from_overrides([*words(inputs, tmp_path / "run"), "validation.metrics=[]"])
     assert curve(tmp_path / "run") == curve(trained)
 
 
 @pytest.mark.trains
 def test_the_batch_changes_no_metric(trained, inputs, tmp_path):
-    train_from_words(words(inputs, tmp_path / "run", "validation.batch_size=1", "checkpoint.best_metric=exact_match"))
+    train_from_overrides(
+        words(inputs, tmp_path / "run", "validation.batch_size=1", "checkpoint.best_metric=exact_match")
+    )
     for one, other in zip(events(trained, "validation"), events(tmp_path / "run", "validation"), strict=True):
         assert (one["exact_match"], one["json_valid"]) == (other["exact_match"], other["json_valid"])
 

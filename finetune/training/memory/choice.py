@@ -19,7 +19,6 @@ from finetune.config.objectives import OBJECTIVES
 from finetune.engine.decoder import bare_model
 from finetune.errors import first_line
 from finetune.model.base import checkpoint_gradients
-from finetune.runs.durable import in_units
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.forecast import (
     CANNOT_TRACE,
@@ -32,6 +31,7 @@ from finetune.training.memory.forecast import (
     optimizer_need,
 )
 from finetune.training.optim import build_optimizer
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, ParallelSection
@@ -194,14 +194,14 @@ def choose(
     usable = round(_USED_SHARE * max(0, room))
     bound = _bound(model, rows=rows.most * rows.tokens // longest, length=longest)
     if how.device_type == "cpu" and bound <= usable:  # to trace a step would take seconds, in runs that take seconds
-        return replace(configured, why=f"a step needs less than {in_units(bound)}, of {_free(room)}")
+        return replace(configured, why=f"a step needs less than {format_bytes(bound)}, of {_free(room)}")
     try:
         steps = _Steps(config, model, how, longest=longest, collate=collate, world_size=world_size)
         decision = _decide_by_forecast(steps, rows, usable, config)
     except CANNOT_TRACE as error:
         why = f"the memory of a step cannot be predicted without data ({type(error).__name__}: {first_line(error)})"
         return replace(configured, max_rows=config.training.batch_size, why=why)
-    why = f"a step needs at most {in_units(decision.num_bytes)} beside the weights, of {_free(room)}"
+    why = f"a step needs at most {format_bytes(decision.num_bytes)} beside the weights, of {_free(room)}"
     if decision.num_bytes > usable:
         why += ", so memory may run out: see `finetune plan`"
     chosen = replace(configured, gradient_checkpointing=decision.is_checkpointing, why=why)
@@ -339,7 +339,7 @@ def _row_limit(config: Config, world_size: int) -> int:
 
 
 def _free(room: int) -> str:
-    return f"{in_units(max(0, room))} that are free"
+    return f"{format_bytes(max(0, room))} that are free"
 
 
 def _bound(model: Any, *, rows: int, length: int) -> int:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from finetune.logs import log_above
@@ -72,12 +71,7 @@ class TrainingProgress:
                 self._show_view(console)
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._shown.close()
 
     def _show_view(self, console: Console) -> None:

@@ -1,0 +1,49 @@
+"""Read the arguments of `train` and of the commands before a run: `[RUN] OVERRIDES…`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from finetune.config.compose import compose
+from finetune.config.config_files import is_file_of_rows
+from finetune.config.schema import Config
+
+DEFAULT_TASK = "finetune_lora"
+"""The task when a command names neither a task nor a run file. A run file names its own task."""
+
+
+def config_from_overrides(
+    overrides: Sequence[str], *, command: str = "train", complete: bool = True, needs_data: bool = True
+) -> Config:
+    """Compose the configuration that `finetune COMMAND [RUN] OVERRIDES…` describes.
+
+    Args:
+        overrides: the arguments of the command.
+        command: the command's name, for messages.
+        complete: also require a model and data.
+        needs_data: False: require only a model.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    run, rest = run_and_overrides(overrides)
+    return compose(
+        rest,
+        run=run,
+        defaults={} if run else {"task": DEFAULT_TASK},
+        complete=complete,
+        needs_data=needs_data,
+        typed=shlex.join(["finetune", command, *overrides]),
+    )
+
+
+def run_and_overrides(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the run file, if one is named, and the overrides.
+
+    The first argument is the run file if it has no equals sign and is not a file of rows. `run=` names one anywhere.
+    """
+    if overrides and "=" not in overrides[0] and not is_file_of_rows(overrides[0]):
+        return overrides[0], list(overrides[1:])
+    named = [override.removeprefix("run=") for override in overrides if override.startswith("run=")]
+    return (named[0] if named else None), list(overrides)

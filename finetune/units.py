@@ -1,0 +1,26 @@
+"""Format durations and sizes in bytes for messages, logs and pages."""
+
+from __future__ import annotations
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration with its two largest units: `2 h 1 min`, `1 min 1 s`, `45 s`, `0.4 s`."""
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.2g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Format a size with three digits in decimal units: `1.23 MB`."""
+    if num_bytes < 1000:
+        return f"{num_bytes:.0f} B"
+    size, unit = num_bytes / 1000, "kB"
+    for larger in ("MB", "GB", "TB"):
+        if size < 999.5:  # three digits would show it as 1000
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.3g} {unit}"
