@@ -62,7 +62,7 @@ def test_what_a_run_says_at_its_worst_is_shown_too():
     assert "nan at step 3" in shown(view)
     view.take({"event": "step"})
     view.take({"event": "of a later version", "step": "x"})
-    assert view.line() == "step 0/3 · loss – · 0 s left"
+    assert view.line() == "step 0/3 · loss – · 0.3 s left"
 
 
 @pytest.mark.parametrize(
