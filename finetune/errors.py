@@ -1,4 +1,4 @@
-"""The errors that finetune raises, one type for each kind of cause.
+"""The errors that finetune raises, with one type for each cause: configuration, launch, data, model, checkpoint, run.
 
 Every message says what is wrong, where, what was found and expected, and what to do next. A `FinetuneError` ends a
 command with its exit code and no traceback; any other exception is a bug and keeps its traceback (exit code 1).
@@ -30,7 +30,7 @@ class Fault:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, or its type where it has none: other libraries write many lines."""
+    """Return the first line of an error's text, or its type if it has no text. Other libraries write many lines."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
@@ -41,7 +41,7 @@ def last_line(log: str) -> str:
 
 
 class FinetuneError(Exception):
-    """The base class of all errors that are raised on purpose. Never raised itself."""
+    """The base class of all errors that finetune raises on purpose. It is never raised itself."""
 
     exit_code: int = 2
     is_reported_elsewhere: bool = False
@@ -73,7 +73,7 @@ class RunFailedError(FinetuneError):
 
     Args:
         message: for people.
-        fault: the world's first fault, where this rank ends because of it.
+        fault: the world's first fault, if this rank ends because of it.
     """
 
     exit_code = 3
@@ -84,10 +84,7 @@ class RunFailedError(FinetuneError):
 
 
 class PreemptedError(FinetuneError):
-    """The run was told to stop, and everything trained is in a checkpoint, on all ranks.
-
-    By SIGTERM, SIGUSR1, SIGHUP or Ctrl-C.
-    """
+    """A signal asked the run to stop, and its progress is saved in a checkpoint: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C."""
 
     exit_code = 75
 

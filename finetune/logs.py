@@ -1,6 +1,6 @@
-"""The package's own logger, never the root logger: rank in front, INFO from rank 0, WARNING and above from all.
+"""Configure the package's logger: INFO and above on rank 0, WARNING and above on other ranks. Never the root logger.
 
-A person at a terminal sees warnings and errors alone; log.txt has all lines.
+On an interactive terminal, only warnings and errors are shown. log.txt has all lines.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PACKAGE = "finetune"
 _HANDLER_NAME = "finetune-stderr"
 _LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "peft", "transformers")
 _COLOURS = {"warning": "1;35", "error": "1;31", "critical": "1;31"}
-"""Magenta and red can be read on a light background as on a dark one; yellow cannot."""
+"""Magenta and red are readable on light and on dark backgrounds; yellow is not."""
 
 _MOMENT_SECONDS = 0.3
 _one_line = threading.Lock()
-"""Held while `waiting` shows its line: what is inside another wait shows none of its own."""
+"""Held while `waiting` shows its line, so that a wait inside another wait shows no line."""
 
 
 class _Early(logging.Handler):
@@ -52,7 +52,7 @@ class _RankFormatter(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """A log file that a full disk ends without ending the run; logging itself would print a traceback for each line."""
+    """A log file. If the disk is full, it reports this once instead of printing a traceback for each line."""
 
     _is_broken = False
 
@@ -79,7 +79,7 @@ class _Forwarder(logging.Handler):
 
 
 class _PersonHandler(logging.StreamHandler[TextIO]):
-    """Warnings and errors as a person reads them: in few words, folded to the width of the terminal."""
+    """Show warnings and errors briefly on an interactive terminal, wrapped to its width."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -94,7 +94,7 @@ class _PersonHandler(logging.StreamHandler[TextIO]):
 
 
 def is_for_a_person(stream: TextIO) -> bool:
-    """Check whether a person reads a stream: it is a terminal that can redraw its lines, and not that of a CI."""
+    """Return whether a stream is an interactive terminal: it can redraw its lines and does not belong to a CI."""
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown") and not os.environ.get("CI")
 
 
@@ -102,10 +102,10 @@ def configure_logs(rank: int, *, level: int = logging.INFO, num_processes: int =
     """Send the package's log to stderr. Call it again once the rank is known: the last call counts.
 
     Args:
-        rank: stands in front of each line.
+        rank: the rank that begins each line.
         level: the lowest level to log.
-        num_processes: of the launch. One process at a terminal spares a person all lines but warnings and errors,
-            unless the level is DEBUG.
+        num_processes: processes of the launch. A single process on an interactive terminal shows only warnings and
+            errors, unless the level is DEBUG.
     """
     logger = logging.getLogger(PACKAGE)
     early = next((h for h in logger.handlers if isinstance(h, _Early)), _Early())
@@ -129,12 +129,12 @@ def is_configured() -> bool:
 
 
 def speaks_to_a_person() -> bool:
-    """Check whether the log on stderr is the short one for a person."""
+    """Return whether stderr shows only warnings and errors, for an interactive terminal."""
     return any(isinstance(handler, _PersonHandler) for handler in logging.getLogger(PACKAGE).handlers)
 
 
 def log_python_warnings() -> None:
-    """Send Python's warnings through the package's log, so that log.txt has them; a person is spared file and line."""
+    """Send Python's warnings through the package's log, so that log.txt has them. A terminal shows no file and line."""
 
     logger = logging.getLogger("py.warnings")
     logger.handlers = [_Forwarder()]
@@ -154,7 +154,7 @@ def log_python_warnings() -> None:
 
 
 def hear_libraries() -> None:
-    """Send what other libraries log through the package's log, if a person reads it; else they write as they do."""
+    """On an interactive terminal, send the log lines of other libraries through the package's log."""
     if speaks_to_a_person():
         for name in _LIBRARIES:
             logging.getLogger(name).handlers = [_Forwarder()]
@@ -184,7 +184,7 @@ def _is_not_on_view(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Tell a person what takes more than a moment, and for how long already, on a line that disappears afterwards."""
+    """On an interactive terminal, show a line with what takes long and its time so far. The line disappears at the end."""
     if not speaks_to_a_person() or not _one_line.acquire(blocking=False):
         yield
         return

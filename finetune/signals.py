@@ -1,4 +1,4 @@
-"""Handle SIGTERM, SIGUSR1, SIGHUP and Ctrl-C: the first ends a run after its step, a second one at once."""
+"""Handle SIGTERM, SIGUSR1, SIGHUP and Ctrl-C. The first ends a run after its step, a second one at once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from types import FrameType
 from typing import ClassVar, NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-"""SIGHUP means that the terminal is gone. Under `nohup` it is ignored, and stays so."""
+"""SIGHUP means that the terminal is gone. If `nohup` has made the process ignore it, it stays ignored."""
 _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h: choose the signal that the kernel sends to this process when its parent thread ends."""
 _CTRL_C_DOES = ("finetune: stops after this step and its checkpoint;", "press Ctrl-C again to stop at once")
 _ONE_REQUEST_SECONDS = 1.0
-"""The same signal may come twice: from the terminal or the scheduler, and from the launcher."""
+"""Signals within this time are one request: the terminal or scheduler sends a signal, and the launcher sends it too."""
 _RAISED_AGAIN_SECONDS = 0.05
 
 
@@ -38,20 +38,20 @@ class Terminated(SystemExit):
 
 
 class _Told:
-    """The stop signal that this process has received: state of the process, like its handlers."""
+    """The stop signal that this process has received. Like signal handlers, it is state of the process."""
 
     pid = 0
-    """The process that handles signals; a forked child inherits its handlers, but not this role."""
+    """The process that handles signals. A forked child inherits the handlers, but must not use them."""
     waits_for_step = False
     is_shown = False
-    """A live view shows that the run stops."""
+    """Whether a live view shows that the run stops."""
     by: signal.Signals | None = None
     at = 0.0
 
 
 @contextmanager
 def stops_after_step() -> Iterator[None]:
-    """Only record the first SIGTERM, SIGUSR1, SIGHUP or Ctrl-C inside, for `told_to_stop`.
+    """Within the block, only record the first SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, for `told_to_stop`.
 
     A second SIGTERM or Ctrl-C, more than a second later, raises `Terminated` or KeyboardInterrupt in the main thread.
     Signals that the program handles itself are left alone.
@@ -66,9 +66,9 @@ def stops_after_step() -> Iterator[None]:
 
 @contextmanager
 def _dropped_interrupts_are_raised_again() -> Iterator[None]:
-    """Send a signal once more when Python has dropped its exception, which was raised inside a `__del__`.
+    """Send a signal again if Python has dropped its exception because it was raised inside a `__del__`.
 
-    The imports of a run call thousands of them, so a second Ctrl-C would have no effect if it came in one.
+    The imports of a run call thousands of `__del__` methods. A second Ctrl-C during one of them would have no effect.
     """
     before = sys.unraisablehook
 
@@ -93,7 +93,7 @@ def _dropped_interrupts_are_raised_again() -> Iterator[None]:
 def stop_signals_go_to(
     handler: Callable[[int, FrameType | None], object], signals: Sequence[signal.Signals] = STOP_SIGNALS
 ) -> Iterator[None]:
-    """Set a handler inside for the signals that the program does not handle itself. In the main thread only."""
+    """Within the block, handle the signals that the program does not handle itself. In the main thread only."""
     before = {number: signal.getsignal(number) for number in signals}
     defaults = (signal.SIG_DFL, signal.default_int_handler)
     mine = [number for number in signals if before[number] in defaults] if _is_main_thread() else []
@@ -107,18 +107,18 @@ def stop_signals_go_to(
 
 
 def termination_raises() -> AbstractContextManager[None]:
-    """Make SIGTERM raise `Terminated` in the main thread inside, unless the program handles it itself."""
+    """Within the block, SIGTERM raises `Terminated` in the main thread, unless the program handles it itself."""
     return stop_signals_go_to(_raise, (signal.SIGTERM,))
 
 
 def told_to_stop() -> signal.Signals | None:
-    """Return the signal that told this process to stop after its step, or None."""
+    """Return the signal that asked this process to stop after its step, or None."""
     return _Told.by if _Told.pid == os.getpid() else None
 
 
 @contextmanager
 def ctrl_c_is_shown() -> Iterator[None]:
-    """Leave it to a live view to show `ctrl_c_to_show` inside: text from elsewhere would tear the view."""
+    """Within the block, a live view shows `ctrl_c_to_show`, because other text would break the view."""
     _Told.is_shown = True
     try:
         yield
@@ -127,18 +127,18 @@ def ctrl_c_is_shown() -> Iterator[None]:
 
 
 def ctrl_c_to_show() -> Sequence[str]:
-    """Return the lines that confirm a first Ctrl-C, for a live view; none before it, and none once the view ends."""
+    """Return the lines with which a live view confirms a first Ctrl-C. Empty before it, and without a live view."""
     return _CTRL_C_DOES if _Told.is_shown and told_to_stop() == signal.SIGINT else ()
 
 
 def no_step_is_left() -> None:
-    """Declare that training is over: from here on the first signal raises, as only a second one did before."""
+    """Declare that training is over. From here on, the first signal raises. Before, only the second one did."""
     _Told.waits_for_step = False
 
 
 @contextmanager
 def stop_signals_are_noted() -> Iterator[None]:
-    """After `no_step_is_left`, only record a first signal inside once more: a phase looks for it by itself."""
+    """Within the block, only record the first signal, also after `no_step_is_left`. The caller checks for it."""
     _Told.waits_for_step, before = True, _Told.waits_for_step
     try:
         yield
@@ -160,9 +160,9 @@ def leave_signals_to_parent(*_: object) -> None:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ignore stop signals inside, while the process is ending.
+    """Within the block, ignore stop signals, because the process is ending already.
 
-    Under a launcher they come twice: from the terminal, and from the launcher, which received them too.
+    Under a launcher they come twice: from the terminal, and from the launcher, which passes them on.
     """
     if not _is_main_thread():
         yield
@@ -213,7 +213,7 @@ def _acknowledge(number: int) -> None:
 
 
 def _in_child(number: int) -> None:
-    """Obey only SIGTERM in a forked child, whose parent decides about the other signals."""
+    """In a forked child, obey only SIGTERM. The parent decides about the other signals."""
     if number == signal.SIGTERM:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

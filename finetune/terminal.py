@@ -1,4 +1,4 @@
-"""Write to a terminal: text that cannot steer it and holds no password, lines that fit it, JSON, and tables."""
+"""Write text, JSON and tables to a terminal, without control sequences and credentials, wrapped to its width."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ _SECRET_IN_QUERY = re.compile(
     r"([?&][^\s=&]*(?:sig|token|secret|password|credential|key|jwt|pwd|auth(?==)|(?<![a-z])pass(?==))[^\s=&]*=)[^&]+",
     re.IGNORECASE,
 )
-"""A value in the query of an address that lets anybody read it, as those of signed addresses do; the first group is its
-name."""
+"""A query parameter that grants access to an address, as in signed URLs; the first group is its name."""
 _NOT_ESCAPED_BY_JSON = re.compile("[\u007f-\u009f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _USUAL_WIDTH = 80
 _UNBOUNDED = 100_000
 _LONGEST_VALUE = 60
-"""A longer cell of a table is prose, which nobody reads as one line."""
+"""The longest cell that counts as one line of a table. A longer cell is prose."""
 _BETWEEN = " · "
 
 
@@ -38,8 +37,8 @@ def visible(text: str, *, also_unseen: bool = False) -> str:
     """Replace every control character but newline and tab by its code point: ``<U+001B>``, ``<U+202E>``.
 
     Args:
-        text: of a model, a file or a run, which may have been written to steer the terminal.
-        also_unseen: also replace harmless characters that cannot be seen: joiners, and all spaces but the plain one.
+        text: from a model, a file or a run. It may contain control sequences for the terminal.
+        also_unseen: also replace harmless invisible characters: joiners, and all spaces except the plain one.
     """
     return "".join(c if _may_stand(c, also_unseen) else f"<U+{ord(c):04X}>" for c in text)
 
@@ -72,9 +71,9 @@ def screen_width(stream: IO[str]) -> int | None:
 
 
 def fold(text: str, stream: IO[str], *, indent: str = "") -> str:
-    """Break lines between words where they are wider than the stream's terminal; elsewhere the text stays as it is.
+    """Wrap lines that are wider than the stream's terminal, between words. Other streams get the text unchanged.
 
-    No word is broken, so that a long path can be copied: the terminal itself continues it on the next line.
+    No word is broken, so that a long path can be copied. The terminal itself continues it on the next line.
 
     Args:
         text: one line or several.
@@ -113,7 +112,7 @@ def print_table(
     right: Collection[str] = (),
     title: str | None = None,
 ) -> None:
-    """Write a table to stdout. Where it is too wide for the terminal, each row becomes a paragraph: no value is cut.
+    """Write a table to stdout. If it is too wide for the terminal, each row becomes a paragraph. No value is truncated.
 
     In a pipe the table is as wide as its values, unless one of them is prose.
 

@@ -1,9 +1,9 @@
-"""The threads of a process: how they wait for each other, and how many cores there are for them.
+"""Choose how the threads of a process wait for each other, and count the cores that they can use.
 
-The OpenMP of torch's wheels for Linux (libgomp) reads its settings once, when torch loads it. By default its threads
-spin for about 3 ms before they sleep. Beside another busy process, a thread that spins takes the core which the thread
-that it waits for needs, and training falls to a fraction of its speed. Threads that sleep at once are slow on an idle
-machine, since most waits are shorter than a wake-up. `benchmarks/busy.py` measures them; its figures are in
+The OpenMP library of torch's wheels for Linux (libgomp) reads its settings once, when torch loads it. By default, a
+waiting thread spins for about 3 ms before it sleeps. If another process is busy, the spinning thread occupies the core
+that the other thread needs, and training falls to a fraction of its speed. Threads that sleep at once are slow on an
+idle machine, because most waits are shorter than a wake-up. `benchmarks/busy.py` measures this; the results are in
 benchmarks/README.md.
 """
 
@@ -27,11 +27,11 @@ class Waiting(NamedTuple):
     """How OpenMP's threads wait in this process."""
 
     variables: Mapping[str, str]
-    """The environment variables that say it, by name."""
+    """The environment variables that determine it, by name."""
     chosen_by: Literal["finetune", "user", "OpenMP"]
 
     def __str__(self) -> str:
-        """Say it for the log."""
+        """Describe it for the log."""
         if self.chosen_by == "OpenMP":
             return "OpenMP's own way of waiting, because torch was loaded before finetune"
         shown = " ".join(f"{name}={value}" for name, value in self.variables.items())
@@ -39,7 +39,7 @@ class Waiting(NamedTuple):
 
 
 def choose_waiting(environ: Mapping[str, str], *, is_torch_loaded: bool) -> Waiting:
-    """Choose how threads wait: as the environment says, else as finetune prefers, unless it is too late for that.
+    """Choose how threads wait: as the environment says, else finetune's own choice if torch is not loaded yet.
 
     Args:
         environ: the environment, perhaps of a process that finetune started with its choice in it.
@@ -53,16 +53,16 @@ def choose_waiting(environ: Mapping[str, str], *, is_torch_loaded: bool) -> Wait
 
 @cache
 def settle_waiting() -> Waiting:
-    """Put the choice into the environment, for this process and those that it starts. Later calls only return it."""
+    """Set the choice in the environment of this process and its children. Later calls only return it."""
     waiting = choose_waiting(os.environ, is_torch_loaded="torch" in sys.modules)
     os.environ.update(waiting.variables)
     return waiting
 
 
 def is_for_one_thread(width: int | None, environ: Mapping[str, str]) -> bool:
-    """Whether one thread computes a model nearly as fast as two, so that a busy machine cannot make it wait.
+    """Return whether a model should use one thread, because a second thread makes it hardly faster.
 
-    It looks at no load: the number of threads can change the last bits of a sum, and a resumed run has the same bits.
+    The load of the machine does not matter, because the number of threads can change the last bits of a sum.
 
     Args:
         width: the model's hidden size; None: not known.
@@ -72,7 +72,7 @@ def is_for_one_thread(width: int | None, environ: Mapping[str, str]) -> bool:
 
 
 def share_cores(num_processes: int) -> None:
-    """Let processes that this one starts have an equal share of the cores as threads, unless OMP_NUM_THREADS is set."""
+    """Divide the cores among the processes that this one starts, as their threads, unless OMP_NUM_THREADS is set."""
     if not os.environ.get("OMP_NUM_THREADS"):
         os.environ["OMP_NUM_THREADS"] = str(max(1, int(num_cores() // num_processes)))
 

@@ -117,7 +117,7 @@ class Block(NamedTuple):
     bias: torch.Tensor | None
     """0 where a query sees a key and -inf elsewhere, fp32, shape (queries, keys); None: 0 everywhere."""
     is_causal: bool
-    """The i-th query sees the first i + 1 keys, and there is no bias."""
+    """Whether the block is causal: query i attends to keys 0 to i, and no bias is needed."""
 
 
 def prepare_blocks(layout: Layout, queries: torch.Tensor, window: int | None = None) -> list[Block]:

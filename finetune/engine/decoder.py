@@ -64,9 +64,9 @@ class Family:
         output: the output projection of the attention.
         widen: the first projections of the feed-forward part: gate and up in one module or in two, or only up.
         narrow: the last projection of the feed-forward part.
-        final_norm: after the last layer.
+        final_norm: the norm after the last layer.
         is_parallel: attention and the feed-forward part read the same LayerNorm, and there is no gate.
-        head_norms: of each head of the queries, and of the keys; empty where there are none.
+        head_norms: the norms of each query head and of each key head; empty if the model has none.
         window: the layers to which `sliding_window` of the configuration applies; by layer: as `layer_types` says.
     """
 

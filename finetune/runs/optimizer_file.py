@@ -130,7 +130,7 @@ def _read_record(file: Path, metadata: dict[str, str]) -> dict[str, Any]:
             and all(value is None or type(value) in (bool, int, float) for value in record["numbers"].values())
         )
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file} does not say whose state it holds: its metadata is damaged.") from error
+        raise CheckpointError(f"{file} does not name its optimizer: its metadata is damaged.") from error
     if not is_whole:
-        raise CheckpointError(f"{file} does not say whose state it holds: its metadata is malformed.")
+        raise CheckpointError(f"{file} does not name its optimizer: its metadata is malformed.")
     return dict(record)

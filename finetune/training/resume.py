@@ -153,7 +153,7 @@ def _recorded_start(run: RecordedRun) -> Mapping[str, Any] | None:
 
 
 def _config_in(start: Mapping[str, Any] | None) -> Config | None:
-    """Return the configuration of a start, also with former spellings of keys; None where it cannot be read."""
+    """Return the recorded configuration of a start, also with former names of keys; None if it cannot be read."""
     try:
         return Config.model_validate(saved_with_our_keys(start["config"])) if start else None
     except ValidationError:
