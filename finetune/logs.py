@@ -184,7 +184,7 @@ def _is_not_on_view(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """On an interactive terminal, show a line with what takes long and its time so far. The line disappears at the end."""
+    """On an interactive terminal, show a line with a slow task and its time so far. The line disappears at the end."""
     if not speaks_to_a_person() or not _one_line.acquire(blocking=False):
         yield
         return
