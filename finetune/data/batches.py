@@ -32,12 +32,12 @@ _CUDA_WORKERS = 2
 
 
 class MicrobatchRows(NamedTuple):
-    """The number of a micro-batch in the global batch of its step, and its rows."""
+    """The rows of a micro-batch, and its number in the global batch of its step."""
 
     microbatch: int
     rows: list[int]
     before: list[int]
-    """For each row, the one before it in the global batch; for the first row, the last one."""
+    """For each row, the row before it in the global batch. The last row counts as the row before the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class BatchRule:
         global_batch_size: rows per optimizer step over all ranks.
         batch_size: maximum number of rows in a micro-batch.
         max_tokens: maximum number of tokens in a micro-batch, or None. Padding counts; a shared prefix counts once.
-        each: without `tokens`: the rows that the model computes for each row of `lengths`, such as the sides of a pair.
+        each: without `tokens`: how many rows the model computes for each entry of `lengths`. For a pair, 2.
         boundary: rows up to this length are never in a micro-batch with longer ones, or None. LongRoPE models choose
             their factors for a whole batch from its longest row.
         drop_last: leave out the last global batch if it is not full.
@@ -95,7 +95,7 @@ class BatchRule:
         for step in range(first_step, self.steps_per_epoch):
             examples = self._examples_of_step(order, step)
             rows = self._rows_of(examples)
-            # A row that is alone in its step follows the last row of the step before.
+            # If a step has one row only, the row before it is the last row of the step before.
             last = rows[-1] if len(rows) > 1 else self._rows_of([order[step * self.global_batch_size - 1]])[-1]
             before = dict(zip(rows, [last, *rows], strict=False))
             groups = self.split(examples)
@@ -238,7 +238,7 @@ class TrainLoader(DataLoader[Microbatch]):
 
 
 class _EpochSampler(Sampler[Any]):
-    """Yields the rows of each micro-batch of the epoch that was set last."""
+    """Yields the rows of each micro-batch of the current epoch."""
 
     def __init__(self) -> None:
         self.rows: Callable[[], Iterator[Any]] = lambda: iter(())

@@ -82,7 +82,7 @@ def load_or_encode(folder: Path, key: str, encode: Encode, fallbacks: Fallbacks,
 
 
 def _without_cache(encode: Encode, fallbacks: Fallbacks) -> EncodedRows:
-    """Encode into a file that goes with this process, or into memory if there is no room for one."""
+    """Encode into a temporary file without a name, or into memory if there is no room for a file."""
     try:
         with tempfile.TemporaryDirectory(prefix="finetune-rows-") as folder:
             path = Path(folder) / "rows.safetensors"
@@ -95,7 +95,7 @@ def _without_cache(encode: Encode, fallbacks: Fallbacks) -> EncodedRows:
 
 
 def _read(path: Path, what: str) -> EncodedRows | None:
-    """Map a file; None if it does not exist or may not be looked at, or is damaged, which is logged."""
+    """Map a file. Returns None if it does not exist, may not be read, or is damaged. Damage is logged."""
     if not os.path.exists(path):  # noqa: PTH110 (Path.exists raises where a folder is locked)
         return None
     try:

@@ -1,7 +1,7 @@
-"""A tokenizer's chat template: render conversations with it, and find out which keys of a row it renders. No torch.
+"""Render conversations with a tokenizer's chat template, and find out which keys of a row it renders. Imports no torch.
 
-A key is rendered if two values of it give two texts. That is tried on a small conversation, once for each key: the
-source of a template is not read.
+To find out whether a template renders a key, a small conversation is rendered with two values of the key. If the texts
+differ, the key is rendered. This is tried once for each key. The source of a template is not parsed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ChatTemplate:
 
     Args:
         tokenizer: with the template.
-        name: of the template, for messages. Default: that of the tokenizer.
+        name: names the template in messages. Default: the name of the tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str = "") -> None:
@@ -85,7 +85,7 @@ class ChatTemplate:
         return marker in text and marker not in self.tokenizer.get_added_vocab()
 
     def _as_read(self, dialogue: Dialogue) -> list[Turn]:
-        """Put the thinking under the name, and the tools in the place, that the template reads."""
+        """Return the turns with thinking and tools under the keys that the template reads."""
         turns = list(dialogue.turns)
         ours, other = REASONING_KEYS
         if any(ours in turn for turn in turns) and not self.renders(("assistant", ours)):
@@ -98,7 +98,7 @@ class ChatTemplate:
     def _call(
         self, conversations: list[list[Turn]], tools: list[dict[str, Any]] | None, with_prompt: bool
     ) -> list[str | BadRowError]:
-        """Render all in one call, and one by one only if the template refuses a row, to find out which."""
+        """Render all conversations in one call. If the template refuses one of them, render each separately."""
         try:
             rendered: list[str | BadRowError] = self.tokenizer.apply_chat_template(  # type: ignore[assignment]
                 conversations,
@@ -115,7 +115,7 @@ class ChatTemplate:
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None) -> None:
-    """Give a tokenizer the template of `data.chat_template`, in place of its own. None changes nothing.
+    """Replace the chat template of a tokenizer by `data.chat_template`. None changes nothing.
 
     Args:
         tokenizer: changed in place, and saved with its template beside the weights.
@@ -145,10 +145,10 @@ def describe_key(key: RowKey) -> str:
 
 
 def _keys_of(dialogue: Dialogue) -> Iterator[RowKey]:
-    """Yield the keys that hold something which a template should render.
+    """Yield the keys that a template should render.
 
-    Ids only link calls with their results, and so does the name of a result that a call before it has: reading the rows
-    has checked them.
+    `tool_call_id` is left out, and so is the name of a result if an earlier call has that name: they only link results
+    to calls, which was checked when the rows were read.
     """
     if dialogue.tools:
         yield _TOOLS

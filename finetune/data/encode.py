@@ -53,11 +53,11 @@ def encode_examples(
 ) -> EncodedSplits:
     """Encode every split, or read it from the cache, and log a summary of each.
 
-    The first process of a node encodes and the others wait for it, by a file lock: this is no collective.
+    The first process of a node encodes. The others wait for it with a file lock, so this is not a collective.
 
     Args:
         splits: the result of `load_examples`.
-        tokenizer: a fast tokenizer; its own chat template is used, or that of `data.chat_template`, which it is given.
+        tokenizer: a fast tokenizer. If `data.chat_template` is set, it replaces the tokenizer's own template.
         section: `max_length`, `cache_dir`, the checks, and how the rows were chosen.
         fallbacks: records that the cache cannot be written.
         is_checked: whether the checks may refuse or drop rows; False keeps all.
@@ -93,10 +93,10 @@ def describe(splits: EncodedSplits) -> list[str]:
 def encode_rows(
     examples: Examples, tokens: AnswerTokens, section: DataSection, fallbacks: Fallbacks, writer: RowWriter
 ) -> RowFacts:
-    """Encode all rows of a source, in this process or in several: the bytes are the same.
+    """Encode all rows of a source, in this process or in several. The bytes are the same.
 
-    The rows are read twice and never kept: all are looked at before the first is encoded, so that a row which cannot
-    be used is reported in time.
+    The rows are read twice and are not kept in memory. All rows are checked before the first one is encoded, so that a
+    row that cannot be used is reported early.
 
     Args:
         examples: all rows of a source.
@@ -139,12 +139,12 @@ def encode_rows(
 
 
 class _Seen(NamedTuple):
-    """What is known of the rows of a source before they are encoded."""
+    """What the first pass over the rows of a source found out."""
 
     num_rows: int
     num_to_encode: int
     characters: int
-    """At least; they are not counted beyond what several processes need to pay."""
+    """A lower limit: counting stops where several processes pay off."""
     row_type: str
     ignored_keys: list[tuple[str, int, int]]
     """See `EncodedRows`."""
@@ -175,14 +175,14 @@ def _look_through(examples: Examples, template: ChatTemplate, train_on: str) -> 
 
 
 def _to_encode(row: Example, train_on: str) -> Iterable[Example]:
-    """Return the rows to encode. For `each_turn` these are the conversation up to each answer, which ends them."""
+    """Return the rows to encode. For `each_turn`, one row for each answer: the conversation up to that answer."""
     if train_on != "each_turn" or row.row_type != "messages":
         return (row,)
     return (row._replace(messages=row.messages[: answer + 1], learnt=(answer,)) for answer in row.learnt)
 
 
 class _Encoder:
-    """Encodes all sources with one tokenizer. Splits that share a source share its encoded rows."""
+    """Encodes all sources with one tokenizer. A source that several splits use is encoded once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, section: DataSection, fallbacks: Fallbacks) -> None:
         self.tokens = AnswerTokens(tokenizer, section.chat_template or "")
@@ -232,7 +232,7 @@ def _write_rows(batches: Iterable[Encoded], writer: RowWriter, max_length: int) 
 
 
 def _mix(split: str, parts: Sequence[Part], seed: int) -> EncodedExamples:
-    """Join the sources of a split, the rows of each as often as its weight says."""
+    """Join the sources of a split, with each row repeated according to the weight of its source."""
     chosen = []
     for part in parts:
         rows = part.epoch(seed)

@@ -25,10 +25,10 @@ _PIECE = 1 << 24
 
 
 class RowTable(NamedTuple):
-    """What is known of each row of a split. Their tokens stay where they are, one source after the other."""
+    """Facts about each row of a split. `starts` points into the tokens of all sources, one source after the other."""
 
     starts: torch.Tensor
-    """int64, shape (rows,): the first token of each row among those of all sources."""
+    """int64, shape (rows,): the position of the first token of each row in the tokens of all sources."""
     lengths: torch.Tensor
     """int64, shape (rows,)."""
     numbers: torch.Tensor
@@ -81,7 +81,7 @@ class EncodedExample(NamedTuple):
 
 
 class PromptAndAnswer(NamedTuple):
-    """A row cut before its last answer."""
+    """A row, split before its last answer."""
 
     prompt: list[int]
     """All tokens before the answer, with the header of the assistant's turn."""
@@ -90,7 +90,7 @@ class PromptAndAnswer(NamedTuple):
 
 
 class EncodedExamples(Dataset[EncodedExample]):
-    """The encoded rows of one split. Choosing rows, and joining those of several sources, copies no token.
+    """The encoded rows of one split. Selecting rows and joining sources copies no token.
 
     Args:
         sources: the tokens, perhaps mapped from files.
@@ -320,7 +320,7 @@ class Part:
     weight: float = 1.0
 
     def epoch(self, seed: int) -> Sequence[int]:
-        """Return the examples of an epoch: each as often as the weight's integer part, and a share of them once more.
+        """Return the examples of an epoch: each one int(weight) times, and a random fraction of them once more.
 
         Raises:
             DataError: the weight selects no row.

@@ -114,11 +114,11 @@ def _is_here(path: str) -> bool:
     try:
         return local_path(resolve_shipped(path)).exists()
     except OSError:
-        return True  # it cannot be looked at, which is said when it is read
+        return True  # it may not be read; reading it raises an error that says so
 
 
 def _holds(is_such: Callable[[Path], bool], path: str) -> bool:
-    """Whether there is such a thing at a path; False where it cannot be looked at."""
+    """Return the result of `is_such` for a path; False if the path may not be read."""
     try:
         return is_such(local_path(path))
     except OSError:

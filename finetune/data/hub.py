@@ -73,9 +73,9 @@ def open_split(section: DataSection, path: str, split: str) -> RowSource:
 
 
 def _first_rows(section: DataSection, hub_id: str, split: str) -> Path:
-    """Return the file of the first rows of a split, which is written if there is none of the hub's current commit.
+    """Return the file that holds the first rows of a split. Download them if the hub has a newer commit.
 
-    Without the hub, the newest file is used.
+    Without the hub, return the newest file.
     """
     folder = Path(section.cache_dir).expanduser()
     is_reachable = _hub_fault(section, hub_id) is None

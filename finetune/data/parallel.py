@@ -3,7 +3,7 @@
 Each process runs this module: it receives batches over a connection and sends tokens back. Unlike the processes of
 multiprocessing it does not import the user's script. It ends with the connection, however the parent ended; the
 processes of `datasets.map(num_proc=…)` outlive a parent that is killed. Each process has one batch at a time, and
-they take turns, so rows keep their order and no two ends can block each other.
+batches are assigned in turn. So rows keep their order, and parent and process never wait for each other.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def encode_in_processes(
         with tempfile.TemporaryDirectory(prefix="finetune-tokenizer-") as folder:
             start = _describe(tokens, train_on, folder)
             for _ in range(num_processes):
-                workers.append(_Worker(start))  # one by one: those that have started end below if a later one cannot
+                workers.append(_Worker(start))  # if one cannot start, the others end below
             _log.info("encoding in %d processes", num_processes)
             yield lambda batches: _encode_in_turn(workers, batches)
     except OSError as error:

@@ -47,7 +47,7 @@ class FileRows:
     label: str
     """The file as the user would name it."""
     is_copy: bool = False
-    """Whether the file is our own copy of the rows, so that its line numbers help nobody."""
+    """Whether the file is our own copy of the rows. Its line numbers are then left out of messages."""
 
     def place(self, number: int) -> str:
         """Name one row: `orders/train.jsonl:17`, or `orders/train.csv row 17`."""
@@ -198,7 +198,7 @@ def _decompress(path: Path, label: str, plain: Path) -> None:
     plain.touch()
     with opened(path, label) as file:
         for piece in iter(partial(file.read, _PIECE_BYTES), b""):
-            try:  # around writing alone: what fails in reading is told by `opened`
+            try:  # only around writing: `opened` handles errors of reading
                 with plain.open("ab") as copy:
                     copy.write(piece)
             except OSError as error:
@@ -232,7 +232,7 @@ def _load_table(path: Path, label: str, cache_dir: str) -> Iterable[dict[str, An
 
 @contextlib.contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """Turn off the progress bars of `datasets`, and of the hub for good: they would break up what we show."""
+    """Turn off the progress bars of `datasets`, and those of huggingface_hub for good: they disturb our output."""
     import datasets
     from huggingface_hub.utils.tqdm import disable_progress_bars
 

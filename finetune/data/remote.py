@@ -1,7 +1,9 @@
 """Rows at an address (`s3://…`, `https://…`), which fsspec opens.
 
-They are copied into `data.cache_dir` first: rows are read several times and by every process of a node, and must have
-the same bytes each time. The name of a copy is a digest of the address and of what tells its versions apart.
+Files are copied into `data.cache_dir` first, because every process of a node reads the rows several times and must get
+the same bytes each time. The name of a copy is a digest of the address, the size and what tells versions apart (an
+ETag, a date, a checksum). fsspec's `filecache` is not used: for https it never notices that a file has changed, and it
+does not compare the bytes of a copy with the size that the server names.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 _SAME_IN_ALL_VERSIONS = {"name", "type", "size", "url", "mimetype", "partial", "time"}
-"""What fsspec tells about a file and does not tell its versions apart. `time` is when it was last read (SFTP, SMB)."""
+"""Keys of fsspec's `info` that do not identify a version. `time` is the time of the last read (SFTP, SMB)."""
 _PIECE_BYTES = 1 << 20
 _LOCAL = "file://"
 
@@ -69,7 +71,7 @@ class RemoteRows:
         return FileRows(Path(name_of(self.address)), self.label).place(number)
 
     def check(self) -> None:
-        """Refuse what is not there or cannot be asked for. Raises the errors of `digest`."""
+        """Check that the file exists and can be read. Raises the errors of `digest`."""
         self._ask(lambda files, path: files.info(path))
 
     def digest(self) -> str:
@@ -128,7 +130,7 @@ class RemoteRows:
 
 
 def names_at(key: str, address: str) -> dict[str, str]:
-    """Return the data files of a folder at an address: their own addresses, by name.
+    """Return the addresses of the data files in a folder at an address, by file name.
 
     Raises:
         DataError: there is no such folder, or it cannot be read.
@@ -148,7 +150,7 @@ def name_of(address: str) -> str:
 
 
 def ask(key: str, address: str, question: Callable[[Any, str], _Answer]) -> _Answer:
-    """Call fsspec, and turn its errors into one sentence that holds no secret.
+    """Call fsspec, and turn its errors into one sentence without credentials.
 
     Args:
         key: the key that names the address.
@@ -166,7 +168,7 @@ def ask(key: str, address: str, question: Callable[[Any, str], _Answer]) -> _Ans
     except ImportError as error:
         fix = "Run `pip install 'finetune[http]'`" if address.startswith("http") else "Install it into this environment"
         raise DataError(f"{what}, which needs a package that is not installed ({error}). {fix}.") from None
-    except Exception as error:  # each scheme has errors of its own, and that of http tells only the cause of its own
+    except Exception as error:  # each scheme has its own errors; http names the status only in the cause
         cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
         if isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) == 404:
             raise DataError(f"{what}, but there is no such file or folder. Correct the address.") from None

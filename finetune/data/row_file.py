@@ -1,7 +1,7 @@
 """The file of encoded rows: written row by row while they are encoded, and mapped when it is read.
 
-It is a safetensors file whose header has a fixed size, so that the rows can be written before their number is known.
-Only numbers of each row are held in memory meanwhile, never its tokens.
+It is a safetensors file. The header has a fixed size, so that rows can be written before their number is known. While
+a file is written, memory holds a few numbers for each row, but not its tokens.
 Format: https://huggingface.co/docs/safetensors, "Format".
 """
 
@@ -54,7 +54,7 @@ class EncodedRows(NamedTuple):
 
 
 class RowFacts(NamedTuple):
-    """What is known of rows besides their tokens; see `EncodedRows`."""
+    """Facts about the rows of a source; see `EncodedRows`."""
 
     row_type: str = "text"
     read_as: str = ""
@@ -66,7 +66,7 @@ Encode: TypeAlias = "Callable[[RowWriter], RowFacts]"
 
 
 class CannotWriteError(Exception):
-    """The rows cannot be written. It is no OSError: those that encode must not take it for a fault of their own."""
+    """The rows cannot be written. Not an OSError, because `encode_in_processes` takes an OSError for a lost process."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))
@@ -164,7 +164,7 @@ def write_rows(path: Path, encode: Encode) -> None:
 
 
 def map_rows(path: Path) -> EncodedRows:
-    """Map the rows of a file: their pages are read when they are used, and take no memory of the process's own.
+    """Map the rows of a file. The kernel reads pages when they are used, and can drop them when memory is short.
 
     Raises:
         OSError: the file cannot be read.
@@ -197,7 +197,7 @@ def _read_header(file: BufferedReader) -> dict[str, Any]:
 
 
 def _enter(header: dict[str, Any], name: str, dtype: str, length: int) -> None:
-    """Add a tensor to a header, after those that are in it."""
+    """Add a tensor to a header, after the tensors that it has."""
     begin = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     end = begin + length * _DTYPES[dtype].itemsize
     header[name] = {"dtype": dtype, "shape": [length], "data_offsets": [begin, end]}

@@ -54,7 +54,7 @@ class RowProblems:
 
 
 class _OfRows:
-    """A sequence of its `rows`."""
+    """Base class: a sequence over `rows`."""
 
     @cached_property
     def rows(self) -> list[Example]:
@@ -84,7 +84,7 @@ class Examples(_OfRows):
         weight: the number of times that each row comes in an epoch of a mixture.
         whole: all rows of the source, if this split has only some of them; otherwise this split itself.
         choose: returns the indices of this split's rows, given the number of rows in `whole`; None: all rows.
-        read_as: the format and the columns in words; empty until the rows are read.
+        read_as: a description of the format and the columns; empty until the rows are read.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class _Labels:
         self._is_boolean = False
 
     def add(self, label: object, place: str) -> None:
-        """Note the label of a row. All words but those of labels count as one."""
+        """Count the label of a row. All texts that are no truth value count as one label."""
         word = str(label).strip().lower()
         if word in ("", "none"):
             return
@@ -263,7 +263,7 @@ class _Labels:
         self._is_boolean |= isinstance(label, bool)
 
     def check(self, label: str, num_rows: int) -> str:
-        """Refuse rows that are marked as good or bad: training would learn the bad ones like the good ones.
+        """Refuse rows that are marked as good or bad. Training would learn the bad answers like the good ones.
 
         The column holds booleans, or only the words true and false, since every cell of a CSV file is text. The numbers
         0 and 1 may also be the classes of a classification set, so such a column is left unused.

@@ -260,7 +260,7 @@ def _place_answers(
 
 
 def _find_missing(template: ChatTemplate, dialogue: Dialogue, whole: str) -> BadRowError | None:
-    """Look for each text of a conversation in its order. Answers that are not learnt may be shortened."""
+    """Check that the rendered text has each text of the conversation, in order. Context answers may be shortened."""
     position = 0
     for number, turn in enumerate(dialogue.turns):
         if template.has_foreign_header(turn["role"], whole):
@@ -295,7 +295,7 @@ def _texts_of(template: ChatTemplate, turn: Turn) -> Iterator[tuple[str, str]]:
 
 
 def _forms(turn: Turn, text: str) -> tuple[str, ...]:
-    """A text as it may be rendered: some templates write the results of tools as JSON."""
+    """Return the ways in which a text may be rendered. Some templates write the results of tools as JSON."""
     return (text, json.dumps(text, ensure_ascii=False)[1:-1]) if turn["role"] == "tool" else (text,)
 
 

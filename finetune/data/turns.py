@@ -3,7 +3,7 @@
 A turn is what chat templates read: an object with `role` and `content`, and where the row has them `reasoning_content`,
 `tool_calls`, `tool_call_id`, `name`, and keys that are unknown here.
 Source: https://developers.openai.com/api/reference/resources/chat and
-https://huggingface.co/docs/transformers/chat_extras (tool calls, whose arguments are objects in templates).
+https://huggingface.co/docs/transformers/chat_extras (in templates, the arguments of tool calls are objects).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Dialogue(NamedTuple):
 
     turns: tuple[Turn, ...]
     learnt: tuple[int, ...]
-    """The assistant's turns whose weight is not 0, by index."""
+    """The indices of the assistant's turns, without turns of weight 0."""
     tools: str = ""
     """JSON text of a list of tools; empty if there are none."""
 
@@ -143,7 +143,7 @@ def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
     if "tools" in present and (tools := parse_tools(present.pop("tools"), f"{where}.tools")):
         parsed["tools"] = tools
     for key in ("role", "content"):
-        if key in present:  # beside from and value, whose text and role it would replace
+        if key in present:  # beside `from` and `value`: it would replace their role and text
             raise BadRowError(f"{where} has {keys.role}, {keys.content} and {key} too; expected one pair of keys")
     for key in ("name", "tool_call_id"):
         if key in present:
@@ -227,7 +227,7 @@ def _parse_weight(weight: object, role: str, where: str) -> int:
 
 
 def _check_links(turns: Sequence[Turn], column: str) -> None:
-    """Check that each result names a call before it: most templates tell them apart by their order alone."""
+    """Check that each result names an earlier call. Most templates match results and calls by their order."""
     known: set[str] = set()
     for number, turn in enumerate(turns):
         known |= {call["id"] for call in turn.get("tool_calls", ()) if "id" in call}

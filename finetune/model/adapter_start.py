@@ -166,7 +166,7 @@ def _same_place(one: str | None, other: str | None) -> bool:
 def _config_differences(record: Mapping[str, Any], config: Any) -> Iterator[str]:
     """Yield the differences between two adapter configurations that the shapes of the weights do not show."""
     if record.get("peft_type") != "LORA":
-        yield f"it is of kind {record.get('peft_type')}, not LORA"
+        yield f"its peft_type is {record.get('peft_type')}, not LORA"
         return
     is_root = bool(record.get("use_rslora"))
     theirs = update_scale(record["r"], record["lora_alpha"], is_root)
@@ -181,11 +181,11 @@ def _config_differences(record: Mapping[str, Any], config: Any) -> Iterator[str]
         yield f"it trains the rows {tokens} of the embedding, this run {config.trainable_token_indices}"
     for key in ("rank_pattern", "alpha_pattern"):
         if record.get(key):
-            yield f"its {key} gives layers ranks of their own"
+            yield f"its {key} sets ranks or scales for single layers"
 
 
 def _tensor_differences(saved: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    kinds = {
+    differences = {
         "are not in this run's": sorted(saved.keys() - here.keys()),
         "are missing in it": sorted(here.keys() - saved.keys()),
         "have another shape": [
@@ -194,7 +194,7 @@ def _tensor_differences(saved: Mapping[str, torch.Tensor], here: Mapping[str, to
             if saved[key].shape != here[key].shape
         ],
     }
-    for what, names in kinds.items():
+    for what, names in differences.items():
         if names:
             shown = ", ".join(names[:_MAX_SHOWN]) + (", …" if len(names) > _MAX_SHOWN else "")
             yield f"{len(names)} of the tensors {what} ({shown})"

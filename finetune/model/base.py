@@ -117,10 +117,10 @@ def read_model_config(section: ModelSection) -> PretrainedConfig:
     if section.config is not None:
         keys = dict(section.config)
         refuse_unsupported(keys, str(section.path or keys.get("model_type")))
-        kind = keys.pop("model_type", None)
-        if kind is None:
+        model_type = keys.pop("model_type", None)
+        if model_type is None:
             raise ModelError("model.config has no model_type. Add one, for example model_type: phi3.")
-        config = _or_model_error(section, lambda: AutoConfig.for_model(kind, **keys))
+        config = _or_model_error(section, lambda: AutoConfig.for_model(model_type, **keys))
     else:
         where = locate_model(section)
         keys = _read_keys(section, where)
@@ -137,8 +137,8 @@ def read_model_config(section: ModelSection) -> PretrainedConfig:
         )
     if type(config) not in AutoModelForCausalLM._model_mapping and not section.trust_remote_code:
         raise ModelError(
-            f"{section.path or kind} is a {config.model_type} model, which transformers does not know as a causal "
-            "language model. Name one in model.path, for example microsoft/phi-4."
+            f"{section.path or model_type} is a {config.model_type} model, which transformers does not know as a "
+            "causal language model. Name one in model.path, for example microsoft/phi-4."
         )
     return config
 

@@ -89,11 +89,13 @@ def _rope_of(keys: Mapping[str, Any]) -> Mapping[str, Any]:
     return keys.get("rope_parameters") or keys.get("rope_scaling") or {}
 
 
-def _one_of_each(kinds: list[Any]) -> list[int]:
+def _one_of_each(layer_types: list[Any]) -> list[int]:
     """Return the first layer of each layer type, and the next layers until there are two."""
-    first = {kind: layer for layer, kind in reversed(list(enumerate(kinds)))}
+    first = {layer_type: layer for layer, layer_type in reversed(list(enumerate(layer_types)))}
     chosen = set(first.values())
-    chosen |= set([layer for layer in range(len(kinds)) if layer not in chosen][: max(0, _LEAST_LAYERS - len(chosen))])
+    chosen |= set(
+        [layer for layer in range(len(layer_types)) if layer not in chosen][: max(0, _LEAST_LAYERS - len(chosen))]
+    )
     return sorted(chosen)
 
 

@@ -117,7 +117,7 @@ def test_what_holds_no_whole_adapter_is_refused(inputs, first, tmp_path):
     (torn / "adapter_model.safetensors").write_bytes((first[0] / "adapter/adapter_model.safetensors").read_bytes())
     config = json.loads((torn / "adapter_config.json").read_text())
     (torn / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "IA3"}))
-    with pytest.raises(ModelError, match="it is of kind IA3, not LORA"):
+    with pytest.raises(ModelError, match="its peft_type is IA3, not LORA"):
         start(base_of(inputs), torn)
 
 
