@@ -169,21 +169,14 @@ def test_alone_it_reports_on_every_area_and_leaves_nothing_behind(tmp_path):
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.warm
-@pytest.mark.parametrize(
-    ("variables", "part"),
-    [
-        ({"RANK": "1", "WORLD_SIZE": "4"}, "LOCAL_RANK"),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "many"}, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
-    ],
-)
-def test_a_broken_launch_is_a_problem_with_a_fix_as_json_too(tmp_path, variables, part):
-    code, output = doctor(tmp_path, "--json", **variables)
+def test_a_broken_launch_is_a_problem_with_a_fix_as_json_too(tmp_path):
+    code, output = doctor(tmp_path, "--json", RANK="1", WORLD_SIZE="4")
     report = json.loads(output)
     assert code == report["exit_code"] == 2
     found = only_bad([Finding(**finding) for finding in report["findings"]])
     assert found.area == "This process"
-    assert part in found.what
-    assert "launcher" in found.fix or "torchrun" in found.fix
+    assert "missing LOCAL_RANK" in found.what
+    assert "torchrun" in found.fix
     assert {"Versions", "Devices", "Folders"} <= {finding["area"] for finding in report["findings"]}
 
 
@@ -191,12 +184,11 @@ def test_a_broken_launch_is_a_problem_with_a_fix_as_json_too(tmp_path, variables
 @pytest.mark.process
 @pytest.mark.warm
 def test_strict_turns_a_warning_into_exit_code_2(tmp_path):
-    words = ["ddp=True", f"data.cache_dir={tmp_path}"]
-    code, output = doctor(tmp_path, *words)
-    assert code == 0, output
+    code, output = doctor(tmp_path, "ddp=True", f"data.cache_dir={tmp_path}", "strict=true")
     assert "warning  ddp is true (command line), but one process was started" in output
     assert "\n           fix: start through torchrun" in output
-    assert doctor(tmp_path, *words, "strict=true")[0] == 2
+    assert output.endswith("0 problems, 1 warning\n")
+    assert code == 2
 
 
 @pytest.mark.process
@@ -235,6 +227,7 @@ def test_it_says_which_variables_were_read_and_which_are_defaults():
         ([], {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "no"}, "problem", "FSDP"),
         ([], {"ACCELERATE_MIXED_PRECISION": "fp16"}, "problem", "fp16"),
         (["training.precision=fp32"], {"ACCELERATE_MIXED_PRECISION": "bf16"}, "problem", "mixed precision bf16"),
+        ([], {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "many"}, "problem", "ACCUMULATION_STEPS is 'many'"),
         ([], {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "warning", "body of a Slurm batch script"),
     ],
     ids=lambda value: "",
@@ -582,20 +575,11 @@ def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
     code, output = doctor(tmp_path, "parallel.timeout_minutes=0.1", **rank_variables(0, free_port()))
     assert time.monotonic() - started < 6 + 10 + START_UP_SECONDS
     assert code == 2
-    world = output[output.index("World") :]
+    before, _, world = output.partition("World\n")
+    assert "port " in before, "this rank's own findings are printed before the world is tried"
     assert "problem" in world
-    assert "rank 1" in world or "missing: 1" in world or "ranks 1" in world, output
+    assert "rank 1 of 2 did not join" in world, output
     assert "fix: look at the output of the ranks" in world
-
-
-@pytest.mark.launch
-@pytest.mark.warm
-def test_a_held_port_is_named_before_the_world_is_tried(tmp_path):
-    with socket.create_server(("0.0.0.0", 0)) as holder:
-        port = holder.getsockname()[1]
-        code, output = doctor(tmp_path, "parallel.timeout_minutes=0.1", **rank_variables(0, port))
-    assert code == 2
-    assert f"problem  port {port} of" in output
 
 
 @pytest.mark.launch

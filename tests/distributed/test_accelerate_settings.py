@@ -143,25 +143,11 @@ fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false, fsdp_activatio
 parallelism_config: {parallelism_config_dp_shard_size: 2, parallelism_config_tp_size: 2}
 use_cpu: true
 """
-COMPILED = (
-    "{num_processes: 3, distributed_type: 'NO', dynamo_config: {dynamo_backend: INDUCTOR}, mixed_precision: bf16}"
-)
 PLAIN = "{num_processes: 4, num_machines: 1, distributed_type: MULTI_CPU, use_cpu: true}"
 LAUNCHES = {
     "by default": ([], None, [NOTHING]),
-    "the script's own words": (["report.py", "--num_processes", "9"], None, [NOTHING]),
     "on the CPU": (["--cpu", "--num_processes", "2"], None, [{**NOTHING, "asked": 2, "cpu": True}]),
     "a file for the CPU": (["--config_file", "c.yaml"], PLAIN, [{**NOTHING, "asked": 4, "cpu": True}]),
-    "a file and an option": (
-        ["--config_file=c.yaml", "--num-processes", "2", "-m", "report"],
-        PLAIN,
-        [{**NOTHING, "asked": 2, "cpu": True}],
-    ),
-    "compiled": (
-        ["--config_file", "c.yaml"],
-        COMPILED,
-        [{**NOTHING, "asked": 3, "precision": "bf16", "refused": ["ACCELERATE_DYNAMO_BACKEND=INDUCTOR"]}],
-    ),
     "an engine": (
         ["--config_file", "c.yaml", "--main_process_port", "0"],
         FSDP,
@@ -180,11 +166,6 @@ LAUNCHES = {
             }
         ]
         * 2,
-    ),
-    "an engine by options": (
-        ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--main_process_port", "0"],
-        None,
-        [{**NOTHING, "world_size": 2, "sharding": ["parallel.sharding=fsdp2"]}] * 2,
     ),
     "the first version of an engine": (
         ["--use_fsdp", "--num_processes", "2", "--main_process_port", "0"],

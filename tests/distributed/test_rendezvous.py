@@ -145,15 +145,6 @@ def test_ddp_false_lets_exactly_rank_0_go_on(tmp_path):
     assert all(report["seconds"] < 10 for report in reports)
 
 
-def test_ddp_false_is_refused_under_strict(tmp_path):
-    port = free_port()
-    codes, reports, outputs = ends(
-        [start(tmp_path, rank, port, flag=False, strict=True) for rank in range(2)], tmp_path
-    )
-    assert codes == [2, 2], outputs
-    assert all("ddp=False" in report["text"] for report in reports)
-
-
 def test_a_port_in_use_lets_rank_0_go_on_and_refuses_the_others(tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

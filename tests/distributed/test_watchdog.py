@@ -385,7 +385,7 @@ def send_and_wait_for_the_end(port, data):
 
 
 @scene(world_size=2)
-def strangers_at_the_port_are_sent_away(play):
+def peers_without_the_token_are_disconnected(play):
     play.start("leave")
     hub = json.loads(play.wait_for("share"))
     token = hub["token"]
