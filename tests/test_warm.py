@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from tests.launches import is_alive, run_command, start_command
+from tests.launches import LAUNCHERS, is_alive, run_command, start_command
 
 pytestmark = [
     pytest.mark.process,
@@ -63,6 +63,14 @@ def test_a_signal_ends_both(script, number):
         while is_alive(itself):
             assert time.monotonic() < itself_is_gone
             time.sleep(0.01)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_the_ranks_of_a_launcher_are_forked_off_too(script, launcher):
+    """What a library or a launcher adds to the variables of its children must not make them start on their own."""
+    asks = script("import sys; print('has torch:', 'torch' in sys.modules)")
+    done = run_command([*LAUNCHERS[launcher], asks])
+    assert done.stdout.count("has torch: True\n") == 2, done.stdout
 
 
 def test_what_an_import_may_have_read_needs_a_process_of_its_own(script):
