@@ -33,7 +33,7 @@ def diff(
         a, b = (str(run.folder.path) for run in runs)
         print_json({"a": a, "b": b, "differences": [_as_record(one) for one in found], "not_compared": unread})
     elif found:
-        print_table(["what", str(first), str(second)], [[f"{one.part} {one.name}", *one.shown()] for one in found])
+        print_table(["what", str(first), str(second)], [[f"{one.part} {one.name}", *one.texts()] for one in found])
     else:
         say(f"{first} and {second}: no differences except their folders and times")
     for file in [] if as_json else unread:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from finetune.distributed.runtime import Runtime
     from finetune.inference.answer_metrics import Metric
-    from finetune.inference.evaluation import Evaluation
     from finetune.inference.finished_run import FinishedRun
     from finetune.inference.harness import Results
+    from finetune.inference.scores import Evaluation
 
 Split = Literal["train", "validation", "test"]
 
@@ -63,6 +63,7 @@ def evaluate(
     from finetune.inference.answer_metrics import resolve_metrics
     from finetune.inference.finished_run import find_run
     from finetune.inference.harness import require_harness
+    from finetune.inference.scores import show_evaluation
 
     _refuse_to_overwrite(output)
     rules = OptionRules(
@@ -92,30 +93,47 @@ def evaluate(
         if output is not None:
             _write(output, record)
         return
-    kind = OBJECTIVES[run.config.training.objective].rows
-    if kind != "answers" and not _names_other_rows(run):
-        what = "pairs of answers" if kind == "pairs" else "labelled answers"
-        raise ConfigError(
-            f"{run_folder} was trained on {what}, and evaluate measures rows with one answer. Give such rows "
-            f"with data.path=FILE; `finetune report {run_folder}` shows the rewards."
-        )
+    _refuse_rows_without_one_answer(run)
     metrics = resolve_metrics([*run.config.testing.metrics, *(metric or [])], metrics_from or [])
+    evaluation = _measure(run, split, metrics)
+    if evaluation is None:
+        return
+    record = _as_record(run, split, evaluation)
+    if as_json:
+        print_json(record, indent=None)
+    else:
+        show_evaluation(split, evaluation, num_answers=run.config.testing.num_samples, with_perplexity=True)
+    if output is not None:
+        _write(output, {**record, "rows": _rows(evaluation)})
 
+
+def _refuse_rows_without_one_answer(run: FinishedRun) -> None:
+    """Refuse the rows of a run that was trained on pairs or labels, unless the command names other rows.
+
+    Raises:
+        ConfigError: the rows have no single answer to measure.
+    """
+    rows = OBJECTIVES[run.config.training.objective].rows
+    origins = [run.config.origin(f"data.{key}") for key in ("path", "mixture", "train", "validation", "test")]
+    is_of_the_run = all(origin.startswith(("default", str(run.folder.config_file))) for origin in origins)
+    if rows != "answers" and is_of_the_run:
+        what = "pairs of answers" if rows == "pairs" else "labelled answers"
+        raise ConfigError(
+            f"{run.folder.path} was trained on {what}, and evaluate measures rows with one answer. Give such rows "
+            f"with data.path=FILE; `finetune report {run.folder.path}` shows the rewards."
+        )
+
+
+def _measure(run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> Evaluation | None:
+    """Launch the processes, load the run and measure it. Return None on every rank but the main one."""
     from finetune.distributed.launch import launch
 
     with launch(run.config, trains=False) as runtime:
-        evaluation = _measure(runtime, run, split, metrics)
-        if not runtime.is_main_process:
-            return
-    if as_json:
-        print_json(_as_record(run, split, evaluation), indent=None)
-    else:
-        _show(split, evaluation, run.config.testing.num_samples)
-    if output is not None:
-        _write(output, {**_as_record(run, split, evaluation), "rows": _rows(evaluation)})
+        evaluation = _measure_on_rank(runtime, run, split, metrics)
+        return evaluation if runtime.is_main_process else None
 
 
-def _measure(runtime: Runtime, run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> Evaluation:
+def _measure_on_rank(runtime: Runtime, run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> Evaluation:
     """Load the run and measure it. Collective."""
     from finetune.data.batches import EvaluationLoader, loader_keys_on
     from finetune.data.encode import encode_examples
@@ -167,12 +185,6 @@ def _measure_by_harness(run: FinishedRun, tasks: str, folder: Path | None) -> Re
         )
 
 
-def _names_other_rows(run: FinishedRun) -> bool:
-    """Return whether the overrides name rows, in place of the rows of the run's own config."""
-    origins = [run.config.origin(f"data.{key}") for key in ("path", "mixture", "train", "validation", "test")]
-    return any(not origin.startswith(("default", str(run.folder.config_file))) for origin in origins)
-
-
 def _refuse_to_overwrite(output: Path | None) -> None:
     if output is None:
         return
@@ -220,29 +232,12 @@ def _rows(evaluation: Evaluation) -> list[dict[str, Any]]:
             "expected": row.expected,
             **{name: {"answer": answer, **row.metrics[name]} for name, answer in row.answers.items()},
         }
-        for row in evaluation.answered
+        for row in evaluation.answers
     ]
 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _show(split: Split, evaluation: Evaluation, num_samples: int) -> None:
-    from finetune.inference.scores import show_scores
-
-    show_scores(
-        split,
-        evaluation.num_rows,
-        {
-            name: {**each.metrics, "loss": each.loss, "perplexity": each.perplexity}
-            for name, each in evaluation.scores.items()
-        },
-        [
-            [("prompt", row.prompt), ("expected", row.expected), *row.answers.items()]
-            for row in evaluation.answered[:num_samples]
-        ],
-    )
 
 
 def _show_harness(results: Results) -> None:

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.data import row_checks
@@ -25,7 +24,7 @@ from finetune.diagnose.preview_splits import (
     row_digests,
     summarize,
 )
-from finetune.diagnose.preview_tokens import Piece, on_one_line, read_pieces, special_looking_text
+from finetune.diagnose.preview_tokens import Piece, join_alike, on_one_line, read_pieces, special_looking_text
 from finetune.engine.prefixes import num_shared
 from finetune.errors import ConfigError, DataError
 from finetune.fallbacks import Fallbacks
@@ -85,8 +84,8 @@ class PreviewedRow:
             "same_as": asdict(self.same_as),
             "notes": self.notes,
             "spans": [
-                {"text": "".join(piece.text for piece in pieces), "loss": loss, "special": special}
-                for (loss, special), pieces in groupby(self.pieces, key=lambda piece: piece.look)
+                {"text": span.text, "loss": span.carries_loss, "special": span.is_special}
+                for span in join_alike(self.pieces)
             ],
             "token_ids": [token_id for token_id, _ in every],
             "loss": [piece.carries_loss for _, piece in every],

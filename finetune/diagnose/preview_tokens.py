@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from finetune import terminal
@@ -31,10 +32,19 @@ class Piece(NamedTuple):
     is_special: bool
     """It is a special token, not ordinary text."""
 
-    @property
-    def look(self) -> tuple[bool, bool]:
-        """The style of the piece; neighbours of one style are shown as one."""
-        return self.carries_loss, self.is_special
+
+class Span(NamedTuple):
+    """A part of a row that looks the same: with loss or without, special tokens or text."""
+
+    text: str
+    carries_loss: bool
+    is_special: bool
+
+
+def join_alike(pieces: Iterable[Piece]) -> list[Span]:
+    """Join neighbouring pieces of one look."""
+    groups = groupby(pieces, key=lambda piece: (piece.carries_loss, piece.is_special))
+    return [Span("".join(piece.text for piece in alike), *look) for look, alike in groups]
 
 
 def visible(text: str) -> str:

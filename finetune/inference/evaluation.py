@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,63 +26,17 @@ from finetune.inference.answer_reader import AnswerReader
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.inference.finished_run import has_base
 from finetune.inference.losses import in_even_rounds, measure_losses
-from finetune.inference.scores import ComparedAnswer, ModelComparison, ModelScores
+from finetune.inference.scores import AnsweredRow, Evaluation, ModelName, Scores
 from finetune.logs import waiting
 from finetune.model.base import evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ModelName = Literal["base", "tuned"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scores:
-    """The figures of one model."""
-
-    loss: float
-    """Nats per target token; nan without targets."""
-    standard_error: float
-    """Standard error of the rows' mean losses."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Means over the rows that have an answer, by name."""
-
-    @property
-    def perplexity(self) -> float:
-        """exp(loss): the number of equally likely tokens that would be as uncertain."""
-        try:
-            return math.exp(self.loss)
-        except OverflowError:
-            return math.inf
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnsweredRow:
-    """A row with the answers of the models and the metrics of each answer."""
-
-    source: str
-    prompt: str
-    expected: str
-    answers: Mapping[ModelName, str]
-    metrics: Mapping[ModelName, Mapping[str, float]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """The scores on a split. On other ranks than the main process there are no metrics and no answered rows."""
-
-    num_rows: int
-    num_targets: int
-    scores: Mapping[ModelName, Scores]
-    """Scores of the tuned model, and of the base if it was measured."""
-    answered: Sequence[AnsweredRow] = ()
-    num_left_out: int = 0
-    """Rows that the loss leaves out (`testing.drop_last`)."""
-
 
 def run_test_phase(
     runtime: Runtime, model: Any, tokenizer: PreTrainedTokenizerBase, loader: EvaluationLoader, section: TestingSection
-) -> ModelComparison:
+) -> Evaluation:
     """Evaluate for the test phase of training, with the metrics of the configuration.
 
     This process computes alone, without communication. Collective if the model is sharded: every rank.
@@ -97,19 +51,7 @@ def run_test_phase(
     metrics: dict[str, Metric] = {name: METRICS[name] for name in section.metrics}
     is_alone = runtime.shard_size is None
     found = evaluate_model(runtime, model, tokenizer, loader, section, metrics=metrics, is_alone=is_alone)
-    scores = {name: ModelScores(loss=each.loss, **each.metrics) for name, each in found.scores.items()}
-    return ModelComparison(
-        tuned=scores["tuned"],
-        base=scores.get("base"),
-        num_rows=found.num_rows,
-        num_left_out=found.num_left_out,
-        answers=tuple(
-            ComparedAnswer(
-                prompt=row.prompt, expected=row.expected, tuned=row.answers["tuned"], base=row.answers.get("base")
-            )
-            for row in found.answered[: section.num_samples]
-        ),
-    )
+    return replace(found, answers=found.answers[: section.num_samples])
 
 
 @waiting("measuring the model on its rows")
@@ -162,7 +104,7 @@ def evaluate_model(
         num_rows=len(examples),
         num_targets=int(losses["tuned"][1].sum()),
         scores={name: _scores(losses[name], measured[name]) for name in names},
-        answered=tuple(
+        answers=tuple(
             AnsweredRow(
                 source=dialogue.sources[row],
                 prompt=dialogue.last_turn(row),

@@ -1,13 +1,17 @@
-"""The result of the test phase, and the table that it and `finetune evaluate` print."""
+"""The scores and answers of a model on a split, and the table that training and `finetune evaluate` print of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from finetune.inference.answer_metrics import SHARES
 from finetune.signals import give_up_dead_screens
 from finetune.terminal import print_table, print_texts
+
+ModelName = Literal["base", "tuned"]
 
 _LABELS = {
     "exact_match": "exact match",
@@ -20,96 +24,101 @@ _MAX_ANSWERS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelScores:
-    """The scores of one model on the test split. A metric that was not measured is None."""
+class Scores:
+    """The scores of one model."""
 
-    loss: float | None = None
-    """Nats per target token."""
-    exact_match: float | None = None
-    """Share of generated answers that equal the expected one, between 0 and 1."""
-    json_valid: float | None = None
-    """Share of generated answers that are JSON, between 0 and 1."""
+    loss: float
+    """Nats per target token; nan without targets."""
+    standard_error: float = 0.0
+    """Standard error of the rows' mean losses."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Means over the rows that have an answer, by name."""
 
     @property
-    def figures(self) -> dict[str, float | None]:
-        """The scores by name, in the order in which they are shown."""
-        return {"exact_match": self.exact_match, "json_valid": self.json_valid, "loss": self.loss}
+    def perplexity(self) -> float:
+        """exp(loss): the number of equally likely tokens that would be as uncertain."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def exact_match(self) -> float | None:
+        """Fraction of generated answers that equal the expected one. None if it was not measured."""
+        return self.metrics.get("exact_match")
+
+    @property
+    def json_valid(self) -> float | None:
+        """Fraction of generated answers that are JSON. None if it was not measured."""
+        return self.metrics.get("json_valid")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparedAnswer:
-    """A prompt, its expected answer and the answers of the models."""
+class AnsweredRow:
+    """A row with the answers of the models and the metrics of each answer."""
 
+    source: str
     prompt: str
     expected: str
-    tuned: str
-    base: str | None = None
-    """None if the base did not answer this prompt."""
+    answers: Mapping[ModelName, str]
+    metrics: Mapping[ModelName, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelComparison:
-    """The result of the test phase."""
+class Evaluation:
+    """The scores on a split. On other ranks than the main process there are no metrics and no answers."""
 
-    tuned: ModelScores
-    base: ModelScores | None = None
-    """None if the base was not measured (`testing.compare_base=false`, or full fine-tuning)."""
-    num_rows: int = 0
-    """Rows of the test split."""
+    num_rows: int
+    num_targets: int = 0
+    scores: Mapping[ModelName, Scores]
+    """Scores of the base, where it was measured, and of the tuned model."""
+    answers: Sequence[AnsweredRow] = ()
     num_left_out: int = 0
-    """Rows that the loss leaves out (`testing.drop_last`)."""
-    answers: tuple[ComparedAnswer, ...] = ()
+    """Rows without a part in the loss (`testing.drop_last`)."""
+
+    @property
+    def tuned(self) -> Scores:
+        """The scores of the tuned model."""
+        return self.scores["tuned"]
+
+    @property
+    def base(self) -> Scores | None:
+        """The scores of the base. None if it was not measured (`testing.compare_base=false`, or full fine-tuning)."""
+        return self.scores.get("base")
 
 
-def show_comparison(comparison: ModelComparison) -> None:
-    """Print the result of the test phase: base against tuned, then prompts with the answers of both."""
+def show_test_result(evaluation: Evaluation) -> None:
+    """Print the result of the test phase of training."""
     give_up_dead_screens()
-    models = {"base": comparison.base, "tuned": comparison.tuned}
-    show_scores(
-        "test",
-        comparison.num_rows,
-        {name: scores.figures for name, scores in models.items() if scores is not None},
-        [
-            [(name, text) for name in ("prompt", "expected", *models) if (text := getattr(answer, name)) is not None]
-            for answer in comparison.answers[:_MAX_ANSWERS]
-        ],
-        num_left_out=comparison.num_left_out,
-    )
+    show_evaluation("test", evaluation, num_answers=_MAX_ANSWERS)
 
 
-def show_scores(
-    split: str,
-    num_rows: int,
-    scores: Mapping[str, Mapping[str, float | None]],
-    answers: Iterable[Iterable[tuple[str, str]]],
-    *,
-    num_left_out: int = 0,
-) -> None:
-    """Print a table with one column of figures per model, then the texts of each answered row.
+def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, with_perplexity: bool = False) -> None:
+    """Print a table with one column of scores per model, then some prompts with the expected and the models' answers.
 
     Args:
         split: the name of the split.
-        num_rows: its rows.
-        scores: figures of each model, by name; one that is None for every model is left out.
-        answers: for each row its prompt, its expected answer and the models' answers, by name.
-        num_left_out: rows without a part in the loss.
+        evaluation: its scores and answers.
+        num_answers: print the answers to this many prompts.
+        with_perplexity: add the perplexity to the table.
     """
+    columns = {
+        name: {**each.metrics, "loss": each.loss, **({"perplexity": each.perplexity} if with_perplexity else {})}
+        for name, each in evaluation.scores.items()
+    }
     rows = [
-        [_LABELS.get(name, name), *(_shown(name, figures[name]) for figures in scores.values())]
-        for name in scores["tuned"]
-        if any(figures[name] is not None for figures in scores.values())
+        [_LABELS.get(name, name), *(_format_score(name, column[name]) for column in columns.values())]
+        for name in columns["tuned"]
     ]
-    title = f"{split.capitalize()} split, {num_rows:,} rows"
-    if num_left_out:
-        title += f"; the loss is over {num_rows - num_left_out:,} of them (drop_last)"
-    print_table(["", *scores], rows, right=scores, title=title)
-    for texts in answers:
-        print_texts(texts)
+    title = f"{split.capitalize()} split, {evaluation.num_rows:,} rows"
+    if evaluation.num_left_out:
+        title += f"; the loss is over {evaluation.num_rows - evaluation.num_left_out:,} of them (drop_last)"
+    print_table(["", *columns], rows, right=columns, title=title)
+    for row in evaluation.answers[:num_answers]:
+        print_texts([("prompt", row.prompt), ("expected", row.expected), *row.answers.items()])
 
 
-def _shown(name: str, value: float | None) -> str:
-    if value is None:
-        return "–"
+def _format_score(name: str, value: float) -> str:
     if name in SHARES:
         return f"{value:.1%}"
     return f"{value:.3f}" if name == "perplexity" else f"{value:.4f}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from finetune.config.compose import load_config
@@ -14,19 +13,11 @@ from finetune.runs.recorded_run import RecordedRun
 
 if TYPE_CHECKING:
     from finetune.diagnose.preview_splits import SplitSummary
+    from finetune.diagnose.preview_tokens import Span
 
 MOST_CHARACTERS = 6000
 """The most characters of a row that the page shows."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Span:
-    """A part of a row that looks the same: with loss or without, special tokens or text."""
-
-    text: str
-    carries_loss: bool
-    is_special: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +63,7 @@ def _preview(runs: Sequence[RecordedRun]) -> PreviewedData:
 
 def _read(run: RecordedRun, labels: list[str]) -> PreviewedData:
     from finetune.diagnose.preview import preview_data
+    from finetune.diagnose.preview_tokens import Span, join_alike
 
     config = load_config([], run=str(run.folder.config_file))
     # A report of a folder from somebody else must not run its code.
@@ -83,9 +75,8 @@ def _read(run: RecordedRun, labels: list[str]) -> PreviewedData:
         side = "" if row.side is None else f" ({row.side})"
         facts = f"{row.num_tokens:,} tokens{side}, {row.num_targets:,} carry loss"
         places.append(facts if places else f"row {row.location.row}, {row.location.source}: {facts}")
-        alike = groupby(row.own_pieces(), key=lambda piece: piece.look)
         spans += [Span("\n", False, True)] if spans else []
-        spans += [Span("".join(piece.text for piece in pieces), *look) for look, pieces in alike]
+        spans += join_alike(row.own_pieces())
     return PreviewedData(
         labels=labels,
         source=preview.data,
@@ -101,7 +92,7 @@ def _shortened(spans: Sequence[Span]) -> list[Span]:
     kept: list[Span] = []
     for span in spans:
         if left <= 0:
-            return [*kept, Span(" … ", False, True)]
-        kept.append(Span(span.text[:left], span.carries_loss, span.is_special))
+            return [*kept, span._replace(text=" … ", carries_loss=False, is_special=True)]
+        kept.append(span._replace(text=span.text[:left]))
         left -= len(span.text)
     return kept

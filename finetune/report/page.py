@@ -23,7 +23,7 @@ from finetune.errors import ConfigError
 from finetune.report import sentences
 from finetune.report.curves import COLOURS, build_charts
 from finetune.report.data_preview import PreviewedData
-from finetune.runs.comparison import compare_runs, shown
+from finetune.runs.comparison import compare_runs, format_value
 from finetune.runs.metrics import number_in
 from finetune.runs.recorded_run import RecordedRun, mapping, step_of
 from finetune.terminal import visible
@@ -139,8 +139,8 @@ def setting_rows(run: RecordedRun) -> list[SettingRow]:
     return [
         SettingRow(
             key=key,
-            value=shown(value),
-            default=shown(defaults[key]),
+            value=format_value(value),
+            default=format_value(defaults[key]),
             is_changed=value != defaults[key],
             meaning=(fields()[key].description or "").replace("`", ""),
         )

@@ -29,16 +29,16 @@ class Difference(NamedTuple):
     values: list[Any]
     """One for each run; None also means that the run does not record it."""
 
-    def shown(self) -> list[str]:
+    def texts(self) -> list[str]:
         """Return the values as text."""
-        return [self._shown(value) for value in self.values]
+        return [self._text(value) for value in self.values]
 
-    def _shown(self, value: Any) -> str:
+    def _text(self, value: Any) -> str:
         if value is None and self.part != "config":
             return MISSING
         if isinstance(value, float) and self.part == "result":
             return f"{value:.6g}"
-        return shown(value)[:_DIGITS] if self.part == "data" else shown(value)
+        return format_value(value)[:_DIGITS] if self.part == "data" else format_value(value)
 
 
 def differing(sides: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
@@ -64,7 +64,7 @@ def compare_runs(runs: Sequence[RecordedRun]) -> list[Difference]:
     ]
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Write a value as on the command line, without passwords."""
     return without_passwords(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
 

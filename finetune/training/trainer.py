@@ -17,7 +17,7 @@ from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
 from finetune.inference.evaluation import run_test_phase
 from finetune.inference.losses import LossSums, sum_losses
-from finetune.inference.scores import ModelComparison, show_comparison
+from finetune.inference.scores import Evaluation, show_test_result
 from finetune.model.base import longrope_boundary
 from finetune.runs.checkpoints import load_checkpoint, take_snapshot
 from finetune.runs.folder import RunFolder
@@ -204,7 +204,7 @@ class Trainer:
         runtime.at("after training", end.state.step, timed=False)  # the script decides what comes next
         return TrainingResults(end.state, run.last_loss), run.last_validation
 
-    def run_test(self, test_loader: EvaluationLoader | None) -> ModelComparison | None:
+    def run_test(self, test_loader: EvaluationLoader | None) -> Evaluation | None:
         """Measure the published weights, and the base, on the test split; print the table.
 
         Rank 0 measures alone, without a collective. All ranks may call this, or only rank 0; the others return None.
@@ -223,15 +223,15 @@ class Trainer:
             _log.info("Starting testing phase...")
             with nullcontext() if is_alone else self.runtime.failing_together("reading the published weights"):
                 load_model(self.model, RunFolder(self.config.output_dir).adapter)
-            comparison = run_test_phase(self.runtime, self.model, self.tokenizer, test_loader, self.config.testing)
+            evaluation = run_test_phase(self.runtime, self.model, self.tokenizer, test_loader, self.config.testing)
             self.runtime.at("after testing", timed=False)  # the script decides what comes next
             if self.journal is None:
                 return None
             if not self.journal.is_closed:  # a script may measure again after its run has ended
-                self.journal.test(comparison)
-            show_comparison(comparison)
+                self.journal.test(evaluation)
+            show_test_result(evaluation)
             _log.info("Training and testing completed successfully!")
-            return comparison
+            return evaluation
 
     def measure(self, loader: EvaluationLoader) -> LossSums:
         """Measure this rank's rows of the validation split; cut short if a rank was preempted. Collective."""

@@ -23,7 +23,7 @@ from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, LaunchError, PreemptedError
 from finetune.fallbacks import Fallbacks
-from finetune.inference.scores import ModelComparison
+from finetune.inference.scores import Evaluation
 from finetune.training.train import build_parts
 from finetune.training.trainer import Trainer, TrainingResults
 
@@ -98,13 +98,13 @@ class TrainerDDP(Trainer):
         self._is_trained = True
         return results
 
-    def run_test(self, test_loader: EvaluationLoader | None) -> ModelComparison | None:
+    def run_test(self, test_loader: EvaluationLoader | None) -> Evaluation | None:
         """See `Trainer.run_test`. This completes the run and releases its folder; a second call only measures."""
         with self._leaving_on_error():
-            comparison = super().run_test(test_loader)
+            evaluation = super().run_test(test_loader)
             if self.journal is not None:
                 self.journal.close(None)
-        return comparison
+        return evaluation
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the world and record in run.json how the run ended. Safe to call twice, and after `cleanup_ddp`.

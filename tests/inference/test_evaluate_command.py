@@ -2,11 +2,12 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from finetune.cli.evaluate import _names_other_rows, evaluate
+from finetune.cli.evaluate import _refuse_rows_without_one_answer, evaluate
 from finetune.config.compose import load_config
 from finetune.errors import ConfigError, RunFailedError
 from finetune.inference.finished_run import FinishedRun
@@ -140,11 +141,15 @@ def test_options_that_would_be_ignored_are_refused(tmp_path, options, reason):
     ("words", "are_named"),
     [([], False), (["data.max_length=64"], False), (["data=orders"], True), (["data.test=rows.jsonl"], True)],
 )
-def test_words_that_name_other_rows_are_told_from_those_that_do_not(tmp_path, words, are_named):
+def test_pairs_are_refused_unless_the_command_names_other_rows(tmp_path, words, are_named):
     folder = RunFolder(tmp_path)
-    folder.config_file.write_text("model: {path: owner/phi}\ndata: {path: pairs.jsonl, max_length: 32}\n")
+    folder.config_file.write_text(
+        "model: {path: owner/phi}\ndata: {path: pairs.jsonl, max_length: 32}\ntraining: {objective: dpo}\n"
+    )
     config = load_config(words, run=str(folder.config_file))
-    assert _names_other_rows(FinishedRun(folder=folder, config=config, weights=tmp_path)) == are_named
+    run = FinishedRun(folder=folder, config=config, weights=tmp_path)
+    with nullcontext() if are_named else pytest.raises(ConfigError, match="was trained on pairs of answers"):
+        _refuse_rows_without_one_answer(run)
 
 
 def test_a_metric_of_ones_own_package_is_measured(measured, adapter_run, tmp_path, monkeypatch):

@@ -96,7 +96,7 @@ def test_of_several_runs_it_names_the_best_and_what_differs(tmp_path):
     assert re.search(r"2083\s*60\s*0\.1583\s*87\.5 %\s*0\.5\s*1,03[01]", page.text)
     assert headline(runs) == "second has the lowest validation loss: 0.2083. The next best has 0.4167."
     assert second_line(runs) == "Their settings differ in optim.learning_rate."
-    settings = [(row.name, row.shown()) for row in compare_runs(runs) if row.part != "result"]
+    settings = [(row.name, row.texts()) for row in compare_runs(runs) if row.part != "result"]
     assert settings == [("optim.learning_rate", ["0.0002", "0.001"])]
     other = write_run(tmp_path / "other", words, digest="other rows", factor=0.1)
     assert "different rows" in second_line(open_runs([first, other]))

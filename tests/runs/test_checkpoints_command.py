@@ -212,18 +212,6 @@ def test_each_checkpoint_is_read_once(folder, monkeypatch):
     assert sorted(read) == ["adapter", "step-000010", "step-000020", "step-000030"]
 
 
-@pytest.mark.process
-def test_it_answers_without_torch(folder):
-    program = (
-        "import sys\nfrom finetune.cli import main\n"
-        f"try: main(['checkpoints', {str(folder.path)!r}])\n"
-        "finally: print([name for name in ('torch', 'safetensors', 'transformers') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("[]\n")
-
-
 @pytest.mark.trains
 def test_a_real_run(tmp_path):
     words = [

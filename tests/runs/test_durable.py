@@ -1,7 +1,6 @@
 import errno
 import hashlib
 import os
-import resource
 import signal
 import sys
 import traceback
@@ -194,21 +193,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
         points += 1
     assert points >= 7
     assert path.read_bytes() == b"newer"
-
-
-def test_a_file_larger_than_allowed_is_an_error_with_its_reason(tmp_path):
-    write(tmp_path / "x", OLD)
-
-    def save_with_a_limit() -> int:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
-        with pytest.raises(RunFailedError, match="EFBIG"), disk_failures_end_the_run("Saving", tmp_path / "x"):
-            write(tmp_path / "x", {"a.bin": b"1" * 20_000})
-        return 3
-
-    assert in_child(save_with_a_limit) == 3
-    assert content(tmp_path / "x") == OLD
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def test_every_flip_of_every_byte_is_found(tmp_path):

@@ -91,20 +91,6 @@ def test_time_over_names_the_holder(
 
 
 @pytest.mark.process
-def test_a_killed_holder_gives_the_lock_back(tmp_path: Path) -> None:
-    path = tmp_path / "a.lock"
-    process = start(HOLD, path)
-    assert first_line(process) == "held"
-    assert try_file_lock(path) is None
-    kill(process)
-    assert path.exists()
-    with file_lock(path, timeout_seconds=5, waiting_for="it"):
-        holder = read_holder(path)
-        assert holder is not None
-        assert holder.pid == os.getpid()
-
-
-@pytest.mark.process
 def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
     process = start(HOLD_WITH_CHILD, path)

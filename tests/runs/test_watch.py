@@ -1,12 +1,9 @@
-import subprocess
-import sys
-
 import pytest
 
 from finetune.runs.file_lock import file_lock
 from finetune.runs.metrics import MetricsWriter
 from tests.in_process import run_finetune
-from tests.launches import REPOSITORY, start_command
+from tests.launches import start_command
 from tests.runs.made_runs import change_record, step_figures, write_run
 from tests.runs.screens import FINETUNE, Screen
 from tests.tiny_runs import write_base, write_rows
@@ -92,18 +89,6 @@ def test_once_leaves_a_run_that_goes_on(tmp_path):
     folder = write_run(tmp_path / "a", status="running")
     with file_lock(folder.lock_file, waiting_for="the test"):
         assert watch(folder.path, "--once").stdout.splitlines()[-1] == "a, running"
-
-
-@pytest.mark.process
-def test_watching_runs_and_diff_need_no_torch(tmp_path):
-    write_run(tmp_path / "a")
-    code = (
-        "import sys\nfrom finetune.cli.commands import app\n"
-        "for words in (['runs', sys.argv[1]], ['diff', sys.argv[1], sys.argv[1]], ['watch', sys.argv[1]]):\n"
-        "    app(words, standalone_mode=False)\n"
-        "assert not {'torch', 'transformers', 'peft'} & sys.modules.keys()\n"
-    )
-    subprocess.run([sys.executable, "-c", code, tmp_path / "a"], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 from finetune.config.compose import load_config
 from finetune.fallbacks import Fallbacks
 from finetune.inference.losses import LossSums
-from finetune.inference.scores import ModelComparison, ModelScores
+from finetune.inference.scores import Evaluation, Scores
 from finetune.runs.checkpoints import Snapshot
 from finetune.runs.state import TrainerState
 from finetune.training.reporting.journal import Journal
@@ -39,7 +39,8 @@ def write_all(folder: Path) -> list[dict[str, object]]:
     sums = LossSums(nats=22.0, num_targets=20.0, num_examples=2.0, example_means=2.2, squared_example_means=2.5)
     journal.validation(TrainerState(step=2, epoch=1), sums, figures={"reward_margin": 0.5})
     journal.save(Snapshot(2, {"state.json": [b"{}"]}), best=None)
-    journal.test(ModelComparison(tuned=ModelScores(loss=0.2, exact_match=0.93), base=ModelScores(loss=2.0), num_rows=3))
+    scores = {"base": Scores(loss=2.0), "tuned": Scores(loss=0.2, metrics={"exact_match": 0.93})}
+    journal.test(Evaluation(num_rows=3, scores=scores))
     journal.close(None)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.compose import resolved_yaml
 from finetune.errors import PreemptedError, RunFailedError
 from finetune.inference.losses import LossSums
-from finetune.inference.scores import ModelComparison
+from finetune.inference.scores import Evaluation
 from finetune.logs import log_only_to, log_to_file, stop_logging_to
 from finetune.runs.durable import disk_failures_end_the_run, replace_file
 from finetune.runs.folder import RunFolder
@@ -249,16 +248,23 @@ class Journal:
             self._progress.__exit__(None, None, None)
             self._progress = None
 
-    def test(self, comparison: ModelComparison) -> None:
+    def test(self, evaluation: Evaluation) -> None:
         """Record the result of the test phase: the scores of both models, and their answers in run.json."""
-        self._example_prompt = next((answer.prompt for answer in comparison.answers), None)
-        self.result["answers"] = [asdict(answer) for answer in comparison.answers]
-        self.result["test_rows"] = comparison.num_rows
-        self.result["test_rows_left_out"] = comparison.num_left_out
-        for model, scores in (("base", comparison.base), ("tuned", comparison.tuned)):
-            if scores is not None:
-                self._tell("test", model=model, **scores.figures)
-                self.result[f"test_{model}"] = asdict(scores)
+        self._example_prompt = next((row.prompt for row in evaluation.answers), None)
+        self.result["answers"] = [
+            {
+                "prompt": row.prompt,
+                "expected": row.expected,
+                **{name: row.answers.get(name) for name in ("tuned", "base")},
+            }
+            for row in evaluation.answers
+        ]
+        self.result["test_rows"] = evaluation.num_rows
+        self.result["test_rows_left_out"] = evaluation.num_left_out
+        for model, scores in evaluation.scores.items():
+            metrics = {"exact_match": scores.exact_match, "json_valid": scores.json_valid}
+            self._tell("test", model=model, **metrics, loss=scores.loss)
+            self.result[f"test_{model}"] = {"loss": scores.loss, **metrics}
 
     def close(self, error: BaseException | None) -> None:
         """Record how the run ended and release the folder. Later calls do nothing."""
