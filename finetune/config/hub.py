@@ -23,7 +23,7 @@ from finetune.terminal import without_passwords
 LIMIT_SECONDS = 15.0
 """The longest that a run waits for the hub to answer."""
 LIMIT_BESIDE_CACHE_SECONDS = 5.0
-"""The same where the hub's cache has all that is needed."""
+"""The longest that a run waits for the hub if the hub's cache has all that is needed."""
 
 _REMEMBERED_SECONDS = 60.0
 """An answer holds for this long: a command asks once, and a notebook may try again later."""
@@ -32,7 +32,7 @@ Reason = Literal["offline", "unreachable", "gated", "missing", "revision", "refu
 
 
 class Repository(NamedTuple):
-    """What a run names at the hub."""
+    """A model or data set on the hub that a run names."""
 
     name: str
     """Its hub id."""
@@ -41,7 +41,7 @@ class Repository(NamedTuple):
 
     @property
     def page(self) -> str:
-        """The address of its page."""
+        """Return the URL of its page on the hub."""
         return f"{_endpoint()}/{'datasets/' if self.kind == 'dataset' else ''}{self.name}"
 
 
@@ -50,7 +50,7 @@ class HubFault(NamedTuple):
 
     reason: Reason
     text: str
-    """In words, to be read after "and"."""
+    """A clause that continues a sentence after "and"."""
 
 
 def find_fault(repository: Repository, *, is_cached: bool = False) -> HubFault | None:

@@ -82,11 +82,11 @@ class ParallelSection(Section):
     find_unused_parameters: Free[bool] = False
     """With `gradient_sync: ddp`: look for parameters that get no gradient. This takes time in every step."""
     sharding: Free[Literal["none", "fsdp2"]] = "none"
-    """fsdp2: each process keeps a part of the weights and gathers a layer when it is needed."""
+    """fsdp2: shard the weights across the processes with torch's FSDP2. none: each process has all weights."""
     shard_size: Free[Annotated[int, Field(ge=2)] | None] = None
     """With `sharding: fsdp2`: processes that share one copy of the model, for example those of a node. Default: all."""
     reshard_after_forward: Free[bool] = True
-    """With `sharding: fsdp2`: let a layer go after its forward pass and gather it again in the backward pass."""
+    """With `sharding: fsdp2`: reshard a layer after its forward pass and all-gather it again in the backward pass."""
 
     @field_validator("shard_size")
     @classmethod

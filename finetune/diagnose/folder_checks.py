@@ -56,7 +56,7 @@ def judge_space(free_bytes: int, needed_bytes: int | None, folder: str) -> Findi
 
     Args:
         free_bytes: free space.
-        needed_bytes: the size of the checkpoints that the run will write; None where it is not known.
+        needed_bytes: the size of the checkpoints that the run will write; None if it is not known.
         folder: the folder to name in the message.
     """
     free, needed = format_bytes(free_bytes), format_bytes(needed_bytes or 0)

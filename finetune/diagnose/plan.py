@@ -100,23 +100,23 @@ class Plan:
     objective: str
     precision: str
     why_not_engine: str | None
-    """The reason to compute padded rows with the model's own forward; None where the engine computes packed ones."""
+    """The reason to compute padded rows with the model's own forward; None if the engine computes packed ones."""
     called_layers: dict[str, int]
     """The number of linear layers that the engine calls as PEFT made them, by reason."""
     batches: Batches
     device: Device
     peak: Peak | None
-    """None where it cannot be known without data."""
+    """None if it cannot be known without data."""
     checkpointing: Trade | None
     in_shards: list[ShardedNeed]
-    """With the same micro-batches; empty where the peak is not known, or the run cannot be sharded."""
+    """With the same micro-batches; empty if the peak is not known, or the run cannot be sharded."""
     choice: MemoryChoice
     """Gradient checkpointing and the size of micro-batches, as a run on this device would choose them."""
     disk: DiskNeed
     seconds_per_step: float | None
     """Measured with `--probe`; None without it."""
     seconds_at_limit: float | None
-    """A lower bound for a step, see `finetune.diagnose.plan_time`; None where the device's limit is not known."""
+    """A lower bound for a step, see `finetune.diagnose.plan_time`; None if the device's limit is not known."""
     findings: list[Finding]
 
     @property

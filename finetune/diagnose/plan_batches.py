@@ -67,7 +67,7 @@ class Batching:
 
     Attributes:
         config: the whole run.
-        rows: the training rows; None where they cannot be read, so that every row is assumed to have data.max_length.
+        rows: the training rows; None if they cannot be read, so that every row is assumed to have data.max_length.
         collate: makes a micro-batch from rows.
         is_padded: rows are padded and go through the model's own forward.
         boundary: see `BatchRule`.
@@ -105,7 +105,7 @@ class Batching:
 
     @property
     def cadence(self) -> Cadence | None:
-        """The cadence of the run; None where the rows cannot be read, or do not fill a global batch."""
+        """The cadence of the run; None if the rows cannot be read, or do not fill a global batch."""
         steps_per_epoch = 0 if self.rows is None else self._rule.steps_per_epoch
         return Cadence.of(self.config, steps_per_epoch) if steps_per_epoch else None
 

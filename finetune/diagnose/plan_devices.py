@@ -21,7 +21,7 @@ class _Known(NamedTuple):
     gib: float
     """The whole memory, as torch reports it."""
     bf16: float | None
-    """TFLOP/s of matrix products; None where the device does not compute in bf16."""
+    """TFLOP/s of matrix products; None if the device does not compute in bf16."""
     fp32: float
     """TFLOP/s in full fp32, the default of torch."""
 

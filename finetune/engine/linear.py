@@ -25,7 +25,7 @@ class Linear(NamedTuple):
     Attributes:
         weight: (out_features, in_features); a frozen one may be in 4 bits.
         bias: (out_features,), or None.
-        lora_a: (r, in_features), or None where the layer has no adapter.
+        lora_a: (r, in_features), or None if the layer has no adapter.
         lora_b: (out_features, r), or None.
         keep: bool (rows, in_features), False where the adapter's dropout removes an element of its input, or None.
         scale: the factor of the adapter's part; with `keep` it includes 1 / (1 - p).

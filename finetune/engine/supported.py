@@ -14,7 +14,7 @@ _PLAIN_TYPES = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, 
 
 
 def unsupported_reason(model: nn.Module) -> str | None:
-    """Return the reason why `Decoder` cannot replace the model's own forward; None where it can.
+    """Return the reason why `Decoder` cannot replace the model's own forward; None if it can.
 
     Every module must be of a known type, so that replaced, wrapped and hooked modules are found. The linear layers of
     `called_layers` are supported by calling them.

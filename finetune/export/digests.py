@@ -20,7 +20,7 @@ _EDITED_BY_USERS = ("README.md", "Modelfile")
 
 
 class RecordedDigests(NamedTuple):
-    """Digests of a folder that were recorded elsewhere, by name; empty where none were recorded."""
+    """Digests of a folder that were recorded elsewhere, by name; empty if none were recorded."""
 
     tensors: Mapping[str, str] = {}
     files: Mapping[str, str] = {}

@@ -52,7 +52,7 @@ class _Trained(NamedTuple):
     """As it was resolved when the run started; `FinishedRun` has the one that loads the weights."""
     recorded: RecordedRun
     base: str | None
-    """The hub id of the base; None where it is not on the hub."""
+    """The hub id of the base; None if it is not on the hub."""
 
 
 def merged_card(

@@ -172,7 +172,7 @@ def _compare_answer(served: ServedModel, vector: Vector, max_new_tokens: int, bo
     """Compare a greedy answer with the expected one.
 
     Returns:
-        The first difference, empty where none counts, and whether the answers differ at a near tie.
+        The first difference, empty if none counts, and whether the answers differ at a near tie.
     """
     expected = vector.answer or []
     found = served.answer(vector.token_ids, max_new_tokens)

@@ -69,7 +69,7 @@ class Vector:
         text: the conversation as the chat template renders it, with the header of the next answer.
         token_ids: the text as tokens, without any that the template has not written.
         positions: places in `token_ids` whose logits are kept, ascending.
-        answer: the tokens of a greedy answer, with the stop token where it came; None where none was made.
+        answer: the tokens of a greedy answer, with the stop token where it came; None if none was made.
     """
 
     name: str

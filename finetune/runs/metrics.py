@@ -72,7 +72,7 @@ class MetricsWriter:
                 os.fsync(self._file.fileno())
 
     def cut_behind(self, step: int) -> int:
-        """Remove the events after a step, the test results and torn lines, in one replacement of the file.
+        """Remove the events after a step, the test results and half-written lines, by replacing the file once.
 
         Args:
             step: the last step to keep; 0 for a start from scratch.
@@ -206,7 +206,7 @@ def _events_in(data: bytes) -> EventsRead:
 
 
 def _parse(line: bytes) -> Event | None:
-    """Parse a line; None if it is torn or not an event."""
+    """Parse a line; None if it is half-written or not an event."""
     try:
         event = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):

@@ -123,7 +123,7 @@ class RunRecord:
 
 
 def read_run_record(path: Path) -> dict[str, Any] | None:
-    """Read run.json; None if it is missing, empty or torn."""
+    """Read run.json; None if it is missing, empty or half-written."""
     try:
         record = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -61,12 +61,12 @@ class RecordedRun:
 
     @property
     def record(self) -> dict[str, Any]:
-        """run.json; empty if it is missing or torn."""
+        """run.json; empty if it is missing or half-written."""
         return self._record[0]
 
     @property
     def events(self) -> list[Event]:
-        """metrics.jsonl, without lines that are torn or not events."""
+        """metrics.jsonl, without lines that are half-written or not events."""
         return self._events[0]
 
     @property
@@ -199,7 +199,9 @@ class RecordedRun:
         record = read_run_record(file)
         return (
             record or {},
-            "" if record is not None else f"{file.name} is {'torn and is left out' if file.exists() else 'missing'}",
+            ""
+            if record is not None
+            else f"{file.name} is {'half-written and is left out' if file.exists() else 'missing'}",
         )
 
     @cached_property
@@ -210,7 +212,7 @@ class RecordedRun:
         except OSError as error:
             return [], f"{file.name} cannot be read: {describe_os_error(error)}"
         if num_left_out := found.num_lines - len(found.events):
-            what = f"{num_left_out} of {found.num_lines} lines are torn or being written, and left out"
+            what = f"{num_left_out} of {found.num_lines} lines are half-written and left out"
             return found.events, f"{file.name}: {what}"
         return found.events, "" if file.exists() else f"{file.name} is missing"
 

@@ -1,7 +1,7 @@
-"""The live view of a run, made from the events of its metrics.jsonl, and the line for a log.
+"""The live view of a run, and its lines in a log, made from the events of metrics.jsonl.
 
-Training passes each event as it happens, `finetune watch` as it reads them. The view is a table:
-rich.progress shows tasks, but a run is one task with many figures.
+Training passes each event when it happens, and `finetune watch` when it reads the event. The view is a table, because
+rich.progress shows several tasks, and a run is one task with many values.
 """
 
 from __future__ import annotations

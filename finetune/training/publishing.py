@@ -70,10 +70,10 @@ def publish_best(
         cadence: which steps save.
         tokenizer: saved beside the weights.
         keep: how many checkpoints stay.
-        has_trained: False where the run was complete when it was started, so that `adapter/` may be there already.
+        has_trained: False if the run was complete when it was started, so that `adapter/` may be there already.
 
     Returns:
-        The step that `adapter/` holds; None where `adapter/` is kept, since it is whole and its checkpoint is damaged.
+        The step that `adapter/` holds; None if `adapter/` is kept, because it is intact and its checkpoint is damaged.
 
     Raises:
         CheckpointError: the checkpoint is damaged.

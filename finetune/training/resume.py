@@ -146,7 +146,7 @@ def at_its_place(state: TrainerState, steps_per_epoch: int) -> TrainerState:
 
 
 def _recorded_start(run: RecordedRun) -> Mapping[str, Any] | None:
-    """Return the result of `record_of_start`; None where it is missing or damaged."""
+    """Return the result of `record_of_start`; None if it is missing or damaged."""
     start = run.part("started_with")
     values = {name: value for name, value in start.items() if name != "sha256"}
     return values if values.keys() == {"config", "rows"} and start.get("sha256") == _sha256(values) else None

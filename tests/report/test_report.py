@@ -230,13 +230,13 @@ def test_torn_missing_and_strange_files_are_no_error(tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("\n".join([*strange, '{"event": "st']))
     page = page_of(folder)
-    assert "4 of 11 lines are torn or being written, and left out" in page.text
+    assert "4 of 11 lines are half-written and left out" in page.text
     assert "Not drawn, because the value is not finite: step 5." in page.text
     (folder / "run.json").write_text(
         '{"status": ["odd"], "versions": 3, "starts": [1], "fallbacks": ["x"], "result": 1'
     )
     (folder / "config.yaml").write_text("a: [\n")
-    assert "run.json is torn" in page_of(folder).text
+    assert "run.json is half-written" in page_of(folder).text
     (folder / "run.json").write_text('{"status": ["odd"], "versions": 3, "starts": [1], "fallbacks": [1], "result": 1}')
     assert "a unknown" in page_of(folder).text
     for name in ("run.json", "metrics.jsonl"):

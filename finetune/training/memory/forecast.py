@@ -107,7 +107,7 @@ class Weights:
         is_adapted: there is an adapter; without one all weights are sharded, and gradients and optimizer with them.
         outside: bytes of what is sharded and belongs to no layer.
         largest_layer: bytes of the largest layer that is sharded.
-        trained_head: bytes of a head that is sharded and trained; 0 where its weight is the embedding's.
+        trained_head: bytes of a head that is sharded and trained; 0 if its weight is the embedding's.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

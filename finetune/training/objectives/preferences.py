@@ -248,7 +248,7 @@ def _row_nats(given: PreferenceMicrobatch, nats: torch.Tensor, reference: torch.
 def _reference_nats(
     model: Any, rows: Microbatch, objective: Objective, choices: Choices = BY_DEVICE
 ) -> torch.Tensor | None:
-    """Return the nats of rows under the base; None where the objective has no reference."""
+    """Return the nats of rows under the base; None if the objective has no reference."""
     if not objective.has_reference:
         return None
     with evaluation_mode(model), model.disable_adapter():

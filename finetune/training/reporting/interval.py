@@ -30,7 +30,7 @@ class Interval:
         Args:
             seconds: the time of the step on this rank, from the end of the step before.
             num_tokens: over all ranks.
-            data_wait_seconds: the part of `seconds` spent waiting for the data loader; None where it was not measured.
+            data_wait_seconds: the part of `seconds` spent waiting for the data loader; None if it was not measured.
             rank_seconds: the seconds that each rank computed on its own; empty in a world of one.
         """
         self._seconds += seconds
@@ -64,7 +64,7 @@ def peak_host_memory() -> int:
 
 
 def peak_device_memory() -> int | None:
-    """Return the peak of the bytes that torch allocated on this process's GPU; None where it uses none."""
+    """Return the peak of the bytes that torch allocated on this process's GPU; None if it uses none."""
     import torch
 
     if not torch.cuda.is_available():

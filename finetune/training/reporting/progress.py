@@ -98,7 +98,7 @@ def show_what_next(folder: Path, prompt: str | None, profile: str | None = None)
 
     Args:
         folder: the run's folder.
-        prompt: a prompt from the data to ask the tuned model; None where there is none.
+        prompt: a prompt from the data to ask the tuned model; None if there is none.
         profile: what took the time, in words, if this start profiled some of its steps.
     """
     give_up_dead_screens()
