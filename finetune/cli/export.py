@@ -24,7 +24,10 @@ from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.export.exported_folder import Exported
+    from finetune.export.onnx_served import OnnxType
 
+_TYPES = {"--gguf": ("f32", "f16", "bf16", "q8_0"), "--onnx": ("f32", "int4")}
+"""The types of weights that each format can store."""
 _log = logging.getLogger(__name__)
 OutArgument = Annotated[
     Path,
@@ -91,7 +94,7 @@ def export(
         typer.Option(help="A checkout of llama.cpp. Default: LLAMA_CPP_DIR.", show_default=False),
     ] = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="Build an ONNX model for onnxruntime-genai.")] = False,
-    kind: Annotated[
+    weight_type: Annotated[
         Literal["auto", "f32", "f16", "bf16", "q8_0", "int4"],
         typer.Option(
             "--type",
@@ -112,7 +115,7 @@ def export(
         bool,
         typer.Option(
             "--allow-differences",
-            help="Keep a model although its runtime answers otherwise than the run, or reads chats as other token ids.",
+            help="Keep a model that its runtime serves differently from the run, or that reads chats as other tokens.",
         ),
     ] = False,
     base: Annotated[
@@ -139,11 +142,11 @@ def export(
             "--no-modelfile": not modelfile,
             "--max-difference": max_difference,
             "--allow-differences": allow_differences,
-            f"--type {kind}": kind != "auto",
+            f"--type {weight_type}": weight_type != "auto",
         }
     )
     rules.exclude("--gguf", "--onnx", because="a folder has one format. Run finetune export twice.")
-    rules.need(f"--type {kind}", *_formats_with(kind))
+    rules.need(f"--type {weight_type}", *(option for option, types in _TYPES.items() if weight_type in types))
     for option in ("--lora", "--llama-cpp", "--base", "--no-modelfile"):
         rules.need(option, "--gguf")
     rules.need("--adapter-only", "--lora")
@@ -151,7 +154,8 @@ def export(
     rules.need("--allow-differences", "--gguf", "--onnx")
     configure_logs(rank=0)
     if onnx:
-        _export_onnx(model_folder, out, "int4" if kind == "int4" else "f32", max_difference, allow_differences)
+        int4_or_f32: OnnxType = "int4" if weight_type == "int4" else "f32"
+        _export_onnx(model_folder, out, int4_or_f32, max_difference, allow_differences)
         return
     from finetune.export.exported_folder import export_model
     from finetune.export.gguf import Gguf, find_converter
@@ -160,7 +164,7 @@ def export(
 
     wanted = None
     if gguf:
-        converter, gguf_type = find_converter(llama_cpp, os.environ), "auto" if kind == "int4" else kind
+        converter, gguf_type = find_converter(llama_cpp, os.environ), "auto" if weight_type == "int4" else weight_type
         wanted = Gguf(converter=converter, weight_type=gguf_type, base=base, allows_differences=allow_differences)
     with waiting(f"exporting to {out}"):
         if lora and wanted:
@@ -193,7 +197,7 @@ def push(
             callback=refuse_password,
         ),
     ] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Replace a model of another base or kind.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace a model of another base there.")] = False,
     message: Annotated[str, typer.Option(help="The commit's message.")] = "Upload with finetune",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and send nothing.")] = False,
 ) -> None:
@@ -217,14 +221,8 @@ def push(
     say(f"Sent: {sent}")
 
 
-def _formats_with(weight_type: str) -> list[str]:
-    """Return the options of the formats that can store this type of weights."""
-    types = {"--gguf": ("f32", "f16", "bf16", "q8_0"), "--onnx": ("f32", "int4")}
-    return [option for option, known in types.items() if weight_type in known]
-
-
 def _say_exported(exported: Exported, out: Path, *, is_gguf: bool) -> None:
-    """Say what a folder for llama.cpp or Ollama holds, and how it is served."""
+    """Print the files of a folder for llama.cpp or Ollama, and how to serve it."""
     files = [path for path in sorted(out.expanduser().iterdir()) if path.suffix == ".gguf" or path.name == "Modelfile"]
     say(f"Written to {out}: {', '.join(f'{path.name} ({format_bytes(path.stat().st_size)})' for path in files)}")
     if exported.num_tensors is not None:
@@ -236,16 +234,16 @@ def _say_exported(exported: Exported, out: Path, *, is_gguf: bool) -> None:
 
 
 def _export_onnx(
-    model: Path, out: Path, kind: Literal["f32", "int4"], max_difference: float | None, allow_differences: bool
+    model: Path, out: Path, weight_type: OnnxType, max_difference: float | None, allow_differences: bool
 ) -> None:
     from finetune.cli.verify import show_verified
     from finetune.export.onnx import Onnx, export_onnx
 
-    onnx = Onnx(weight_type=kind, most_difference=max_difference, allows_differences=allow_differences)
+    onnx = Onnx(weight_type=weight_type, most_difference=max_difference, allows_differences=allow_differences)
     with waiting("building an ONNX model, and comparing it with the run"):
         verified = export_onnx(model, out, onnx)
     size = sum(path.stat().st_size for path in out.expanduser().glob("model.onnx*"))
-    say(f"Written to {out}: an ONNX model of {format_bytes(size)}, matrices as {kind}")
+    say(f"Written to {out}: an ONNX model of {format_bytes(size)}, matrices as {weight_type}")
     show_verified(verified)
     for mismatch in verified.mismatches:
         _log.warning("kept though it differs: %s", mismatch)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from finetune.export.certificate import Verified
 
 _MOST_BYTES = 16 << 20
-"""Of a certificate that may be replaced. A larger file is something else, and is not read."""
+"""The size of the largest certificate. A larger file is something else, and is not read."""
 
 
 def verify(
@@ -69,17 +69,12 @@ def verify(
     refuse_several_processes("verify")
     configure_logs(rank=0)
     is_run = (source.expanduser() / "config.yaml").is_file()
-    if not is_run and (replay or base or checkpoint):
-        raise ConfigError(
-            f"--replay, --base and --checkpoint are for the folder of a run, but {source} has no config.yaml. Name the "
-            "run's folder, or drop the option."
-        )
-    OptionRules({"--replay": replay > 0, "--base": base, "--checkpoint": checkpoint}).exclude(
-        "--replay",
-        "--base",
-        "--checkpoint",
-        because="a replay uses the base and the checkpoints of the run itself. Run finetune verify once with each.",
-    )
+    run_options = {"--replay": replay > 0, "--base": base, "--checkpoint": checkpoint}
+    rules = OptionRules({**run_options, "the folder of a run": is_run})
+    for option in run_options:
+        rules.need(option, "the folder of a run")
+    once = "a replay uses the base and the checkpoints of the run itself. Run finetune verify once with each."
+    rules.exclude("--replay", "--base", "--checkpoint", because=once)
     if out is not None:
         _refuse_other_file(out)
 
@@ -107,7 +102,7 @@ def verify(
 
 
 def _refuse_other_file(out: Path) -> None:
-    """Refuse a place for the certificate that holds another file, or is in no folder.
+    """Refuse to replace a file that is not a certificate, or to write into a folder that does not exist.
 
     Raises:
         ConfigError: says which.
@@ -121,7 +116,7 @@ def _refuse_other_file(out: Path) -> None:
     except (OSError, ValueError, TypeError):
         is_certificate = False
     if not is_certificate:
-        raise ConfigError(f"--out is {out}, which exists already and is no certificate. Name a new file.")
+        raise ConfigError(f"--out is {out}, which already exists and is not a certificate. Name a new file.")
 
 
 def show_verified(found: Verified) -> None:

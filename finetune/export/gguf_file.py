@@ -20,14 +20,14 @@ _INT, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a GGUF file says of itself.
+    """The header of a GGUF file.
 
     Attributes:
         version: of the format.
-        num_tensors: how many tensors it holds.
-        keys: its metadata.
-        spans: where each key begins and ends, with its value.
-        tensors: where the list of tensors begins and ends. Their data begin at the next multiple of the alignment.
+        num_tensors: number of tensors in the file.
+        keys: the metadata.
+        spans: the offsets at which each key begins, and at which its value ends.
+        tensors: the offsets of the list of tensors. Their data begin at the next multiple of the alignment.
     """
 
     version: int
@@ -38,7 +38,7 @@ class Header:
 
     @property
     def alignment(self) -> int:
-        """Tensors begin at multiples of it, in bytes."""
+        """Return the number of bytes to whose multiples tensors are aligned."""
         return int(self.keys.get("general.alignment", 32))
 
 
@@ -67,7 +67,7 @@ def read_header(path: Path) -> Header:
 
 
 def with_keys(path: Path, header: Header, keys: Mapping[str, bool | int]) -> Iterator[bytes]:
-    """Yield the bytes of the file with these keys set, in place of those that it has under the same names."""
+    """Yield the bytes of the file with these keys set. They replace keys of the same names."""
     kept = [span for name, span in header.spans.items() if name not in keys]
     with path.open("rb") as file:
         start = struct.pack("<4sIQQ", b"GGUF", header.version, header.num_tensors, len(kept) + len(keys))
@@ -83,8 +83,8 @@ def with_keys(path: Path, header: Header, keys: Mapping[str, bool | int]) -> Ite
 
 def _encode(name: str, value: bool | int) -> bytes:
     text = name.encode()
-    kind = _BOOL if isinstance(value, bool) else _INT
-    return struct.pack(f"<Q{len(text)}sI{_NUMBERS[kind]}", len(text), text, kind, value)
+    value_type = _BOOL if isinstance(value, bool) else _INT
+    return struct.pack(f"<Q{len(text)}sI{_NUMBERS[value_type]}", len(text), text, value_type, value)
 
 
 def _read_keys(file: BinaryIO, count: int) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
@@ -97,15 +97,15 @@ def _read_keys(file: BinaryIO, count: int) -> tuple[dict[str, Any], dict[str, tu
     return keys, spans
 
 
-def _value(file: BinaryIO, kind: int) -> Any:
-    if kind == _STRING:
+def _value(file: BinaryIO, value_type: int) -> Any:
+    if value_type == _STRING:
         return _text(file)
-    if kind != _ARRAY:
-        return _numbers(file, _NUMBERS[kind])[0]
-    inner, count = _numbers(file, "IQ")
-    if inner in _NUMBERS:
-        return list(_numbers(file, f"{count}{_NUMBERS[inner]}"))
-    return [_value(file, inner) for _ in range(count)]
+    if value_type != _ARRAY:
+        return _numbers(file, _NUMBERS[value_type])[0]
+    item_type, count = _numbers(file, "IQ")
+    if item_type in _NUMBERS:
+        return list(_numbers(file, f"{count}{_NUMBERS[item_type]}"))
+    return [_value(file, item_type) for _ in range(count)]
 
 
 def _skip_tensor(file: BinaryIO) -> None:
@@ -119,5 +119,5 @@ def _text(file: BinaryIO) -> str:
     return file.read(length).decode("utf-8", errors="replace")
 
 
-def _numbers(file: BinaryIO, kinds: str) -> tuple[Any, ...]:
-    return struct.unpack(f"<{kinds}", file.read(struct.calcsize(f"<{kinds}")))
+def _numbers(file: BinaryIO, layout: str) -> tuple[Any, ...]:
+    return struct.unpack(f"<{layout}", file.read(struct.calcsize(f"<{layout}")))

@@ -26,11 +26,11 @@ _BOUNDS = {0: 2e-3, 1: 3e-3, 32: 2e-2, 7: 8e-2}
 """The largest relative difference of logits by `general.file_type`: f32, f16, bf16 and q8_0. llama.cpp keeps keys and
 values in 16 bits whatever the weights are, and computes with 8-bit activations where weights have 8 bits."""
 MOST_TOKENS = 2048
-"""Of a prompt with its answer. llama-cpp-python holds logits of so many positions."""
+"""The most tokens of a prompt with its answer: llama-cpp-python keeps the logits of this many positions."""
 
 
 class GgufFiles(NamedTuple):
-    """What llama.cpp loads from a folder.
+    """The files that llama.cpp loads from a folder.
 
     Attributes:
         model: the model, or the base of `adapter`.
@@ -61,8 +61,8 @@ def installed_version() -> str | None:
 def gguf_bound(folder: Path) -> float:
     """Return the largest relative difference of logits that llama.cpp's arithmetic and the type explain."""
     files = find_gguf(folder)
-    kind = None if files is None else read_header(files.model).keys.get("general.file_type")
-    return _BOUNDS.get(kind if isinstance(kind, int) else -1, max(_BOUNDS.values()))
+    file_type = None if files is None else read_header(files.model).keys.get("general.file_type")
+    return _BOUNDS.get(file_type if isinstance(file_type, int) else -1, max(_BOUNDS.values()))
 
 
 def load_gguf(folder: Path) -> LlamaCpp:

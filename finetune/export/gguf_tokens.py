@@ -42,7 +42,7 @@ class TokenRules:
     strips: bool
 
 
-class Chat(NamedTuple):
+class RenderedChat(NamedTuple):
     """A conversation and its text with the header of the next answer."""
 
     turns: Turns
@@ -81,7 +81,7 @@ class Reading:
     plain: list[OtherIds]
     edges: list[OtherIds]
     causes: list[str]
-    chats: list[Chat]
+    chats: list[RenderedChat]
 
 
 def find_rules(tokenizer: Any) -> Reading:
@@ -123,10 +123,10 @@ def is_byte_level(record: dict[str, Any]) -> bool:
     return record.get("model", {}).get("type") == "BPE" and "ByteLevel" in _types(record.get("decoder"))
 
 
-def _chats(tokenizer: Any, names: Iterable[str]) -> Iterator[Chat]:
+def _chats(tokenizer: Any, names: Iterable[str]) -> Iterator[RenderedChat]:
     for name in sorted(names):
         with contextlib.suppress(Exception):  # a template may refuse roles, and fail in any way
-            yield Chat(CONVERSATIONS[name], render(tokenizer, CONVERSATIONS[name])[0])
+            yield RenderedChat(CONVERSATIONS[name], render(tokenizer, CONVERSATIONS[name])[0])
 
 
 def _possible_rules(record: dict[str, Any]) -> list[TokenRules]:
@@ -140,7 +140,9 @@ def _possible_rules(record: dict[str, Any]) -> list[TokenRules]:
     return [TokenRules(puts_space=space, strips=strip) for space, strip in product(spaces, strips)]
 
 
-def _different(tokenizer: Any, record: dict[str, Any], rules: TokenRules, texts: Sequence[Chat]) -> list[OtherIds]:
+def _different(
+    tokenizer: Any, record: dict[str, Any], rules: TokenRules, texts: Sequence[RenderedChat]
+) -> list[OtherIds]:
     from tokenizers import Tokenizer
 
     served = Tokenizer.from_str(json.dumps(_with_rules(record, rules)))

@@ -20,7 +20,7 @@ def merge_adapter(model: Any, dtype: torch.dtype | None = None) -> Any:
     arithmetic covers LoRA, rsLoRA, DoRA and trained embeddings.
 
     Args:
-        model: a PeftModel with one active adapter, on the CPU. It is used up.
+        model: a PeftModel with one active adapter, on the CPU. Do not use it afterwards.
         dtype: the type to store all weights in; None keeps each layer's own.
 
     Returns:
@@ -28,7 +28,7 @@ def merge_adapter(model: Any, dtype: torch.dtype | None = None) -> Any:
         no longer tied, and the model's configuration says so.
 
     Raises:
-        ModelError: this kind of adapter cannot be merged.
+        ModelError: PEFT cannot merge an adapter of this type.
         RunFailedError: a merged weight is not finite in the type it is stored in.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer

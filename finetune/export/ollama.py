@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.errors import ModelError
+from finetune.export.served_model import Turns
 
-Turns = list[dict[str, str]]
 _CHECKED: tuple[tuple[str, ...], ...] = (
     ("user",),
     ("system", "user"),

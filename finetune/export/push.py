@@ -1,7 +1,7 @@
-"""Push a run's adapter, or a merged model, to the hub: show what would be sent and where, then make one commit.
+"""Push a run's adapter or a merged model to the hub: show what would be sent and where, then make one commit.
 
-huggingface_hub takes the token from HF_TOKEN or from a login; it is never shown here. The commit is made of single
-operations and not by `upload_folder`, because the card and the adapter's configuration exist only in memory.
+huggingface_hub takes the token from HF_TOKEN or from a login; finetune never shows it. The commit consists of single
+operations instead of an `upload_folder`, because the card and the adapter's configuration exist only in memory.
 API: https://huggingface.co/docs/huggingface_hub/package_reference/hf_api
 """
 
@@ -42,13 +42,13 @@ class Package:
     """The files to send.
 
     Attributes:
-        kind: `adapter` or `model`.
+        form: `adapter` or `model`.
         base: the hub id of the base; None for a model whose card names none.
         files: content by name.
         licence: the licence in the card's header; None if it names none.
     """
 
-    kind: str
+    form: str
     base: str | None
     files: Mapping[str, Content]
     licence: str | None = None
@@ -81,7 +81,7 @@ class Upload:
         sizes = {name: _size(content) for name, content in sorted(self.package.files.items())}
         base = f", base {self.package.base}" if self.package.base else ""
         size_of_all = format_bytes(sum(sizes.values()))
-        lines = [f"To {self.endpoint}/{self.repository}, {place}: {self.package.kind}{base}, {size_of_all}"]
+        lines = [f"To {self.endpoint}/{self.repository}, {place}: {self.package.form}{base}, {size_of_all}"]
         lines += [f"  {name:<32} {format_bytes(size):>10}" for name, size in sizes.items()]
         lines += [f"  {name:<32} {'removed':>10}" for name in self.removed]
         if self.package.licence is None:
@@ -111,7 +111,7 @@ def plan_upload(package: Package, repository: str, *, private: bool = True, repl
         package: what to send.
         repository: `owner/name`.
         private: whether a new repository is private.
-        replace: replace a model of another base or kind.
+        replace: replace a model of another base, or an adapter by a model.
 
     Raises:
         ConfigError: the name is not a repository's, there is no token, the repository is public but a private one is
@@ -135,11 +135,11 @@ def plan_upload(package: Package, repository: str, *, private: bool = True, repl
         there = _find_model(api, repository, present, info.card_data)
     if private and not info.private:
         raise ConfigError(f"{repository} is public: everybody could see what you send. If you want that, add --public.")
-    ours = (package.kind, package.base)
+    ours = (package.form, package.base)
     is_other = there is not None and there != ours
     if there is not None and is_other and not replace:
         raise ConfigError(
-            f"{repository} holds {_in_words(*there)}, but this is {_in_words(*ours)}. Name another repository, or "
+            f"{repository} holds {_describe(*there)}, but this is {_describe(*ours)}. Name another repository, or "
             "replace the model there with --replace. Nothing was sent."
         )
     stale = (name for name in present if name not in package.files and _is_left_over(name, is_other))
@@ -195,7 +195,7 @@ def _pack_adapter(source: Path, base: str | None) -> Package:
     config["base_model_name_or_path"] = found
     files[_ADAPTER_CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
     files[_CARD] = _with_certificate(adapter_card(run, found), run.weights).encode()
-    return Package(kind="adapter", base=found, files=files)
+    return Package(form="adapter", base=found, files=files)
 
 
 def _pack_model(source: Path) -> Package:
@@ -210,11 +210,11 @@ def _pack_model(source: Path) -> Package:
     }
     if (source / _CARD).is_file():
         files[_CARD] = _with_certificate((source / _CARD).read_text(encoding="utf-8"), source).encode()
-    return Package(kind="model", base=_one(header.get("base_model")), files=files, licence=header.get("license"))
+    return Package(form="model", base=_one(header.get("base_model")), files=files, licence=header.get("license"))
 
 
 def _with_certificate(card: str, folder: Path) -> str:
-    """Put the folder's certificate at the end of a card, in place of an earlier one; without one, take that out.
+    """Put the folder's certificate at the end of a card, or replace an earlier one. Without a certificate, remove it.
 
     Raises:
         CheckpointError: see `read_certificate`.
@@ -227,8 +227,8 @@ def _with_certificate(card: str, folder: Path) -> str:
     if not earlier:
         return card
     _log.warning(
-        "%s speaks of a certificate that the folder does not have, so that section is not sent. finetune verify %s "
-        "makes one",
+        "%s has a section about a certificate that the folder does not have, so the section is not sent. Make a "
+        "certificate with finetune verify %s",
         folder / _CARD,
         folder,
     )
@@ -247,7 +247,7 @@ def _card_header(card: Path) -> dict[str, Any]:
 
 
 def _find_model(api: HfApi, repository: str, present: list[str], card: Any) -> tuple[str, str | None] | None:
-    """Kind and base of the model in a repository; None if it holds no weights yet."""
+    """Return the form and the base of the model in a repository; None if it has no weights yet."""
     if not any(name.endswith(_OF_A_MODEL) for name in present):
         return None
     if _ADAPTER_CONFIG in present:
@@ -266,8 +266,8 @@ def _one(base: object) -> str | None:
     return _one(base[0]) if isinstance(base, list) and base else base if isinstance(base, str) else None
 
 
-def _in_words(kind: str, base: str | None) -> str:
-    return f"{'an adapter' if kind == 'adapter' else 'a model'} of {base or 'a base that it does not name'}"
+def _describe(form: str, base: str | None) -> str:
+    return f"{'an adapter' if form == 'adapter' else 'a model'} of {base or 'a base that it does not name'}"
 
 
 def _size(content: Content) -> int:

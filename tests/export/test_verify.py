@@ -241,7 +241,7 @@ def test_what_cannot_be_compared_is_the_user_s_to_mend(made, tmp_path, spoil, re
 def test_options_of_a_run_are_refused_for_a_model(made):
     done = run_finetune("verify", made.merged, "--replay", "2")
     assert done.returncode == 2
-    assert "--replay, --base and --checkpoint are for the folder of a run" in done.errors
+    assert "--replay needs the folder of a run, which was not given" in done.errors
 
 
 @pytest.mark.parametrize("option", [{"base": "owner/base"}, {"checkpoint": "latest"}], ids=lambda it: next(iter(it)))
@@ -254,7 +254,7 @@ def test_a_replay_refuses_options_that_it_would_ignore(tmp_path, option):
 def test_a_certificate_replaces_nothing_else(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "large.json").write_text(json.dumps({"verdict": "same", "more": "x" * (16 << 20)}))
-    no_certificate = [(name, "is no certificate") for name in ("notes.txt", "large.json", "")]
+    no_certificate = [(name, "is not a certificate") for name in ("notes.txt", "large.json", "")]
     for out, reason in (*no_certificate, ("gone/c.json", "no folder")):
         with pytest.raises(ConfigError, match=reason):
             verify(tmp_path, out=tmp_path / out)
@@ -386,7 +386,7 @@ def test_a_card_loses_the_section_of_a_certificate_that_is_gone(made, merged, ca
     mine = "\n## Mine\n\nWritten by hand.\n"
     (merged / "README.md").write_text(f"{card}\n{section}{mine}")
     assert pack(merged).files["README.md"].decode() == card + mine
-    assert "speaks of a certificate that the folder does not have" in caplog.text
+    assert "has a section about a certificate that the folder does not have" in caplog.text
     (merged / "README.md").write_text(f"{card}\n{section}")
     assert pack(merged).files["README.md"].decode() == card
 
