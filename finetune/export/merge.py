@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import logging
 import warnings
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from finetune.errors import ModelError, RunFailedError
+from finetune.export.logits import LogitDifference
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """A merged model on disk, and its difference from base and adapter.
+
+    Attributes:
+        folder: the model's.
+        num_bytes: size of its weights.
+        dtype: the type they are stored in.
+        is_tied: whether input embeddings and output head are one tensor.
+        stop_ids: the tokens at which generation ends.
+        difference: the result of the comparison.
+        vectors_sha256: the digest of the test vectors beside the model.
+    """
+
+    folder: Path
+    num_bytes: int
+    dtype: str
+    is_tied: bool
+    stop_ids: list[int]
+    difference: LogitDifference
+    vectors_sha256: str
 
 
 def merge_adapter(model: Any, dtype: torch.dtype | None = None) -> Any:

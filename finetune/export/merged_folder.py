@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from finetune.errors import ModelError, RunFailedError
 from finetune.export import plain_reload
 from finetune.export.digests import digest_files, digest_tensors
-from finetune.export.logits import LogitDifference, compare_logits, refuse_far
-from finetune.export.merge import convert_weights, is_tied, merge_adapter
+from finetune.export.logits import compare_logits, refuse_far
+from finetune.export.merge import Merged, convert_weights, is_tied, merge_adapter
 from finetune.export.model_card import merged_card
 from finetune.export.out_folder import new_folder
 from finetune.export.plain_reload import logits_in_fp32
@@ -38,29 +38,6 @@ MAX_SHARD_BYTES = 5 * 10**9
 """A larger model is written as several files, as transformers does."""
 _WEIGHTS = "model.safetensors"
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Merged:
-    """A merged model on disk, and its difference from base and adapter.
-
-    Attributes:
-        folder: the model's.
-        num_bytes: size of its weights.
-        dtype: the type they are stored in.
-        is_tied: whether input embeddings and output head are one tensor.
-        stop_ids: the tokens at which generation ends.
-        difference: the result of the comparison.
-        vectors_sha256: the digest of the test vectors beside the model.
-    """
-
-    folder: Path
-    num_bytes: int
-    dtype: str
-    is_tied: bool
-    stop_ids: list[int]
-    difference: LogitDifference
-    vectors_sha256: str
 
 
 def write_merged(
@@ -116,18 +93,17 @@ def write_merged(
             written=digest_tensors(writer.path),
             files=digest_files(writer.path),
         )
-        sha256 = write_vectors(writer, vectors)
-        card = merged_card(run, dtype=name, is_tied=tied, stop_ids=stops, difference=difference, vectors_sha256=sha256)
-        writer.write("README.md", [card.encode()])
-    return Merged(
-        folder=out.expanduser().absolute(),
-        num_bytes=num_bytes,
-        dtype=name,
-        is_tied=tied,
-        stop_ids=stops,
-        difference=difference,
-        vectors_sha256=sha256,
-    )
+        merged = Merged(
+            folder=out.expanduser().absolute(),
+            num_bytes=num_bytes,
+            dtype=name,
+            is_tied=tied,
+            stop_ids=stops,
+            difference=difference,
+            vectors_sha256=write_vectors(writer, vectors),
+        )
+        writer.write("README.md", [merged_card(run, merged).encode()])
+    return merged
 
 
 def load_tuned_model(run: FinishedRun) -> Any:

@@ -1,7 +1,6 @@
-"""Write the README.md of a model or an adapter from the run's own files. Nothing in it is guessed.
+"""Fill model_card.md.j2, the README.md of a model or an adapter, from the run's own files. Nothing in it is guessed.
 
-Format of the header: https://huggingface.co/docs/hub/model-cards. It is written here and not by huggingface_hub's
-`ModelCard`: its template needs jinja2, which is an extra, and `ModelCardData` does no more than dump a dictionary.
+Format of the header: https://huggingface.co/docs/hub/model-cards.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
 import yaml
 
 from finetune.config.compose import load_config
@@ -19,30 +19,13 @@ from finetune.config.schema import Config
 from finetune.config.shipped_files import SHIPPED_PREFIX
 from finetune.data.compressed import suffix_of
 from finetune.data.readers import SUFFIXES
-from finetune.export.logits import LogitDifference
+from finetune.export.merge import Merged
 from finetune.inference.finished_run import FinishedRun
 from finetune.runs.recorded_run import RecordedRun
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SETTINGS = ("training", "preference", "optim", "lora", "data")
 _LEFT_OUT = {"device", "debug", "num_workers", "pin_memory", "prefetch_factor", "cache_dir", "log_every", "path"}
-_LICENCE = (
-    "The licence of the base model applies to these weights as well. It was not looked up: read it at the base's own "
-    "page, and name it in the header of this file (`license:`) before you pass the weights on. The same goes for the "
-    "data."
-)
-_USE_MODEL = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("FOLDER_OR_HUB_ID")
-tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_HUB_ID")"""
-_USE_ADAPTER = """\
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-base = AutoModelForCausalLM.from_pretrained("{base}")
-model = PeftModel.from_pretrained(base, "FOLDER_OR_HUB_ID")
-tokenizer = AutoTokenizer.from_pretrained("FOLDER_OR_HUB_ID")"""
 
 
 class _Trained(NamedTuple):
@@ -55,39 +38,18 @@ class _Trained(NamedTuple):
     """The hub id of the base; None if it is not on the hub."""
 
 
-def merged_card(
-    run: FinishedRun,
-    *,
-    dtype: str,
-    is_tied: bool,
-    stop_ids: list[int],
-    difference: LogitDifference,
-    vectors_sha256: str,
-) -> str:
-    """Write the card of a merged or fully tuned model, with its weights' type and how it compares with the run."""
+def merged_card(run: FinishedRun, merged: Merged) -> str:
+    """Write the card of a merged or fully tuned model."""
     trained = _read(run)
-    base = _base_name(trained)
-    source = "the run" if run.is_full else "base and adapter"
-    facts = {
-        "weights": f"{dtype}, embeddings {'tied' if is_tied else 'not tied'}",
-        "generation stops at": ", ".join(map(str, stop_ids)),
-        "test vectors": f"test_vectors.json, SHA-256 {vectors_sha256}",
-    }
-    about = [
-        f"{'Full fine-tuning of' if run.is_full else 'A LoRA adapter merged into'} {base}.",
-        _facts(trained, base, facts),
-        f"Reloaded by transformers alone and compared with {source} on seeded prompts: {difference}.",
-    ]
     header = _header(trained.config, library="transformers", relation="finetune", base=trained.base)
-    return _card(trained, header, about, _USE_MODEL)
+    return _card(trained, header=header, base=_base_name(trained), is_full=run.is_full, merged=merged)
 
 
 def adapter_card(run: FinishedRun, base: str) -> str:
     """Write the card of an adapter; `base` is the hub id that the card names."""
     trained = _read(run)
     header = _header(trained.config, library="peft", relation="adapter", base=base)
-    about = [f"A LoRA adapter for {base}.", _facts(trained, base, {})]
-    return _card(trained, header, about, _USE_ADAPTER.format(base=base))
+    return _card(trained, header=header, base=base, is_full=False, merged=None)
 
 
 def hub_base(run: FinishedRun) -> str | None:
@@ -117,18 +79,34 @@ def _hub_id(path: str | None) -> str | None:
     return None if Path(path).expanduser().exists() else path
 
 
-def _card(trained: _Trained, header: str, about: list[str], use: str) -> str:
-    versions = trained.recorded.part("versions")
-    sections = [
-        f"# {trained.recorded.folder.path.name}",
-        *about,
-        "## Use\n\n```python\n" + use + "\n```",
-        "## Measured\n\n" + _measured(trained.recorded),
-        "## Configuration\n\n```yaml\n" + _settings(trained.config) + "```",
-        "## Versions\n\n" + (", ".join(f"{name} {number}" for name, number in versions.items()) or "not recorded"),
-        "## Licence\n\n" + _LICENCE,
-    ]
-    return header + "\n\n".join(sections) + "\n"
+def _card(trained: _Trained, *, header: str, base: str, is_full: bool, merged: Merged | None) -> str:
+    recorded, config = trained.recorded, trained.config
+    best_loss, scores = recorded.result.get("best_loss"), recorded.scores()
+    scores = {name: scores[name] for name in ("base", "tuned") if name in scores}
+    return _template().render(
+        header=header,
+        name=recorded.folder.path.name,
+        base=base,
+        is_full=is_full,
+        merged=merged,
+        data=_data_name(config),
+        training=_rows(recorded),
+        best_loss=best_loss if isinstance(best_loss, (int, float)) else None,
+        best_step=recorded.result.get("best_step"),
+        unit=recorded.objective.unit,
+        scores=scores,
+        metrics=sorted({metric for values in scores.values() for metric in values}),
+        rows_of_loss=recorded.rows_of_test_loss,
+        settings=_settings(config),
+        versions=recorded.part("versions"),
+    )
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    return environment.from_string(Path(__file__).with_name("model_card.md.j2").read_text(encoding="utf-8"))
 
 
 def _header(config: Config, *, library: str, relation: str, base: str | None) -> str:
@@ -137,39 +115,16 @@ def _header(config: Config, *, library: str, relation: str, base: str | None) ->
         header |= {"base_model": base, "base_model_relation": relation}
     if data := _hub_id(config.data.path):
         header["datasets"] = [data]
-    return f"---\n{yaml.safe_dump(header, sort_keys=True)}---\n\n"
+    return str(yaml.safe_dump(header, sort_keys=True))
 
 
 def _base_name(trained: _Trained) -> str:
     """Return the base's hub id, or the last part of a folder's name, because a card names no path of one machine."""
     section = trained.config.model
     if section.init == "random":
-        kind = (section.config or {}).get("model_type", "")
-        return f"a {kind} model of random weights (seed {trained.config.seed})"
+        family = (section.config or {}).get("model_type", "")
+        return f"a {family} model of random weights (seed {trained.config.seed})"
     return trained.base or _last_part(section.path)
-
-
-def _facts(trained: _Trained, base: str, more: dict[str, str]) -> str:
-    facts = {"base": base, "data": _data_name(trained.config), "training": _rows(trained.recorded), **more}
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items())])
-
-
-def _measured(recorded: RecordedRun) -> str:
-    lines = []
-    best = recorded.result
-    if isinstance(best.get("best_loss"), (int, float)):
-        unit = recorded.objective.unit
-        lines.append(f"Validation loss {best['best_loss']:.4f} ({unit}) at step {best.get('best_step')}.")
-    scores = recorded.scores()
-    models = [name for name in ("base", "tuned") if name in scores]
-    figures = sorted({figure for name in models for figure in scores[name]})
-    if figures:
-        cells = {figure: " | ".join(_figure(scores[model].get(figure)) for model in models) for figure in figures}
-        head = f"| test split | {' | '.join(models)} |\n|---|{'---|' * len(models)}"
-        lines.append("\n".join([head, *(f"| {figure} | {row} |" for figure, row in cells.items())]))
-        if rows := recorded.rows_of_test_loss:
-            lines.append(f"The loss is over {rows} of the test split.")
-    return "\n\n".join(lines) or "Nothing was measured on a held-out split."
 
 
 def _settings(config: Config) -> str:
@@ -210,7 +165,3 @@ def _rows(recorded: RecordedRun) -> str:
 
 def _last_part(path: str | None) -> str:
     return Path(str(path).removeprefix(SHIPPED_PREFIX)).name
-
-
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
