@@ -24,8 +24,6 @@ NOT_IN_CI = {
     "tests/distributed/test_launcher_process.py::test_an_mpirun_that_is_installed_starts_two_ranks[mpiexec.hydra": (
         "needs MPICH, which Debian does not install beside Open MPI"
     ),
-    "tests/export/test_exported_folder.py::test_the_real_converter_": "need a checkout of llama.cpp (LLAMA_CPP_DIR)",
-    "tests/export/test_exported_folder.py::test_what_the_real_converter_": "need a checkout of llama.cpp",
     "tests/export/test_ollama.py::test_go_itself_": "needs Go",
     "tests/runs/test_run_folder.py::test_a_folder_without_write_permission_": "needs a user who is not root",
     "tests/runs/test_runs.py::test_a_folder_that_may_not_be_read_": "needs a user who is not root",

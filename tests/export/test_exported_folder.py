@@ -1,21 +1,12 @@
-"""Exports: a Modelfile, a GGUF file if llama.cpp is installed, and a helpful message if it is not.
-
-The tests that convert run llama.cpp's own script. They need LLAMA_CPP_DIR (a checkout; the source package of
-llama-cpp-python on PyPI holds one in vendor/llama.cpp) and the packages sentencepiece and protobuf.
-"""
+"""Exports: a Modelfile, and a GGUF file by a script in place of the converter. test_llama_cpp.py runs the real one."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
+import re
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from finetune.cli import main as finetune
 from finetune.errors import ModelError, RunFailedError
@@ -27,20 +18,6 @@ from tests.export.finished_runs import write_run
 from tests.export.gguf_files import write_gguf
 from tests.model.variants import VARIANTS
 from tests.tiny import tiny_tokenizer
-
-READ_GGUF = """
-import json, sys
-sys.path.insert(0, sys.argv[1] + "/gguf-py")
-from gguf import GGUFReader
-reader = GGUFReader(sys.argv[2])
-def value(name):
-    field = reader.fields.get(name)
-    return None if field is None else field.contents()
-names = ["tokenizer.ggml.tokens", "tokenizer.chat_template", "tokenizer.ggml.eos_token_id", "general.architecture"]
-tensors = {tensor.name: [list(map(int, tensor.shape)), tensor.data.astype("float32").reshape(-1).tolist()]
-           for tensor in reader.tensors}
-print(json.dumps([{name: value(name) for name in names}, tensors]))
-"""
 
 
 def command(*words: str | Path) -> int:
@@ -65,17 +42,6 @@ def write_model(folder: Path, name: str) -> Path:
     model.generation_config.eos_token_id = model.config.eos_token_id = ids
     model.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-def llama_cpp():
-    folder = os.environ.get("LLAMA_CPP_DIR")
-    if not folder:
-        pytest.skip("LLAMA_CPP_DIR is not set: llama.cpp's converter is not here to be run")
-    missing = [name for name in ("sentencepiece", "google.protobuf") if find_spec(name.partition(".")[0]) is None]
-    if missing:
-        pytest.skip(f"{', '.join(missing)} not installed: llama.cpp's converter needs it for Phi-3's tokenizer")
-    return Path(folder)
 
 
 @pytest.mark.process
@@ -112,75 +78,6 @@ def test_a_tokenizer_that_is_not_described_is_refused_by_name(tmp_path):
         copy_for_llama_cpp(tmp_path / "model", tmp_path / "scratch", None)
 
 
-def write_sentencepiece(tokenizer, path: Path) -> None:
-    """A tokenizer.model of the same tokens, as Phi-3's repository has one."""
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto = sentencepiece_model_pb2.ModelProto()
-    proto.trainer_spec.byte_fallback = True
-    proto.trainer_spec.model_type = proto.trainer_spec.BPE
-    kind = proto.SentencePiece.Type
-    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
-    for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
-        if token in added and token not in ("<unk>", "<s>", "</s>"):
-            continue
-        special = {"<unk>": kind.UNKNOWN, "<s>": kind.CONTROL, "</s>": kind.CONTROL}
-        of_byte = kind.BYTE if token.startswith("<0x") else kind.NORMAL
-        proto.pieces.add(piece=token, score=float(-token_id), type=special.get(token, of_byte))
-    path.write_bytes(proto.SerializeToString())
-
-
-@pytest.mark.launch
-def test_the_real_converter_keeps_weights_tokens_template_and_end(llama_cpp, model, tmp_path, capsys):
-    tokenizer = VARIANTS["Phi-3-mini-4k"].tokenizer()
-    base = tmp_path / "base"
-    base.mkdir()
-    write_sentencepiece(tokenizer, base / "tokenizer.model")
-    words = ["export", model, tmp_path / "out", "--gguf", "--llama-cpp", llama_cpp, "--type", "f32", "--base", base]
-    assert command(*words) == 0
-    assert "model.gguf" in capsys.readouterr().out
-    done = subprocess.run(
-        [sys.executable, "-c", READ_GGUF, str(llama_cpp), str(tmp_path / "out" / "model.gguf")],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    said, tensors = json.loads(done.stdout)
-    ours = load_file(model / "model.safetensors")
-    assert said["general.architecture"] == "phi3"
-    assert said["tokenizer.chat_template"] == tokenizer.chat_template
-    assert said["tokenizer.ggml.tokens"][: len(tokenizer)] == tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    assert said["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
-    pairs = {
-        "token_embd.weight": "model.embed_tokens.weight",
-        "output.weight": "lm_head.weight",
-        "blk.1.ffn_down.weight": "model.layers.1.mlp.down_proj.weight",
-        "blk.0.attn_qkv.weight": "model.layers.0.self_attn.qkv_proj.weight",
-    }
-    for theirs, name in pairs.items():
-        shape, values = tensors[theirs]
-        assert torch.equal(torch.tensor(values).reshape(shape[::-1]), ours[name].float()), name
-    assert (tmp_path / "out" / "Modelfile").read_text().startswith("FROM ./model.gguf\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "merged", "out"], "nothing else is left"
-
-
-@pytest.mark.launch
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("Phi-3-mini-4k", r"Missing .*tokenizer\.model\. Put the base's tokenizer\.model into the merged folder"),
-        ("phi-4", r"pre-tokenizer was not recognized.* The Phi models on the hub can"),
-    ],
-)
-def test_what_the_real_converter_refuses_is_said_in_words(llama_cpp, tmp_path, name, reason):
-    """A tiny byte-level tokenizer gets as far as the list of known ones: it was read as BPE, not as sentencepiece."""
-    model = write_model(tmp_path / "merged", name)
-    gguf = Gguf(converter=find_converter(llama_cpp, {}), kind="f16")
-    with pytest.raises(ModelError, match=reason):
-        export_model(model, tmp_path / "out", gguf=gguf)
-    assert [path.name for path in tmp_path.iterdir()] == ["merged"]
-
-
 def test_without_llama_cpp_it_is_said_how_to_get_it(model, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("LLAMA_CPP_DIR", raising=False)
     assert command("export", model, tmp_path / "out", "--gguf") == 2
@@ -199,6 +96,24 @@ def test_the_folder_of_llama_cpp_comes_from_the_option_or_the_environment(tmp_pa
     variables = {"LLAMA_CPP_DIR": str(tmp_path / "b")}
     assert find_converter(None, variables).parent.name == "b"
     assert find_converter(tmp_path / "a", variables).parent.name == "a"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("BPE pre-tokenizer was not recognized - update", "The Phi models on the hub can be converted"),
+        ("Missing tokenizer.model", "Put the base's tokenizer.model into the merged folder"),
+        ("ModuleNotFoundError: No module named 'gguf'", "Install the package into this environment: Get llama.cpp"),
+        ("Model Phi9ForCausalLM is not supported", "update llama.cpp"),
+    ],
+)
+def test_a_refusal_of_the_converter_is_repeated_with_what_to_do(model, tmp_path, said, hint):
+    script = tmp_path / "convert_hf_to_gguf.py"
+    script.write_text(f"import sys; print(); sys.exit({said!r})")
+    with pytest.raises(ModelError, match=re.escape(f"llama.cpp's converter refused the model: {said}. ") + f".*{hint}"):
+        export_model(model, tmp_path / "out", gguf=Gguf(converter=script, weight_type="f16"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["convert_hf_to_gguf.py", "merged"]
 
 
 @pytest.mark.process
@@ -252,3 +167,25 @@ def test_byte_level_tokenizers_are_told_from_others():
     assert is_byte_level(json.loads(tiny_tokenizer("phi4").backend_tokenizer.to_str()))
     assert not is_byte_level(json.loads(VARIANTS["Phi-3-mini-4k"].tokenizer().backend_tokenizer.to_str()))
     assert not is_byte_level({})
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--gguf", "--onnx"), "--gguf and --onnx cannot be given together: a folder has one format"),
+        (("--onnx", "--type", "q8_0"), "--type q8_0 needs --gguf, which was not given"),
+        (("--gguf", "--type", "int4"), "--type int4 needs --onnx, which was not given"),
+        (("--gguf", "--max-difference", "1"), "--max-difference needs --onnx"),
+        (("--onnx", "--llama-cpp", "x"), "--llama-cpp needs --gguf"),
+        (("--onnx", "--base", "x"), "--base needs --gguf"),
+        (("--onnx", "--no-modelfile"), "--no-modelfile needs --gguf"),
+        (("--allow-differences",), "--allow-differences needs --gguf or --onnx"),
+        (("--lora",), "--lora needs --gguf"),
+        (("--onnx", "--lora"), "--lora needs --gguf"),
+        (("--gguf", "--adapter-only"), "--adapter-only needs --lora"),
+        (("--type", "f32"), "--type f32 needs --gguf or --onnx, which was not given"),
+    ],
+)
+def test_a_folder_has_one_format_and_a_type_that_it_knows(tmp_path, capsys, words, reason):
+    assert command("export", tmp_path, tmp_path / "out", *words) == 2
+    assert reason in " ".join(capsys.readouterr().err.split())

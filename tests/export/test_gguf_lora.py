@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from finetune.cli import main as finetune
 from finetune.errors import ConfigError, ModelError
 from finetune.export.gguf import Gguf
 from finetune.export.gguf_lora import export_lora
@@ -51,18 +50,3 @@ def test_the_scale_that_llama_cpp_computes_is_the_runs(tmp_path, rslora, alpha):
     with pytest.raises(ModelError, match="it gave no reason"):
         export(write_run(tmp_path / "run", use_rslora=rslora), tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"] == alpha
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--lora"], "--lora needs --gguf"),
-        (["--onnx", "--lora"], "--lora needs --gguf"),
-        (["--gguf", "--adapter-only"], "--adapter-only needs --lora"),
-    ],
-)
-def test_options_that_need_another_say_so(tmp_path, capsys, words, said):
-    with pytest.raises(SystemExit) as ended:
-        finetune(["export", str(tmp_path), str(tmp_path / "out"), *words])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err

@@ -34,11 +34,12 @@ from tests.docs.pages import DOCS
 from tests.export.finished_runs import write_run
 from tests.export.llama_cpp_build import add_to_path, build
 from tests.export.sentencepiece_models import Spacing, build_base, build_tokenizer, train
+from tests.export.test_exported_folder import write_model
 from tests.launches import free_port
 
 pytestmark = [pytest.mark.llama_cpp, pytest.mark.launch]
 
-PROMPTS, LENGTH = 12, 15
+LENGTH = 15
 PAGE, MARK = DOCS / "tasks" / "serve.md", "<!-- figures of llama.cpp -->"
 _rows: dict[str, str] = {}
 
@@ -101,21 +102,9 @@ def tuned_answers(model) -> list[tuple[list[int], list[int], torch.Tensor]]:
 
 
 def prompts(tokenizer) -> list[list[int]]:
-    words = [
-        "oranges",
-        "crates",
-        "Porto",
-        "Friday",
-        "capital",
-        "send",
-        "please",
-        "Marta",
-        "short",
-        "answer",
-        "Lisbon",
-        "boxes",
-    ]
-    texts = [[{"role": "user", "content": f"Please send {word}."}] for word in words[:PROMPTS]]
+    names = ["oranges", "crates", "Porto", "Friday", "capital", "send"]
+    names += ["please", "Marta", "short", "answer", "Lisbon", "boxes"]
+    texts = [[{"role": "user", "content": f"Please send {name}."}] for name in names]
     rendered = [tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) for turns in texts]
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in rendered]
 
@@ -235,6 +224,21 @@ def test_a_name_with_phi_3_needs_the_tokens_of_llama(llama_cpp, model, tmp_path,
     monkeypatch.setattr(exported_folder, "find_rules", lambda tokenizer: rules)
     with pytest.raises(ModelError, match=r"llama\.cpp does not load model\.gguf"):
         export_model(model.merged, tmp_path / "other", gguf=allowed)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Phi-3-mini-4k", r"Missing .*tokenizer\.model\. Put the base's tokenizer\.model into the merged folder"),
+        ("phi-4", r"pre-tokenizer was not recognized.* The Phi models on the hub can"),
+    ],
+)
+def test_a_model_that_the_converter_refuses(llama_cpp, tmp_path, name, reason):
+    """A tiny byte-level tokenizer gets as far as the list of known ones: it was read as BPE, not as sentencepiece."""
+    merged = write_model(tmp_path / "merged", name)
+    gguf = Gguf(converter=llama_cpp.source / "convert_hf_to_gguf.py", weight_type="f16")
+    with pytest.raises(ModelError, match=reason):
+        export_model(merged, tmp_path / "out", gguf=gguf)
 
 
 def test_the_server_answers_like_base_and_adapter(llama_cpp, exported, model):

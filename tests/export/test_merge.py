@@ -69,18 +69,15 @@ def test_a_merged_model_answers_as_base_and_adapter_do(name, dtype):
     assert not [key for key in merged.state_dict() if "lora" in key or "base_layer" in key or "original_module" in key]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant_answers_merged_as_with_its_adapter(name, dtype):
+def test_every_variant_answers_merged_as_with_its_adapter(name):
     """With the targets, the tied embeddings, LongRoPE, windows and experts that the variant has."""
     variant = VARIANTS[name]
-    base = variant.model(variant.tokenizer()).to(dtype)
-    model = draw_trained(add_lora(base, LoraSection(r=4)))
+    model = draw_trained(add_lora(variant.model(variant.tokenizer()), LoraSection(r=4)))
     merged, difference = merge_and_compare(model)
-    assert difference.lost < (1e-4 if dtype == torch.float32 else 0.2)
-    assert difference.relative < (1e-5 if dtype == torch.float32 else 5e-2)
+    assert difference.lost < 1e-4
+    assert difference.relative < 1e-5
     assert is_tied(merged) is variant.is_tied
-    assert {parameter.dtype for parameter in merged.parameters()} == {dtype}
 
 
 @pytest.mark.filterwarnings("ignore:.*ensure_weight_tying.*:UserWarning")

@@ -202,25 +202,6 @@ def test_what_the_builder_imports_is_needed_to_build_and_not_to_serve(monkeypatc
         onnx_served.refuse_missing_packages(builds=True)
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("--gguf", "--onnx"), "--gguf and --onnx cannot be given together: a folder has one format"),
-        (("--onnx", "--type", "q8_0"), "--type q8_0 needs --gguf, which was not given"),
-        (("--gguf", "--type", "int4"), "--type int4 needs --onnx, which was not given"),
-        (("--gguf", "--max-difference", "1"), "--max-difference needs --onnx"),
-        (("--onnx", "--llama-cpp", "x"), "--llama-cpp needs --gguf"),
-        (("--onnx", "--base", "x"), "--base needs --gguf"),
-        (("--onnx", "--no-modelfile"), "--no-modelfile needs --gguf"),
-        (("--allow-differences",), "--allow-differences needs --gguf or --onnx"),
-        (("--type", "f32"), "--type f32 needs --gguf or --onnx, which was not given"),
-    ],
-)
-def test_a_folder_has_one_format_and_a_type_that_it_knows(tmp_path, capsys, words, reason):
-    assert command("export", tmp_path, tmp_path / "out", *words) == 2
-    assert reason in " ".join(capsys.readouterr().err.split())
-
-
 def test_the_builder_is_told_which_layers_have_a_window():
     """Without layer_types it builds all layers without one, and answers differ beyond the window."""
     assert _with_layers_and_rope({**PHI3, "sliding_window": 2047})["layer_types"] == ["sliding_attention"] * 2
