@@ -41,7 +41,7 @@ class RecordedDigests(NamedTuple):
 
 
 def digest_tensors(folder: Path) -> dict[str, str]:
-    """Digest each weight in a folder's safetensors files: type, shape, and the SHA-256 of its bytes, by name.
+    """Return the dtype, the shape and the SHA-256 of each weight in a folder's safetensors files, by name.
 
     Raises:
         CheckpointError: a file is not a safetensors file.
@@ -56,7 +56,7 @@ def digest_tensors(folder: Path) -> dict[str, str]:
 
 
 def digest_files(folder: Path) -> dict[str, str]:
-    """Digest the files of a model folder that decide what it does, beside its weights: SHA-256 by name."""
+    """Return the SHA-256 of each file, except weights, that decides what a model folder answers, by name."""
     left_out = (*_EDITED_BY_USERS, VECTORS_FILE, LOGITS_FILE, MANIFEST, CERTIFICATE)
     digests = {}
     for path in sorted(folder.iterdir()):
@@ -82,6 +82,6 @@ def _check_digests(found: Mapping[str, str], expected: Mapping[str, str], what: 
 
 
 def _short(digest: str) -> str:
-    """Cut the SHA-256 of a digest to 12 characters."""
+    """Shorten the SHA-256 of a digest to 12 characters."""
     head, _, value = digest.rpartition(":")
     return f"{head}:{value[:12]}" if head else value[:12]

@@ -1,4 +1,4 @@
-"""Write a folder for those who serve a merged model: a GGUF file if you want one, and a Modelfile for Ollama."""
+"""Write a folder from which llama.cpp or Ollama serves a merged model: a GGUF file, a Modelfile, or both."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What an export wrote.
+    """The result of an export.
 
     Attributes:
-        num_tensors: in the GGUF file; None without one.
+        num_tensors: number of tensors in the GGUF file; None without a GGUF file.
         reading: how llama.cpp reads chats, by its rules; None without a GGUF file.
-        runtime: the llama.cpp in which the same was seen; None if it is not installed.
+        runtime: the llama.cpp that confirmed the reading; None if it is not installed.
     """
 
     num_tensors: int | None = None
@@ -41,7 +41,7 @@ class Exported:
 
     @property
     def token_ids(self) -> str:
-        """Say whether llama.cpp encodes chats as in training, and how this was found out."""
+        """Return a sentence: whether llama.cpp encodes chats as in training, and how this was found."""
         if self.reading is None:
             return "Token ids were not compared, because the base was not exported."
         others, num = len(self.reading.plain) + len(self.reading.edges), len(self.reading.chats)
@@ -94,7 +94,7 @@ def write_gguf(
 ) -> Exported:
     """Convert a model into a folder, so that llama.cpp reads chats as the tokenizer does.
 
-    Where llama-cpp-python is installed, the file is loaded, and encodes the same chats.
+    If llama-cpp-python is installed, load the file there, and compare how it encodes the same chats.
 
     Raises:
         ModelError: llama.cpp does not support the model, or would read chats as other tokens.
@@ -109,8 +109,8 @@ def write_gguf(
         writer.write(name, with_keys(made, header, keys_for_llama_cpp(reading.rules, header, stop_ids)))
     if others := [*reading.plain, *reading.edges]:
         causes = "; ".join(reading.causes) or "not known"
-        say = "llama.cpp reads %d of %d texts as other tokens than training did. The first: %s. Cause: %s"
-        _log.warning(say, len(others), len(reading.chats), others[0], causes)
+        message = "llama.cpp reads %d of %d texts as other tokens than training did. The first: %s. Cause: %s"
+        _log.warning(message, len(others), len(reading.chats), others[0], causes)
     files, runtime = GgufFiles(writer.path / name), None
     if installed_version() is not None:
         runtime = check_in_llama_cpp(files, reading, tokenizer, stop_ids)

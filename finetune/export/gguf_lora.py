@@ -1,6 +1,6 @@
 """Convert a run's adapter to a GGUF LoRA beside its base, for servers that keep one base and several adapters.
 
-Facts: ggml-org/llama.cpp, convert_lora_to_gguf.py (it carries pairs of lora_A and lora_B alone) and
+Facts: ggml-org/llama.cpp, convert_lora_to_gguf.py (it converts pairs of lora_A and lora_B only) and
 src/llama-adapter.h (`get_scale`: llama.cpp scales the update by alpha / rank).
 """
 
@@ -46,8 +46,8 @@ def export_lora(run: FinishedRun, out: Path, *, gguf: Gguf, with_base: bool, wit
     Args:
         run: a run with an adapter.
         out: a folder that does not exist or is empty.
-        gguf: its type is that of the base's weights; those of the adapter are fp32.
-        with_base: convert the base too. Without it llama.cpp cannot be asked how it reads chats.
+        gguf: the settings, with the type for the base's weights. The adapter's weights are stored in fp32.
+        with_base: convert the base too. Without the base, llama.cpp cannot load the adapter to check it.
         with_modelfile: write a Modelfile for both, if the base is written.
 
     Raises:

@@ -1,8 +1,8 @@
-"""How llama.cpp reads a chat: computed without llama.cpp, and set so that it reads what the run trained on.
+"""Compute without llama.cpp how it would read a chat, and choose the rules under which it reads the tokens of training.
 
-A GGUF file holds no flags of single tokens. llama.cpp cuts a text at its special tokens, strips white space by one rule
-for all of them, and may put a space before each piece. Here the tokenizer gets those rules and encodes chats with
-them; the rules under which the ids stay the same go into the file.
+A GGUF file holds no flags of single tokens. llama.cpp splits a text at its special tokens, strips white space by one
+rule for all of them, and may put a space before each piece. This module gives the tokenizer these rules, and encodes
+chats with them. The rules under which the ids stay the same go into the GGUF file.
 Facts: ggml-org/llama.cpp, src/llama-vocab.cpp (`load`, `tokenizer_st_partition`, `tokenize`).
 """
 
@@ -25,12 +25,13 @@ _NEVER_STRIPS = {"<unk>", "<s>", "<|endoftext|>"}
 _NEEDED_TO_STRIP = {*_NEVER_STRIPS, "</s>"}
 """llama.cpp looks these up in a file whose name contains phi-3, and does not load one that lacks any."""
 _PLAIN = ("one turn", "system", "several turns")
-"""Conversations whose ids must be the same; those of the others, with white space at their ends for example, should."""
+"""Conversations with plain contents. An export is refused if their ids differ. If only others differ, for example in
+the white space at the end of a turn, it gives a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRules:
-    """What llama.cpp can be told about special tokens.
+    """The rules for special tokens that a GGUF file can set.
 
     Attributes:
         puts_space: it puts a space before the first piece of text and before each behind a special token.
@@ -71,10 +72,10 @@ class Reading:
 
     Attributes:
         rules: for the GGUF file.
-        plain: chats of plain contents whose ids differ; the first request would be read wrongly.
-        edges: chats with white space at the ends of turns, or unusual characters, whose ids differ.
-        causes: why, in words.
-        chats: what was compared.
+        plain: chats with plain contents and other ids. llama.cpp would read the first request wrongly.
+        edges: chats with white space at the ends of turns, or unusual characters, and other ids.
+        causes: the properties of the tokenizer that cause the differences, as phrases.
+        chats: all chats that were compared.
     """
 
     rules: TokenRules

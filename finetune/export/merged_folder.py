@@ -1,4 +1,4 @@
-"""Write a run's model as a folder of its own: merge, write aside, reload elsewhere, compare, put in place."""
+"""Merge a run's adapter, write the model to a temporary folder, compare it after a reload, and give it its name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 def write_merged(
     run: FinishedRun, out: Path, *, dtype: torch.dtype | None = None, most_difference: float | None = None
 ) -> Merged:
-    """Write a run's model so that transformers alone loads it, then load and compare it.
+    """Write a run's model for transformers alone, then load and compare it.
 
     Args:
         run: a finished run, of an adapter or of full fine-tuning.

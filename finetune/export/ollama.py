@@ -1,7 +1,7 @@
-"""Write an Ollama Modelfile whose template renders what the tokenizer's own chat template renders.
+"""Write an Ollama Modelfile with a template that renders the same text as the tokenizer's own chat template.
 
-The text around each turn is read from what the tokenizer renders, put together again for several conversations, and
-compared. A template that does more than put text around turns is refused, not approximated.
+finetune reads the text around each turn from conversations that the tokenizer renders. It puts other conversations
+together from these pieces, and compares them with the chat template. It refuses a template that does more.
 Formats: https://docs.ollama.com/modelfile and https://pkg.go.dev/text/template
 """
 
@@ -43,16 +43,16 @@ class TurnPieces:
     def render(self, turns: Turns) -> str:
         """Render a conversation with the header of its next answer."""
         kept = [turn for turn in turns if turn["role"] in self.before]
-        told = [self.before[turn["role"]] + turn["content"] + self.after[turn["role"]] for turn in kept]
-        return self.opening + "".join(told) + self.answer
+        rendered = [self.before[turn["role"]] + turn["content"] + self.after[turn["role"]] for turn in kept]
+        return self.opening + "".join(rendered) + self.answer
 
     def as_go_template(self) -> str:
-        """Write the same as a Go template over Ollama's `.Messages`."""
+        """Write the pieces as a Go template over Ollama's `.Messages`."""
         branches: list[str] = []
         for role in self.before:
-            word = "if" if not branches else "else if"
+            keyword = "if" if not branches else "else if"
             turn = f"{_literal(self.before[role])}{{{{ .Content }}}}{_literal(self.after[role])}"
-            branches.append(f'{{{{ {word} eq .Role "{role}" }}}}{turn}')
+            branches.append(f'{{{{ {keyword} eq .Role "{role}" }}}}{turn}')
         turns = f"{{{{ range .Messages }}}}{''.join(branches)}{{{{ end }}}}{{{{ end }}}}"
         return _literal(self.opening) + turns + _literal(self.answer)
 
@@ -68,8 +68,8 @@ def read_pieces(tokenizer: Any) -> TurnPieces:
         for roles in _CHECKED:
             # White space at the ends, which Ollama passes on as it is, shows a template that strips contents.
             turns = [{"role": role, "content": f" {role} says {number}.\n"} for number, role in enumerate(roles)]
-            if (meant := _render(tokenizer, turns)) != (made := pieces.render(turns)):
-                raise ValueError(f"for {', '.join(roles)} it renders {meant!r}, its pieces give {made!r}")
+            if (expected := _render(tokenizer, turns)) != (found := pieces.render(turns)):
+                raise ValueError(f"for {', '.join(roles)} it renders {expected!r}, its pieces give {found!r}")
     except ValueError as error:
         raise ModelError(_refusal(str(error))) from error
     return pieces
@@ -96,8 +96,8 @@ def modelfile(tokenizer: Any, model: str, stop_ids: Sequence[int]) -> str:
 def _take_apart(tokenizer: Any) -> TurnPieces:
     """Read the pieces from short conversations; `read_pieces` checks them.
 
-    The text between two turns ends one and begins the next. The part that it shares with the beginning of a
-    conversation begins a turn.
+    The text between two turns ends the first turn and begins the second. The part that it has in common with the
+    beginning of a conversation begins a turn.
 
     Raises:
         ValueError: the template is not a sequence of turns; says why.
@@ -158,7 +158,7 @@ def _without_common_end(text: str, other: str) -> tuple[str, str]:
 
 
 def _literal(text: str) -> str:
-    """Write a text for a Go template. White space at its end is quoted, because an editor could trim it.
+    """Write a text for a Go template, with white space at its end in quotes, because an editor could trim it.
 
     Raises:
         ModelError: it contains a delimiter of Modelfiles or Go templates.

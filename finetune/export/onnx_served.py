@@ -23,7 +23,7 @@ def refuse_missing_packages(*, builds: bool) -> None:
     """Refuse to go on without the runtime.
 
     Args:
-        builds: nor without what its builder imports.
+        builds: whether the packages that its builder imports are needed too.
 
     Raises:
         ConfigError: names what is missing and the command that installs it.
@@ -87,7 +87,7 @@ class OnnxModel:
         return torch.from_numpy(self._prompted(token_ids, max_new_tokens=1).get_output("logits")).float()[0]
 
     def answer(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
-        """Answer a prompt greedily. Returns the new tokens, the stop token included where it came."""
+        """Answer a prompt greedily. Returns the new tokens, including the stop token if there was one."""
         generator = self._prompted(token_ids, max_new_tokens)
         new: list[int] = []
         while not generator.is_done() and len(new) < max_new_tokens:

@@ -1,4 +1,4 @@
-"""The folder that a command writes: new, with room on its disk, and complete or not there."""
+"""Write a new folder, if its disk has room for it, so that it is complete or not there."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _COPY_BYTES = 1 << 22
 
 @contextmanager
 def new_folder(out: Path, num_bytes: int) -> Iterator[FolderWriter]:
-    """Fill a folder aside and give it its name at the end; if anything fails, `out` stays as it was.
+    """Yield a writer for a temporary folder, and rename it at the end. If anything fails, `out` stays as it was.
 
     Args:
         out: does not exist, or is an empty folder.
-        num_bytes: what the block will write.
+        num_bytes: the size of what the block will write, without small files.
 
     Raises:
         CheckpointError: see `refuse_taken`; `out` may also have been taken while the block wrote, or another process
@@ -45,7 +45,7 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[FolderWriter]:
         try:
             yield writer
         except OSError as error:
-            # An error without a name is one of writing. One with a name may be of a file that is read.
+            # An error without a file name comes from writing. An error with a name may come from a file that is read.
             if error.filename is None or Path(error.filename).is_relative_to(writer.path):
                 raise
             raise RunFailedError(
@@ -75,7 +75,7 @@ def read_on(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _lock(out: Path) -> FileLock:
-    """Take the lock of a folder that is written aside: a second writer would remove what the first one has written.
+    """Take the lock of a folder, because a second writer would remove the temporary folder of the first.
 
     Raises:
         CheckpointError: another process has it.

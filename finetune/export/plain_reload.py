@@ -1,6 +1,6 @@
-"""Load a model folder with transformers alone and record its answers. It is started as a process of its own.
+"""Load a model folder with transformers alone, and record its logits. A merge starts this file as a process of its own.
 
-The process blocks imports of this package and of peft: anybody can load what it can load.
+The process cannot import finetune or peft, so any user of transformers can load what it loads.
 Usage: `python plain_reload.py REQUEST.json`, see `main`.
 """
 
@@ -34,7 +34,7 @@ def logits_in_fp32(model: Any, prompts: Sequence[Sequence[int]]) -> Any:
 def render(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> tuple[str, list[int]]:
     """Render a conversation with the header of the next answer, and encode it.
 
-    Without a chat template, the text is that of the last turn.
+    Without a chat template, the text is the content of the last turn.
     """
     text = turns[-1]["content"]
     if tokenizer.chat_template is not None:
@@ -46,7 +46,8 @@ def render(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> tuple[str, lis
 def main(request_file: str) -> None:
     """Answer a request: an object with `folder`, `prompts` (token ids), `turns`, `logits_file` and `report_file`.
 
-    The logits of `prompts` go to one file; the other gets what was loaded, and the conversations `turns` rendered here.
+    The logits of `prompts` go to `logits_file`. A description of the loaded model, and the rendered `turns`, go to
+    `report_file`.
     """
     for name in ("finetune", "peft"):
         sys.modules[name] = None  # type: ignore[assignment]  # importing it fails
@@ -73,7 +74,7 @@ def main(request_file: str) -> None:
 
 @contextmanager
 def weights_in_fp32(model: Any) -> Iterator[None]:
-    """Widen each module's own weights while it runs, so that the whole model is never copied."""
+    """Convert each module's own weights to fp32 while it runs, so that the whole model is never copied."""
     import torch
 
     handles: list[Any] = []

@@ -45,7 +45,7 @@ def _fp32_bound(_: Path) -> float:
 
 
 class ServedByTransformers:
-    """A model in transformers, perhaps with an adapter of PEFT on it. It computes in fp32 on the weights as stored.
+    """A `ServedModel` in transformers, with or without an adapter in PEFT. It computes in fp32 on the stored weights.
 
     Args:
         model: on the CPU.
@@ -94,7 +94,7 @@ def load_peft(folder: Path, base: str | None = None, revision: str | None = None
 
     Args:
         folder: the adapter's.
-        base: a folder or hub id; None: the one that the adapter names, at the revision that it names.
+        base: a folder or hub id; None: the base and the revision that the adapter names.
         revision: the commit, tag or branch of `base` on the hub; None: its main branch.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A model in the runtime that serves it: what `finetune verify` asks of each runtime."""
+"""The interface of a model in the runtime that serves it. `finetune verify` asks each runtime through it."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ class ServedModel(Protocol):
         ...
 
     def answer(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
-        """Answer a prompt greedily. Returns the new tokens, the stop token included where it came."""
+        """Answer a prompt greedily. Returns the new tokens, including the stop token if there was one."""
         ...

@@ -1,7 +1,7 @@
-"""Test vectors: what a tuned model answers, written beside every form of it. docs/test-vectors.md describes the files.
+"""Make, write, read and copy test vectors: prompts with the answers of a tuned model, see docs/test-vectors.md.
 
-They are made once, from base and adapter as trained, and copied from then on, never made again from merged or
-converted weights.
+Test vectors are made once, from base and adapter as trained. Merges and exports copy them, and never make them again
+from merged or converted weights.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ CONVERSATIONS: Mapping[str, Sequence[Mapping[str, str]]] = {
         {"role": "user", "content": "Another line.\n"},
     ],
 }
-"""Where servers go wrong: system turns, earlier answers, white space, other scripts, and text like special tokens."""
+"""What servers often read wrongly: system turns, earlier answers, white space, other scripts, text like a token."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vector:
-    """A prompt with what the tuned model makes of it.
+    """A prompt, with the tokens and the answer of the tuned model.
 
     Attributes:
-        name: says what is special about it.
+        name: what the prompt tests.
         turns: the conversation; None for random tokens.
         text: the conversation as the chat template renders it, with the header of the next answer.
-        token_ids: the text as tokens, without any that the template has not written.
-        positions: places in `token_ids` whose logits are kept, ascending.
-        answer: the tokens of a greedy answer, with the stop token where it came; None if none was made.
+        token_ids: the text as tokens, without tokens that the template has not written.
+        positions: indices in `token_ids` at which logits are kept, ascending.
+        answer: the tokens of a greedy answer, including the stop token if there was one; None without turns.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Vectors:
         logits: of base and adapter in fp32, (positions of all prompts, vocabulary).
         stop_ids: the tokens that end an answer.
         max_new_tokens: the most tokens of an answer.
-        has_template: whether a chat template rendered the texts; without one, a text is its last turn's.
+        has_template: whether a chat template rendered the texts. Without a template, a text is its last turn's content.
         stored_as: the type of the merged weights; None before they are written.
         rounding: the largest relative difference of a position's logits that the merge caused, see
             `relative_by_position`; measured by transformers on the written folder.
@@ -97,7 +97,7 @@ class Vectors:
         written: digests of the merged weights as they were written, by tensor.
         files: SHA-256 of the other files of the merged folder, by name.
         made_by: the version of finetune.
-        sha256: of test_vectors.json, which holds that of the logits; empty before it is written.
+        sha256: of test_vectors.json, which holds the digest of the logits; empty before the file is written.
     """
 
     vectors: tuple[Vector, ...]
@@ -157,7 +157,7 @@ def prompts_to_ask(tokenizer: Any, model: Any, seed: int = 0) -> list[Vector]:
 
 
 def _positions(token_ids: Sequence[int]) -> list[int]:
-    """Choose the positions whose logits are kept: the last one, which begins the answer, and others evenly spaced."""
+    """Choose the positions at which logits are kept, evenly spaced. The last one predicts the answer's first token."""
     length = len(token_ids)
     count = min(length, _MOST_POSITIONS // (len(CONVERSATIONS) + _RANDOM_PROMPTS))
     return sorted(length - 1 - place * length // count for place in range(count))
@@ -166,7 +166,7 @@ def _positions(token_ids: Sequence[int]) -> list[int]:
 def answer_in_fp32(
     model: Any, prompts: Sequence[Sequence[int]], *, stop_ids: Sequence[int], max_new_tokens: int
 ) -> list[list[int]]:
-    """Answer prompts greedily with transformers, in fp32 on the weights as they are stored; stop tokens are kept."""
+    """Answer prompts greedily with transformers, in fp32 on the stored weights. Answers keep their stop tokens."""
     decoding = Decoding(stop_ids=stop_ids, max_new_tokens=max_new_tokens, keeps_stop=True)
     with weights_in_fp32(model):
         return generate_answers(model, prompts, decoding, batch_size=max(1, len(prompts)))
@@ -219,7 +219,7 @@ def write_vectors(writer: FolderWriter, vectors: Vectors) -> str:
 
 
 def read_vectors(place: Path) -> Vectors:
-    """Read the test vectors of a folder, or those of a file with its logits beside it.
+    """Read the test vectors of a folder, or of a file with its logits beside it.
 
     Raises:
         CheckpointError: there are none, or they are damaged.
@@ -253,7 +253,7 @@ def read_vectors(place: Path) -> Vectors:
 
 
 def copy_vectors(model: Path, writer: FolderWriter) -> str | None:
-    """Copy the test vectors of a merged folder, as they are, into a folder that is made of it.
+    """Copy the test vectors of a merged folder, unchanged, into an exported folder.
 
     Returns:
         The SHA-256 of test_vectors.json; None, with a warning, if the merged folder has none.
