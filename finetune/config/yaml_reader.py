@@ -227,7 +227,7 @@ class _Reading:
             self._refuse_tag(node, key)
             return False
         if id(node) in self._open:
-            self._problem(node, key, "an alias (*name) to something that contains it never ends")
+            self._problem(node, key, "an alias (*name) refers to a value that contains it, so it never ends")
             return False
         self._open.add(id(node))
         return True

@@ -23,7 +23,7 @@ _MOST_TOKENS_OF_A_CHARACTER = 4  # of UTF-8 bytes
 
 
 class Piece(NamedTuple):
-    """The fewest tokens that make whole characters: one, unless a character is cut into several."""
+    """A token with its text. If tokens split a character, they form one piece."""
 
     token_ids: list[int]
     text: str

@@ -34,15 +34,15 @@ class DiskNeed(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The most that is on disk at one time, including `adapter/`."""
+        """The most bytes on disk at the same time, including `adapter/`."""
         return self.checkpoint * self.at_once + self.model
 
     def __str__(self) -> str:
         optimizer = "not known yet" if self.optimizer is None else format_bytes(self.optimizer)
         checkpoint, model, total = map(format_bytes, (self.checkpoint, self.model, self.total))
         return (
-            f"a checkpoint takes {checkpoint} (model {model}, optimizer {optimizer}), at most {self.at_once} at once "
-            f"with adapter/ {total}; {format_bytes(self.free)} are free"
+            f"a checkpoint takes {checkpoint} (model {model}, optimizer {optimizer}); at most {self.at_once} of them and adapter/ "
+            f"take {total}; {format_bytes(self.free)} are free"
         )
 
 

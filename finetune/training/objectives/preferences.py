@@ -123,10 +123,10 @@ def put_labelled_together(answers: Sequence[LabelledExample], *, rows: Collate) 
 def summed_preferences(
     model: Any, microbatch: PreferenceMicrobatch, *, loss: PreferenceLoss, choices: Choices = BY_DEVICE
 ) -> torch.Tensor:
-    """Sum the loss over a micro-batch, with a gradient, followed by the sums of its figures; float64.
+    """Sum the loss over a micro-batch, with a gradient, followed by the sums of its metrics; float64.
 
     Args:
-        model: in training mode; a PEFT model where the loss has a reference.
+        model: in training mode; a PEFT model if the loss has a reference.
         microbatch: on the model's device.
         loss: of a pair or labelled answer.
         choices: how packed rows are computed.
