@@ -41,8 +41,8 @@ class DiskNeed(NamedTuple):
         optimizer = "not known yet" if self.optimizer is None else format_bytes(self.optimizer)
         checkpoint, model, total = map(format_bytes, (self.checkpoint, self.model, self.total))
         return (
-            f"a checkpoint takes {checkpoint} (model {model}, optimizer {optimizer}); at most {self.at_once} of them and adapter/ "
-            f"take {total}; {format_bytes(self.free)} are free"
+            f"a checkpoint takes {checkpoint} (model {model}, optimizer {optimizer}); at most {self.at_once} of them "
+            f"and adapter/ take {total}; {format_bytes(self.free)} are free"
         )
 
 

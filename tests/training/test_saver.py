@@ -250,4 +250,4 @@ def test_the_disk_that_checkpoints_take_is_known_before_the_first_step(folder, m
     assert need.total == 3 * saved.num_bytes + need.model
     on_disk = sum(file.stat().st_size for file in saved.path.iterdir())
     assert saved.num_bytes < on_disk < saved.num_bytes + 60_000
-    assert "at most 3 at once" in str(need)
+    assert "at most 3 of them" in str(need)
