@@ -154,25 +154,18 @@ def test_the_model_s_own_forward_gives_the_curve_of_the_engine(trained, inputs, 
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
 
-def train_by_command(words):
-    train_from_overrides(words)
-
-
-def test_the_command_trains_pairs_and_writes_what_the_trainer_writes(trained, inputs, tmp_path, monkeypatch):
-    words = [*words_for(inputs, tmp_path / "run"), *WORDS]
-    train_by_command(words)
+def test_the_command_trains_pairs_and_writes_what_the_trainer_writes(trained, inputs, tmp_path):
+    train_from_overrides([*words_for(inputs, tmp_path / "run"), *WORDS])
     for folder in ("checkpoints/step-000002", "checkpoints/step-000004", "adapter"):
         assert contents(tmp_path / "run" / folder) == contents(trained[0] / folder), folder
     assert curve(tmp_path / "run") == curve(trained[0])
     assert (tmp_path / "run/config.yaml").read_text().count("objective: dpo") == 1
-    monkeypatch.setattr(tiny_training, "train", train_by_command)
-    refuse_to_differ_after_a_break(words, trained[0], tmp_path / "broken")
 
 
 def test_the_page_of_a_run_on_pairs_shows_its_rewards(trained, tmp_path):
     done = run_finetune("report", trained[0], "--output", tmp_path / "page.html")
     assert done.returncode == 0, done.stdout
-    assert "completed" in (tmp_path / "page.html").read_text()
+    assert "Reward margin" in (tmp_path / "page.html").read_text()
 
 
 def test_the_command_refuses_full_fine_tuning_on_pairs_before_it_reads_anything(tmp_path):
@@ -193,7 +186,7 @@ def test_a_run_on_pairs_answers_with_the_system_turn_of_its_prompts(inputs, tmp_
     row = {"prompt": turns, "chosen": "yes", "rejected": "no"}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
     rows = [f"data.path={tmp_path / 'pairs.jsonl'}", "training.max_steps=1", "training.global_batch_size=1"]
-    train_by_command([*words_for(inputs, tmp_path / "run"), *WORDS, *rows])
+    train_from_overrides([*words_for(inputs, tmp_path / "run"), *WORDS, *rows])
     done = run_finetune("generate", tmp_path / "run", "please send apples", "--max-new-tokens", "2")
     assert done.returncode == 0, done.stdout
     assert "system turn, as in the training rows: 'Be brief.'" in done.stdout
@@ -221,11 +214,9 @@ RECIPE = [REPOSITORY / "recipes/finetune_preferences.py"]
     ("launcher", "program", "sync"),
     [
         ("torchrun", RECIPE, "flat"),
-        ("torchrun", COMMAND, "ddp"),
-        ("accelerate", COMMAND, "flat"),
-        ("python", [*COMMAND, "parallel.num_processes=2"], "flat"),
+        ("python", [*COMMAND, "parallel.num_processes=2"], "ddp"),
     ],
-    ids=["recipe-flat", "torchrun-ddp", "accelerate-flat", "spawn-flat"],
+    ids=["recipe-flat", "spawn-ddp"],
 )
 def test_pairs_give_one_curve_as_one_process_and_as_two(trained, inputs, tmp_path, launcher, program, sync):
     """In the last step of an epoch one of the two has no pair."""
@@ -241,17 +232,10 @@ def test_pairs_give_one_curve_as_one_process_and_as_two(trained, inputs, tmp_pat
     assert figures_in_words(trained[0]) == figures_in_words(tmp_path / "two") != []
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["training.method=full"], "the reference of DPO is the base with its adapter"),
-        (["lora.start_from=x"], "Merge that adapter into its base first"),
-    ],
-)
-def test_a_reference_that_is_not_the_base_is_refused(inputs, tmp_path, words, said):
-    config = load_config([*words_for(inputs, tmp_path / "run"), *WORDS, *words])
+def test_a_reference_that_is_not_the_base_is_refused(inputs, tmp_path):
+    config = load_config([*words_for(inputs, tmp_path / "run"), *WORDS, "lora.start_from=x"])
     splits = encode_preferences(config.data, build_tokenizer(config.model))
-    with launch(config) as runtime, pytest.raises(ConfigError, match=said):
+    with launch(config) as runtime, pytest.raises(ConfigError, match="Merge that adapter into its base first"):
         PreferenceTrainer(runtime, config, None, None, splits)
 
 
@@ -278,7 +262,7 @@ def test_a_run_on_pairs_that_is_older_than_the_objective_goes_on_with_the_same_b
         with pytest.raises(RuntimeError, match="power cut"):
             train(words)
     forget_objective(tmp_path / "broken")
-    train_by_command(words)
+    train_from_overrides(words)
     log = (tmp_path / "broken/log.txt").read_text()
     assert "resumed from step=2" in log
     assert "could not be compared: training.objective" in log
@@ -290,7 +274,7 @@ def test_rows_without_pairs_do_not_go_on_with_a_run_on_pairs(trained, inputs, tm
     write_rows(tmp_path / "rows")
     words = [*words_for(inputs, tmp_path / "run"), *WORDS, "training.objective=sft", "training.max_steps=5"]
     with pytest.raises(CheckpointError, match=r"training\.objective: started with dpo, now sft \(command line\)"):
-        train_by_command([*words, f"data.path={tmp_path / 'rows'}"])
+        train_from_overrides([*words, f"data.path={tmp_path / 'rows'}"])
 
 
 def test_the_trainer_of_another_objective_is_refused(inputs, tmp_path):

@@ -71,32 +71,30 @@ def test_the_attention_asked_for_is_used(folder, attention):
         assert build_base_model(section(**keys, attention=attention)).config._attn_implementation == attention
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path):
+def test_a_path_without_a_model_is_refused_with_what_is_there(tmp_path):
+    with pytest.raises(ModelError, match=r"model\.path is not set"):
+        build_base_model(section())
     with pytest.raises(ModelError, match="no such folder"):
         build_base_model(section(path=str(tmp_path / "none")))
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ModelError, match=r"no config\.json \(found: notes\.txt\)"):
+        build_base_model(section(path=str(tmp_path)))
+    add_lora(build_tiny(tiny_phi_config()), LoraSection(r=2)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"This is an adapter: name its base model in model\.path"):
+        build_base_model(section(path=str(tmp_path)))
     with pytest.raises(ModelError, match="no such folder"):
         build_tokenizer(section(path="./none"))
 
 
-def test_a_folder_without_a_model_is_refused_with_what_is_there(tmp_path):
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(ModelError, match=r"no config\.json \(found: notes\.txt\)"):
-        build_base_model(section(path=str(tmp_path)))
-
-
-def test_an_adapter_given_as_a_model_is_recognised(tmp_path):
-    add_lora(build_tiny(tiny_phi_config()), LoraSection(r=2)).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"This is an adapter: name its base model in model\.path"):
-        build_base_model(section(path=str(tmp_path)))
-
-
-def test_a_model_without_a_path_is_refused():
-    with pytest.raises(ModelError, match=r"model\.path is not set"):
-        build_base_model(section())
-
-
-def test_missing_weights_are_refused_by_name_and_never_made_up(folder):
+def test_weights_that_do_not_fit_are_refused_by_name_and_never_made_up(folder, caplog):
     weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()  # the weights are mapped from it
+    save_file({**weights, "adapter.extra": torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})
+    build_base_model(section(path=str(folder)))
+    assert "holds 1 weights that its architecture does not use" in caplog.text
+    save_file({**weights, "lm_head.weight": torch.zeros(7, 16)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"1 mismatched \(.*lm_head\.weight"):
+        build_base_model(section(path=str(folder)))
     del weights["model.layers.1.mlp.fc1.weight"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(
@@ -105,38 +103,21 @@ def test_missing_weights_are_refused_by_name_and_never_made_up(folder):
         build_base_model(section(path=str(folder)))
 
 
-def test_weights_of_another_shape_are_refused(folder):
-    weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] = torch.zeros(7, 16)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=r"1 mismatched \(.*lm_head\.weight"):
-        build_base_model(section(path=str(folder)))
-
-
-def test_weights_that_the_architecture_does_not_know_are_a_warning(folder, caplog):
-    weights = load_file(folder / "model.safetensors")
-    save_file({**weights, "adapter.extra": torch.zeros(1)}, folder / "model.safetensors", {"format": "pt"})
-    build_base_model(section(path=str(folder)))
-    assert "holds 1 weights that its architecture does not use" in caplog.text
-
-
-def test_no_weights_at_all_and_pickled_weights_are_refused(folder):
+def test_absent_pickled_and_damaged_weights_are_refused(folder):
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        build_base_model(section(path=str(folder)))
+
+    def refuse():
+        with pytest.raises(ModelError, match="cannot be loaded"):
+            build_base_model(section(path=str(folder)))
+
+    refuse()
     torch.save(weights, folder / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        build_base_model(section(path=str(folder)))
-
-
-def test_damaged_files_are_refused(folder):
+    refuse()
     (folder / "model.safetensors").write_bytes(b"not tensors")
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        build_base_model(section(path=str(folder)))
+    refuse()
     (folder / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        build_base_model(section(path=str(folder)))
+    refuse()
 
 
 def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path):
