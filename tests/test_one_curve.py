@@ -106,7 +106,6 @@ ROWS = [
     *(case.row("srun", 2) for case in PLAIN_CASES),
     Row("sbatch, srun on one node", 2, "3x3", "0"),
     Row("sbatch, srun on one node", 2, "3x3", "0", "sharding=fsdp2"),
-    Row("sbatch, srun on one node", 2, "3x3", "0", "full fine-tuning, sharding=fsdp2"),
     Row("sbatch, srun on two nodes", 4, "3x3", "0", "full fine-tuning, sharding=fsdp2, shard_size=2"),
     Row("sbatch, srun on three nodes", 3, "3x3", "0"),
     Row("sbatch, torchrun on two nodes", 2, "3x3", "0"),

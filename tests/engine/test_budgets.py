@@ -220,6 +220,7 @@ class _Counted(Exception):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("name", "inputs"),
