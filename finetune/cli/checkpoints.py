@@ -31,7 +31,7 @@ def checkpoints(run_folder: RunFolderArgument, as_json: JsonOption = False) -> N
         head = ("saved", "validation loss", "size", "written", "is")
         rows = [_row(saved, run) for saved in run.folders]
         print_table(head, rows, right=("validation loss", "size"), title=run.run_folder)
-    for line in _in_words(run):
+    for line in _describe(run):
         say(line)
     raise typer.Exit(run.exit_code)
 
@@ -49,7 +49,7 @@ def _row(saved: SavedFolder, run: SavedRun) -> list[str | tuple[str, str]]:
     return [saved.name, loss, format_bytes(saved.num_bytes), local_time(saved.saved), what]
 
 
-def _in_words(run: SavedRun) -> Iterator[str]:
+def _describe(run: SavedRun) -> Iterator[str]:
     damaged = [saved.name for saved in run.folders if saved.problems]
     whole = [saved.step for saved in run.checkpoints if not saved.problems]
     if damaged:

@@ -48,7 +48,7 @@ def evaluate(
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
     output: Annotated[
-        Path | None, typer.Option(help="Write figures and answers to a new JSON file.", show_default=False)
+        Path | None, typer.Option(help="Write scores and answers to a new JSON file.", show_default=False)
     ] = None,
     harness: Annotated[
         str | None,
@@ -139,7 +139,7 @@ def _measure_on_rank(runtime: Runtime, run: FinishedRun, split: Split, metrics: 
     from finetune.data.encode import encode_examples
     from finetune.data.examples import load_examples
     from finetune.inference.evaluation import evaluate_model
-    from finetune.inference.finished_run import read_finished_run, settle_finished_run
+    from finetune.inference.finished_run import place_finished_run, read_finished_run
     from finetune.model.base import longrope_boundary
     from finetune.training.forward import agree_on_forward
 
@@ -147,7 +147,7 @@ def _measure_on_rank(runtime: Runtime, run: FinishedRun, split: Split, metrics: 
     model, tokenizer = read_finished_run(runtime, run)
     # Before the model is sharded: the engine refuses one with hooks.
     forward = agree_on_forward(runtime, config.training, model)
-    settle_finished_run(runtime, model)
+    place_finished_run(runtime, model)
     splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
     examples = getattr(splits, split)
     if examples is None:
@@ -204,7 +204,7 @@ def _write(output: Path, record: Mapping[str, Any]) -> None:
 
 
 def _as_record(run: FinishedRun, split: Split, evaluation: Evaluation) -> dict[str, Any]:
-    """Convert the figures to plain values, with None for one that is not finite."""
+    """Convert the scores to plain values. A score that is not finite becomes None."""
     scores: dict[str, Any] = {
         name: {
             "loss": _finite(score.loss),
@@ -243,8 +243,8 @@ def _finite(value: float) -> float | None:
 def _show_harness(results: Results) -> None:
     rows = [
         [task, name, f"{value:.4f}"]
-        for task, figures in results.items()
-        for name, value in figures.items()
+        for task, metrics in results.items()
+        for name, value in metrics.items()
         if isinstance(value, float)
     ]
     print_table(["task", "metric", "value"], rows, title="lm-evaluation-harness")

@@ -103,13 +103,13 @@ def generate(
     _show(records, as_json=as_json, compare=compare)
 
 
-def _read_prompts(words: list[str], from_file: str | None) -> list[Prompt]:
-    from finetune.inference.prompts import read_file, read_json_lines, read_text, read_words
+def _read_prompts(arguments: list[str], from_file: str | None) -> list[Prompt]:
+    from finetune.inference.prompts import read_arguments, read_file, read_json_lines, read_text
 
-    if words and from_file is not None:
+    if arguments and from_file is not None:
         raise DataError("PROMPT and --from are both given. Drop one.")
-    if words:
-        return read_words(words)
+    if arguments:
+        return read_arguments(arguments)
     if from_file == _STANDARD_INPUT:
         return read_json_lines(sys.stdin, "standard input")
     if from_file is not None:

@@ -56,7 +56,7 @@ def preview_from_overrides(
 
     Args:
         overrides: as for `finetune train`.
-        split: the split whose rows are shown.
+        split: show rows of this split.
         num_rows: show this many rows from the first on.
         rows: show these instead, in full, counted from 1.
         form: running text, a line for each token, or JSON.
@@ -190,9 +190,9 @@ def _bars(preview: Preview) -> Iterator[str]:
 def _title(row: PreviewedRow, num_rows: int) -> str:
     share = row.num_targets / row.num_tokens if row.num_tokens else 0.0
     facts = f"{row.num_tokens:,} tokens, {row.num_targets:,} with loss ({share:.1%})"
-    kind, side = ("row", "") if row.side is None else ("pair", f", {row.side}")
+    unit, side = ("row", "") if row.side is None else ("pair", f", {row.side}")
     answer = "" if row.answer is None else f", answer {row.answer[0]} of {row.answer[1]}"
-    title = f"{row.split} {kind} {row.location.row:,} of {num_rows:,}, {row.location.source}{side}{answer}: {facts}"
+    title = f"{row.split} {unit} {row.location.row:,} of {num_rows:,}, {row.location.source}{side}{answer}: {facts}"
     return f"{title}{', truncated' if row.is_truncated else ''}"
 
 
@@ -261,7 +261,7 @@ def _with_margin(pieces: Sequence[Piece | _Gap]) -> Iterator[str]:
 
 
 def _table(pieces: Sequence[Piece | _Gap]) -> Iterator[Text | str]:
-    """Print position, id, loss, kind and text of each token."""
+    """Yield position, ids, loss, whether it is special, and text of each piece."""
     position = 0
     for piece in pieces:
         if isinstance(piece, _Gap):
@@ -270,8 +270,8 @@ def _table(pieces: Sequence[Piece | _Gap]) -> Iterator[Text | str]:
             continue
         ids = " ".join(map(str, piece.token_ids))
         mark = "loss" if piece.carries_loss else ""
-        kind = "special" if piece.is_special else ""
-        line = f"{position:>7} {ids:>8} {mark:<4} {kind:<7} {on_one_line(piece.text)}"
+        special = "special" if piece.is_special else ""
+        line = f"{position:>7} {ids:>8} {mark:<4} {special:<7} {on_one_line(piece.text)}"
         yield Text(line, style=_LOSS if piece.carries_loss else "")
         position += len(piece.token_ids)
 

@@ -44,7 +44,7 @@ def rehearse_from_overrides(
         as_json: write the result as JSON.
 
     Returns:
-        The exit code of the first stage that failed, else that of the plan.
+        The exit code of the first stage that failed, or else the exit code of the plan.
     """
     refuse_several_processes("rehearse")
     config = config_from_overrides(overrides, command="rehearse")

@@ -101,7 +101,7 @@ def sees_token(token: Path) -> bool:
 
 
 def _check_rows(section: DataSection) -> list[Finding]:
-    """Look for the files of rows, also at addresses, whose package may be missing. The hub is not asked."""
+    """Look for the files of rows. An address may need a package that is missing. The hub is not asked."""
     if not (section.path or section.mixture or section.train):
         return []
     try:
@@ -126,12 +126,12 @@ def _check_output_dir(config: Config) -> list[Finding]:
     except OSError as error:
         what = f"output_dir={folder.path} cannot be written: {describe_os_error(error)} in {place}"
         return [*found, problem(AREA, what, "name a folder that you may write with output_dir=")]
-    kind = file_system(place.resolve())
-    if kind in ("tmpfs", "ramfs"):
-        what = f"output_dir={folder.path} is in memory ({kind}): checkpoints are lost when this machine stops"
+    fs_type = file_system(place.resolve())
+    if fs_type in ("tmpfs", "ramfs"):
+        what = f"output_dir={folder.path} is in memory ({fs_type}): checkpoints are lost when this machine stops"
         found.append(warning(AREA, what, "name a folder on a disk with output_dir="))
     else:
-        found.append(ok(AREA, f"output_dir={folder.path} can be written ({kind})"))
+        found.append(ok(AREA, f"output_dir={folder.path} can be written ({fs_type})"))
     try:
         needed = _needed_bytes(config)
     except ModelError as error:
@@ -172,7 +172,7 @@ def check_cache(cache_dir: str) -> Finding:
     """Check that encoded data can be written and locked in a folder. Nothing is left in it."""
     folder = Path(cache_dir).expanduser().absolute()
     place = existing_folder(folder)
-    kind = file_system(place.resolve())
+    fs_type = file_system(place.resolve())
     fix = "name a folder on a disk of this machine with data.cache_dir="
     try:
         with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=place) as inside:
@@ -181,11 +181,11 @@ def check_cache(cache_dir: str) -> Finding:
                 second = try_file_lock(path)
                 if second is not None:
                     second.forget()
-                    what = f"data.cache_dir={folder}: locks have no effect there ({kind})"
+                    what = f"data.cache_dir={folder}: locks have no effect there ({fs_type})"
                     return problem(AREA, what, fix)
     except OSError as error:
         return problem(AREA, f"data.cache_dir={folder} cannot be used: {describe_os_error(error)} in {place}", fix)
-    return ok(AREA, f"data.cache_dir={folder} can be written and locked ({kind})")
+    return ok(AREA, f"data.cache_dir={folder} can be written and locked ({fs_type})")
 
 
 def _check_hub(config: Config) -> list[Finding]:

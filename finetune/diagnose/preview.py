@@ -149,7 +149,7 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
 
     Args:
         config: a complete run.
-        split: the split whose rows are shown.
+        split: show rows of this split.
         num_rows: show this many rows from the first on.
         rows: show these instead, counted from 1.
 
@@ -375,7 +375,7 @@ def _judge_duplicates(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding
 
 
 def _judge_equal_answers(splits: dict[SplitName, Rows]) -> Iterator[Finding]:
-    """Find pairs whose answers are equal."""
+    """Find pairs with two equal answers."""
     for name, rows in splits.items():
         equal = _equal_answers(rows) if isinstance(rows, EncodedPairs) else []
         if equal:

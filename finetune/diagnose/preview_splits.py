@@ -62,7 +62,7 @@ class SplitSummary:
     target_tokens: int
     target_share: float
     shortest: int
-    """The length of a pair is that of its longer side."""
+    """The length of a pair is the length of its longer side."""
     median: int
     percentile_90: int
     percentile_99: int

@@ -264,7 +264,7 @@ def _resume(rehearsal: Rehearsal, log: Path) -> str:
     differing = [name for name in whole if killed.get(name) != whole[name]]
     if not differing:
         return f"the same bytes as the run that was not killed: {', '.join(whole)}"
-    what = f"{', '.join(differing)} differ from those of the run that was not killed"
+    what = f"{', '.join(differing)} differ from the files of the run that was not killed"
     training = rehearsal.config.training
     if training.deterministic or training.device == "cpu" or accelerator_type() is None:
         raise StageError(f"{what}. docs/checkpoints.md has the limits of an exact resume.", RunFailedError.exit_code)

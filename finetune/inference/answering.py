@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.objectives import OBJECTIVES
 from finetune.errors import ConfigError
-from finetune.inference.finished_run import FinishedRun, LoadedRun, has_base, load_finished_run
+from finetune.inference.finished_run import FinishedRun, LoadedRun, load_finished_run
 
 if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
@@ -72,7 +72,7 @@ class Answering:
     Args:
         runtime: the processes that answer.
         loaded: model and tokenizer.
-        run: the run, whose training rows give the system turn.
+        run: the run. Its training rows give the system turn.
         settings: of the answers.
     """
 
@@ -88,15 +88,17 @@ class Answering:
         self._tokens = AnswerTokens(self.tokenizer)
         self._reader = AnswerReader(self._tokens)
         self._settings = settings
-        kind, data = OBJECTIVES[run.config.training.objective].rows, run.config.data
-        self._data = data
-        if kind != "answers":
-            self._data = side_of_pairs(data, "chosen") if kind == "pairs" else rows_with_labels(data)
+        self._data = run.config.data
+        rows = OBJECTIVES[run.config.training.objective].rows
+        if rows != "answers":
+            self._data = side_of_pairs(self._data, "chosen") if rows == "pairs" else rows_with_labels(self._data)
 
     @property
     def has_base(self) -> bool:
         """True if the model has an adapter, which can be switched off to get the base."""
-        return has_base(self.model)
+        from finetune.runs.model_files import has_adapter
+
+        return has_adapter(self.model)
 
     def require_base(self) -> None:
         """Refuse to compare a model that has no adapter.

@@ -24,11 +24,11 @@ from finetune.distributed.runtime import Runtime
 from finetune.inference.answer_metrics import METRICS, Metric, measure
 from finetune.inference.answer_reader import AnswerReader
 from finetune.inference.decoding import Decoding, generate_answers
-from finetune.inference.finished_run import has_base
 from finetune.inference.losses import in_even_rounds, measure_losses
 from finetune.inference.scores import AnsweredRow, Evaluation, ModelName, Scores
 from finetune.logs import waiting
 from finetune.model.base import evaluation_mode
+from finetune.runs.model_files import has_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +45,7 @@ def run_test_phase(
         runtime: the world of processes.
         model: the tuned model, placed or sharded.
         tokenizer: the model's.
-        loader: over the whole test split, or over this rank's share if the model is sharded.
+        loader: over the whole test split, or over this rank's rows if the model is sharded.
         section: metrics and settings of the test phase.
     """
     metrics: dict[str, Metric] = {name: METRICS[name] for name in section.metrics}
@@ -84,7 +84,7 @@ def evaluate_model(
     dialogue = Dialogues(examples if metrics or section.num_samples else None, tokenizer)
     asked = len(dialogue.prompts) if metrics else min(section.num_samples, len(dialogue.prompts))
     is_writer = is_alone or runtime.is_main_process
-    names: list[ModelName] = ["base", "tuned"] if section.compare_base and has_base(model) else ["tuned"]
+    names: list[ModelName] = ["base", "tuned"] if section.compare_base and has_adapter(model) else ["tuned"]
     stops = stop_ids(tokenizer, model.generation_config.eos_token_id)
     losses: dict[ModelName, torch.Tensor] = {}
     answers: dict[ModelName, list[str]] = {}

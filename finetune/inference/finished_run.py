@@ -64,7 +64,7 @@ def find_run(
 ) -> FinishedRun:
     """Read a run's configuration and verify its weights. Imports no torch.
 
-    `parallel` and `ddp` are those of this command, not those of the training.
+    `parallel` and `ddp` come from this command, not from the configuration of the training.
 
     Args:
         path: the run's folder.
@@ -113,7 +113,7 @@ def load_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
         ModelError: the base or the tokenizer cannot be loaded, or the adapter does not fit the base.
     """
     loaded = read_finished_run(runtime, run)
-    settle_finished_run(runtime, loaded.model)
+    place_finished_run(runtime, loaded.model)
     return loaded
 
 
@@ -132,7 +132,7 @@ def read_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
     return LoadedRun(model, tokenizer)
 
 
-def settle_finished_run(runtime: Runtime, model: Any) -> None:
+def place_finished_run(runtime: Runtime, model: Any) -> None:
     """Place a loaded model on the device, or shard it across the ranks. Collective."""
     runtime.fit_threads(model)
     if runtime.shard_size is None:
@@ -183,11 +183,6 @@ def _load_base(runtime: Runtime, config: Config) -> Any:
         runtime.fallbacks.take(Fallback(what="lora.quantize", wanted=wanted, used=used, why=str(error)))
         return build_base_model(config.model)
     return build_quantized_base(config.model, config.lora, runtime.device)
-
-
-def has_base(model: Any) -> bool:
-    """Return whether a model has an adapter, so that switching it off gives the base."""
-    return hasattr(model, "peft_config")
 
 
 def _published(folder: RunFolder, path: Path) -> Path:

@@ -58,9 +58,9 @@ class Opening(NamedTuple):
     tools: str = ""
 
 
-def read_words(words: Sequence[str]) -> list[Prompt]:
-    """Make each word of the command line a conversation with one user's turn."""
-    return [_user_says(word, f"prompt {place}") for place, word in enumerate(words, start=1)]
+def read_arguments(arguments: Sequence[str]) -> list[Prompt]:
+    """Make each argument of the command line a conversation with one user turn."""
+    return [_user_says(text, f"prompt {place}") for place, text in enumerate(arguments, start=1)]
 
 
 def read_text(text: str, source: str) -> list[Prompt]:

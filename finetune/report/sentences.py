@@ -130,7 +130,7 @@ def _of_one(run: RecordedRun) -> str:
         change = _change("Loss on the test split", base["loss"], tuned["loss"])
         rows = f", over {run.rows_of_test_loss}" if run.rows_of_test_loss else ""
         return f"{change}, from base to tuned model{rows}."
-    validation, training = (finite(run.points(kind, "loss")) for kind in ("validation", "step"))
+    validation, training = (finite(run.points(event_type, "loss")) for event_type in ("validation", "step"))
     change = _fall("validation loss", validation) or _fall("training loss", training)
     return f"{change[0].upper()}{change[1:]} in {steps}." if change else f"It completed {steps}."
 

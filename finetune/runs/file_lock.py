@@ -100,10 +100,10 @@ def file_lock(path: Path, *, timeout_seconds: float | None = None, waiting_for: 
         now = time.monotonic()
         if timeout_seconds is not None and now - started >= timeout_seconds:
             raise TimeoutError(
-                f"{waiting_for}: {_holder_in_words(path)} still holds {path} after {timeout_seconds:g} s"
+                f"{waiting_for}: {_describe_holder(path)} still holds {path} after {timeout_seconds:g} s"
             )
         if first or now - reminded >= _REMIND_SECONDS:
-            _log.info("waiting for %s: %s holds %s", waiting_for, _holder_in_words(path), path)
+            _log.info("waiting for %s: %s holds %s", waiting_for, _describe_holder(path), path)
             first, reminded = False, now
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
@@ -172,6 +172,6 @@ def _write_holder(descriptor: int) -> None:
     os.pwrite(descriptor, json.dumps(asdict(holder)).encode(), 0)
 
 
-def _holder_in_words(path: Path) -> str:
+def _describe_holder(path: Path) -> str:
     holder = read_holder(path)
     return str(holder) if holder else "another process"

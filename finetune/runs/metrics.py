@@ -43,13 +43,13 @@ class MetricsWriter:
         self._pending = b""
         self._lock = threading.Lock()  # `sync` is called by the thread that writes a checkpoint
 
-    def write(self, kind: str, /, **values: object) -> Event:
+    def write(self, event_type: str, /, **values: object) -> Event:
         """Append one event. Returns it as it will be read back.
 
         Raises:
             RunFailedError: the disk refused, without `outlasts_disk`.
         """
-        event: Event = {"event": kind, **{name: as_json(value) for name, value in values.items()}}
+        event: Event = {"event": event_type, **{name: as_json(value) for name, value in values.items()}}
         had_trouble = bool(self._pending)
         with self._lock:
             self._pending += (json.dumps(event, allow_nan=False) + "\n").encode()

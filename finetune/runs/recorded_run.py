@@ -143,22 +143,22 @@ class RecordedRun:
         value = self.record.get(name)
         return value if isinstance(value, list) else []
 
-    def of(self, kind: str) -> list[Event]:
+    def of(self, event_type: str) -> list[Event]:
         """Return the events of one type, in their order."""
-        return [event for event in self.events if event["event"] == kind]
+        return [event for event in self.events if event["event"] == event_type]
 
-    def points(self, kind: str, name: str) -> Points:
+    def points(self, event_type: str, name: str) -> Points:
         """Return one value of each event of a type, in ascending steps. The last event of a step counts."""
         found = {
             step: value
-            for event in self.of(kind)
+            for event in self.of(event_type)
             if (step := step_of(event)) is not None and (value := number_in(event, name)) is not None
         }
         return sorted(found.items())
 
-    def last(self, kind: str, name: str) -> float | None:
+    def last(self, event_type: str, name: str) -> float | None:
         """Return the last value of this name; None if there is none, or it is not finite."""
-        points = finite(self.points(kind, name)[-1:])
+        points = finite(self.points(event_type, name)[-1:])
         return points[0][1] if points else None
 
     def scores(self) -> dict[str, dict[str, float]]:

@@ -31,11 +31,11 @@ _BAR_WIDTH = 24
 """With these every row fits a terminal of 80 columns."""
 _SEPARATOR = " · "
 _OF_BOTH_SIDES = ("chosen_reward", "rejected_reward")
-"""Figures of a validation that are left out: their difference is shown."""
+"""Metrics of a validation that are left out, because their difference is shown."""
 
 
 class Trend(NamedTuple):
-    """The mean loss of the last steps, compared with that of as many steps before."""
+    """The mean loss of the last steps, compared with the mean loss of as many steps before."""
 
     change: float
     """Relative: -0.1 is 10% lower."""
@@ -49,7 +49,7 @@ class Trend(NamedTuple):
 
 
 class RunView:
-    """The figures of a run so far, rendered by rich or as a line.
+    """The metrics of a run so far, rendered by rich or as a line.
 
     Args:
         num_steps: optimizer steps of the whole run, if known.
@@ -66,22 +66,22 @@ class RunView:
         self._resources: Event = {}
         self._validation: Event = {}
         self._best: tuple[str, float, int] | None = None
-        """The name of the figure, its best value and that one's step."""
+        """The name of the best metric, its best value, and the step of that value."""
         self._losses: deque[float] = deque(maxlen=_KEPT_LOSSES)
         self._seconds: deque[float] = deque(maxlen=_SPEED_STEPS)
         self._warnings: list[str] = []
 
     def take(self, event: Event) -> None:
-        """Take an event of metrics.jsonl, of any kind."""
-        kind = event["event"]
-        if kind == "step":
+        """Take an event of metrics.jsonl. Types that are not shown are ignored."""
+        event_type = event["event"]
+        if event_type == "step":
             self._take_step(event)
-        elif kind == "validation":
+        elif event_type == "validation":
             self._validation = event
             self._take_best(event)
-        elif kind == "resources":
+        elif event_type == "resources":
             self._resources = event
-        elif kind == "warning":
+        elif event_type == "warning":
             self._warnings.append(f"step {event.get('step')}: {event.get('text')}")
 
     def line(self) -> str:
@@ -90,14 +90,17 @@ class RunView:
         facts = [
             f"step {self._of_all()}",
             *self._epoch(),
-            f"loss {_figure(self._last, 'loss', '.4f')}",
+            f"loss {_format_metric(self._last, 'loss', '.4f')}",
             *([] if speed is None else [f"{speed:,.0f} tokens/s"]),
         ]
         return _SEPARATOR.join([*facts, *self._left()])
 
     def validation_line(self) -> str:
         """Describe the last validation in one line."""
-        facts = [f"step {self._validation.get('step')}", f"validation loss {_figure(self._validation, 'loss', '.4f')}"]
+        facts = [
+            f"step {self._validation.get('step')}",
+            f"validation loss {_format_metric(self._validation, 'loss', '.4f')}",
+        ]
         return _SEPARATOR.join([*facts, *self._metrics()])
 
     def trend(self) -> Trend | None:
@@ -135,7 +138,8 @@ class RunView:
         if self._validation:
             rows.append(("validation", self._validated()))
         if self._last:
-            rate, norm = _figure(self._last, "learning_rate", ".2e"), _figure(self._last, "grad_norm", ".3g")
+            rate = _format_metric(self._last, "learning_rate", ".2e")
+            norm = _format_metric(self._last, "grad_norm", ".3g")
             rows.append(("rate", f"learning rate {rate}{_SEPARATOR}gradient norm {norm}"))
             rows.append(("speed", self._speed()))
         if memory := self._memory():
@@ -158,35 +162,38 @@ class RunView:
 
     def _loss(self) -> str:
         trend = self.trend()
-        words = [_figure(self._last, "loss", ".4f"), *([] if trend is None else [str(trend)])]
-        return f"{_SEPARATOR.join(words)}  {curve(list(self._losses), _CURVE_WIDTH)}".rstrip()
+        parts = [_format_metric(self._last, "loss", ".4f"), *([] if trend is None else [str(trend)])]
+        return f"{_SEPARATOR.join(parts)}  {curve(list(self._losses), _CURVE_WIDTH)}".rstrip()
 
     def _validated(self) -> str:
-        words = [f"{_figure(self._validation, 'loss', '.4f')} at step {self._validation.get('step')}", *self._metrics()]
+        parts = [
+            f"{_format_metric(self._validation, 'loss', '.4f')} at step {self._validation.get('step')}",
+            *self._metrics(),
+        ]
         if self._best is not None and self._best[2] != self._validation.get("step"):
             name, value, step = self._best
             best = f"{value:.4f}" if name == "loss" else f"{visible(name)} {value:.3f}"
-            words.append(f"best {best} at step {step}")
-        return _SEPARATOR.join(words)
+            parts.append(f"best {best} at step {step}")
+        return _SEPARATOR.join(parts)
 
     def _metrics(self) -> list[str]:
-        """The figures of the last validation beside its loss, each with its name."""
+        """Return the metrics of the last validation beside its loss, each with its name."""
         names = [name for name in measured_beside_loss(self._validation) if name not in _OF_BOTH_SIDES]
-        return [f"{visible(name)} {_figure(self._validation, name, '.3f')}" for name in names]
+        return [f"{visible(name)} {_format_metric(self._validation, name, '.3f')}" for name in names]
 
     def _speed(self) -> str:
         speed = number_in(self._last, "tokens_per_second")
-        words = [] if speed is None else [f"{speed:,.0f} tokens/s"]
+        parts = [] if speed is None else [f"{speed:,.0f} tokens/s"]
         names = {"data_wait_share": "waiting for data", "slowest_rank_share": "for the slowest rank"}
-        shares = {words: number_in(self._resources, name) for name, words in names.items()}
-        words += [f"{share:.0%} {what}" for what, share in shares.items() if share is not None]
-        return _SEPARATOR.join(words)
+        fractions = {what: number_in(self._resources, name) for name, what in names.items()}
+        parts += [f"{value:.0%} {what}" for what, value in fractions.items() if value is not None]
+        return _SEPARATOR.join(parts)
 
     def _memory(self) -> str:
         names = {"host_memory": "of the main process", "device_memory": "on its device"}
-        sizes = {words: number_in(self._resources, name) for name, words in names.items()}
-        words = [f"{format_bytes(int(size))} {what}" for what, size in sizes.items() if size is not None]
-        return f"{_SEPARATOR.join(words)}, at most" if words else ""
+        sizes = {what: number_in(self._resources, name) for name, what in names.items()}
+        parts = [f"{format_bytes(int(size))} {what}" for what, size in sizes.items() if size is not None]
+        return f"{_SEPARATOR.join(parts)}, at most" if parts else ""
 
     def _take_step(self, event: Event) -> None:
         self._last = event
@@ -229,6 +236,6 @@ def shown_step(event: Event) -> int:
     return step_of(event) or 0
 
 
-def _figure(event: Event, name: str, form: str) -> str:
+def _format_metric(event: Event, name: str, form: str) -> str:
     value = number_in(event, name)
     return "–" if value is None else format(value, form)

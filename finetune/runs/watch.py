@@ -39,7 +39,7 @@ class Watch:
 
     def follow(self, *, once: bool = False) -> None:
         """Show the run until it ends, or with `once` as it is now."""
-        with self._shown():
+        with self._live_view():
             # The state is read before the events, so that all events before the end are shown.
             while self._read_state() == "running" and not once:
                 self._look()
@@ -74,19 +74,19 @@ class Watch:
             self._live.refresh()
 
     def _say_event(self, event: Event) -> None:
-        kind, step = event["event"], shown_step(event)
-        if kind == "step" and step % _LINE_EVERY == 0:
+        event_type, step = event["event"], shown_step(event)
+        if event_type == "step" and step % _LINE_EVERY == 0:
             self._last_line_at = step
             self._say(self._view.line())
-        elif kind == "validation":
+        elif event_type == "validation":
             self._say(self._view.validation_line())
-        elif kind == "checkpoint":
+        elif event_type == "checkpoint":
             self._say(f"step {step} · saved {event.get('path')}")
-        elif kind == "warning":
+        elif event_type == "warning":
             self._say(f"step {step} · warning: {event.get('text')}")
 
     @contextmanager
-    def _shown(self) -> Iterator[None]:
+    def _live_view(self) -> Iterator[None]:
         if not self._console.is_terminal:
             yield
             return

@@ -10,11 +10,11 @@ from finetune.errors import DataError
 from finetune.inference.prompts import (
     Prompt,
     encode_prompt,
+    read_arguments,
     read_file,
     read_json_lines,
     read_text,
     read_tools,
-    read_words,
     usual_opening,
 )
 from tests.tiny import tiny_tokenizer
@@ -34,7 +34,7 @@ def text_of(prompt, *, style="phi4_mini", system=None):
 
 
 def test_each_word_is_a_user_of_its_own():
-    prompts = read_words(["one", "two"])
+    prompts = read_arguments(["one", "two"])
     assert [prompt.messages for prompt in prompts] == [
         ({"role": "user", "content": "one"},),
         ({"role": "user", "content": "two"},),
@@ -93,7 +93,7 @@ def test_turns_that_are_none_are_refused(bad):
 
 
 def test_a_prompt_is_rendered_by_the_template_with_the_answers_header():
-    (prompt,) = read_words(["three crates"])
+    (prompt,) = read_arguments(["three crates"])
     assert text_of(prompt) == "<|user|>three crates<|end|><|assistant|>"
     assert text_of(prompt, system="Be brief.") == "<|system|>Be brief.<|end|><|user|>three crates<|end|><|assistant|>"
     own = Prompt(source="row", messages=(SYSTEM, USER))
@@ -176,7 +176,7 @@ def test_the_tools_of_most_training_rows_and_those_of_a_file_are_offered(tmp_pat
     assert "tools, as in the training rows: " in caplog.text
     file.write_text(json.dumps(tools))
     assert json.loads(read_tools(file)) == tools
-    (prompt,) = read_words(["three crates"])
+    (prompt,) = read_arguments(["three crates"])
     tokens = AnswerTokens(tiny_tokenizer())
     offered = tokens.tokenizer.decode(encode_prompt(tokens, prompt, tools=read_tools(file)))
     assert offered.startswith("<|system|><|tool|>[{")
