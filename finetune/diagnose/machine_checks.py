@@ -7,7 +7,7 @@ import re
 import resource
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,29 +25,35 @@ from finetune.units import format_bytes
 if TYPE_CHECKING:
     from finetune.config.schema import Config
 
+_VERSIONS, _DEVICES, _LIMITS = "Versions", "Devices", "Limits"
 _LEAST_OPEN_FILES = 1024
 _LEAST_SHARED_BYTES = 512 * 2**20
 
 
-def check_versions() -> list[Finding]:
+def check_versions() -> Iterator[Finding]:
     """Compare the installed versions with those that finetune's own metadata requires."""
-    from packaging.specifiers import SpecifierSet
-
-    area = "Versions"
     try:
         asked = requires("finetune") or []
-        python = SpecifierSet(metadata("finetune")["Requires-Python"] or "")
+        python = metadata("finetune")["Requires-Python"] or ""
     except PackageNotFoundError:
         what = "finetune is not installed, so the versions it needs are not known"
-        return [warning(area, what, "run `pip install -e .` in its folder")]
-    found = [ok(area, f"Python {platform.python_version()} ({sys.executable})")]
-    if not python.contains(platform.python_version(), prereleases=True):
-        what = f"Python {platform.python_version()}, but finetune needs {python}"
-        found = [problem(area, what, "install one of these versions of Python")]
-    return [*found, *judge_packages(asked)]
+        yield warning(_VERSIONS, what, "run `pip install -e .` in its folder")
+        return
+    yield judge_python(python)
+    yield from judge_packages(asked)
 
 
-def judge_packages(requirements: Sequence[str]) -> list[Finding]:
+def judge_python(required: str) -> Finding:
+    """Compare the version of Python with a requirement, for example ``>=3.11``."""
+    from packaging.specifiers import SpecifierSet
+
+    found = platform.python_version()
+    if SpecifierSet(required).contains(found, prereleases=True):
+        return ok(_VERSIONS, f"Python {found} ({sys.executable})")
+    return problem(_VERSIONS, f"Python {found}, but finetune needs {required}", "install one of these versions")
+
+
+def judge_packages(requirements: Sequence[str]) -> Iterator[Finding]:
     """Compare the installed packages with requirements.
 
     Args:
@@ -55,44 +61,39 @@ def judge_packages(requirements: Sequence[str]) -> list[Finding]:
     """
     from packaging.requirements import Requirement
 
-    area = "Versions"
-    found, right = [], []
+    right = []
     for each in map(Requirement, requirements):
         if each.marker is not None and not each.marker.evaluate({"extra": ""}):
             continue
-        have = _installed(each.name)
-        if have is not None and each.specifier.contains(have, prereleases=True):
-            right.append(f"{each.name} {have}")
+        found = _installed(each.name)
+        if found is not None and each.specifier.contains(found, prereleases=True):
+            right.append(f"{each.name} {found}")
         else:
-            what = f"{each.name} {have or 'is not installed'}, but finetune needs {each.name}{each.specifier}"
-            found.append(problem(area, what, f"pip install '{each.name}{each.specifier}'"))
-    return [*found, ok(area, ", ".join(right))]
+            what = f"{each.name} {found or 'is not installed'}, but finetune needs {each.name}{each.specifier}"
+            yield problem(_VERSIONS, what, f"pip install '{each.name}{each.specifier}'")
+    yield ok(_VERSIONS, ", ".join(right))
 
 
-def check_devices(config: Config, local_world_size: int) -> list[Finding]:
+def check_devices(config: Config, local_world_size: int) -> Iterator[Finding]:
     """Report GPUs and processor cores, and whether they suffice for the processes on this machine."""
-    devices = [_describe_gpu(index) for index in range(torch.cuda.device_count())]
-    has_driver = Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None
-    found = [ok("Devices", device) for device in devices]
-    found += judge_gpus(
-        len(devices),
-        has_driver=has_driver,
+    num_gpus = torch.cuda.device_count()
+    for index in range(num_gpus):
+        yield ok(_DEVICES, _describe_gpu(index))
+    yield from judge_gpus(
+        num_gpus,
+        has_driver=Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None,
         cuda=torch.version.cuda,
         wish=config.training.device,
         accelerator=accelerator_type(),
         processes=local_world_size,
     )
-    return [
-        *found,
-        *judge_cores(
-            num_cores(), torch.get_num_threads(), local_world_size, on_gpu=bool(devices) and _wants_gpu(config)
-        ),
-    ]
+    on_gpu = num_gpus > 0 and _wants_gpu(config)
+    yield judge_cores(num_cores(), torch.get_num_threads(), local_world_size, on_gpu=on_gpu)
 
 
 def judge_gpus(
     count: int, *, has_driver: bool, cuda: str | None, wish: str, accelerator: str | None = None, processes: int = 1
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Check that the run will use the GPUs of this machine.
 
     Args:
@@ -103,41 +104,41 @@ def judge_gpus(
         accelerator: see `accelerator_type`.
         processes: processes of this run on this machine.
     """
-    area = "Devices"
     if wish == "mps" or (wish == "auto" and count == 0 and accelerator not in (None, "cuda")):
-        return [_judge_other_accelerator(wish, accelerator, processes)]
+        yield _judge_other_accelerator(wish, accelerator, processes)
+        return
     number = int(wish.removeprefix("cuda:")) if wish.startswith("cuda:") else 0
     if wish.startswith("cuda") and number >= count:
-        what = f"training.device={wish}, but torch sees {count} GPU(s)"
+        judge, what = problem, f"training.device={wish}, but torch sees {count} GPU(s)"
     elif has_driver and count == 0 and wish == "auto":
-        what = "this machine has an NVIDIA driver, but torch sees no GPU: training will use the CPU"
+        judge, what = warning, "this machine has an NVIDIA driver, but torch sees no GPU: training will use the CPU"
     else:
-        no_gpu = "" if accelerator else "no GPU: "
-        return [] if count else [ok(area, f"{no_gpu}training uses the CPU")]
+        if count == 0:
+            yield ok(_DEVICES, f"{'' if accelerator else 'no GPU: '}training uses the CPU")
+        return
     if cuda is None:
-        what, fix = f"{what} (torch {torch.__version__} is built for the CPU)", "install torch's build for CUDA"
+        build, fix = "the CPU", "install torch's build for CUDA"
     else:
-        what = f"{what} (torch {torch.__version__} is built for CUDA {cuda})"
+        build = f"CUDA {cuda}"
         fix = "look at nvidia-smi: the driver may be too old for this CUDA, or CUDA_VISIBLE_DEVICES may hide the GPUs"
-    judge = problem if wish.startswith("cuda") else warning
-    return [judge(area, what, f"{fix}; or set training.device=cpu")]
+    what = f"{what} (torch {torch.__version__} is built for {build})"
+    yield judge(_DEVICES, what, f"{fix}; or set training.device=cpu")
 
 
 def _judge_other_accelerator(wish: str, accelerator: str | None, processes: int) -> Finding:
-    area = "Devices"
     if accelerator == "mps":
         what = "Apple GPU (mps): one process trains on it, in fp32 if training.precision is auto"
         if processes == 1:
-            return ok(area, what)
+            return ok(_DEVICES, what)
         judge = problem if wish == "mps" else warning
-        return judge(area, f"{what}, and this run has {processes}", "start one process, or set training.device=cpu")
+        return judge(_DEVICES, f"{what}, and this run has {processes}", "start one process, or set training.device=cpu")
     if wish == "mps":
-        return problem(area, "training.device=mps, but torch sees no Apple GPU", "set training.device=auto or cpu")
+        return problem(_DEVICES, "training.device=mps, but torch sees no Apple GPU", "set training.device=auto or cpu")
     what = f"torch sees an accelerator of type {accelerator}, which finetune does not use: training uses the CPU"
-    return warning(area, what, "set training.device=cpu if that is what you want")
+    return warning(_DEVICES, what, "set training.device=cpu if that is what you want")
 
 
-def judge_cores(cores: float, threads: int, processes: int, *, on_gpu: bool) -> list[Finding]:
+def judge_cores(cores: float, threads: int, processes: int, *, on_gpu: bool) -> Finding:
     """Check that there are enough processor cores for the processes on this machine.
 
     Args:
@@ -146,55 +147,54 @@ def judge_cores(cores: float, threads: int, processes: int, *, on_gpu: bool) -> 
         processes: processes of this run on this machine.
         on_gpu: whether they compute on GPUs.
     """
-    area = "Devices"
-    shown = f"processor cores: {cores:g}; processes of this run on them: {processes}; threads in each: {threads}"
+    counts = f"processor cores: {cores:g}; processes of this run on them: {processes}; threads in each: {threads}"
     if processes > cores:
-        what = f"{shown}. The processes wait for each other"
         fix = "start fewer processes, or ask the scheduler or container for more cores (srun --cpus-per-task)"
-        return [warning(area, what, fix)]
+        return warning(_DEVICES, f"{counts}. The processes wait for each other", fix)
     if processes * threads > cores and not on_gpu:
-        what = f"{shown}. More threads than cores are slow"
-        return [warning(area, what, f"set OMP_NUM_THREADS={max(1, int(cores // processes))}")]
-    return [ok(area, shown)]
+        fix = f"set OMP_NUM_THREADS={max(1, int(cores // processes))}"
+        return warning(_DEVICES, f"{counts}. More threads than cores are slow", fix)
+    return ok(_DEVICES, counts)
 
 
-def check_backend(config: Config) -> list[Finding]:
+def check_backend(config: Config) -> Iterator[Finding]:
     """Check that this torch has the backend that the run will use."""
     area, wish = "Backend", config.parallel.backend
     on_gpu = torch.cuda.is_available() and _wants_gpu(config)
     if not dist.is_available() or not dist.is_gloo_available():
-        return [problem(area, f"torch {torch.__version__} has no gloo", "install one of torch's own builds")]
-    if wish == "nccl" and not on_gpu:
+        yield problem(area, f"torch {torch.__version__} has no gloo", "install one of torch's own builds")
+    elif wish == "nccl" and not on_gpu:
         fix = "use parallel.backend=auto or gloo, or a machine with GPUs"
-        return [problem(area, "parallel.backend=nccl needs GPUs, and this process computes on the CPU", fix)]
-    if on_gpu and wish != "gloo" and not dist.is_nccl_available():
-        return [warning(area, "there are GPUs, but torch has no nccl: gloo is slower", "install torch's CUDA build")]
-    return [ok(area, f"{'nccl' if on_gpu and wish != 'gloo' else 'gloo'} (parallel.backend={wish})")]
+        yield problem(area, "parallel.backend=nccl needs GPUs, and this process computes on the CPU", fix)
+    elif on_gpu and wish != "gloo" and not dist.is_nccl_available():
+        yield warning(area, "there are GPUs, but torch has no nccl: gloo is slower", "install torch's CUDA build")
+    else:
+        yield ok(area, f"{'nccl' if on_gpu and wish != 'gloo' else 'gloo'} (parallel.backend={wish})")
 
 
-def check_limits(config: Config) -> list[Finding]:
-    """Check the limit of open files, and the shared memory in which data workers pass on their batches."""
-    area = "Limits"
+def check_limits(config: Config) -> Iterator[Finding]:
+    """Check the limit of open files, and the shared memory through which data workers pass their batches."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = [ok(area, f"up to {files} open files")]
     if 0 <= files < _LEAST_OPEN_FILES:
-        found = [warning(area, f"at most {files} open files: workers and sockets need more", "run `ulimit -n 4096`")]
-    shared = Path("/dev/shm")
-    if not shared.is_dir():
-        return found
-    kind = "cuda" if torch.cuda.is_available() and _wants_gpu(config) else "cpu"
-    sections = (config.training, config.validation, config.testing)
-    workers = max(loader_keys_on(kind, section).num_workers or 0 for section in sections)
-    return [*found, judge_shared_memory(shutil.disk_usage(shared).total, workers)]
+        what = f"at most {files} open files: workers and sockets need more"
+        yield warning(_LIMITS, what, "run `ulimit -n 4096`")
+    else:
+        yield ok(_LIMITS, f"up to {files} open files")
+    shared_memory = Path("/dev/shm")
+    if shared_memory.is_dir():
+        device_type = "cuda" if torch.cuda.is_available() and _wants_gpu(config) else "cpu"
+        sections = (config.training, config.validation, config.testing)
+        workers = max(loader_keys_on(device_type, section).num_workers or 0 for section in sections)
+        yield judge_shared_memory(shutil.disk_usage(shared_memory).total, workers)
 
 
 def judge_shared_memory(num_bytes: int, num_workers: int) -> Finding:
     """Check that /dev/shm is large enough for data workers; containers give it 64 MB by default."""
-    shown = f"{format_bytes(num_bytes)} of shared memory in /dev/shm"
+    size = f"{format_bytes(num_bytes)} of shared memory in /dev/shm"
     if num_workers and num_bytes < _LEAST_SHARED_BYTES:
         fix = "start the container with --shm-size=2g or --ipc=host, or set training.num_workers=0"
-        return warning("Limits", f"{shown} for {num_workers} data workers: a worker may die of a bus error", fix)
-    return ok("Limits", shown)
+        return warning(_LIMITS, f"{size} for {num_workers} data workers: a worker may die of a bus error", fix)
+    return ok(_LIMITS, size)
 
 
 def _installed(name: str) -> str | None:

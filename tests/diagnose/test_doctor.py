@@ -35,6 +35,7 @@ from finetune.diagnose.machine_checks import (
     judge_cores,
     judge_gpus,
     judge_packages,
+    judge_python,
     judge_shared_memory,
 )
 from finetune.diagnose.world_checks import (
@@ -322,6 +323,7 @@ def test_an_agent_of_torchrun_that_is_gone_is_a_problem():
 
 def test_versions_are_compared_with_the_packages_own_metadata():
     assert levels(check_versions()) == ["ok", "ok"]
+    assert judge_python("<3").level == "problem"
     old, absent, right = judge_packages(["torch>=99", "no-such-package>=1.2", "rich>=1", "pytest>=99; extra == 'test'"])
     assert old.what == f"torch {version('torch')}, but finetune needs torch>=99"
     assert absent.what == "no-such-package is not installed, but finetune needs no-such-package>=1.2"
@@ -331,7 +333,7 @@ def test_versions_are_compared_with_the_packages_own_metadata():
 
 def test_gpus_that_torch_does_not_use_are_found():
     def judge(count: int, has_driver: bool, cuda: str | None, wish: str) -> list[Finding]:
-        return judge_gpus(count, has_driver=has_driver, cuda=cuda, wish=wish)
+        return list(judge_gpus(count, has_driver=has_driver, cuda=cuda, wish=wish))
 
     assert levels(judge(0, False, None, "auto")) == ["ok"]
     assert levels(judge(0, True, None, "cpu")) == ["ok"]
@@ -377,7 +379,7 @@ def test_accelerators_that_are_not_cudas(wish, accelerator, processes, level, wo
     ],
 )
 def test_processors_are_judged_by_the_threads_on_them(cores, threads, processes, on_gpu, level):
-    (found,) = judge_cores(cores, threads, processes, on_gpu=on_gpu)
+    found = judge_cores(cores, threads, processes, on_gpu=on_gpu)
     assert found.level == level
     assert f"processor cores: {cores:g}" in found.what
 
