@@ -1,4 +1,4 @@
-"""`finetune preview`: rows on a terminal, as plain text, or as JSON.
+"""`finetune preview`: show rows on a terminal, as plain text, or as JSON.
 
 Colours on a terminal, or a margin elsewhere, mark the tokens that carry loss.
 """

@@ -1,4 +1,4 @@
-"""`finetune report`: one page about one run or several."""
+"""`finetune report`: write an HTML page about one run or several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`finetune train`."""
+"""`finetune train`: train the run that the arguments describe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Assign rows to steps and ranks: a function of (seed, epoch), never state.
+"""Assign rows to steps and ranks, as a function of seed and epoch. No state is kept.
 
 The order of an epoch is a permutation of all rows. It is split into global batches, and each global batch into
 micro-batches, by one rule that does not use the world size. Each rank computes whole micro-batches with about as many

@@ -1,4 +1,4 @@
-"""Answers that are labelled good or bad, for KTO.
+"""Encode rows with answers that are labelled good or bad, for KTO.
 
 A row has the columns `prompt`, `completion` and `label`, and is encoded like every other row. Each row also gets a
 mismatched completion: its own prompt, followed by the answer of another row of the same global batch. On these, KTO

@@ -1,4 +1,4 @@
-"""Pairs of answers to one prompt, a chosen one and a rejected one.
+"""Encode pairs of answers to one prompt, a chosen answer and a rejected answer.
 
 A row has the columns `prompt`, `chosen` and `rejected`, texts or lists of turns. Each side is encoded as prompt and
 completion, like every other row.

@@ -1,4 +1,4 @@
-"""Rows at an address (`s3://…`, `https://…`), which fsspec opens.
+"""Copy rows at an address (`s3://…`, `https://…`) into the cache folder, with fsspec.
 
 Files are copied into `data.cache_dir` first, because every process of a node reads the rows several times and must get
 the same bytes each time. The name of a copy is a digest of the address, the size and what tells versions apart (an

@@ -1,1 +1,1 @@
-"""Readers of what the layers below know. They look, measure and report, and change nothing."""
+"""The commands before a run: `doctor`, `plan`, `preview` and `rehearse`. They check, measure and report."""

@@ -1,4 +1,4 @@
-"""Split the rows of a run into steps and micro-batches, and find the micro-batch that computes most."""
+"""Split the rows of a run into steps and micro-batches, and find the largest micro-batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device of a plan: the one at hand, or one by name."""
+"""Describe the device of a plan: this machine's, or a device given by name."""
 
 from __future__ import annotations
 

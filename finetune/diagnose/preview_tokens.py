@@ -1,4 +1,4 @@
-"""Turn token ids into text that a person can read and that cannot steer a terminal."""
+"""Turn token ids into readable text without control sequences for the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that finetune uses of the accelerate library: no other module imports it."""
+"""Wrap the parts of the accelerate library that finetune uses. No other module imports accelerate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device that this process computes on."""
+"""Choose the device of this process, and refuse devices with which the ranks could not train together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix products with the fastest available kernel."""
+"""Compute matrix products with the fastest kernel that the CPU or GPU has for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Put a LoRA adapter on a base model. Its targets are found among the modules of the model."""
+"""Add a LoRA adapter to a base model, or load a saved one."""
 
 from __future__ import annotations
 

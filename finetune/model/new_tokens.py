@@ -1,4 +1,4 @@
-"""New tokens: added to the tokenizer of a base, with rows of the embedding that train beside the adapter.
+"""Add new tokens to a tokenizer, with rows of the embedding that are trained together with the adapter.
 
 The rows are PEFT's trainable tokens: the base's own rows stay as they are, the adapter's file holds the new ones, and
 tied input and output embeddings read the same trained row.

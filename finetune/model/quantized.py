@@ -1,4 +1,4 @@
-"""QLoRA: a frozen base in 4 bits (Dettmers et al., 2023, arXiv:2305.14314), by bitsandbytes on CUDA.
+"""Load a frozen base in 4 bits with bitsandbytes, for QLoRA (Dettmers et al., 2023, arXiv:2305.14314).
 
 The base is read and quantized layer by layer on the GPU, in NF4 with double quantization; products are in bf16. The
 adapter and its gradients are the same as without quantization.

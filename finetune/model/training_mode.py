@@ -1,4 +1,4 @@
-"""Changes to a model that take effect in training mode only: expert routing and embedding noise. Weights stay."""
+"""Change a model's behaviour in training mode: expert routing and embedding noise. Weights do not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are known not to work, recognised by their configuration before a weight is read.
+"""Recognise models that are known not to work by their configuration, before any weight is read.
 
 For an unknown model type transformers says "unrecognized model type, set trust_remote_code", which does not help, and a
 type that it knows may still train something unintended. Both are refused here with a reason.

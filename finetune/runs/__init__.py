@@ -1,1 +1,1 @@
-"""Everything that a run leaves on disk: written, read, listed and compared in one place."""
+"""Write, read, list and compare everything that a run leaves on disk."""

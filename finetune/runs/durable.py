@@ -1,4 +1,4 @@
-"""Write files and folders that are either complete on disk or not there: written aside, synced, then renamed.
+"""Write files and folders so that they are never incomplete: under a temporary name, synced, then renamed.
 
 Everything is written through plain Python I/O, because only that reports a full or failing disk as an OSError with
 its errno.

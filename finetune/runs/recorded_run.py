@@ -1,4 +1,4 @@
-"""Read a run's folder, however far the run came. Nothing in it is changed."""
+"""Read the folder of a run that is complete, failed, stopped or still running. Nothing in it is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Examine all that a run has saved. Imports no torch."""
+"""List what a run has saved, and check every byte of it. Imports no torch."""
 
 from __future__ import annotations
 

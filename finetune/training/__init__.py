@@ -1,1 +1,1 @@
-"""One optimizer step, the loop around it, and the trainer around that."""
+"""Train a model: one optimizer step (`step`), the loop around the steps (`loop`), and the trainer around the loop."""

@@ -1,4 +1,4 @@
-"""Plan the global batches of a run and build the loaders of this rank."""
+"""Plan the global batches of a run and build the data loaders of this rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the errors of a preempted run. They name the signal, the ranks and the next command."""
+"""Create the errors of a run that was asked to stop. They name the signal, the ranks and the next command."""
 
 from __future__ import annotations
 

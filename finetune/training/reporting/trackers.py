@@ -1,4 +1,4 @@
-"""Report the figures of metrics.jsonl to TensorBoard, Weights & Biases, trackio or MLflow. Main process only."""
+"""Report the values of metrics.jsonl to TensorBoard, Weights & Biases, trackio or MLflow. Main process only."""
 
 from __future__ import annotations
 
