@@ -407,6 +407,13 @@ def test_a_push_sends_the_certificate_and_puts_it_into_the_card_once(merged, run
     again = pack(merged).files["README.md"].decode()
     assert again == card.decode() + "\n## Mine\n\nWritten by hand.\n"
 
+    older = {name: value for name, value in certificate(merged).items() if name != "stop_ids"}
+    (merged / "certificate.json").write_text(json.dumps(older))
+    _, head, rows = card.decode().partition(CERTIFICATE_HEAD)
+    assert read_certificate(merged) == (head + rows).replace("| stop ids | 1 of 1 |\n", ""), (
+        "as earlier versions wrote it"
+    )
+
     assert run_finetune("verify", run).returncode == 0
     package = pack(run, base="owner/base")
     assert "certificate.json" in package.files
