@@ -63,7 +63,7 @@ class RemoteRows:
 
     @property
     def label(self) -> str:
-        """The address as it may be shown."""
+        """The address for messages, without credentials."""
         return without_passwords(self.address)
 
     def place(self, number: int) -> str:

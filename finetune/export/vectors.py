@@ -129,7 +129,7 @@ def prompts_to_ask(tokenizer: Any, model: Any, seed: int = 0) -> list[Vector]:
 
     Args:
         tokenizer: the run's.
-        model: for its context, and the rows of its embedding: every token id is below.
+        model: gives the length of its context and the number of its embedding rows, which all token ids are below.
         seed: for the random tokens.
 
     Returns:

@@ -186,7 +186,7 @@ def with_global_sums(microbatch: Any, whole: Sequence[float]) -> Any:
 def sum_preference_losses(
     runtime: Runtime, model: Any, loader: EvaluationLoader, *, loss: PreferenceLoss
 ) -> tuple[LossSums, list[float]]:
-    """Add up losses and figures of this rank's pairs or answers, without gradients and in evaluation mode.
+    """Add up losses and metrics of this rank's pairs or answers, without gradients and in evaluation mode.
 
     Once a rank is preempted, the evaluation is cut short and the sums are zero. Collective.
     """
