@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import cases_beyond_ci
-
 NOT_IN_CI = {
     "tests/gpu/": "need a GPU",
     "tests/export/test_llama_cpp.py": "build llama.cpp: pytest --llama-cpp",
@@ -25,8 +23,6 @@ NOT_IN_CI = {
         "needs MPICH, which Debian does not install beside Open MPI"
     ),
     "tests/export/test_ollama.py::test_go_itself_": "needs Go",
-    "tests/runs/test_run_folder.py::test_a_folder_without_write_permission_": "needs a user who is not root",
-    "tests/runs/test_runs.py::test_a_folder_that_may_not_be_read_": "needs a user who is not root",
     "tests/crash/test_two_runs.py::test_a_restart_names_who_does_not_die": "waits for 30 s: FINETUNE_FULL_SWEEP=1",
 }
 """Beginnings of the names of tests that no command of `.ci/run` runs, and why."""
@@ -60,7 +56,9 @@ class Collected:
     beyond_ci: list[str]
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Keep them."""
+        """Keep them. The plugin of the tiers is imported by pytest first, which rewrites its assertions."""
+        from tests.tiers import cases_beyond_ci
+
         self.tests = [item.nodeid for item in session.items]
         self.beyond_ci = [item.nodeid for item in cases_beyond_ci(session.items)]
 
