@@ -184,11 +184,11 @@ def test_training_shows_what_and_on_what_then_the_view_then_the_result(columns, 
 
 @pytest.mark.trains
 def test_the_log_is_complete_from_the_first_warning_on(here):
-    done = run_on_terminal(80, "train", *training_words("older"), "lora.targets=auto", "training.max_steps=1")
+    done = run_on_terminal(80, "train", *training_words("older"), "training.epochs=1", "training.max_steps=1")
     assert done.returncode == 0, done.raw
-    warned = re.search("warning: (.*?lora.target_modules)", done.words)
+    warned = re.search("warning: (.*?training.num_epochs)", done.words)
     assert warned, done.raw
-    assert "lora.targets" in Path("older/log.txt").read_text()
+    assert "training.epochs" in Path("older/log.txt").read_text()
 
 
 @pytest.mark.trains

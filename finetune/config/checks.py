@@ -1,10 +1,10 @@
-"""Put settings into one tree, check it against the schema, and describe every problem."""
+"""Combine settings, check them against the schema, and describe every problem."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -25,8 +25,8 @@ from finetune.terminal import without_passwords
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-Tree = dict[str, Union[Setting, "Tree"]]
-"""Nested by the parts of the keys; a leaf is the setting that counts."""
+Settings = dict[tuple[str, ...], Setting]
+"""The setting that counts for each key. No key is above another one."""
 
 
 def build_config(
@@ -52,12 +52,12 @@ def build_config(
         ConfigError: with every problem found, one per line.
     """
     is_all_read = not problems
-    tree: Tree = {}
+    chosen: Settings = {}
     for setting in settings:
-        _put(tree, setting, problems)
+        _put(chosen, setting, problems)
     if complete and is_all_read:  # otherwise a key that seems to be missing may be in a part that was not read
-        problems += _missing(tree, typed, needs_data=needs_data) + _contradicting(tree)
-    config = _validated(tree, run_name, problems)
+        problems += _missing(chosen, typed, needs_data=needs_data) + _contradicting(chosen)
+    config = _validated(chosen, run_name, problems)
     if config is None or problems:
         raise ConfigError(_as_message(problems))
     return config
@@ -71,8 +71,8 @@ def _as_message(problems: Sequence[str]) -> str:
     return f"the configuration has {len(unique)} problems:\n  {lines}"
 
 
-def _put(tree: Tree, setting: Setting, problems: list[str]) -> None:
-    """Set one key in the tree, or append to ``problems`` why it cannot be set."""
+def _put(chosen: Settings, setting: Setting, problems: list[str]) -> None:
+    """Set one key in place of those above and below it, or append to ``problems`` why it cannot be set."""
     if setting.dotted == "resume.allow":  # resume has a value of its own, so nothing can be kept below it
         setting = replace(setting, key=("resume_allow",), older_key=setting.dotted)
     problem = _key_problem(setting) or _object_problem(setting) or _password_problem(setting)
@@ -83,34 +83,32 @@ def _put(tree: Tree, setting: Setting, problems: list[str]) -> None:
         return  # a section with nothing beneath it
     if takes_text(setting.dotted) and setting.text is not None and setting.value is not None:
         setting = replace(setting, value=setting.value if isinstance(setting.value, str) else setting.text)
-    *above, last = setting.key
-    for part in above:
-        below = tree.get(part)
-        if not isinstance(below, dict):
-            below = tree[part] = {}
-        tree = below
-    tree[last] = setting
+    for other in list(chosen):
+        shorter = min(len(other), len(setting.key))
+        if other != setting.key and other[:shorter] == setting.key[:shorter]:
+            del chosen[other]
+    chosen[setting.key] = setting
 
 
-def _validated(tree: Tree, run_name: str, problems: list[str]) -> Config | None:
+def _validated(chosen: Settings, run_name: str, problems: list[str]) -> Config | None:
     """Return the frozen config, or None after adding a line to ``problems`` for each key with a wrong value."""
-    values = _values(tree)
+    values = _nested(chosen)
     values.setdefault("output_dir", f"runs/{run_name}")
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        problems += _in_plain_words(error, tree)
+        problems += _in_plain_words(error, chosen)
         return None
-    config._origins.update({setting.dotted: setting.origin for setting in _leaves(tree)})
-    problems += _unknown_to_allow(config, tree)
+    config._origins.update({setting.dotted: setting.origin for setting in chosen.values()})
+    problems += _unknown_to_allow(config, chosen)
     return config
 
 
-def _missing(tree: Tree, typed: str, *, needs_data: bool) -> list[str]:
+def _missing(chosen: Settings, typed: str, *, needs_data: bool) -> list[str]:
     """Ask for the model and the rows that a run cannot do without, and complete the command that has none."""
-    has_model = _value(tree, "model.path") or _value(tree, "model.config")
-    has_rows = not needs_data or any(_value(tree, f"data.{key}") for key in ("path", "mixture", "train"))
-    rows = "data.path=chats.jsonl" if "data" in tree else "data=chats.jsonl"  # keep the group that is chosen
+    has_model = _value(chosen, "model.path") or _value(chosen, "model.config")
+    has_rows = not needs_data or any(_value(chosen, f"data.{key}") for key in ("path", "mixture", "train"))
+    rows = "data.path=chats.jsonl" if _find(chosen, "data") else "data=chats.jsonl"  # keep the group that is chosen
     example = [typed, "" if has_model else "model=phi4_mini", "" if has_rows else rows]
     how = f"for example: {' '.join(filter(None, example))}"
     problems = []
@@ -125,22 +123,22 @@ def _missing(tree: Tree, typed: str, *, needs_data: bool) -> list[str]:
     return problems
 
 
-def _contradicting(tree: Tree) -> list[str]:
+def _contradicting(chosen: Settings) -> list[str]:
     """Check the keys of model and data that contradict each other."""
     problems = []
-    has_model, has_config = _value(tree, "model.path"), _value(tree, "model.config")
-    if has_config and _value(tree, "model.init") != "random":
-        where = _origin(tree, "model.config")
+    has_model, has_config = _value(chosen, "model.path"), _value(chosen, "model.config")
+    if has_config and _value(chosen, "model.init") != "random":
+        where = _origin(chosen, "model.config")
         problems.append(f"{where}: model.config: has no pretrained weights. Add model.init=random.")
-    if has_config and not has_model and not _value(tree, "model.tokenizer"):
+    if has_config and not has_model and not _value(chosen, "model.tokenizer"):
         problems.append("model.tokenizer: not set, and there is no model.path to take it from. Give one of them.")
-    if _value(tree, "data.path") and _value(tree, "data.mixture"):
-        problems.append(f"{_origin(tree, 'data.mixture')}: data.mixture: data.path is set too. Keep one of them.")
+    if _value(chosen, "data.path") and _value(chosen, "data.mixture"):
+        problems.append(f"{_origin(chosen, 'data.mixture')}: data.mixture: data.path is set too. Keep one of them.")
     return problems
 
 
-def _unknown_to_allow(config: Config, tree: Tree) -> list[str]:
-    setting = _find(tree, "resume_allow")
+def _unknown_to_allow(config: Config, chosen: Settings) -> list[str]:
+    setting = _find(chosen, "resume_allow")
     unknown = [name for name in config.resume_allow if name not in fields() and not section_class(name)]
     return [
         _line(setting, f"there is no key or section {name}. {did_you_mean_key(name)}".rstrip())
@@ -198,18 +196,18 @@ def _dotted_names(value: object) -> Iterator[DottedName]:
             yield from _dotted_names(item)
 
 
-def _in_plain_words(error: ValidationError, tree: Tree) -> list[str]:
+def _in_plain_words(error: ValidationError, chosen: Settings) -> list[str]:
     """Report one line per key, though pydantic reports each member of a union."""
     lines: dict[str, str] = {}
     for detail in error.errors(include_url=False):
         parts = [str(part) for part in detail["loc"]]
         dotted = ".".join(parts[:2] if section_class(parts[0]) else parts[:1])
-        lines.setdefault(dotted, _value_problem(dotted, detail, tree))
+        lines.setdefault(dotted, _value_problem(dotted, detail, chosen))
     return list(lines.values())
 
 
-def _value_problem(dotted: str, detail: ErrorDetails, tree: Tree) -> str:
-    setting = _find(tree, dotted)
+def _value_problem(dotted: str, detail: ErrorDetails, chosen: Settings) -> str:
+    setting = _find(chosen, dotted)
     assert setting is not None, f"a default of the schema is wrong: {detail}"
     if detail["type"] == "value_error":
         return _line(setting, str(detail.get("ctx", {})["error"]), dotted)
@@ -233,31 +231,27 @@ def _got(setting: Setting) -> str:
     return shown if len(shown) <= 60 else f"{shown[:56]} ..."
 
 
-def _values(tree: Tree) -> dict[str, object]:
-    return {key: _values(node) if isinstance(node, dict) else node.value for key, node in tree.items()}
+def _nested(chosen: Settings) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for (*above, last), setting in chosen.items():
+        holder = values
+        for part in above:
+            holder = holder.setdefault(part, {})
+        holder[last] = setting.value
+    return values
 
 
-def _leaves(tree: Tree) -> Iterator[Setting]:
-    for node in tree.values():
-        if isinstance(node, dict):
-            yield from _leaves(node)
-        else:
-            yield node
-
-
-def _find(tree: Tree, dotted: str) -> Setting | None:
+def _find(chosen: Settings, dotted: str) -> Setting | None:
     """Return the setting at a key, or the first one below it."""
-    node: Setting | Tree | None = tree
-    for part in dotted.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
-    return next(_leaves(node), None) if isinstance(node, dict) else node
+    key = tuple(dotted.split("."))
+    return next((setting for other, setting in chosen.items() if other[: len(key)] == key), None)
 
 
-def _value(tree: Tree, dotted: str) -> object:
-    setting = _find(tree, dotted)
+def _value(chosen: Settings, dotted: str) -> object:
+    setting = _find(chosen, dotted)
     return setting.value if setting else None
 
 
-def _origin(tree: Tree, dotted: str) -> str:
-    setting = _find(tree, dotted)
+def _origin(chosen: Settings, dotted: str) -> str:
+    setting = _find(chosen, dotted)
     return setting.origin if setting else "default"

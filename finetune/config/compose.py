@@ -24,6 +24,7 @@ from finetune.config.checks import build_config
 from finetune.config.config_files import (
     GROUPS,
     RUN_FILES,
+    SAVED_CONFIG,
     find_file,
     is_file_of_rows,
     is_path,
@@ -32,7 +33,7 @@ from finetune.config.config_files import (
 )
 from finetune.config.dict_reader import read_dict
 from finetune.config.keys import expected, fields, takes_text
-from finetune.config.older_spelling import translate
+from finetune.config.older_spelling import translate, with_current_keys
 from finetune.config.render import json_schema, resolved_yaml, show
 from finetune.config.schema import Config
 from finetune.config.yaml_reader import COMMAND_LINE, Setting, read_file, read_value
@@ -121,6 +122,16 @@ def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
     return build_config(chain(*_read_groups(asked.groups, problems), asked.settings), problems)
 
 
+def config_from_record(values: Mapping[str, object]) -> Config:
+    """Build the configuration that a run recorded in run.json, perhaps with the keys of an earlier version.
+
+    Raises:
+        ConfigError: with every problem found, one per line.
+    """
+    problems: list[str] = []
+    return build_config(with_current_keys(read_dict(values, "run.json", problems)), problems, complete=False)
+
+
 @dataclass(frozen=True)
 class _Choice:
     """The name of a chosen file, or the path in its place, and the place of the choice."""
@@ -188,7 +199,10 @@ def _read(group: str, choice: _Choice, problems: list[str]) -> list[Setting]:
     if is_path(group, choice.name):
         return [Setting(key=(group, "path"), value=choice.name, origin=f"{choice.place}: {group}={choice.name}")]
     path = find_file(group, choice.name, choice.place, problems)
-    return translate(read_file(path, shown_path(path), problems), problems) if path else []
+    if path is None:
+        return []
+    settings = read_file(path, shown_path(path), problems)
+    return translate(with_current_keys(settings) if path.name == SAVED_CONFIG else settings, problems)
 
 
 def _with_groups(settings: list[Setting]) -> _Asked:

@@ -22,6 +22,9 @@ PATH_INSTEAD = {
 }
 """The groups that also take a path or a hub id, which sets the section's `path`, and how to write one."""
 
+SAVED_CONFIG = "config.yaml"
+"""The name of the configuration in the folder of a run."""
+
 _SUFFIXES = (".yaml", ".yml")
 
 
@@ -92,7 +95,7 @@ def _is_here(name: str) -> bool:
 
 def _hint(group: str, name: str) -> str:
     if group == RUN_FILES and _is_here(name):
-        inside = Path(name) / "config.yaml"
+        inside = Path(name) / SAVED_CONFIG
         if inside.is_file():
             return f"For the run in this folder write run={inside}."
         return f"For rows write data={name}, for a model model={name}."

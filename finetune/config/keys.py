@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from finetune.config.older_spelling import RENAMED
 from finetune.config.on_resume import OnResume
 from finetune.config.other_libraries import OUR_NAME
 from finetune.config.schema import Config, Section
@@ -77,8 +78,11 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
 def did_you_mean_key(dotted: str) -> str:
     """Suggest a key in place of an unknown one, or say what to do instead.
 
-    A key with the same last part in another section comes first, then the name's meaning in Transformers, PEFT and TRL.
+    A renamed key comes first, then a key with the same last part in another section, then the name's meaning in
+    Transformers, PEFT and TRL.
     """
+    if dotted in RENAMED:
+        return f"Did you mean {RENAMED[dotted]}?"
     last = dotted.rpartition(".")[2]
     same = [key for key in fields() if key.rpartition(".")[2] == last]
     known = OUR_NAME.get(last)

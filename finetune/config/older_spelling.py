@@ -1,16 +1,15 @@
-"""The table that maps older keys to ours: those of earlier systems, and those that this project renamed.
+"""Translate the keys of earlier systems, and in the folders of earlier runs the keys that this project renamed.
 
 The settings of each file and of the command line are translated before they are merged, so an older key has the same
-precedence as ours. Types were written ``!pyobject package.Class``; none is resolved here.
+precedence as ours. Types were written ``!pyobject package.Class``. No type is resolved here.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from finetune.config.yaml_reader import Setting
 
@@ -50,8 +49,6 @@ _NOT_CAUSAL = (
     "Choose one with model=NAME or model.path=…, and remove model.type."
 )
 
-_HOLDS_KEYS = ("resume_allow", "resume.allow")
-
 _CAUSAL_LM_NAME = re.compile(r"(?i)causal_?lm|\w*forcausallm|phi|phi[-_]?[0-9][\w.-]*|phi[-_]?(tiny|moe)")
 
 
@@ -84,13 +81,12 @@ RENAMED = {
     "training.dpo_beta": "preference.beta",
     "checkpoint.keep": "checkpoint.save_total_limit",
 }
-"""Keys of this project that were renamed. Runs of earlier versions are saved with the older names."""
+"""Keys that this project renamed. They are read only in the folders of runs that saved them."""
 
 REMOVED = {"data.stream": "data.max_rows alone reads the first rows of a hub data set"}
-"""Keys of this project that were removed, and why. Runs of earlier versions are saved with them."""
+"""Keys that this project removed, and why. Runs of earlier versions saved them."""
 
 TABLE: dict[str, tuple[Rule, ...]] = {
-    **{older: (Renamed(key),) for older, key in RENAMED.items()},
     **{older: (Dropped(reason),) for older, reason in REMOVED.items()},
     "training.optimizer_type": (Renamed("optim.optimizer", _class_name),),
     "training.optimizer_args": (
@@ -145,33 +141,31 @@ def translate(settings: list[Setting], problems: list[str]) -> list[Setting]:
                 problems.append(f"{setting.origin}: {older}: refused: {rule.reason}")
             refused.add(older)
         elif isinstance(rule, Dropped):
-            if older in REMOVED and not setting.value:
-                continue  # the default, which every run of an earlier version saved
             _log.warning("%s: %s is left out: %s", setting.origin, setting.dotted, rule.reason)
         elif rule is not None:
             kept.append(_renamed(setting, older, rule))
         elif setting.dotted == "data.mixture":
             kept.append(replace(setting, value=_without_removed(setting.value)))
         else:
-            kept.append(_with_our_names(setting) if setting.dotted in _HOLDS_KEYS else setting)
+            kept.append(setting)
     _warn_of_renamed([setting for setting in kept if setting.older_key])
     _report_both_spellings(kept, problems)
     return kept
 
 
-def saved_with_our_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate a configuration that an earlier version saved as sections."""
-    found = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
-    for older, key in RENAMED.items():
-        (section, name), (new_section, new_name) = older.split("."), key.split(".")
-        if isinstance(found.get(section), dict) and name in found[section]:
-            found.setdefault(new_section, {})[new_name] = found[section].pop(name)
-    if isinstance(found.get("data"), dict):
-        data = {key: value for key, value in found["data"].items() if f"data.{key}" not in REMOVED}
-        found["data"] = {**data, "mixture": _without_removed(data.get("mixture", []))}
-    if isinstance(found.get("resume_allow"), list):
-        found["resume_allow"] = [RENAMED.get(name, name) for name in found["resume_allow"]]
-    return found
+def with_current_keys(settings: Iterable[Setting]) -> list[Setting]:
+    """Give today's keys to the settings that a run of an earlier version saved, and leave out removed keys."""
+    return [_with_current_key(setting) for setting in settings if setting.dotted not in REMOVED]
+
+
+def _with_current_key(setting: Setting) -> Setting:
+    if setting.dotted in RENAMED:
+        return replace(setting, key=tuple(RENAMED[setting.dotted].split(".")))
+    if setting.dotted == "data.mixture":
+        return replace(setting, value=_without_removed(setting.value))
+    if setting.dotted == "resume_allow" and isinstance(setting.value, list):
+        return replace(setting, value=[RENAMED.get(str(name), name) for name in setting.value])
+    return setting
 
 
 def _without_removed(sources: object) -> object:
@@ -200,16 +194,6 @@ def _renamed(setting: Setting, older: str, rule: Renamed) -> Setting:
             _log.warning("%s: %s is read as the number %s", setting.origin, setting.dotted, value)
         return replace(setting, value=value)
     return replace(setting, key=key, value=value, older_key=setting.dotted)
-
-
-def _with_our_names(setting: Setting) -> Setting:
-    """Rename the keys that a setting has as its value: a list, or one text with commas."""
-    if isinstance(setting.value, str):
-        names = [name.strip() for name in setting.value.split(",")]
-        return replace(setting, value=",".join(RENAMED.get(name, name) for name in names))
-    if isinstance(setting.value, list):
-        return replace(setting, value=[RENAMED.get(str(name), name) for name in setting.value])
-    return setting
 
 
 def _warn_of_renamed(settings: list[Setting]) -> None:

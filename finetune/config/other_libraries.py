@@ -1,6 +1,7 @@
 """The settings of Transformers, PEFT and TRL by name: each with our key, or with a sentence if we have no such key.
 
-The names are written down, so that none of these libraries is imported.
+The names are written down, so that none of these libraries is imported. A name that is also the name of a key of ours,
+such as `learning_rate`, is not listed.
 """
 
 from __future__ import annotations
@@ -17,22 +18,15 @@ _SHARDING = "Write parallel.sharding=fsdp2, which shares the model among the pro
 _WHICH_LAYERS = "Name the layers in lora.target_modules; it takes regular expressions."
 
 TRAINING_ARGUMENTS = {
-    "output_dir": "output_dir",
-    "seed": "seed",
     "data_seed": "The order of rows follows from seed.",
     "per_device_train_batch_size": "training.batch_size",
     "gradient_accumulation_steps": "Set training.global_batch_size: the examples of an optimizer step over all "
     "processes. They are cut into micro-batches of training.batch_size, so there is no number of accumulation steps.",
     "auto_find_batch_size": "`finetune plan` says which training.batch_size fits.",
     "num_train_epochs": "training.num_epochs",
-    "max_steps": "training.max_steps",
-    "learning_rate": "optim.learning_rate",
     "lr_scheduler_type": "optim.schedule",
-    "warmup_steps": "optim.warmup_steps",
     "optim": "optim.optimizer",
     "optim_args": "optim.args",
-    "weight_decay": "optim.weight_decay",
-    "max_grad_norm": "optim.max_grad_norm",
     "adam_beta1": _BETAS,
     "adam_beta2": _BETAS,
     "adam_epsilon": "Write optim.args={eps: 1e-8}.",
@@ -41,7 +35,6 @@ TRAINING_ARGUMENTS = {
     "bf16": "Write training.precision=bf16.",
     "fp16": _FP16,
     "fp16_full_eval": _FP16,
-    "gradient_checkpointing": "training.gradient_checkpointing",
     "neftune_noise_alpha": "training.neftune_alpha",
     "use_liger_kernel": "training.kernels",
     "torch_compile": "training.fused",
@@ -49,7 +42,6 @@ TRAINING_ARGUMENTS = {
     "full_determinism": "training.deterministic",
     "logging_steps": "training.log_every",
     "logging_strategy": "training.log_every",
-    "report_to": "training.report_to",
     "run_name": "A run is named by its folder: output_dir.",
     "eval_strategy": "validation.validate_every",
     "eval_steps": "validation.validate_every",
@@ -59,7 +51,6 @@ TRAINING_ARGUMENTS = {
     "do_predict": _COMMANDS,
     "save_strategy": "Set checkpoint.save_every (optimizer steps) or checkpoint.save_every_epochs.",
     "save_steps": "checkpoint.save_every",
-    "save_total_limit": "checkpoint.save_total_limit",
     "load_best_model_at_end": _BEST,
     "metric_for_best_model": "checkpoint.best_metric",
     "greater_is_better": "Nothing to set: of a loss, lower is better, of all other metrics, higher.",
@@ -83,10 +74,8 @@ TRAINING_ARGUMENTS = {
 """The names of `transformers.TrainingArguments`."""
 
 LORA_CONFIG = {
-    "r": "lora.r",
     "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout",
-    "target_modules": "lora.target_modules",
     "exclude_modules": _WHICH_LAYERS,
     "layers_to_transform": _WHICH_LAYERS,
     "layers_pattern": _WHICH_LAYERS,
@@ -105,15 +94,10 @@ LORA_CONFIG = {
 """The names of `peft.LoraConfig`."""
 
 TRL = {
-    "beta": "preference.beta",
-    "desirable_weight": "preference.desirable_weight",
-    "undesirable_weight": "preference.undesirable_weight",
     "simpo_gamma": "preference.gamma",
     "cpo_alpha": "Nothing to set: training.objective=simpo has no term for the chosen answer alone.",
     "loss_type": _LOSS,
     "label_smoothing": _LOSS,
-    "max_length": "data.max_length",
-    "packing": "training.packing",
     "padding_free": "training.packing",
     "completion_only_loss": _LOSS_ON,
     "assistant_only_loss": _LOSS_ON,

@@ -14,8 +14,6 @@ from pathlib import Path
 import yaml
 
 MAX_FILE_BYTES = 1_000_000
-MAX_VALUES = 20_000
-"""Aliases can make a small file unfold without end; no config comes near this many values."""
 
 COMMAND_LINE = "command line"
 """The origin of settings from overrides."""
@@ -70,7 +68,14 @@ class Setting:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's parser with `PLAIN_VALUES` for unquoted text."""
+    """PyYAML's parser with `PLAIN_VALUES` for unquoted text, and without aliases, which unfold without end."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Refuse an alias, or build the next node."""
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(None, None, "aliases (*name) are not read. Write the value out.", mark)
+        return super().compose_node(parent, index)
 
 
 _Loader.yaml_implicit_resolvers = {}
@@ -129,15 +134,13 @@ def _file_text(path: Path, shown: str, problems: list[str]) -> str | None:
 
 
 class _Reading:
-    """The state of reading one document: its name in messages, the keys seen, the values counted."""
+    """The state of reading one document: its name in messages, and the keys seen."""
 
     def __init__(self, shown: str, problems: list[str], at: tuple[str, ...] | None = None) -> None:
         self._shown = shown
         self._problems = problems
         self._at = at  # the override's key; None for a file
         self._first_lines: dict[tuple[str, ...], int] = {}
-        self._open: set[int] = set()  # the nodes around the current one: an alias to one of them never ends
-        self._num_values = 0
 
     def settings(self, text: str) -> list[Setting]:
         try:
@@ -155,21 +158,18 @@ class _Reading:
             self._problems.append(f"{self._place(line)}: a character that YAML forbids ({error.reason})")
         except RecursionError:
             self._problems.append(f"{self._shown}: nested too deeply")
-        except _TooManyValuesError:
-            self._problems.append(f"{self._shown}: unfolds to more than {MAX_VALUES:,} values")
         return []
 
     def _unfold(self, node: yaml.Node, key: tuple[str, ...], origin: str) -> list[Setting]:
         """Return one setting per leaf below ``node``; a list is a leaf."""
         if isinstance(node, yaml.MappingNode) and node.value:
-            if not self._enter(node, key):
+            if not self._is_plain(node, key):
                 return []
             settings = []
             for key_node, value_node in node.value:
                 below = self._key(key_node, key)
                 if below is not None and self._is_first(key_node, below):
                     settings += self._unfold(value_node, below, self._origin(key_node))
-            self._open.discard(id(node))
             return settings
         value = self._plain(node, key)
         is_unquoted = isinstance(node, yaml.ScalarNode) and not node.style
@@ -177,20 +177,13 @@ class _Reading:
 
     def _plain(self, node: yaml.Node, key: tuple[str, ...]) -> object:
         """Convert a node to Python's own types."""
-        self._num_values += 1
-        if self._num_values > MAX_VALUES:
-            raise _TooManyValuesError
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, key)
-        if not self._enter(node, key):
+        if not self._is_plain(node, key):
             return None
-        value: object
         if isinstance(node, yaml.MappingNode):
-            value = self._plain_mapping(node, key)
-        else:
-            value = [self._plain(item, key) for item in node.value]
-        self._open.discard(id(node))
-        return value
+            return self._plain_mapping(node, key)
+        return [self._plain(item, key) for item in node.value]
 
     def _plain_mapping(self, node: yaml.MappingNode, key: tuple[str, ...]) -> dict[str, object]:
         """Convert a mapping inside a list. It has no dotted key of its own."""
@@ -222,15 +215,12 @@ class _Reading:
             self._problem(node, key, f"{text[:40]!r} is not a number that can be read")
         return None
 
-    def _enter(self, node: yaml.Node, key: tuple[str, ...]) -> bool:
-        if node.tag not in (_TAG + "map", _TAG + "seq"):
-            self._refuse_tag(node, key)
-            return False
-        if id(node) in self._open:
-            self._problem(node, key, "an alias (*name) refers to a value that contains it, so it never ends")
-            return False
-        self._open.add(id(node))
-        return True
+    def _is_plain(self, node: yaml.Node, key: tuple[str, ...]) -> bool:
+        """Whether a mapping or a list has no tag of its own. A tag is refused."""
+        if node.tag in (_TAG + "map", _TAG + "seq"):
+            return True
+        self._refuse_tag(node, key)
+        return False
 
     def _key(self, node: yaml.Node, above: tuple[str, ...]) -> tuple[str, ...] | None:
         """Return the whole key, or None if the node cannot be a key. Keys are text as written, also 0 and on."""
@@ -272,10 +262,6 @@ class _Reading:
 
     def _place(self, line: int) -> str:
         return self._shown if self._at is not None else f"{self._shown}:{line}"
-
-
-class _TooManyValuesError(Exception):
-    pass
 
 
 _READERS: dict[str, Callable[[str], object]] = {

@@ -14,13 +14,11 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pydantic import ValidationError
-
+from finetune.config.compose import config_from_record
 from finetune.config.keys import on_resume, values
-from finetune.config.older_spelling import saved_with_our_keys
 from finetune.config.on_resume import OnResume
 from finetune.config.schema import Config
-from finetune.errors import CheckpointError
+from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.comparison import differing
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.verification import newest_valid, read_state
@@ -155,8 +153,8 @@ def _recorded_start(run: RecordedRun) -> Mapping[str, Any] | None:
 def _config_in(start: Mapping[str, Any] | None) -> Config | None:
     """Return the recorded configuration of a start, also with former names of keys; None if it cannot be read."""
     try:
-        return Config.model_validate(saved_with_our_keys(start["config"])) if start else None
-    except ValidationError:
+        return config_from_record(start["config"]) if start else None
+    except ConfigError:
         return None
 
 

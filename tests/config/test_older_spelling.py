@@ -4,9 +4,10 @@ import logging
 from pathlib import Path
 
 import pytest
+import yaml
 
-from finetune.config.compose import compose, config_from_dict
-from finetune.config.older_spelling import REMOVED, RENAMED, TABLE, saved_with_our_keys
+from finetune.config.compose import compose, config_from_record
+from finetune.config.older_spelling import REMOVED, RENAMED, TABLE
 from finetune.config.schema import Config
 from finetune.errors import ConfigError
 
@@ -96,10 +97,6 @@ ROWS: list[tuple[str, str, str, object, str]] = [
         None,
         "left out: the class follows",
     ),
-    ("lora.targets", "lora: {targets: [qkv_proj]}", "lora.target_modules", ["qkv_proj"], SAME),
-    ("training.trackers", "training: {trackers: [wandb]}", "training.report_to", ["wandb"], SAME),
-    ("training.dpo_beta", "training: {dpo_beta: 0.5}", "preference.beta", 0.5, SAME),
-    ("checkpoint.keep", "checkpoint: {keep: 5}", "checkpoint.save_total_limit", 5, SAME),
 ]
 
 RENAMED_VALUES = {
@@ -212,31 +209,9 @@ def renamed_values(config: Config) -> list[object]:
     ]
 
 
-def test_keys_of_ours_that_were_renamed_are_read_from_words_files_dicts_and_saved_runs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    values = list(RENAMED_VALUES.values())
+def test_the_folder_of_an_earlier_run_is_read_with_its_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert RENAMED.keys() == RENAMED_VALUES.keys()
-    words = ["lora.targets=[qkv_proj]", "training.trackers=[wandb]", "training.dpo_beta=0.5", "checkpoint.keep=5"]
-    assert renamed_values(compose(words, complete=False)) == values
-
-    written = config_from_dict({"model.path": "m", "data.path": "d", **RENAMED_VALUES}, "a dict")
-    assert renamed_values(written) == values
-
-    file = "lora: {targets: [qkv_proj]}\ntraining:\n  trackers: [wandb]\n  dpo_beta: 0.5\ncheckpoint: {keep: 5}\n"
-    assert renamed_values(composed(tmp_path, file)) == values
-    assert [message.partition(": ")[0] for message in caplog.messages] == [
-        "command line",
-        "a dict",
-        f"{tmp_path}/old.yaml:1",
-    ]
-    for message in caplog.messages:
-        assert message.endswith(
-            ": lora.targets is an older spelling of lora.target_modules, training.trackers of training.report_to, "
-            "training.dpo_beta of preference.beta, checkpoint.keep of checkpoint.save_total_limit"
-        )
-
-    saved = compose(words, complete=False).model_dump(mode="json")
+    saved = Config().model_dump(mode="json")
     for (older, value), key in zip(RENAMED_VALUES.items(), RENAMED.values(), strict=True):
         (section, name), (new_section, new_name) = older.split("."), key.split(".")
         del saved[new_section][new_name]
@@ -244,43 +219,34 @@ def test_keys_of_ours_that_were_renamed_are_read_from_words_files_dicts_and_save
     del saved["preference"]
     saved["data"] |= {"stream": True, "mixture": [{"path": "a.jsonl", "stream": True}]}
     saved["resume_allow"] = ["training.dpo_beta", "seed"]
-    before = dict(saved["training"])
-    config = Config.model_validate(saved_with_our_keys(saved))
-    assert renamed_values(config) == values
-    assert config.data.mixture == [{"path": "a.jsonl"}]
-    assert config.resume_allow == ["preference.beta", "seed"]
-    assert saved["training"] == before
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    for config in (config_from_record(saved), compose([], run=str(tmp_path / "config.yaml"), complete=False)):
+        assert renamed_values(config) == list(RENAMED_VALUES.values())
+        assert config.data.mixture == [{"path": "a.jsonl"}]
+        assert config.resume_allow == ["preference.beta", "seed"]
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(("older", "key"), RENAMED.items())
+def test_a_renamed_key_is_refused_elsewhere_with_its_name_of_today(tmp_path: Path, older: str, key: str) -> None:
+    said = f"{older}: there is no such key. Did you mean {key}?"
+    with pytest.raises(ConfigError) as caught:
+        composed(tmp_path, f"{older}: {RENAMED_VALUES[older]}\n")
+    assert str(caught.value) == f"{tmp_path}/old.yaml:1: {said}"
+    with pytest.raises(ConfigError) as caught:
+        compose([f"{older}={RENAMED_VALUES[older]}", f"resume.allow={older}"], complete=False)
+    assert f"command line: {said}" in str(caught.value)
 
 
 def test_a_key_of_ours_that_was_removed_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = "data.stream: false\ndata.max_rows: 8\ndata.mixture: [{path: a.jsonl, stream: true}]\n"
+    file = "data.max_rows: 8\ndata.mixture: [{path: a.jsonl, stream: true}]\n"
     config = composed(tmp_path, file)
     assert (config.data.max_rows, config.data.mixture) == (8, [{"path": "a.jsonl"}])
-    assert caplog.messages == []  # every run of an earlier version saved the default
+    assert caplog.messages == []
     compose(["data.stream=true"], complete=False)
     assert caplog.messages == [
         "command line: data.stream is left out: data.max_rows alone reads the first rows of a hub data set"
     ]
-
-
-@pytest.mark.parametrize(("older", "key"), RENAMED.items())
-def test_a_renamed_key_beside_the_new_one_is_refused_by_name(tmp_path: Path, older: str, key: str) -> None:
-    value = RENAMED_VALUES[older]
-    with pytest.raises(ConfigError) as caught:
-        composed(tmp_path, f"{key}: {value}\n{older}: {value}\n")
-    file = f"{tmp_path}/old.yaml"
-    assert str(caught.value) == f"{file}:2: {older}: means the same as {key} ({file}:1). Keep one of the two."
-    with pytest.raises(ConfigError) as caught:
-        compose([f"{older}={value}", f"{key}={value}"], complete=False)
-    assert f"command line: {key}: means the same as {older} (command line). Keep one of the two." in str(caught.value)
-    with pytest.raises(ConfigError) as caught:
-        config_from_dict({"model.path": "m", "data.path": "d", key: value, older: value}, "a dict")
-    assert str(caught.value) == f"a dict: {older}: means the same as {key} (a dict). Keep one of the two."
-
-
-@pytest.mark.parametrize("word", ["resume.allow=training.dpo_beta,seed", "resume_allow=[training.dpo_beta, seed]"])
-def test_what_may_differ_is_named_by_older_keys_too(word: str) -> None:
-    assert compose([word], complete=False).resume_allow == ["preference.beta", "seed"]
 
 
 def test_a_key_in_both_spellings_names_both(tmp_path: Path) -> None:

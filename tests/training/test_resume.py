@@ -44,7 +44,7 @@ WITH_OTHER_ROWS = {
     f"data.{key}"
     for key in (
         *("path", "mixture", "name", "revision", "train", "validation", "test", "split_seed", "format", "columns"),
-        *("train_on", "max_length", "max_rows", "stream", "on_long_row", "on_no_target", "on_truncated_answer"),
+        *("train_on", "max_length", "max_rows", "on_long_row", "on_no_target", "on_truncated_answer"),
         *("on_doubled_bos", "on_untrained_end", "on_overlap", "on_ignored_key", "chat_template"),
     )
 }
@@ -224,8 +224,8 @@ def test_a_run_that_was_saved_with_keys_of_other_names_is_compared_by_todays(sta
     started.folder.config_file.write_text("")
     assert started.go_on("checkpoint.save_total_limit=5", "training.report_to=[wandb]") == []
     assert "lora.target_modules: started with auto, now" in started.refusal("lora.target_modules=[qkv_proj]")
-    assert "preference.beta: started with 0.1, now 0.5" in started.refusal("training.dpo_beta=0.5")
-    assert started.go_on("preference.beta=0.5", "resume.allow=training.dpo_beta") == ["preference.beta"]
+    assert "preference.beta: started with 0.1, now 0.5" in started.refusal("preference.beta=0.5")
+    assert started.go_on("preference.beta=0.5", "resume.allow=preference.beta") == ["preference.beta"]
 
 
 def test_accepting_one_key_accepts_no_other(started: Started) -> None:
