@@ -84,7 +84,7 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
     _fuse(runtime, section)
     if forward.called_layers:
         wanted, used = "the engine's own layers", "layers as PEFT made them for some"
-        why = "; ".join(f"{len(names)} linear layers are {kind}" for kind, names in forward.called_layers.items())
+        why = "; ".join(f"{len(names)} linear layers are {why}" for why, names in forward.called_layers.items())
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=why))
     return forward
 
@@ -97,9 +97,9 @@ def _record_attention(runtime: Runtime) -> None:
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=why))
 
 
-def wants_fused(section: TrainingSection, kind: str) -> bool:
+def wants_fused(section: TrainingSection, device_type: str) -> bool:
     """Return whether the engine's functions should be fused on a device type, if torch.compile works there."""
-    return kind == "cuda" if section.fused == "auto" else section.fused
+    return device_type == "cuda" if section.fused == "auto" else section.fused
 
 
 def _fuse(runtime: Runtime, section: TrainingSection) -> None:

@@ -140,7 +140,7 @@ def build_loaders(
     Raises:
         DataError: see `refuse_dropping_all`.
     """
-    kind = runtime.device.type
+    device_type = runtime.device.type
     size = global_batch_size(config, runtime.environment.world_size)
     rule = plan_batches(config, splits.train, is_packed=is_packed, boundary=boundary, global_batch_size=size)
     refuse_dropping_all(config, splits, rule)
@@ -148,11 +148,11 @@ def build_loaders(
     def evaluation(split: Any, keys: LoaderKeys, rank: int, world_size: int) -> EvaluationLoader | None:
         if split is None:
             return None
-        keys = loader_keys_on(kind, keys)
+        keys = loader_keys_on(device_type, keys)
         return EvaluationLoader(split, keys, boundary=boundary, rank=rank, world_size=world_size, collate=collate)
 
     rank, world_size = runtime.rank, runtime.world_size
-    train_keys = loader_keys_on(kind, config.training)
+    train_keys = loader_keys_on(device_type, config.training)
     loaders = Loaders(
         TrainLoader(splits.train, rule, train_keys, rank=rank, world_size=world_size, collate=collate),
         evaluation(splits.validation, config.validation, rank, world_size),
@@ -221,11 +221,11 @@ def log_traffic(rule: BatchRule, *, received_bytes: int, world_size: int) -> Non
         )
 
 
-def log_share(
-    step: int, share: list[tuple[int, Microbatch]], tokenizer: PreTrainedTokenizerBase, device: torch.device
+def log_microbatches(
+    step: int, microbatches: list[tuple[int, Microbatch]], tokenizer: PreTrainedTokenizerBase, device: torch.device
 ) -> None:
     """Log the shapes and the first tokens of this rank's micro-batches of a step, for `training.debug`."""
-    for index, microbatch in share:
+    for index, microbatch in microbatches:
         _log.debug(
             "step %d micro-batch %d: %d rows, %d tokens (%d computed), %d targets, on %s; it begins: %r",
             step,

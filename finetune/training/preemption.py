@@ -18,10 +18,10 @@ def preempted_in_training(runtime: Runtime, step: int) -> PreemptedError:
     """Make the error that ends training, after the checkpoint of the step is committed. Collective."""
     mine = float(told_to_stop() or 0)
     signals = runtime.sum([mine if rank == runtime.rank else 0.0 for rank in range(runtime.world_size)])
-    told = {rank: Signals(int(signal)).name for rank, signal in enumerate(signals) if signal}
-    by = f" by {next(iter(told.values()))}" if told else ""
-    if told and runtime.world_size > 1:
-        by += f" on rank{'s' if len(told) > 1 else ''} {', '.join(map(str, list(told)[:12]))}"
+    stopped = {rank: Signals(int(signal)).name for rank, signal in enumerate(signals) if signal}
+    by = f" by {next(iter(stopped.values()))}" if stopped else ""
+    if stopped and runtime.world_size > 1:
+        by += f" on rank{'s' if len(stopped) > 1 else ''} {', '.join(map(str, list(stopped)[:12]))}"
     error = PreemptedError(f"stopped at step {step} as asked{by}; checkpoint committed: go on with resume=auto")
     error.is_reported_elsewhere = not runtime.is_main_process
     return error

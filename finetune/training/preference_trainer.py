@@ -83,15 +83,15 @@ class PreferenceTrainer(Trainer):
         loss = _loss_of(config)
         return LossWithMetrics(
             partial(summed_preferences, loss=loss, choices=choices),
-            loss.figures,
+            loss.metrics,
             global_sums=partial(local_sums, loss=loss) if loss.needs_global_sums else None,
             with_global_sums=with_global_sums,
         )
 
     @staticmethod
-    def figures_of(config: Config) -> tuple[str, ...]:
-        """See `Trainer.figures_of`."""
-        return _loss_of(config).figures
+    def metrics_of(config: Config) -> tuple[str, ...]:
+        """See `Trainer.metrics_of`."""
+        return _loss_of(config).metrics
 
     @staticmethod
     def collation_of(config: Config, collate: Collate) -> Any:
@@ -103,13 +103,13 @@ class PreferenceTrainer(Trainer):
     def measure(self, loader: EvaluationLoader) -> LossSums:
         """See `Trainer.measure`."""
         loss = _loss_of(self.config)
-        sums, figures = sum_preference_losses(self.runtime, self.model, loader, loss=loss)
-        num_pairs, num_cut_short, *totals = self.runtime.sum([sums.num_targets, sums.num_cut_short, *figures])
+        sums, metrics = sum_preference_losses(self.runtime, self.model, loader, loss=loss)
+        num_pairs, num_cut_short, *totals = self.runtime.sum([sums.num_targets, sums.num_cut_short, *metrics])
         if num_pairs and not num_cut_short:
-            means = {name: total / num_pairs for name, total in zip(loss.figures, totals, strict=True)}
-            self.validation_figures = {name: mean for name, mean in means.items() if not math.isnan(mean)}
+            means = {name: total / num_pairs for name, total in zip(loss.metrics, totals, strict=True)}
+            self.validation_metrics = {name: mean for name, mean in means.items() if not math.isnan(mean)}
             _log.info(
-                "Validation: %s", ", ".join(f"{name}={mean:.3f}" for name, mean in self.validation_figures.items())
+                "Validation: %s", ", ".join(f"{name}={mean:.3f}" for name, mean in self.validation_metrics.items())
             )
         return sums
 
@@ -164,9 +164,9 @@ def _with_objective(config: Config) -> Config:
 
 def _refuse_other_rows(config: Config, splits: AnySplits) -> None:
     objective = OBJECTIVES[config.training.objective]
-    kinds = {"pairs": (EncodedPairs, "encode_preferences"), "labelled": (EncodedLabelled, "encode_labelled")}
-    kind, function = kinds[objective.rows]
-    if not isinstance(splits.train, kind):
+    types = {"pairs": (EncodedPairs, "encode_preferences"), "labelled": (EncodedLabelled, "encode_labelled")}
+    row_type, function = types[objective.rows]
+    if not isinstance(splits.train, row_type):
         raise ConfigError(
             f"training.objective is {objective.name} ({config.origin('training.objective')}), but the rows were not "
             f"encoded for it. Encode them with {function} or encode_for_objective."

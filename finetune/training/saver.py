@@ -94,7 +94,7 @@ class Saver:
             _log.info("training waited %.2f s for the checkpoint of step %d", waited, snapshot.step)
         return saved if self._in_background else [*saved, *self.finish()]
 
-    def settle(self) -> list[Saved]:
+    def collect(self) -> list[Saved]:
         """Return the checkpoint that has been written since the last call, without waiting.
 
         Raises:
@@ -206,4 +206,4 @@ class _Writer(threading.Thread):
 
     def _go_on(self) -> None:
         if self.is_abandoned:
-            raise RunFailedError(f"step {self.snapshot.step} is not saved: the run was told to stop at once")
+            raise RunFailedError(f"step {self.snapshot.step} is not saved: the run was stopped at once")

@@ -55,12 +55,12 @@ class Objective(Protocol):
     Attributes:
         objectives: the values of `training.objective` that it trains.
         epoch: the current epoch; the run sets it.
-        validation_figures: the metrics of the last validation beside the loss, by name.
+        validation_metrics: the metrics of the last validation beside the loss, by name.
     """
 
     objectives: ClassVar[tuple[str, ...]]
     epoch: int
-    validation_figures: dict[str, float]
+    validation_metrics: dict[str, float]
 
     @property
     def loss_function(self) -> LossFunction:
@@ -71,7 +71,7 @@ class Objective(Protocol):
         """Make the loss function of a configuration."""
 
     @staticmethod
-    def figures_of(config: Config) -> tuple[str, ...]:
+    def metrics_of(config: Config) -> tuple[str, ...]:
         """Return the names of the metrics that a validation measures beside loss and `validation.metrics`."""
 
     @staticmethod
@@ -141,7 +141,7 @@ def set_up(
     """
     config = runtime.with_launcher_values(config)
     check_fit(config, model, splits, trainer=type(objective).__name__, objectives=objective.objectives)
-    metrics = check_metrics(config, objective.figures_of(config))
+    metrics = check_metrics(config, objective.metrics_of(config))
     if splits.validation is not None:
         refuse_rows_without_answers(config, splits.validation.row_type)
     set_stop_and_pad_ids(model, tokenizer)

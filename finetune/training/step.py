@@ -96,7 +96,7 @@ class StepResult(NamedTuple):
     """The reason why the step made no update, the same on all ranks; empty if it made one."""
     rank_seconds: tuple[float, ...] = ()
     """Seconds that each rank computed, without waiting; empty in a world of one."""
-    figures: Mapping[str, float] = MappingProxyType({})
+    metrics: Mapping[str, float] = MappingProxyType({})
     """The means over the targets of other metrics, by name."""
 
     @property
@@ -140,14 +140,7 @@ def train_step(
         RunFailedError: trained weights are not finite, so that no later step can be.
         StepTooLargeError: see `may_be_too_large`.
     """
-    batch = _count(runtime, microbatches)
-    if batch.num_failed_beside:
-        runtime.agree_on_failure_beside()
-    if batch.num_targets == 0:
-        raise DataError(
-            f"no row of step {settings.step} has a target token. See how the rows are encoded, "
-            "or raise data.max_length."
-        )
+    batch = _count(runtime, microbatches, settings.step)
     seeded = _seeded(runtime, microbatches, settings, num_microbatches=batch.num_microbatches)
     with unchanged_weights():
         prepared = _with_global_sums(runtime, model, seeded, compute, tries=may_be_too_large)
@@ -158,28 +151,28 @@ def train_step(
     runtime.sync_gradients(parameters)
     # Clipping by an infinite norm turns gradients into zeros or NaN; it is detected before they reach a weight.
     norm = runtime.clip_grad_norm(parameters, settings.max_grad_norm)
-    whole = _read_over_ranks(runtime, sums, norm, seconds)
-    loss = whole.loss / batch.num_targets
+    over_ranks = _read_over_ranks(runtime, sums, norm, seconds)
+    loss = over_ranks.loss / batch.num_targets
     not_finite = ""
-    if math.isfinite(loss) and not whole.is_bad_norm:
+    if math.isfinite(loss) and not over_ranks.is_bad_norm:
         set_learning_rate(optimizer, settings.learning_rate)
         optimizer.step()
     else:
-        whose = _whose(runtime, not math.isfinite(whole.own_loss))
-        not_finite = f"the loss is {loss}{whose} and the gradient norm {whole.grad_norm}"
+        where = _describe_ranks(runtime, not math.isfinite(over_ranks.own_loss))
+        not_finite = f"the loss is {loss}{where} and the gradient norm {over_ranks.grad_norm}"
         _refuse_broken_weights(runtime, model, f"step {settings.step}: {not_finite}")
     optimizer.zero_grad()
     return StepResult(
         loss=loss,
-        grad_norm=whole.grad_norm,
+        grad_norm=over_ranks.grad_norm,
         learning_rate=settings.learning_rate,
         num_targets=batch.num_targets,
         num_tokens=batch.num_tokens,
         num_computed=batch.num_computed,
         num_preempted=batch.num_preempted,
         not_finite=not_finite,
-        rank_seconds=() if runtime.needs_equal_microbatches else whole.rank_seconds,
-        figures=_means(_names(compute), whole.figures, batch.num_targets),
+        rank_seconds=() if runtime.needs_equal_microbatches else over_ranks.rank_seconds,
+        metrics=_means(_names(compute), over_ranks.metrics, batch.num_targets),
     )
 
 
@@ -212,17 +205,28 @@ class _Counted(NamedTuple):
     num_failed_beside: int
 
 
-def _count(runtime: Runtime, microbatches: Sequence[tuple[int, Microbatch]]) -> _Counted:
+def _count(runtime: Runtime, microbatches: Sequence[tuple[int, Microbatch]], step: int) -> _Counted:
     """Count over all ranks. Collective.
 
-    The same exchange tells all ranks, in the same step and at no cost, whether a rank was preempted or failed.
+    The same collective tells all ranks, in the same step and at no cost, whether a rank was preempted or failed.
+
+    Raises:
+        DataError: see `train_step`.
+        PeerFailedError: see `train_step`.
     """
     counts = [
         sum(getattr(microbatch, name) for _, microbatch in microbatches)
         for name in ("num_targets", "num_tokens", "num_computed")
     ]
     flags = [int(runtime.stop_requested), int(runtime.has_failed_beside)]
-    return _Counted(*map(int, runtime.sum([*counts, len(microbatches), *flags])))
+    batch = _Counted(*map(int, runtime.sum([*counts, len(microbatches), *flags])))
+    if batch.num_failed_beside:
+        runtime.agree_on_failure_beside()
+    if batch.num_targets == 0:
+        raise DataError(
+            f"no row of step {step} has a target token. See how the rows are encoded, or raise data.max_length."
+        )
+    return batch
 
 
 def _with_global_sums(
@@ -306,11 +310,11 @@ def _names(compute: LossFunction) -> tuple[str, ...]:
     return compute.names if isinstance(compute, LossWithMetrics) else ()
 
 
-class _Whole(NamedTuple):
+class _StepSums(NamedTuple):
     """The results of a step, summed over all ranks unless an attribute says otherwise."""
 
     loss: float
-    figures: list[float]
+    metrics: list[float]
     is_bad_norm: bool
     rank_seconds: tuple[float, ...]
     grad_norm: float
@@ -318,7 +322,7 @@ class _Whole(NamedTuple):
     """Of this rank."""
 
 
-def _read_over_ranks(runtime: Runtime, sums: torch.Tensor, norm: torch.Tensor, seconds: float) -> _Whole:
+def _read_over_ranks(runtime: Runtime, sums: torch.Tensor, norm: torch.Tensor, seconds: float) -> _StepSums:
     """Add the sums of all ranks, collect the seconds of each, and read all that the host needs at once. Collective.
 
     The norm may overflow on one device type and not on another, so the ranks decide together.
@@ -330,11 +334,11 @@ def _read_over_ranks(runtime: Runtime, sums: torch.Tensor, norm: torch.Tensor, s
     own = torch.cat([norm, sums[:1]])
     values = torch.cat([sums[:1], is_bad, sums[1:], of_ranks])
     (loss, num_bad, *others), (grad_norm, own_loss) = runtime.sum_and_read(values, own)
-    figures, rank_seconds = others[: len(sums) - 1], others[len(sums) - 1 :]
-    return _Whole(loss, figures, bool(num_bad), tuple(rank_seconds), grad_norm, own_loss)
+    metrics, rank_seconds = others[: len(sums) - 1], others[len(sums) - 1 :]
+    return _StepSums(loss, metrics, bool(num_bad), tuple(rank_seconds), grad_norm, own_loss)
 
 
-def _whose(runtime: Runtime, is_mine: bool) -> str:
+def _describe_ranks(runtime: Runtime, is_mine: bool) -> str:
     """Return the names of the ranks on which `is_mine` is true; empty in a world of one. Collective."""
     counts = runtime.sum([float(is_mine and rank == runtime.rank) for rank in range(runtime.world_size)])
     ranks = [str(rank) for rank, count in enumerate(counts) if count]

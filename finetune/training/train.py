@@ -57,7 +57,7 @@ def trainer_for(config: Config) -> type[Trainer]:
     trainer = Trainer if config.training.objective in Trainer.objectives else PreferenceTrainer
     if trainer is PreferenceTrainer:
         check_preferences(config)
-    check_metrics(config, trainer.figures_of(config))
+    check_metrics(config, trainer.metrics_of(config))
     return trainer
 
 

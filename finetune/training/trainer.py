@@ -75,7 +75,7 @@ class Trainer:
     Attributes:
         epoch: the current or last epoch, counted from 0.
         journal: the journal of the run on the main process; None on the others.
-        validation_figures: metrics of the last validation beside the loss, by name.
+        validation_metrics: metrics of the last validation beside the loss, by name.
 
     Raises:
         ConfigError: model, rows and configuration do not fit each other.
@@ -93,7 +93,7 @@ class Trainer:
         splits: EncodedSplits,
     ) -> None:
         self.epoch = 0
-        self.validation_figures: dict[str, float] = {}
+        self.validation_metrics: dict[str, float] = {}
         self._setup = set_up(self, runtime, config, model, tokenizer, splits)
         self.runtime = runtime
         self.config = self._setup.config
@@ -124,7 +124,7 @@ class Trainer:
         return partial(summed_cross_entropy, choices=choices)
 
     @staticmethod
-    def figures_of(config: Config) -> tuple[str, ...]:
+    def metrics_of(config: Config) -> tuple[str, ...]:
         """Return the names of the metrics that a validation measures beside loss and `validation.metrics`."""
         del config  # this loss has none
         return ()
@@ -278,10 +278,10 @@ class Trainer:
             return
         metric, last = self.config.checkpoint.best_metric, run.last_validation
         loss, value = state.best_loss, state.best_value
-        if published != state.best_step:  # the last step: it has figures of its own if this start validated it
+        if published != state.best_step:  # the last step: it has metrics of its own if this start validated it
             loss = value = None
             if last is not None and state.validated_step == published:
-                loss, value = last.loss, self.validation_figures.get(metric)
+                loss, value = last.loss, self.validation_metrics.get(metric)
         journal.result |= {"step": state.step, "best_step": published, "best_loss": loss}
         if value is not None:
             journal.result |= {"best_metric": metric, "best_value": value}

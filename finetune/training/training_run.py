@@ -20,7 +20,7 @@ from finetune.inference.losses import LossSums
 from finetune.runs.checkpoints import take_snapshot
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
-from finetune.training.loaders import log_cut_examples, log_share
+from finetune.training.loaders import log_cut_examples, log_microbatches
 from finetune.training.loop import Cadence
 from finetune.training.memory.choice import masks_follow_microbatches
 from finetune.training.profiling import StepProfiler
@@ -104,7 +104,7 @@ class TrainingRun:
         """Train one step; in the first one, halve the micro-batches until memory suffices."""
         self._runtime.at("training", step)
         if self._config.training.debug and step <= 2:
-            log_share(step, microbatches, self._setup.tokenizer, self._runtime.device)
+            log_microbatches(step, microbatches, self._setup.tokenizer, self._runtime.device)
         while not (self._is_memory_tried or self._runtime.needs_equal_microbatches):
             try:
                 result = self._take_step(step, microbatches, may_be_too_large=True)
@@ -127,9 +127,9 @@ class TrainingRun:
         _log.info("Validation: loss=%.3f ± %.3f", sums.loss, sums.standard_error)
         if self._setup.metrics and not self._measure_answers(state):
             return None
-        metrics = self._objective.validation_figures
+        metrics = self._objective.validation_metrics
         if self._setup.journal is not None:
-            self._setup.journal.validation(state, sums, figures=metrics)
+            self._setup.journal.validation(state, sums, metrics=metrics)
         return Validated(sums.loss, metrics)
 
     def save(self, state: TrainerState) -> None:
@@ -160,7 +160,7 @@ class TrainingRun:
             waits, ranks = self._data_wait_seconds, result.rank_seconds
             journal.step(state, result, data_wait_seconds=waits, rank_seconds=ranks)
             try:
-                journal.settle_saves()
+                journal.collect_saves()
             except FinetuneError as error:
                 self._runtime.fail_in_next_step(error, "saving in the background")
         # A preempted run has no time to write a profile; the resumed run makes one of its own.
@@ -227,7 +227,7 @@ class TrainingRun:
         )
         if found is None:
             return False
-        self._objective.validation_figures = found
+        self._objective.validation_metrics = found
         _log.info("Validation: %s", ", ".join(f"{name}={mean:.3f}" for name, mean in found.items()))
         return True
 

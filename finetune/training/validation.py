@@ -25,12 +25,12 @@ class Validated(NamedTuple):
     """The metrics of a validation, over all ranks."""
 
     loss: float
-    figures: Mapping[str, float] = {}
+    metrics: Mapping[str, float] = {}
     """The other metrics, by name."""
 
     def merit(self, name: str) -> float | None:
         """Return a metric, negated if lower is better; None if it was not measured or is not finite."""
-        value = -self.loss if name == LOSS else self.figures.get(name)
+        value = -self.loss if name == LOSS else self.metrics.get(name)
         return value if value is not None and math.isfinite(value) else None
 
 
@@ -108,12 +108,12 @@ def _improves(merit: float | None, best: float | None, min_delta: float) -> bool
     return merit is not None and (best is None or merit > best + min_delta)
 
 
-def check_metrics(config: Config, figures: Sequence[str]) -> dict[str, Metric]:
+def check_metrics(config: Config, measured: Sequence[str]) -> dict[str, Metric]:
     """Look up the metrics of validations, and refuse criteria that are not measured.
 
     Args:
         config: the whole run.
-        figures: the names of the objective's metrics other than the loss.
+        measured: the names of the objective's metrics other than the loss.
 
     Raises:
         ConfigError: a metric is unknown or not allowed, or a criterion is not measured; or rows are not answers.
@@ -133,13 +133,15 @@ def check_metrics(config: Config, figures: Sequence[str]) -> dict[str, Metric]:
             f"line may allow a module. If you trust it, add validation.metrics_from={modules} to the command."
         )
     metrics = resolve_metrics(wanted, config.validation.metrics_from, asked_by="validation.metrics")
-    known = (LOSS, *metrics, *(name for name in _HIGHER_IS_BETTER if name in figures))
+    known = (LOSS, *metrics, *(name for name in _HIGHER_IS_BETTER if name in measured))
     for key, name in (
         ("early_stopping.metric", config.early_stopping.metric),
         ("checkpoint.best_metric", config.checkpoint.best_metric),
     ):
         if name not in known:
-            advice = f"Add validation.metrics={name}." if name in METRICS and not figures else did_you_mean(name, known)
+            advice = (
+                f"Add validation.metrics={name}." if name in METRICS and not measured else did_you_mean(name, known)
+            )
             raise ConfigError(
                 f"{key} is {name} ({config.origin(key)}), which this run does not measure; it measures "
                 f"{', '.join(known)}. {advice}".rstrip()
@@ -147,13 +149,13 @@ def check_metrics(config: Config, figures: Sequence[str]) -> dict[str, Metric]:
     return metrics
 
 
-def refuse_rows_without_answers(config: Config, kind: str) -> None:
+def refuse_rows_without_answers(config: Config, row_type: str) -> None:
     """Refuse to measure answers on rows of plain text.
 
     Raises:
         DataError: the validation split has no answers.
     """
-    if config.validation.metrics and kind == "text":
+    if config.validation.metrics and row_type == "text":
         raise DataError(
             f"validation.metrics is {', '.join(config.validation.metrics)}, but the validation rows are plain text, "
             "which has no answers. Remove it, or give rows with prompts and answers."

@@ -132,7 +132,7 @@ def test_what_is_shared_out_is_divided_and_the_rest_is_whole(models):
 
 def test_layers_that_are_kept_are_gathered_at_one_time(models):
     frozen = sum(weight.nbytes for weight in models["lora"].parameters() if not weight.requires_grad)
-    assert Weights(models["lora"]).gathered(Shards(2, lets_go=False)) == frozen
+    assert Weights(models["lora"]).gathered(Shards(2, reshards=False)) == frozen
 
 
 @pytest.mark.slow

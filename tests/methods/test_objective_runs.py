@@ -10,7 +10,7 @@ import pytest
 
 from finetune.cli.train import train_from_overrides
 from finetune.export.replay import MOST_APART, replay
-from finetune.training.objectives.preference_losses import FIGURES, KTO_FIGURES
+from finetune.training.objectives.preference_losses import KTO_METRICS, METRICS
 from tests.in_process import run_finetune
 from tests.launches import run_launched
 from tests.methods import tiny_training
@@ -62,7 +62,7 @@ def test_a_run_learns_and_records_its_figures(trained):
     assert replay(run, 2).most_apart <= MOST_APART["fp32"], "from its config.yaml, which names every key"
     assert validations[-1]["reward_margin"] > 0
     assert validations[-1]["reward_accuracy"] > 0.5
-    figures = KTO_FIGURES if name == "kto" else FIGURES
+    figures = KTO_METRICS if name == "kto" else METRICS
     assert set(figures) <= steps[0].keys()
     if name == "kto":
         assert steps[0]["loss"] == pytest.approx(0.5, rel=1e-6), "an untrained adapter is the base"
@@ -107,7 +107,7 @@ def refuse_to_differ(one, other):
     for mine, theirs in zip(curve(one), curve(other), strict=True):
         assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-5)
     for mine, theirs in zip(events(one, "validation"), events(other, "validation"), strict=True):
-        for figure in ("loss", *FIGURES):
+        for figure in ("loss", *METRICS):
             assert theirs[figure] == pytest.approx(mine[figure], rel=1e-4, abs=1e-5), figure
 
 

@@ -18,7 +18,7 @@ from finetune.data.preferences import EncodedPair, EncodedPairs, encode_preferen
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.errors import DataError
 from finetune.model.lora import add_lora
-from finetune.training.objectives.preference_losses import FIGURES, PreferenceLoss
+from finetune.training.objectives.preference_losses import METRICS, PreferenceLoss
 from finetune.training.objectives.preferences import (
     measure_preferences,
     put_pairs_together,
@@ -97,7 +97,7 @@ def test_loss_and_gradient_are_those_of_the_paper_by_every_way(kind, way):
     assert len(set((margins > 0).tolist())) == 2, "both kinds of pair are among them"
     of_the_paper = [*rewards.sum(0), margins.sum(), (margins > 0).double().sum()]
     torch.testing.assert_close(sums[1:].detach(), torch.stack(of_the_paper), rtol=1e-5, atol=1e-5)
-    assert len(sums) == 1 + len(FIGURES)
+    assert len(sums) == 1 + len(METRICS)
     ours = torch.autograd.grad(sums[0], trainable_parameters(model))
     for mine, theirs in zip(ours, gradients, strict=True):
         torch.testing.assert_close(mine, theirs.float(), rtol=2e-4, atol=2e-5)
@@ -126,13 +126,13 @@ def test_training_makes_the_chosen_answers_likelier_than_the_rejected_ones():
         optimizer.zero_grad()
     outcomes = measure_preferences(model, batch, loss=DPO)
     assert (outcomes.losses < 0.3).all()
-    assert outcomes.figures[3].tolist() == [1, 1, 1]
+    assert outcomes.metrics[3].tolist() == [1, 1, 1]
 
 
 def test_a_rank_without_pairs_adds_nothing():
     model = tiny_lora()
     sums = summed_preferences(model, EMPTY_MICROBATCH, loss=DPO)
-    assert sums.tolist() == [0.0] * (1 + len(FIGURES))
+    assert sums.tolist() == [0.0] * (1 + len(METRICS))
     gradients = torch.autograd.grad(sums[0], trainable_parameters(model), allow_unused=True)
     assert all(gradient is None or not gradient.any() for gradient in gradients)
 

@@ -182,7 +182,7 @@ def test_loss_gradient_and_rewards_are_those_of_trl(name, way):
     mean, found = ours(name, adapted(), [whole_batch(name)], way)
     torch.testing.assert_close(mean[0].detach().float(), expected.detach(), rtol=1e-5, atol=1e-6)
     assert relative_difference(found, gradients) <= 1e-4
-    figures = dict(zip(loss_of(name).figures, mean[1:].tolist(), strict=True))
+    figures = dict(zip(loss_of(name).metrics, mean[1:].tolist(), strict=True))
     assert figures["chosen_reward"] == pytest.approx(metrics["rewards/chosen"], rel=1e-5, abs=1e-6)
     assert figures["rejected_reward"] == pytest.approx(metrics["rewards/rejected"], rel=1e-5, abs=1e-6)
     assert figures["reward_margin"] == pytest.approx(metrics["rewards/margins"], rel=1e-4, abs=1e-6)

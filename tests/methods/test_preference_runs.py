@@ -22,7 +22,7 @@ from finetune import (
 )
 from finetune.cli.train import train_from_overrides
 from finetune.errors import CheckpointError, ConfigError
-from finetune.training.objectives.preference_losses import FIGURES
+from finetune.training.objectives.preference_losses import METRICS
 from finetune.training.resume import _sha256
 from finetune.training.training_run import TrainingRun
 from tests.in_process import run_finetune
@@ -69,7 +69,7 @@ def keep_figures(patch):
     found, report = [], TrainingRun.report
 
     def reporting(self, state, result):
-        found.append((result.loss, dict(result.figures)))
+        found.append((result.loss, dict(result.metrics)))
         report(self, state, result)
 
     patch.setattr(TrainingRun, "report", reporting)
@@ -120,16 +120,16 @@ def figures_in_words(run):
 
 def test_rewards_begin_at_nothing_and_the_chosen_ones_end_above_the_rejected(trainer, trained):
     (_, first), *_, (_, last) = trainer.figures
-    assert [*first] == [*FIGURES]
+    assert [*first] == [*METRICS]
     assert [*first.values()] == pytest.approx([0, 0, 0, 0.5], abs=1e-5)
     assert last["reward_accuracy"] > 0.5
     for _, figures in trainer.figures:
         difference = figures["chosen_reward"] - figures["rejected_reward"]
         assert figures["reward_margin"] == pytest.approx(difference, abs=1e-9)
-    validated = trainer.validation_figures
+    validated = trainer.validation_metrics
     assert validated["reward_margin"] > 0
-    assert {name: events(trained[0], "validation")[-1][name] for name in FIGURES} == validated
-    assert [{name: step[name] for name in FIGURES} for step in curve(trained[0])] == [f for _, f in trainer.figures]
+    assert {name: events(trained[0], "validation")[-1][name] for name in METRICS} == validated
+    assert [{name: step[name] for name in METRICS} for step in curve(trained[0])] == [f for _, f in trainer.figures]
     said = figures_in_words(trained[0])
     assert said[-1] == ", ".join(f"{name}={value:.3f}" for name, value in validated.items())
 
@@ -140,7 +140,7 @@ def test_figures_do_not_depend_on_the_cut_into_micro_batches(trainer, inputs, tm
     for (loss, figures), (other_loss, other_figures) in pairs:
         assert other_loss == pytest.approx(loss, rel=1e-5)
         assert other_figures == pytest.approx(figures, rel=1e-4, abs=1e-5)
-    assert other.validation_figures == pytest.approx(trainer.validation_figures, rel=1e-4, abs=1e-5)
+    assert other.validation_metrics == pytest.approx(trainer.validation_metrics, rel=1e-4, abs=1e-5)
 
 
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, monkeypatch):
@@ -226,9 +226,9 @@ def test_pairs_give_one_curve_as_one_process_and_as_two(trained, inputs, tmp_pat
     assert record(tmp_path / "two")["world_size"] == 2
     for one, two in zip(curve(trained[0]), curve(tmp_path / "two"), strict=True):
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
-        assert [one[name] for name in FIGURES] == pytest.approx([two[name] for name in FIGURES], rel=1e-5, abs=1e-6)
+        assert [one[name] for name in METRICS] == pytest.approx([two[name] for name in METRICS], rel=1e-5, abs=1e-6)
     for one, two in zip(events(trained[0], "validation"), events(tmp_path / "two", "validation"), strict=True):
-        assert [one[name] for name in FIGURES] == pytest.approx([two[name] for name in FIGURES], rel=1e-5, abs=1e-6)
+        assert [one[name] for name in METRICS] == pytest.approx([two[name] for name in METRICS], rel=1e-5, abs=1e-6)
     assert figures_in_words(trained[0]) == figures_in_words(tmp_path / "two") != []
 
 

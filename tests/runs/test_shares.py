@@ -13,20 +13,20 @@ def test_an_interval_adds_up_its_steps():
     interval = Interval()
     interval.add(seconds=2.0, num_tokens=300, data_wait_seconds=0.5, rank_seconds=(1.0, 3.0))
     interval.add(seconds=2.0, num_tokens=100, data_wait_seconds=0.5, rank_seconds=(1.0, 1.0))
-    figures = interval.figures()
+    figures = interval.metrics()
     assert (figures["seconds"], figures["tokens_per_second"]) == (4.0, 100.0)
     assert figures["data_wait_share"] == 0.25
     assert figures["slowest_rank_share"] == pytest.approx(1 - 3.0 / 4.0)
     assert figures["host_memory"] > 10_000_000
     interval.add(seconds=0.1234567, num_tokens=0, data_wait_seconds=0.0)
-    rounded = interval.figures()
+    rounded = interval.metrics()
     assert (rounded["seconds"], rounded["tokens_per_second"], rounded["data_wait_share"]) == (4.123457, 97.0, 0.2425)
 
 
 def test_what_nobody_measured_is_not_known():
     interval = Interval()
     interval.add(seconds=0.0, num_tokens=0)
-    assert not {"data_wait_share", "slowest_rank_share"} & interval.figures().keys()
+    assert not {"data_wait_share", "slowest_rank_share"} & interval.metrics().keys()
 
 
 SCRIPT = """

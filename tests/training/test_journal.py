@@ -34,10 +34,10 @@ def write_all(folder: Path) -> list[dict[str, object]]:
     )  # fmt: skip
     journal.start_training(TrainerState(), 2)
     journal.step(TrainerState(step=1, steps_in_epoch=1), result(), data_wait_seconds=9.0, rank_seconds=(1.0, 3.0))
-    skipped = result(loss=float("nan"), not_finite="the loss is nan", figures={"reward_margin": 0.25})
+    skipped = result(loss=float("nan"), not_finite="the loss is nan", metrics={"reward_margin": 0.25})
     journal.step(TrainerState(step=2, epoch=1), skipped, data_wait_seconds=9.0)
     sums = LossSums(nats=22.0, num_targets=20.0, num_examples=2.0, example_means=2.2, squared_example_means=2.5)
-    journal.validation(TrainerState(step=2, epoch=1), sums, figures={"reward_margin": 0.5})
+    journal.validation(TrainerState(step=2, epoch=1), sums, metrics={"reward_margin": 0.5})
     journal.save(Snapshot(2, {"state.json": [b"{}"]}), best=None)
     scores = {"base": Scores(loss=2.0), "tuned": Scores(loss=0.2, metrics={"exact_match": 0.93})}
     journal.test(Evaluation(num_rows=3, scores=scores))

@@ -80,7 +80,7 @@ def test_what_is_written_is_what_was_there_when_the_save_began(folder, model, op
     saves = saver(folder, before=gate)
     assert saves.save(snapshot(folder, model, optimizer, 2), best=None) == []
     assert gate.is_reached.wait(30)
-    assert saves.settle() == []
+    assert saves.collect() == []
     take_step(model, optimizer)
     gate.is_open.set()
     [saved] = saves.finish()
@@ -112,9 +112,9 @@ def test_a_save_that_is_over_is_told_once_without_waiting(folder, model, optimiz
     saves.save(snapshot(folder, model, optimizer, 1), best=None)
     deadline, saved = time.monotonic() + 30, []
     while not saved and time.monotonic() < deadline:
-        saved = saves.settle()
+        saved = saves.collect()
     assert [one.step for one in saved] == [1]
-    assert (saves.settle(), saves.finish()) == ([], [])
+    assert (saves.collect(), saves.finish()) == ([], [])
 
 
 def test_older_checkpoints_go_once_the_new_one_is_on_the_disk(folder, model, optimizer):
@@ -147,14 +147,14 @@ def broken(folder):
     return folder
 
 
-@pytest.mark.parametrize("call", ["settle", "finish", "save"])
+@pytest.mark.parametrize("call", ["collect", "finish", "save"])
 def test_a_disk_that_refuses_is_told_by_the_next_call(broken, model, optimizer, call):
     saves = saver(broken)
     saves.save(snapshot(broken, model, optimizer, 1), best=None)
     calls = {
         "finish": saves.finish,
         "save": lambda: saves.save(snapshot(broken, model, optimizer, 2), best=None),
-        "settle": lambda: [saves.settle() for _ in iter(lambda: time.sleep(0.01), 0)],
+        "collect": lambda: [saves.collect() for _ in iter(lambda: time.sleep(0.01), 0)],
     }
     with pytest.raises(RunFailedError, match=r"Saving checkpoint .*step-000001 failed: .*bytes are free there"):
         calls[call]()

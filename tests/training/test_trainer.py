@@ -424,14 +424,14 @@ def test_a_run_that_fails_says_so_and_gives_its_folder_back(words, tmp_path, mon
 
 
 def test_a_save_that_fails_in_the_background_of_the_last_step_fails_the_run(words, tmp_path, monkeypatch):
-    settle = Journal.settle_saves
+    collect = Journal.collect_saves
 
     def failing(journal):
-        settle(journal)
+        collect(journal)
         if (events(tmp_path / "run", "step") or [{"step": 0}])[-1]["step"] == 4:
             raise RunFailedError("the disk is full")
 
-    monkeypatch.setattr(Journal, "settle_saves", failing)
+    monkeypatch.setattr(Journal, "collect_saves", failing)
     with pytest.raises(RunFailedError, match="the disk is full"):
         train([*words, "training.max_steps=4"])
     assert record(tmp_path / "run")["status"] == "failed"

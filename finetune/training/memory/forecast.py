@@ -80,8 +80,8 @@ class Shards(NamedTuple):
     """How weights are sharded across processes (`parallel.sharding`)."""
 
     size: int
-    """Processes that share one copy; 1: each has its own."""
-    lets_go: bool = True
+    """Processes that hold one copy together; 1: each holds all weights."""
+    reshards: bool = True
     """`parallel.reshard_after_forward`."""
 
 
@@ -100,7 +100,7 @@ class _Weight(NamedTuple):
 
 
 class Weights:
-    """The sizes of a model's weights, whole and in parts.
+    """The sizes of a model's weights, full and sharded.
 
     Attributes:
         adapter: bytes of the trained weights beside a frozen base. They are never sharded.
@@ -131,9 +131,9 @@ class Weights:
 
     def gradients(self, shards: Shards) -> int:
         """Return the bytes of the gradients that a rank keeps until the end of a step."""
-        return sum(weight.part(self.share(shards)) for weight in self._trained)
+        return sum(weight.part(self.trained_shards(shards)) for weight in self._trained)
 
-    def share(self, shards: Shards) -> int:
+    def trained_shards(self, shards: Shards) -> int:
         """Return the number of ranks across which gradients and the optimizer's state are sharded."""
         return 1 if self.is_adapted else shards.size
 
@@ -141,7 +141,7 @@ class Weights:
         """Return the bytes of the weights that are gathered at the same time, without the rank's own shards."""
         if shards.size == 1:
             return 0
-        at_once = _AT_ONCE if shards.lets_go else len(self._layers)
+        at_once = _AT_ONCE if shards.reshards else len(self._layers)
         return self.outside + sum(self._layers[-at_once:])
 
 
@@ -165,13 +165,13 @@ class StepForecast:
         Args:
             optimizer: see `optimizer_need`; over whole weights.
             world_size: the number of processes.
-            shards: how the weights are shared out among them.
+            shards: how the weights are sharded.
         """
-        weights, share = self.weights, self.weights.share(shards)
+        weights, trained_shards = self.weights, self.weights.trained_shards(shards)
         held: dict[Part, int] = {
             "weights": weights.held(shards),
             "adapter": weights.adapter,
-            "optimizer": optimizer.state // share,
+            "optimizer": optimizer.state // trained_shards,
         }
         peaks = [
             Peak(when=when, parts={**held, **self._in_pass(when, parts, shards)})
@@ -179,8 +179,8 @@ class StepForecast:
         ]
         gradients = weights.gradients(shards)
         at_its_end: dict[Part, int] = {**held, "gradients": gradients}
-        peaks.append(Peak(when="optimizer", parts={**at_its_end, "workspace": optimizer.workspace // share}))
-        if world_size > 1 and share == 1:  # one flat copy, see `finetune.distributed.gradients.sum_flat`
+        peaks.append(Peak(when="optimizer", parts={**at_its_end, "workspace": optimizer.workspace // trained_shards}))
+        if world_size > 1 and trained_shards == 1:  # one flat copy, see `finetune.distributed.gradients.sum_flat`
             peaks.append(Peak(when="sum of gradients", parts={**at_its_end, "workspace": gradients}))
         highest = max(peaks, key=lambda peak: peak.total)
         parts = PARTS if shards.size > 1 else PARTS[:-1]
@@ -194,14 +194,14 @@ class StepForecast:
         second one is what a layer is received in, while nothing computes.
         """
         found = dict(parts)
-        weights, share = self.weights, self.weights.share(shards)
+        weights, trained_shards = self.weights, self.weights.trained_shards(shards)
         if shards.size > 1:
             found["gathered"] = weights.gathered(shards)
-            if self.device_type == "cpu" and shards.lets_go:
+            if self.device_type == "cpu" and shards.reshards:
                 found["gathered"] -= min(weights.largest_layer, found.get("workspace", 0))
-        if share > 1:
+        if trained_shards > 1:
             whole = 0 if when == FORWARD else weights.trained_head + weights.largest_layer
-            found["gradients"] = found.get("gradients", 0) // share + whole
+            found["gradients"] = found.get("gradients", 0) // trained_shards + whole
         return found
 
 
@@ -271,10 +271,10 @@ def longest_rows(objective: str, number: int, length: int) -> EncodedExamples | 
         rows = [([first + row, *ids], [False] + [True] * (length - 1)) for row in range(max(least, number))]
         return EncodedExamples.from_rows(rows, end_id=_FILLER_TOKEN)
 
-    kind = OBJECTIVES[objective].rows
-    if kind == "labelled":
+    row_type = OBJECTIVES[objective].rows
+    if row_type == "labelled":
         return EncodedLabelled(side(0, least=2), "train", max_length=length)
-    return side(0) if kind == "answers" else EncodedPairs(side(0), side(number), "train")
+    return side(0) if row_type == "answers" else EncodedPairs(side(0), side(number), "train")
 
 
 def _bytes_of_own_head(model: Any) -> int:

@@ -20,12 +20,12 @@ from finetune.config.objectives import OBJECTIVES, Objective
 if TYPE_CHECKING:
     from finetune.config.schema import PreferenceSection
 
-FIGURES = ("chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy")
-"""Figures measured beside the loss, as means over pairs. A reward is beta times the score of an answer: how much more
+METRICS = ("chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy")
+"""Metrics measured beside the loss, as means over pairs. A reward is beta times the score of an answer: how much more
 the model prefers it than the reference does, in nats; without a reference, its mean log-probability per token. The
 margin is the chosen answer's reward less the rejected one's; accuracy is the share of pairs with a margin above 0. For
 labelled answers the chosen ones are the good ones, and the accuracy is that of rewards above or below KL."""
-KTO_FIGURES = (*FIGURES, "kl")
+KTO_METRICS = (*METRICS, "kl")
 """`kl`: how far the model has moved from the reference, in nats, over the whole global batch."""
 
 _ROUNDING_NATS = 1e-4
@@ -81,12 +81,12 @@ class Outcomes(NamedTuple):
 
     losses: torch.Tensor
     """Shape (pairs,). Only the losses have a gradient."""
-    figures: torch.Tensor
-    """Shape (figures, pairs)."""
+    metrics: torch.Tensor
+    """Shape (metrics, pairs)."""
 
     def sums(self) -> torch.Tensor:
-        """Return the sums over the pairs: the loss, then the figures; shape (1 + figures,)."""
-        return torch.cat([self.losses.sum()[None], self.figures.sum(1)])
+        """Return the sums over the pairs: the loss, then the metrics; shape (1 + metrics,)."""
+        return torch.cat([self.losses.sum()[None], self.metrics.sum(1)])
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ class PreferenceLoss:
         return OBJECTIVES[self.name]
 
     @property
-    def figures(self) -> tuple[str, ...]:
-        """The names of its figures."""
-        return KTO_FIGURES if self.name == "kto" else FIGURES
+    def metrics(self) -> tuple[str, ...]:
+        """The names of its metrics."""
+        return KTO_METRICS if self.name == "kto" else METRICS
 
     @property
     def needs_global_sums(self) -> bool:
@@ -124,13 +124,13 @@ class PreferenceLoss:
 def _dpo(rows: RowNats, section: PreferenceSection) -> Outcomes:
     chosen, rejected = rows.gained[0::2], rows.gained[1::2]
     losses = functional.softplus(-section.beta * (chosen - rejected))
-    return Outcomes(losses, _figures_of_pairs(chosen, rejected, section.beta))
+    return Outcomes(losses, _metrics_of_pairs(chosen, rejected, section.beta))
 
 
 def _simpo(rows: RowNats, section: PreferenceSection) -> Outcomes:
     chosen, rejected = rows.mean_log_p[0::2], rows.mean_log_p[1::2]
     losses = functional.softplus(section.gamma - section.beta * (chosen - rejected))
-    return Outcomes(losses, _figures_of_pairs(chosen, rejected, section.beta))
+    return Outcomes(losses, _metrics_of_pairs(chosen, rejected, section.beta))
 
 
 def _orpo(rows: RowNats, section: PreferenceSection) -> Outcomes:
@@ -139,7 +139,7 @@ def _orpo(rows: RowNats, section: PreferenceSection) -> Outcomes:
     # The mean over the tokens of all pairs, so that a long answer counts more, as in TRL.
     likelihood = (rows.nats[0::3] + rows.nats[2::3]) * (rows.whole.num_rows / max(1.0, rows.whole.num_read))
     losses = likelihood + section.beta * functional.softplus(_log_odds(rejected) - _log_odds(chosen))
-    return Outcomes(losses, _figures_of_pairs(chosen, rejected, section.beta))
+    return Outcomes(losses, _metrics_of_pairs(chosen, rejected, section.beta))
 
 
 def _kto(rows: RowNats, section: PreferenceSection) -> Outcomes:
@@ -155,8 +155,8 @@ def _kto(rows: RowNats, section: PreferenceSection) -> Outcomes:
     rewards = section.beta * rows.gained.detach()
     good = rewards * (sign > 0) * _ratio(num_rows, num_good)
     bad = rewards * (sign < 0) * _ratio(num_rows, num_rows - num_good)
-    figures = [good, bad, good - bad, _wins(value.detach()), torch.full_like(rewards, kl)]
-    return Outcomes(losses, torch.stack(figures))
+    metrics = [good, bad, good - bad, _wins(value.detach()), torch.full_like(rewards, kl)]
+    return Outcomes(losses, torch.stack(metrics))
 
 
 _LOSSES: Mapping[str, Callable[[RowNats, PreferenceSection], Outcomes]] = {
@@ -167,8 +167,8 @@ _LOSSES: Mapping[str, Callable[[RowNats, PreferenceSection], Outcomes]] = {
 }
 
 
-def _figures_of_pairs(chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> torch.Tensor:
-    """Return `FIGURES` of each pair, given the scores of its answers."""
+def _metrics_of_pairs(chosen: torch.Tensor, rejected: torch.Tensor, beta: float) -> torch.Tensor:
+    """Return `METRICS` of each pair, given the scores of its answers."""
     chosen, rejected = chosen.detach(), rejected.detach()
     margins = chosen - rejected
     return torch.stack([beta * chosen, beta * rejected, beta * margins, _wins(margins)])

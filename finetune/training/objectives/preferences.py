@@ -201,17 +201,17 @@ def sum_preference_losses(
             own = _added(own, local_sums(runtime, model, [microbatch], loss=loss))
     num_cut_short, *whole = runtime.sum([float(is_cut), *own])
     if num_cut_short:
-        return LossSums(num_cut_short=float(is_cut)), [0.0] * len(loss.figures)
-    totals, figures = [0.0] * 4, [0.0] * len(loss.figures)
+        return LossSums(num_cut_short=float(is_cut)), [0.0] * len(loss.metrics)
+    totals, metrics = [0.0] * 4, [0.0] * len(loss.metrics)
     for rows in measured:
         outcomes = loss(rows._replace(whole=GlobalSums(*whole)))
         losses = outcomes.losses
         value, *more = outcomes.sums().tolist()
         added = (value, float(len(losses)), value, float((losses**2).sum()))
         totals = [total + one for total, one in zip(totals, added, strict=True)]
-        figures = [total + one for total, one in zip(figures, more, strict=True)]
+        metrics = [total + one for total, one in zip(metrics, more, strict=True)]
     nats, pairs, means, squares = totals
-    return LossSums(nats, pairs, pairs, means, squares), figures
+    return LossSums(nats, pairs, pairs, means, squares), metrics
 
 
 def _as_preferences(microbatch: Any, objective: Objective) -> PreferenceMicrobatch:

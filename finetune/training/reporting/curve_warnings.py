@@ -39,7 +39,7 @@ _KEPT_DIFFERENCES = 1000
 class CurveWarning(NamedTuple):
     """A warning about a run."""
 
-    kind: str
+    name: str
     """`flat`, `exploding` or `data`."""
     text: str
 
@@ -67,9 +67,9 @@ class CurveWarnings:
             found = self._after_step(event)
         elif event["event"] == "resources":
             found = self._after_interval(event)
-        if found is None or found.kind in self._said:
+        if found is None or found.name in self._said:
             return []
-        self._said.add(found.kind)
+        self._said.add(found.name)
         return [found]
 
     def _after_step(self, event: Event) -> CurveWarning | None:

@@ -41,12 +41,12 @@ class Interval:
             self._busy = (self._busy or 0.0) + sum(rank_seconds) / len(rank_seconds)
             self._slowest += max(rank_seconds)
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return the values of a `resources` event, in bytes, seconds and shares; unknown values are left out."""
         seconds = max(self._seconds, 1e-9)
         waits = None if self._data_wait is None else round(min(self._data_wait / seconds, 1.0), 4)
         slowest = None if self._busy is None else round(1 - self._busy / max(self._slowest, 1e-9), 4)
-        figures = {
+        metrics = {
             "seconds": round(self._seconds, 6),
             "tokens_per_second": round(self._num_tokens / seconds, 1),
             "host_memory": peak_host_memory(),
@@ -54,7 +54,7 @@ class Interval:
             "data_wait_share": waits,
             "slowest_rank_share": slowest,
         }
-        return {name: value for name, value in figures.items() if value is not None}
+        return {name: value for name, value in metrics.items() if value is not None}
 
 
 def peak_host_memory() -> int:

@@ -99,16 +99,16 @@ class Journal:
                 global_batch_size=global_batch["global_batch_size"],
                 world_size=world["world_size"],
             )
-            settled = config.model_copy(update={"resume_allow": []})  # an allowed change holds for one start only
+            recorded = config.model_copy(update={"resume_allow": []})  # an allowed change holds for one start only
             with disk_failures_end_the_run("Writing", self.folder.path):
                 self._log_file = log_to_file(self.folder.log_file, rank=0)
-                replace_file(self.folder.config_file, resolved_yaml(settled).encode())
+                replace_file(self.folder.config_file, resolved_yaml(recorded).encode())
             start = RunStart(
                 **world,
                 global_batch=global_batch,
                 fallbacks=fallbacks.as_records(),
                 fingerprints=fingerprints,
-                started_with=record_of_start(settled, fingerprints),
+                started_with=record_of_start(recorded, fingerprints),
                 resume_changes=changes,
             )
             self._record.start(start)
@@ -171,7 +171,7 @@ class Journal:
                 self._max_skipped_steps,
                 result.not_finite,
             )
-        self._tell(
+        self._emit(
             "step",
             step=state.step,
             epoch=_epoch_of_last_step(state),
@@ -183,34 +183,34 @@ class Journal:
             num_computed=result.num_computed,
             tokens_per_second=result.num_tokens / seconds,
             **({"skipped": True} if result.is_skipped else {}),
-            **result.figures,
+            **result.metrics,
         )
         if state.step % self._log_every == 0 or state.step == self._num_steps:
             interval, self._interval = self._interval, Interval()
-            self._tell("resources", step=state.step, **interval.figures())
+            self._emit("resources", step=state.step, **interval.metrics())
 
-    def _tell(self, kind: str, /, **values: Any) -> None:
+    def _emit(self, name: str, /, **values: Any) -> None:
         """Write an event to metrics.jsonl, pass it to the listeners, and log the warnings that follow from it."""
-        event = self._metrics.write(kind, **values)
+        event = self._metrics.write(name, **values)
         for listener in (self._progress, self._trackers):
             if listener is not None:
                 listener.take(event)
         for cause, text in self._warnings.take(event):
             _log.warning("step %d: %s", event["step"], text, extra={"is_on_view": True})
-            self._tell("warning", step=event["step"], kind=cause, text=text)
+            self._emit("warning", step=event["step"], kind=cause, text=text)
 
-    def validation(self, state: TrainerState, sums: LossSums, *, figures: Mapping[str, float] | None = None) -> None:
-        """Record a validation after a step; `figures` are its metrics other than the loss."""
-        if figures:
-            self.result["validation_figures"] = dict(figures)
-        self._tell(
+    def validation(self, state: TrainerState, sums: LossSums, *, metrics: Mapping[str, float] | None = None) -> None:
+        """Record a validation after a step; `metrics` are its metrics other than the loss."""
+        if metrics:
+            self.result["validation_figures"] = dict(metrics)
+        self._emit(
             "validation",
             step=state.step,
             epoch=_epoch_of_last_step(state),
             loss=sums.loss,
             standard_error=sums.standard_error,
             num_targets=int(sums.num_targets),
-            **(figures or {}),
+            **(metrics or {}),
             **({} if self._best_metric == "loss" else {"best_metric": self._best_metric}),
         )
         self._last_step_at = time.monotonic()  # validation does not count towards the next step
@@ -220,9 +220,9 @@ class Journal:
         self._note_saved(self._saver.save(snapshot, best=best))
         self._last_step_at = time.monotonic()
 
-    def settle_saves(self) -> None:
-        """Record a checkpoint that has been written in the background, see `Saver.settle`."""
-        self._note_saved(self._saver.settle())
+    def collect_saves(self) -> None:
+        """Record a checkpoint that has been written in the background, see `Saver.collect`."""
+        self._note_saved(self._saver.collect())
 
     def finish_saves(self) -> None:
         """Wait until the last checkpoint is on the disk, see `Saver.finish`."""
@@ -263,7 +263,7 @@ class Journal:
         self.result["test_rows_left_out"] = evaluation.num_left_out
         for model, scores in evaluation.scores.items():
             metrics = {"exact_match": scores.exact_match, "json_valid": scores.json_valid}
-            self._tell("test", model=model, **metrics, loss=scores.loss)
+            self._emit("test", model=model, **metrics, loss=scores.loss)
             self.result[f"test_{model}"] = {"loss": scores.loss, **metrics}
 
     def close(self, error: BaseException | None) -> None:
@@ -309,7 +309,7 @@ class Journal:
 
     def _note_saved(self, saved: list[Saved]) -> None:
         for one in saved:
-            self._tell(
+            self._emit(
                 "checkpoint",
                 step=one.step,
                 path=one.path.relative_to(self.folder.path).as_posix(),

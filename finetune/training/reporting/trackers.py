@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from finetune.runs.folder import RunFolder
 
 _log = logging.getLogger(__name__)
-_NO_FIGURES = {"event", "step"}
+_NOT_REPORTED = {"event", "step"}
 _FOLDER = "trackers"
 
 
@@ -60,19 +60,19 @@ class Trackers:
             self._open[name] = tracker
 
     def take(self, event: Event) -> None:
-        """Report the figures of an event, as `step/loss`, `validation/loss`, `resources/host_memory`, ..."""
+        """Report the values of an event, as `step/loss`, `validation/loss`, `resources/host_memory`, ..."""
         prefix = f"test_{event.get('model')}" if event["event"] == "test" else event["event"]
-        figures = {
+        values = {
             f"{prefix}/{name}": value
             for name, value in event.items()
-            if name not in _NO_FIGURES and isinstance(value, (int, float)) and math.isfinite(value)
+            if name not in _NOT_REPORTED and isinstance(value, (int, float)) and math.isfinite(value)
         }
         step = event.get("step")
-        if step is not None:  # a checkpoint in the background is told of late, and wandb takes no lower step
+        if step is not None:  # a checkpoint in the background is reported late, and wandb takes no lower step
             step = self._step = max(self._step, step)
-        for name, tracker in list(self._open.items()) if figures else ():
+        for name, tracker in list(self._open.items()) if values else ():
             try:
-                tracker.log(figures, step=step)
+                tracker.log(values, step=step)
             except Exception as error:  # of the network, the disk or the service
                 del self._open[name]
                 why = f"{_in_a_line(error)}; metrics.jsonl has every figure"
