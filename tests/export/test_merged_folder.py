@@ -240,8 +240,8 @@ def test_a_folder_that_transformers_cannot_load_is_said(merged, tmp_path):
 
 
 def test_too_small_a_disk_is_said_before_anything_is_written(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(out_folder, "SPARE_BYTES", 1 << 60)
-    with pytest.raises(RunFailedError, match=r"needs .* GB, but only .* are free at .* Nothing was written"):
+    monkeypatch.setattr(out_folder, "SPARE_BYTES", 10**14)
+    with pytest.raises(RunFailedError, match=r"needs 100 TB, but only .* are free at .* Nothing was written"):
         write_merged(run, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
