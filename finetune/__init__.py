@@ -8,11 +8,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from finetune.threads import settle_waiting
+from finetune.threads import set_waiting
 
 __version__ = "0.1.0"
 
-settle_waiting()  # before any name below loads torch
+set_waiting()  # before any name below loads torch
 
 if TYPE_CHECKING:
     from finetune.cli import command as command

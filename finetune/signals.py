@@ -37,31 +37,31 @@ class Terminated(SystemExit):
         return f"by {self.signal.name}"
 
 
-class _Told:
+class _StopRequest:
     """The stop signal that this process has received. Like signal handlers, it is state of the process."""
 
     pid = 0
     """The process that handles signals. A forked child inherits the handlers, but must not use them."""
     waits_for_step = False
     is_shown = False
-    """Whether a live view shows that the run stops."""
-    by: signal.Signals | None = None
+    """Whether a live view confirms Ctrl-C."""
+    received: signal.Signals | None = None
     at = 0.0
 
 
 @contextmanager
 def stops_after_step() -> Iterator[None]:
-    """Within the block, only record the first SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, for `told_to_stop`.
+    """Within the block, only record the first SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, for `received_stop_signal`.
 
     A second SIGTERM or Ctrl-C, more than a second later, raises `Terminated` or KeyboardInterrupt in the main thread.
     Signals that the program handles itself are left alone.
     """
     with stop_signals_go_to(_note), _dropped_interrupts_are_raised_again():
-        _Told.pid, _Told.waits_for_step, _Told.by = os.getpid(), True, None
+        _StopRequest.pid, _StopRequest.waits_for_step, _StopRequest.received = os.getpid(), True, None
         try:
             yield
         finally:
-            _Told.pid, _Told.waits_for_step, _Told.by = 0, False, None
+            _StopRequest.pid, _StopRequest.waits_for_step, _StopRequest.received = 0, False, None
 
 
 @contextmanager
@@ -111,39 +111,39 @@ def termination_raises() -> AbstractContextManager[None]:
     return stop_signals_go_to(_raise, (signal.SIGTERM,))
 
 
-def told_to_stop() -> signal.Signals | None:
+def received_stop_signal() -> signal.Signals | None:
     """Return the signal that asked this process to stop after its step, or None."""
-    return _Told.by if _Told.pid == os.getpid() else None
+    return _StopRequest.received if _StopRequest.pid == os.getpid() else None
 
 
 @contextmanager
 def ctrl_c_is_shown() -> Iterator[None]:
     """Within the block, a live view shows `ctrl_c_to_show`, because other text would break the view."""
-    _Told.is_shown = True
+    _StopRequest.is_shown = True
     try:
         yield
     finally:
-        _Told.is_shown = False
+        _StopRequest.is_shown = False
 
 
 def ctrl_c_to_show() -> Sequence[str]:
     """Return the lines with which a live view confirms a first Ctrl-C. Empty before it, and without a live view."""
-    return _CTRL_C_DOES if _Told.is_shown and told_to_stop() == signal.SIGINT else ()
+    return _CTRL_C_DOES if _StopRequest.is_shown and received_stop_signal() == signal.SIGINT else ()
 
 
 def no_step_is_left() -> None:
     """Declare that training is over. From here on, the first signal raises. Before, only the second one did."""
-    _Told.waits_for_step = False
+    _StopRequest.waits_for_step = False
 
 
 @contextmanager
 def stop_signals_are_noted() -> Iterator[None]:
     """Within the block, only record the first signal, also after `no_step_is_left`. The caller checks for it."""
-    _Told.waits_for_step, before = True, _Told.waits_for_step
+    _StopRequest.waits_for_step, before = True, _StopRequest.waits_for_step
     try:
         yield
     finally:
-        _Told.waits_for_step = before
+        _StopRequest.waits_for_step = before
 
 
 def leave_signals_to_parent(*_: object) -> None:
@@ -178,18 +178,18 @@ def undisturbed() -> Iterator[None]:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    if os.getpid() != _Told.pid:
+    if os.getpid() != _StopRequest.pid:
         _in_child(number)
         return
     if number == signal.SIGHUP:
         give_up_dead_screens()
     now = time.monotonic()
-    is_first = _Told.by is None
+    is_first = _StopRequest.received is None
     if is_first:
-        _Told.by, _Told.at = signal.Signals(number), now
-    if _Told.waits_for_step and is_first:
+        _StopRequest.received, _StopRequest.at = signal.Signals(number), now
+    if _StopRequest.waits_for_step and is_first:
         _acknowledge(number)
-    elif is_first or (now - _Told.at > _ONE_REQUEST_SECONDS and number in (signal.SIGTERM, signal.SIGINT)):
+    elif is_first or (now - _StopRequest.at > _ONE_REQUEST_SECONDS and number in (signal.SIGTERM, signal.SIGINT)):
         _raise(number, frame)
 
 
@@ -207,7 +207,7 @@ def give_up_dead_screens() -> None:
 
 def _acknowledge(number: int) -> None:
     """Confirm Ctrl-C at once. The text bypasses Python's streams, which may be in the middle of a line."""
-    if number == signal.SIGINT and not _Told.is_shown:
+    if number == signal.SIGINT and not _StopRequest.is_shown:
         with suppress(OSError):
             os.write(2, "\n".join(("", *_CTRL_C_DOES, "")).encode())
 

@@ -52,7 +52,7 @@ def choose_waiting(environ: Mapping[str, str], *, is_torch_loaded: bool) -> Wait
 
 
 @cache
-def settle_waiting() -> Waiting:
+def set_waiting() -> Waiting:
     """Set the choice in the environment of this process and its children. Later calls only return it."""
     waiting = choose_waiting(os.environ, is_torch_loaded="torch" in sys.modules)
     os.environ.update(waiting.variables)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from finetune.signals import stops_after_step, told_to_stop
+from finetune.signals import received_stop_signal, stops_after_step
 
 
 class InterruptedWhileDestroyed:
@@ -24,7 +24,7 @@ def test_an_interrupt_that_python_drops_in_a_destructor_is_raised_again():
     with stops_after_step():
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1.1)  # sooner, it would be the first one again, from a launcher
-        assert told_to_stop() == signal.SIGINT
+        assert received_stop_signal() == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             interrupt_a_destructor_and_wait()
 

@@ -90,7 +90,7 @@ def test_processes_share_the_cores_unless_the_user_has_said_how_many(given, thre
 )
 def test_openmp_itself_reports_the_setting_when_torch_loads_it(imports, count, said):
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_", "KMP_"))}
-    code = f"import {imports}; from finetune.threads import settle_waiting; print(settle_waiting())"
+    code = f"import {imports}; from finetune.threads import set_waiting; print(set_waiting())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=ours | {"OMP_DISPLAY_ENV": "VERBOSE"},

@@ -34,7 +34,7 @@ def plan_from_overrides(
         overrides: as for `finetune train`.
         device: the name of the device to plan for; by default the one at hand.
         is_probed: run a few steps to measure the time.
-        as_json: write the figures as JSON.
+        as_json: write the forecast as JSON.
 
     Returns:
         The exit code: 0, or 2 where the run does not fit (with strict: also where there is a warning).
@@ -87,7 +87,7 @@ def _model(plan: Plan) -> Iterator[str]:
 
 
 def _steps(plan: Plan) -> Iterator[str]:
-    batches, rows = plan.batches, f"{OBJECTIVES[plan.objective].row_in_words}s"
+    batches, rows = plan.batches, f"{OBJECTIVES[plan.objective].example_name}s"
     if batches.rows is not None:
         computed = "" if batches.computed_share is None else f", {batches.computed_share:.1%} of them computed"
         tokens = f"{batches.tokens:,} tokens ({batches.target_tokens:,} with loss){computed}"

@@ -159,7 +159,7 @@ def _head(preview: Preview) -> Iterator[str]:
 
 def _split_table(preview: Preview) -> Table:
     """Return a table with a line for each split, narrow enough for a terminal of 80 columns."""
-    rows = f"{OBJECTIVES[preview.objective].row_in_words}s"
+    rows = f"{OBJECTIVES[preview.objective].example_name}s"
     table = Table(box=None, header_style="", pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("split", overflow="fold")
     for name in (rows, "tokens", "with loss", "", "median", "99 %", "longest", "truncated", "repeated"):

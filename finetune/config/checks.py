@@ -97,7 +97,7 @@ def _validated(chosen: Settings, run_name: str, problems: list[str]) -> Config |
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        problems += _in_plain_words(error, chosen)
+        problems += _describe_problems(error, chosen)
         return None
     config._origins.update({setting.dotted: setting.origin for setting in chosen.values()})
     problems += _unknown_to_allow(config, chosen)
@@ -196,7 +196,7 @@ def _dotted_names(value: object) -> Iterator[DottedName]:
             yield from _dotted_names(item)
 
 
-def _in_plain_words(error: ValidationError, chosen: Settings) -> list[str]:
+def _describe_problems(error: ValidationError, chosen: Settings) -> list[str]:
     """Report one line per key, though pydantic reports each member of a union."""
     lines: dict[str, str] = {}
     for detail in error.errors(include_url=False):

@@ -37,12 +37,12 @@ class Repository(NamedTuple):
     name: str
     """Its hub id."""
     revision: str | None
-    kind: Literal["model", "dataset"]
+    repository_type: Literal["model", "dataset"]
 
     @property
     def page(self) -> str:
         """Return the URL of its page on the hub."""
-        return f"{_endpoint()}/{'datasets/' if self.kind == 'dataset' else ''}{self.name}"
+        return f"{_endpoint()}/{'datasets/' if self.repository_type == 'dataset' else ''}{self.name}"
 
 
 class HubFault(NamedTuple):
@@ -113,7 +113,10 @@ def explain(fault: HubFault, repository: Repository, key: str, state: str) -> st
 
 def what_to_do(fault: HubFault, repository: Repository, key: str) -> str:
     """Write what helps against a fault; see `explain`."""
-    noun, folder = "data set" if repository.kind == "dataset" else "model", repository.name.rpartition("/")[2]
+    noun, folder = (
+        "data set" if repository.repository_type == "dataset" else "model",
+        repository.name.rpartition("/")[2],
+    )
     if fault.reason == "gated":
         return (
             f"Ask for access at {repository.page}, then run `hf auth login` or set HF_TOKEN, with a token of the "
@@ -123,7 +126,7 @@ def what_to_do(fault: HubFault, repository: Repository, key: str) -> str:
         return f"Correct {key}; if it is a private {noun}, run `hf auth login` or set HF_TOKEN."
     if fault.reason == "revision":
         return f"Correct {key.partition('.')[0]}.revision, or drop it."
-    options = " --repo-type dataset" if repository.kind == "dataset" else ""
+    options = " --repo-type dataset" if repository.repository_type == "dataset" else ""
     options += f" --revision {repository.revision}" if repository.revision else ""
     copy = (
         f"run `hf download {repository.name}{options} --local-dir {folder}` on a machine that reaches the hub, "
@@ -155,8 +158,8 @@ def cached_file(repository: Repository, name: str) -> Path | None:
     """Return a file of a repository in the hub's cache; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
-    kind, revision = repository.kind, repository.revision
-    found = try_to_load_from_cache(repository.name, name, revision=revision, repo_type=kind)
+    repository_type, revision = repository.repository_type, repository.revision
+    found = try_to_load_from_cache(repository.name, name, revision=revision, repo_type=repository_type)
     return Path(found) if isinstance(found, str) else None
 
 
@@ -191,9 +194,11 @@ def _request(repository: Repository, limit: float) -> HubFault | None:
     from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_url
 
     try:
-        name = "config.json" if repository.kind == "model" else ".gitattributes"
-        kind, revision = repository.kind, repository.revision
-        url = hf_hub_url(repository.name, name, repo_type=kind, revision=revision, endpoint=constants.ENDPOINT)
+        name = "config.json" if repository.repository_type == "model" else ".gitattributes"
+        repository_type, revision = repository.repository_type, repository.revision
+        url = hf_hub_url(
+            repository.name, name, repo_type=repository_type, revision=revision, endpoint=constants.ENDPOINT
+        )
         found = get_hf_file_metadata(url, timeout=2 * limit)  # `_ask` counts
     except errors.EntryNotFoundError:
         return None

@@ -66,7 +66,7 @@ def takes_mapping(dotted: str) -> bool:
 
 def expected(dotted: str) -> str:
     """Describe the values that a key takes: ``a whole number above 0``."""
-    return _in_words(_field_schema(dotted))
+    return _describe(_field_schema(dotted))
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
@@ -117,9 +117,9 @@ def _field_schema(dotted: str) -> Mapping[str, Any]:
     return schema
 
 
-def _in_words(schema: Mapping[str, Any]) -> str:
+def _describe(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
-        return " or ".join(_in_words(kind) for kind in schema["anyOf"])
+        return " or ".join(_describe(kind) for kind in schema["anyOf"])
     choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if choices:
         return f"one of {', '.join(choices)}" if len(choices) > 1 else f"'{choices[0]}'"
@@ -127,7 +127,7 @@ def _in_words(schema: Mapping[str, Any]) -> str:
     if kind in ("integer", "number"):
         return ("a whole number" if kind == "integer" else "a number") + _limits(schema)
     if kind == "array":
-        return f"a list ([a, b]), each {_in_words(schema['items'])}"
+        return f"a list ([a, b]), each {_describe(schema['items'])}"
     words = {
         "string": "text",
         "boolean": "true or false",

@@ -30,7 +30,7 @@ class Objective:
     paper: str = ""
 
     @property
-    def row_in_words(self) -> str:
+    def example_name(self) -> str:
         """What a row of a batch is called: `row` or `pair`."""
         return "pair" if self.rows == "pairs" else "row"
 

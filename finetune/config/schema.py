@@ -289,12 +289,13 @@ class LoraSection(Section):
 
     @field_validator("quantize")
     @classmethod
-    def _quantize_fits(cls, kind: str, info: ValidationInfo) -> str:
-        if kind != "none" and info.data.get("init", "default") != "default":
+    def _quantize_fits(cls, quantize: str, info: ValidationInfo) -> str:
+        if quantize != "none" and info.data.get("init", "default") != "default":
             raise ValueError(
-                f"{kind} cannot be combined with lora.init={info.data.get('init')}, which needs the base's own weights"
+                f"{quantize} cannot be combined with lora.init={info.data.get('init')}, "
+                "which needs the base's own weights"
             )
-        return kind
+        return quantize
 
     @field_validator("new_tokens")
     @classmethod
@@ -379,7 +380,7 @@ class TrainingSection(LoaderKeys):
     profile: Free[Annotated[int, Field(ge=0, le=100)]] = 0
     """Number of steps, after two of each start, to record with torch's profiler into the run's `profile/`; 0: none."""
     report_to: Free[list[Literal["tensorboard", "wandb", "trackio", "mlflow"]]] = Field(default_factory=list)
-    """Trackers that also get the figures of metrics.jsonl: `[tensorboard]`. Each needs its own package."""
+    """Trackers that also get the metrics of metrics.jsonl: `[tensorboard]`. Each needs its own package."""
     on_nonfinite: Free[Literal["stop", "skip"]] = "stop"
     """If a loss or a gradient is NaN or infinite: end the run, or skip the step. The weights stay as they were."""
     max_skipped_steps: Free[PositiveInt] = 5
@@ -391,11 +392,11 @@ class TrainingSection(LoaderKeys):
         if value is None:
             return "auto"
         name = f"cuda:{value}" if re.fullmatch("[0-9]+", str(value)) else str(value).strip().lower()
-        kind = name.partition(":")[0]
-        if kind in ("xpu", "hpu", "npu", "mlu", "musa", "mtia", "tpu", "xla", "vulkan", "privateuseone"):
+        device_type = name.partition(":")[0]
+        if device_type in ("xpu", "hpu", "npu", "mlu", "musa", "mtia", "tpu", "xla", "vulkan", "privateuseone"):
             raise ValueError(
-                f"finetune does not compute on {kind}. Use cuda (NVIDIA, or AMD with torch's build for ROCm), mps (one "
-                "Apple GPU) or cpu"
+                f"finetune does not compute on {device_type}. Use cuda (NVIDIA, or AMD with torch's build for ROCm), "
+                "mps (one Apple GPU) or cpu"
             )
         if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]+)?", name):
             raise ValueError(f"expected auto, cpu, cuda, cuda:N, mps or a whole number, got '{value}'")

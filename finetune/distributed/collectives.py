@@ -20,7 +20,7 @@ from finetune.distributed.barrier import StoreBarrier
 from finetune.distributed.ddp_init import ProcessContext, rendezvous_store
 from finetune.distributed.ending import LATE_FAULT_SECONDS
 from finetune.distributed.environment import GLOO_INTERFACE_VARIABLE
-from finetune.distributed.guardian.faults import ranks_in_words
+from finetune.distributed.guardian.faults import format_ranks
 from finetune.distributed.liveness import Liveness
 from finetune.errors import FinetuneError, LaunchError, PeerFailedError, RunFailedError, first_line
 
@@ -187,7 +187,7 @@ class Collectives:
             digests = gather_object([digest])
         different = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if different:
-            raise LaunchError(f"{what} of {ranks_in_words(different)} differs from rank 0's. {remedy}")
+            raise LaunchError(f"{what} of {format_ranks(different)} differs from rank 0's. {remedy}")
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from finetune.distributed.environment import is_gpu_choice_given, visible_gpus
-from finetune.distributed.guardian.faults import ranks_in_words
+from finetune.distributed.guardian.faults import format_ranks
 from finetune.errors import LaunchError
 
 _log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ def refuse_different_devices(device_types: Mapping[int, str]) -> None:
     for rank, device_type in device_types.items():
         ranks.setdefault(device_type, []).append(rank)
     if len(ranks) > 1:
-        found = ", ".join(f"{device_type} ({ranks_in_words(them)})" for device_type, them in ranks.items())
+        found = ", ".join(f"{device_type} ({format_ranks(them)})" for device_type, them in ranks.items())
         raise LaunchError(
             f"The ranks compute on different types of device, or with different backends: {found}. All need the same. "
             "If a node should have GPUs, run `finetune doctor` there: its driver may be broken, or "

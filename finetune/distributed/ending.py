@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from finetune.distributed.watchdog import Watchdog
 from finetune.errors import PeerFailedError, PreemptedError, RunFailedError
-from finetune.signals import Terminated, told_to_stop
+from finetune.signals import Terminated, received_stop_signal
 
 _FAULT_SECONDS = 2.0
 """torchrun ends a rank by SIGTERM as soon as another is gone, perhaps before this one learns which and why."""
@@ -39,7 +39,7 @@ def explain(error: BaseException, watchdog: Watchdog | None) -> BaseException:
     if isinstance(error, PreemptedError):
         return error
     fault = error.fault if isinstance(error, RunFailedError) else None
-    if fault is not None and fault.error == KeyboardInterrupt.__name__ and told_to_stop() == signal.SIGINT:
+    if fault is not None and fault.error == KeyboardInterrupt.__name__ and received_stop_signal() == signal.SIGINT:
         return KeyboardInterrupt()  # the second Ctrl-C was for this rank too, which waited in a collective
     named = as_out_of_memory(error) or error
     if watchdog is not None and fault is None and not isinstance(named, PeerFailedError):

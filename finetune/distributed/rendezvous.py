@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
 from finetune.distributed.environment import LaunchEnvironment, has_agent_store, launcher_pid
-from finetune.distributed.guardian.faults import ranks_in_words
+from finetune.distributed.guardian.faults import format_ranks
 from finetune.distributed.network import is_own_address, what_answers
 from finetune.errors import LaunchError, RunFailedError
 
@@ -132,8 +132,8 @@ class Rendezvous:
         is_here = is_own_address(self.environment.master_addr)
         hint = "" if is_here else "; this address does not belong to rank 0's machine"
         return (
-            f"{ranks_in_words(missing)} of {self.environment.world_size} did not join at {self.address} within "
-            f"{self._timeout:g} s (joined: {ranks_in_words(self._joined())}){hint}. Start every rank with the same "
+            f"{format_ranks(missing)} of {self.environment.world_size} did not join at {self.address} within "
+            f"{self._timeout:g} s (joined: {format_ranks(self._joined())}){hint}. Start every rank with the same "
             "MASTER_ADDR and MASTER_PORT, let the nodes reach this port, or raise parallel.timeout_minutes"
         )
 
@@ -160,7 +160,7 @@ class Rendezvous:
                 return Verdict(decision, why)
         raise LaunchError(
             f"rank {self.environment.rank} heard nothing from rank 0 at {self.address} within {self._timeout:g} s "
-            f"(joined: {ranks_in_words(self._joined())}; {self._who_is_missing()}). Look at rank 0's output, start "
+            f"(joined: {format_ranks(self._joined())}; {self._who_is_missing()}). Look at rank 0's output, start "
             "every rank with the same MASTER_ADDR and MASTER_PORT, or raise parallel.timeout_minutes."
         )
 
@@ -325,7 +325,7 @@ class Rendezvous:
             time.sleep(_POLL_SECONDS)
 
     def _who_is_missing(self) -> str:
-        return f"missing: {ranks_in_words(self._missing())}"
+        return f"missing: {format_ranks(self._missing())}"
 
     def _joined(self) -> list[int]:
         return [rank for rank in range(self.environment.world_size) if self._ask("check", [f"joined/{rank}"])]

@@ -30,7 +30,7 @@ from finetune.distributed.precision import choose_precision, has_bf16
 from finetune.distributed.stop_requests import StopRequests
 from finetune.errors import LaunchError
 from finetune.fallbacks import Fallbacks
-from finetune.threads import settle_waiting
+from finetune.threads import set_waiting
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -175,7 +175,7 @@ class Runtime:
     @property
     def threads(self) -> dict[str, Any]:
         """How many threads compute on the CPU in this process, and how they wait, for run.json."""
-        return {"count": torch.get_num_threads(), **settle_waiting()._asdict()}
+        return {"count": torch.get_num_threads(), **set_waiting()._asdict()}
 
     def with_launcher_values(self, config: Config) -> Config:
         """Return the configuration with the values that the launcher gives, see `settings_of_accelerate`."""
@@ -278,7 +278,7 @@ class Runtime:
             self.precision,
             self.world_size,
             torch.get_num_threads(),
-            settle_waiting(),
+            set_waiting(),
         )
 
 

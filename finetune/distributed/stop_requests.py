@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from finetune.distributed.collectives import Collectives
 from finetune.distributed.ddp_init import rendezvous_store
 from finetune.distributed.liveness import Liveness
-from finetune.signals import Terminated, stop_signals_are_noted, told_to_stop
+from finetune.signals import Terminated, received_stop_signal, stop_signals_are_noted
 
 _LOOK_SECONDS = 0.5
 _KEY = "stop requested"
@@ -37,7 +37,7 @@ class StopRequests:
     @property
     def is_on_this_rank(self) -> bool:
         """Whether a signal asked this process to stop after its step; `train_step` lets all ranks know."""
-        return told_to_stop() is not None
+        return received_stop_signal() is not None
 
     def is_on_any_rank(self) -> bool:
         """Return whether any rank was asked to stop, in a phase of many batches without a collective.

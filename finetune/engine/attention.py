@@ -1,6 +1,6 @@
 """Exact causal attention over a layout: each query sees only its own row, however rows are packed.
 
-The entry point is `attention`. Each kind of device has its own kernel. A CPU computes blocks of queries with torch's
+The entry point is `attention`. Each type of device has its own kernel. A CPU computes blocks of queries with torch's
 kernel. CUDA uses flash attention for 16-bit types and memory-efficient attention for others (`attention_cuda`). Other
 devices use a dense mask.
 """

@@ -29,13 +29,13 @@ def _reasons(model: Any) -> Iterator[str]:
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         yield "its adapter is a prompt"
     bare = bare_model(model)
-    kind = getattr(getattr(bare, "config", None), "model_type", None)
-    if kind not in FAMILIES:
-        yield f"its model type is {kind}; the engine supports {', '.join(sorted(FAMILIES))}"
+    model_type = getattr(getattr(bare, "config", None), "model_type", None)
+    if model_type not in FAMILIES:
+        yield f"its model type is {model_type}; the engine supports {', '.join(sorted(FAMILIES))}"
         return
     yield from _config_reasons(bare.config)
     names = frozenset(name for name, _ in _linears(bare))
-    yield from _module_reasons("", bare.get_decoder(), f"transformers.models.{kind}.", names)
+    yield from _module_reasons("", bare.get_decoder(), f"transformers.models.{model_type}.", names)
     head = bare.get_output_embeddings()
     if type(head) is not nn.Linear:
         yield f"its head is a {type(head).__name__}"

@@ -86,7 +86,7 @@ def load_transformers(folder: Path) -> ServedModel:
     import transformers
 
     model, tokenizer = _or_failure(folder, lambda: _load(folder, folder))
-    return ServedByTransformers(model, tokenizer, _stop_ids(model.generation_config), _named(transformers))
+    return ServedByTransformers(model, tokenizer, _stop_ids(model.generation_config), _name_and_version(transformers))
 
 
 def load_peft(folder: Path, base: str | None = None, revision: str | None = None) -> ServedModel:
@@ -119,7 +119,9 @@ def load_peft(folder: Path, base: str | None = None, revision: str | None = None
             return peft.PeftModel.from_pretrained(model, str(folder)), tokenizer, stops
 
     model, tokenizer, stops = _or_failure(folder, load)
-    return ServedByTransformers(model, tokenizer, stops, f"{_named(peft)} on {_named(transformers)}")
+    return ServedByTransformers(
+        model, tokenizer, stops, f"{_name_and_version(peft)} on {_name_and_version(transformers)}"
+    )
 
 
 RUNTIMES = (
@@ -174,5 +176,5 @@ def _stop_ids(generation_config: Any) -> list[int]:
     return [ids] if isinstance(ids, int) else list(ids or ())
 
 
-def _named(module: Any) -> str:
+def _name_and_version(module: Any) -> str:
     return f"{module.__name__} {module.__version__}"

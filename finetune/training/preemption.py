@@ -8,7 +8,7 @@ from signal import Signals
 from typing import TYPE_CHECKING
 
 from finetune.errors import PreemptedError
-from finetune.signals import Terminated, told_to_stop
+from finetune.signals import Terminated, received_stop_signal
 
 if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def preempted_in_training(runtime: Runtime, step: int) -> PreemptedError:
     """Make the error that ends training, after the checkpoint of the step is committed. Collective."""
-    mine = float(told_to_stop() or 0)
+    mine = float(received_stop_signal() or 0)
     signals = runtime.sum([mine if rank == runtime.rank else 0.0 for rank in range(runtime.world_size)])
     stopped = {rank: Signals(int(signal)).name for rank, signal in enumerate(signals) if signal}
     by = f" by {next(iter(stopped.values()))}" if stopped else ""
@@ -43,7 +43,7 @@ def preempted_in_test(runtime: Runtime) -> Iterator[None]:
         # A library may turn the exception of the signal into an error of its own.
         if not (runtime.stop_requested or isinstance(error, (Terminated, KeyboardInterrupt))):
             raise
-        signal = told_to_stop()
+        signal = received_stop_signal()
         by = f" by {Signals(signal).name}" if signal else ""
         if by and runtime.world_size > 1:
             by += f" on rank {runtime.rank}"

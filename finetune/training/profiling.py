@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from finetune.distributed.guardian.faults import ranks_in_words
+from finetune.distributed.guardian.faults import format_ranks
 from finetune.fallbacks import Fallback
 from finetune.runs.durable import describe_os_error, replace_file
 
@@ -144,8 +144,8 @@ class StepProfiler:
                 Fallback(
                     what="training.profile",
                     wanted=f"a profile of {_describe_steps(self._first, self._last)}",
-                    used=f"{ranks_in_words(failed)} wrote no trace; training continues",
-                    why=self._why_not or f"the log of {ranks_in_words(failed)} says why",
+                    used=f"{format_ranks(failed)} wrote no trace; training continues",
+                    why=self._why_not or f"the log of {format_ranks(failed)} says why",
                 )
             )
 

@@ -12,13 +12,13 @@ from finetune.config.other_libraries import EARLIER, LORA_CONFIG, TRAINING_ARGUM
 from tests.docs.pages import DOCS
 
 
-def rule_in_words(rule: Rule) -> str:
+def describe_rule(rule: Rule) -> str:
     if isinstance(rule, Renamed):
         return f"`{rule.key}`"
     return f"{'left out' if isinstance(rule, Dropped) else 'refused'}: {rule.reason}"
 
 
-def name_in_words(ours: str) -> str:
+def describe_name(ours: str) -> str:
     return f"`{ours}`" if ours in fields() else ours
 
 
@@ -26,14 +26,14 @@ TABLES = {
     "Keys that were renamed": {older: f"`{key}`" for older, key in RENAMED.items()},
     "Keys that were removed": REMOVED,
     "Keys of earlier systems": {
-        key: "; otherwise ".join(map(rule_in_words, rules))
+        key: "; otherwise ".join(map(describe_rule, rules))
         for key, rules in TABLE.items()
         if key not in (*RENAMED, *REMOVED)
     },
-    "From TrainingArguments": {name: name_in_words(ours) for name, ours in TRAINING_ARGUMENTS.items()},
-    "From LoraConfig": {name: name_in_words(ours) for name, ours in LORA_CONFIG.items()},
-    "From TRL": {name: name_in_words(ours) for name, ours in TRL.items()},
-    "From earlier versions of these libraries": {name: name_in_words(ours) for name, ours in EARLIER.items()},
+    "From TrainingArguments": {name: describe_name(ours) for name, ours in TRAINING_ARGUMENTS.items()},
+    "From LoraConfig": {name: describe_name(ours) for name, ours in LORA_CONFIG.items()},
+    "From TRL": {name: describe_name(ours) for name, ours in TRL.items()},
+    "From earlier versions of these libraries": {name: describe_name(ours) for name, ours in EARLIER.items()},
 }
 
 

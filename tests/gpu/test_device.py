@@ -56,7 +56,7 @@ def test_doctor_finds_the_device_and_its_backend(device: torch.device, tmp_path:
 
 def test_plan_finds_the_device(device: torch.device) -> None:
     found = find_device(str(device))
-    assert (found.kind, found.is_here) == (device.type, True)
+    assert (found.type, found.is_here) == (device.type, True)
     if device.type == "cuda":
         assert found.memory == torch.cuda.get_device_properties(device).total_memory
     else:

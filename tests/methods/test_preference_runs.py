@@ -113,7 +113,7 @@ def test_a_run_starts_at_log_2_and_learns_to_prefer(trained, inputs, tmp_path):
     torch.testing.assert_close(plain["tuned"], ours, rtol=1e-5, atol=1e-5)
 
 
-def figures_in_words(run):
+def described_metrics(run):
     lines = [line.partition("Validation: ")[2] for line in (run / "log.txt").read_text().splitlines()]
     return [line for line in lines if line.startswith("chosen_reward=")]
 
@@ -130,7 +130,7 @@ def test_rewards_begin_at_nothing_and_the_chosen_ones_end_above_the_rejected(tra
     assert validated["reward_margin"] > 0
     assert {name: events(trained[0], "validation")[-1][name] for name in METRICS} == validated
     assert [{name: step[name] for name in METRICS} for step in curve(trained[0])] == [f for _, f in trainer.figures]
-    said = figures_in_words(trained[0])
+    said = described_metrics(trained[0])
     assert said[-1] == ", ".join(f"{name}={value:.3f}" for name, value in validated.items())
 
 
@@ -229,7 +229,7 @@ def test_pairs_give_one_curve_as_one_process_and_as_two(trained, inputs, tmp_pat
         assert [one[name] for name in METRICS] == pytest.approx([two[name] for name in METRICS], rel=1e-5, abs=1e-6)
     for one, two in zip(events(trained[0], "validation"), events(tmp_path / "two", "validation"), strict=True):
         assert [one[name] for name in METRICS] == pytest.approx([two[name] for name in METRICS], rel=1e-5, abs=1e-6)
-    assert figures_in_words(trained[0]) == figures_in_words(tmp_path / "two") != []
+    assert described_metrics(trained[0]) == described_metrics(tmp_path / "two") != []
 
 
 def test_a_reference_that_is_not_the_base_is_refused(inputs, tmp_path):

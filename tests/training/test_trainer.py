@@ -19,7 +19,7 @@ from finetune import (
 )
 from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedError
 from finetune.inference.losses import LossSums
-from finetune.threads import settle_waiting
+from finetune.threads import set_waiting
 from finetune.training import trainer as trainer_module
 from finetune.training import training_run
 from finetune.training.reporting.journal import Journal
@@ -156,7 +156,7 @@ def test_a_run_leaves_the_promised_folder_and_events(words, tmp_path):
     written = record(run)
     assert (written["status"], written["world_size"], written["launcher"]) == ("completed", 1, "none")
     assert written["backend"] == "none"
-    assert written["threads"] == {"count": 1, **settle_waiting()._asdict()}
+    assert written["threads"] == {"count": 1, **set_waiting()._asdict()}
     assert written["fallbacks"] == []
     assert {"data.train", "data.validation", "data.test", "config", "chat_template"} <= written["fingerprints"].keys()
     assert load_config([f"run={run / 'config.yaml'}"]) == ended.trainer.config
@@ -185,7 +185,7 @@ def test_the_log_tells_the_run_from_its_first_line_to_its_last(words, tmp_path):
     log = (tmp_path / "run" / "log.txt").read_text()
     lines = log.splitlines()
     assert "Process 0/1 started" in lines[1]
-    assert f"launcher none, device cpu, fp32, world of 1; threads: 1, {settle_waiting()}" in lines[0]
+    assert f"launcher none, device cpu, fp32, world of 1; threads: 1, {set_waiting()}" in lines[0]
     assert "global batch of 8 examples (training.global_batch_size): micro-batches of at most 3 over 1 process" in log
     assert log.index("checkpoint committed step=3") < log.index("checkpoint committed step=5")
     assert "no fallbacks taken" in log

@@ -94,13 +94,13 @@ def describe_late(positions: dict[int, Position], limit: float) -> Fault | None:
     culprits = {rank: position for rank, position in late.items() if position.waiting is None}
     waiting = {rank: position for rank, position in sorted(positions.items()) if position.waiting is not None}
     if culprits:
-        text = _in_words({rank: f"has been in {p}, for {p.age:.0f} s" for rank, p in culprits.items()})
+        text = _describe({rank: f"has been in {p}, for {p.age:.0f} s" for rank, p in culprits.items()})
         if waiting:
             verb = "waits" if len(waiting) == 1 else "wait"
             collectives = ", ".join(sorted({str(position.waiting) for position in waiting.values()}))
-            text += f" while {ranks_in_words(waiting)} {verb} for it in {collectives}"
+            text += f" while {format_ranks(waiting)} {verb} for it in {collectives}"
     elif late and len(waiting) == len(positions):
-        text = _in_words({r: f"has waited in {p.waiting} during {p}, for {p.age:.0f} s" for r, p in waiting.items()})
+        text = _describe({r: f"has waited in {p.waiting} during {p}, for {p.age:.0f} s" for r, p in waiting.items()})
         text += " and no rank is left to wait for (the network is stuck, or the ranks are not in the same collective)"
     else:
         return None
@@ -108,13 +108,13 @@ def describe_late(positions: dict[int, Position], limit: float) -> Fault | None:
     return Fault(reporter="guardian", rank=rank, summary=f"{text}: the step timeout is {limit:g} s")
 
 
-def _in_words(words: dict[int, str]) -> str:
+def _describe(words: dict[int, str]) -> str:
     text = "; ".join(f"rank {rank} {words[rank]}" for rank in list(words)[:_MOST_NAMED])
     return text + (f"; so have {len(words) - _MOST_NAMED} others" if len(words) > _MOST_NAMED else "")
 
 
-def ranks_in_words(ranks: Iterable[int]) -> str:
-    """``rank 1``, ``ranks 0, 2`` or ``none``; at most eight of them by number."""
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Format ranks for a message: `rank 1`, `ranks 0, 2` or `none`. At most eight are named by number."""
     numbers = sorted(ranks)
     if not numbers:
         return "none"

@@ -20,8 +20,8 @@ from finetune.distributed.guardian.faults import (
     START_SECONDS,
     Position,
     describe_late,
+    format_ranks,
     lost_guardian,
-    ranks_in_words,
     unreachable,
 )
 from finetune.distributed.guardian.guardian import Guardian
@@ -53,7 +53,7 @@ class Hub(Guardian):
         if missing and seconds > START_SECONDS and self.fault is None:
             self._adopt(
                 _failed_start(
-                    f"no guardian of {ranks_in_words(missing)} reached the guardian of rank 0 at "
+                    f"no guardian of {format_ranks(missing)} reached the guardian of rank 0 at "
                     f"{', '.join(hub['addresses'])} port {hub['port']} within {START_SECONDS:g} s"
                 )
             )

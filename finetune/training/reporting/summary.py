@@ -39,7 +39,7 @@ def show_summary(
     """
     if not speaks_to_a_person():
         return
-    rows = f"{OBJECTIVES[config.training.objective].row_in_words}s"
+    rows = f"{OBJECTIVES[config.training.objective].example_name}s"
     counted = rows if rule.examples is None else "conversations"
     folder = shown_folder(Path(config.output_dir).absolute())
     facts = {
