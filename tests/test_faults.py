@@ -328,6 +328,7 @@ def scenes(request, inputs, tmp_path_factory):
         yield started
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("act", SCENES.params)
 def test_scene(scenes, act):
     scenes[act].result()

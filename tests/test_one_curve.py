@@ -129,6 +129,7 @@ def variables_of(form):
     return {"MASTER_PORT": str(free_port())} if form.command == "mpirun" else {}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("form", [form.param for form in FORMS])
 def test_every_launcher_world_and_split_gives_one_curve(tmp_path, form):
     run_and_report(command_of(form), tmp_path, form.cases, variables=variables_of(form))

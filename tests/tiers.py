@@ -50,9 +50,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """For the option `-n auto` in pyproject.toml. A few files run faster without the start of workers."""
     if _are_paths_named(config) or config.option.collectonly:
         return 0
-    num_workers = min(os.cpu_count() or 1, _MOST_WORKERS)
-    # Much of the rest waits: for time limits, for a scheduler, for ranks that start. One worker more uses that time.
-    return num_workers + (config.option.rest or config.option.everything)
+    return min(os.cpu_count() or 1, _MOST_WORKERS)
 
 
 @pytest.hookimpl(tryfirst=True)

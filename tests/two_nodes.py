@@ -72,7 +72,7 @@ class TwoNodes:
             text=True,
         )
 
-    def run(self, words: Sequence[str | Path], seconds: float = 60.0, **variables: str) -> list[tuple[int, str]]:
+    def run(self, words: Sequence[str | Path], seconds: float = 240.0, **variables: str) -> list[tuple[int, str]]:
         """The same command on both nodes; exit code and output of each. `%n` in a word stands for the node's number."""
         processes = [
             self.start(index, [str(word).replace("%n", str(index)) for word in words], **variables) for index in (0, 1)

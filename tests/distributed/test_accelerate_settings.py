@@ -193,6 +193,7 @@ def reports_of_accelerate(options, config, folder, monkeypatch):
 
 
 @pytest.mark.launch
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_what_a_real_accelerate_launch_was_asked_for_is_known(launch, tmp_path, monkeypatch):
     options, config, expected = LAUNCHES[launch]
@@ -200,6 +201,7 @@ def test_what_a_real_accelerate_launch_was_asked_for_is_known(launch, tmp_path, 
 
 
 @pytest.mark.launch
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("options", "asked"), [([], 4), (["--cpu"], None)])
 def test_the_default_config_file_counts_unless_accelerate_passes_over_it(options, asked, tmp_path, monkeypatch):
     default = tmp_path / "hub" / "accelerate" / "default_config.yaml"

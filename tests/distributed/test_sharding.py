@@ -166,6 +166,7 @@ def pairs(tmp_path_factory):
 
 @pytest.mark.launch
 @pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_so_has_every_kind_of_adapter_and_forward(pairs, name):
     assert_same_bytes(*pairs[name])

@@ -90,6 +90,7 @@ def assert_one_world(reports, size):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "nodes", "local_ranks", "local_sizes"),
     [
@@ -188,6 +189,7 @@ def test_recipes_under_srun_train_like_one_process(cluster, tmp_path):
     assert_cases("srun", tmp_path, PLAIN_CASES, world_size=2, launcher="slurm")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("file", "options", "form", "launcher", "world_size"),
     [
@@ -209,6 +211,7 @@ BY_NODE = ("parallel=sharded_by_node", "parallel.shard_size=2")
 SHARDED_BY_NODE = Case(REFERENCE_BATCH_SIZE, recipe=FULL, words=BY_NODE, note="sharding=fsdp2, shard_size=2")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "file", "num_nodes", "form"),
     [
