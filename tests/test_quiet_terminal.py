@@ -101,7 +101,7 @@ def test_every_command_is_tried():
 
 
 @pytest.mark.trains
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @SIZES
 @pytest.mark.parametrize("command", SHOWN)
 def test_a_command_fits_its_terminal_and_cuts_nothing(command, columns, here):
@@ -121,7 +121,7 @@ def test_a_command_fits_its_terminal_and_cuts_nothing(command, columns, here):
     assert not LOG_LINE.search(done.words.replace("written", "")), done.raw
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @SIZES
 @pytest.mark.parametrize("path", COMMANDS)
 def test_help_shows_every_name_and_text_whole(path, columns):

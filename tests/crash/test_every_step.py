@@ -21,6 +21,7 @@ WORDS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_resumed_at_every_step(nursery: Nursery, tried: Callable[..., None], ranks: int) -> None:
     whole = nursery.whole(*WORDS, ranks=ranks)

@@ -44,6 +44,7 @@ def train_and_be_killed_once(words: list[str]) -> None:
 @pytest.mark.launch
 @pytest.mark.slow
 @pytest.mark.warm
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=["lora", "full"])
 def test_a_restarted_world_ends_with_the_bytes_of_one_that_was_not_killed(tmp_path, case):
     words = ("checkpoint.save_every=1", "resume=auto", "testing.metrics=[]")

@@ -277,6 +277,7 @@ def assert_both_ranks_trained(done, ranks, config, launcher):
 
 
 @pytest.mark.launch
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["guide", "described"])
 def test_two_spawned_processes_train_as_one_world(config, tmp_path, name):
     config = with_port(config, master_addr="localhost")
