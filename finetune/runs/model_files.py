@@ -191,7 +191,7 @@ def _full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     seen = set()
     for name, tensor in model.state_dict().items():
-        part = local_shard(tensor)  # the tensor itself has no address if it lies in parts
+        part = local_shard(tensor)  # a sharded tensor has no address of its own
         memory = (part.device, part.untyped_storage().data_ptr(), part.storage_offset(), tensor.shape, tensor.dtype)
         if tensor.numel() and memory in seen:
             continue
