@@ -38,7 +38,7 @@ class Header:
 
     @property
     def alignment(self) -> int:
-        """Return the number of bytes to whose multiples tensors are aligned."""
+        """Return the alignment of tensors in the file, in bytes."""
         return int(self.keys.get("general.alignment", 32))
 
 

@@ -55,7 +55,7 @@ class RunStart:
     started_with: Mapping[str, Any] | None = None
     """The values with which `training.resume` compares the next start."""
     resume_changes: Sequence[Mapping[str, str]] = ()
-    """Changes that `resume_allow` accepts. They are added to those of earlier starts."""
+    """Changes that `resume.allow` accepted. They are added to those of earlier starts."""
 
 
 class RunRecord:
