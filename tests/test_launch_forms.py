@@ -99,6 +99,21 @@ def test_ddp_false_lets_one_of_two_processes_train(tmp_path):
     assert "[Distributed] rank 0 trains alone: rank 1 of 2 leaves" in said
 
 
+@pytest.mark.warm
+def test_a_rank_that_leaves_does_not_look_at_the_folder_that_rank_0_writes_by_then(tmp_path):
+    """Rank 1 is given another folder, which holds a run before rank 0 has begun its own."""
+    held = tmp_path / "held"
+    held.mkdir()
+    (held / "log.txt").touch()
+    port, words = free_port(), {0: [], 1: [f"output_dir={held}"]}
+    processes = [
+        start("python", tmp_path, "ddp=False", *words[rank], variables=place_variables(rank, 2, port)) for rank in words
+    ]
+    codes, outputs = ends(*processes)
+    assert codes == [0, 0], outputs
+    assert "[Distributed] rank 0 trains alone: rank 1 of 2 leaves" in outputs[1]
+
+
 @pytest.mark.promise
 def test_if_the_other_rank_never_comes_the_curve_stays_the_same(tmp_path):
     variables = place_variables(0, 2, free_port())

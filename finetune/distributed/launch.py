@@ -85,8 +85,6 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     given = settings_of_accelerate(config, os.environ, world_size=started, trains=trains)
     config = config.with_values(given)
     refuse_what_is_not_sharded(config, trains=trains)
-    if trains:
-        RunFolder(config.output_dir).check(config.resume)
     _compare_with_launch(config, environment, fallbacks)
     environment = replace(
         environment,
@@ -152,7 +150,10 @@ def _is_to_spawn(config: Config, environment: LaunchEnvironment) -> bool:
 
 
 def _check_world(config: Config, runtime: Runtime, *, trains: bool) -> None:
-    """Compare the ranks with each other, and this one's devices and packages with the configuration. Collective."""
+    """Check the run's folder, compare the ranks with each other, and this one with the configuration. Collective."""
+    if trains:
+        # Only now: rank 0 may train alone, and may have begun its run before a rank that leaves had come this far.
+        RunFolder(config.output_dir).check(config.resume)
     must_be_equal = config.model_dump(
         mode="json", exclude={"parallel": {"rank", "output_device"}, "data": {"cache_dir"}}
     )
