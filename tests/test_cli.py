@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from finetune import __version__
 from finetune.cli import _command_first
 from finetune.config.shipped_files import shipped_folder
 from tests.in_process import Ended, run_finetune
-from tests.pace import processor_limit
 from tests.tiny_runs import write_rows
 
 FINETUNE = [sys.executable, "-m", "finetune"]
@@ -42,18 +40,14 @@ def assert_is_one_message(done: Ended, *parts: str) -> None:
     [(["--help"], 0), (["train", "quickstart", "optim.learning_rat=1", "training.batch_size=many"], 2)],
 )
 def test_help_and_a_config_error_answer_at_once_and_import_no_torch(words, code):
-    heavy = "torch transformers peft datasets accelerate safetensors"
+    heavy = "torch transformers peft datasets accelerate safetensors pyarrow pandas huggingface_hub"
     program = (
         "import sys\nfrom finetune.cli import main\n"
         f"try: main({words!r})\nfinally: print([name for name in {heavy.split()!r} if name in sys.modules])"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == code, done.stderr
     assert done.stdout.strip().endswith("[]")
-    # 0.35 s on a fast and idle core; to import torch alone takes longer than the limit.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < processor_limit(1)
 
 
 @pytest.mark.process

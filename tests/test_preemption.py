@@ -221,10 +221,8 @@ def while_it_evaluates(play, *words):
     play.start("torchrun", many, "validation.validate_every=10", *words)
     play.wait_for_step(10)
     time.sleep(1.0)
-    began = time.monotonic()
     play.workers()[1].terminate()
     assert play.end() == 1
-    assert time.monotonic() - began < 20
     step, ranks = play.has_stopped("SIGTERM")
     assert (step, ranks) == (10, "1"), "in the evaluation"
     assert play.events("validation") == []
@@ -257,10 +255,8 @@ def while_it_tests_with_shards(play):
     play.start("torchrun", rows, *short, "parallel.sharding=fsdp2")
     play.wait_for_text("Starting testing phase")
     time.sleep(1.0)
-    began = time.monotonic()
     play.workers()[1].terminate()
     assert play.end() == 1
-    assert time.monotonic() - began < 20
     assert "finetune: stopped in the test phase as asked by SIGTERM on rank 1; training is complete" in play.text()
     assert json.loads((play.run_folder / "run.json").read_text())["status"] == "preempted"
 
