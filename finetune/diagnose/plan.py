@@ -36,6 +36,7 @@ from finetune.model.base import (
 from finetune.model.lora import attach_adapter
 from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.published import published_sizes, with_sizes_here
+from finetune.model.quantized import quantize_without_data
 from finetune.model.targets import resolve_targets
 from finetune.model.training_mode import add_embedding_noise
 from finetune.runs.disk_space import DiskNeed
@@ -167,7 +168,7 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
         LaunchError: the number of processes does not suit `parallel.shard_size`.
         ModelError: there is no such model, or the target modules match nothing.
     """
-    _refuse_quantized(config)
+    _refuse_quantized_on_cpu(config, device)
     refuse_what_is_not_sharded(config, trains=True)
     device = device.shared_by(config.parallel.num_processes or read_environment(os.environ).local_world_size)
     planner = _Planner(config, device)
@@ -215,12 +216,15 @@ class _Planner:
             refuse_uneven_shards(config, self._world_size)
         self._config = config
         self._sizes = self._choose_sizes()
+        self._is_in_4_bits = False
         self.model = self._build_model(checkpointed=False)
         self._compare_sizes()
         forward = choose_forward(config.training, self.model)
         self.why_not_engine = forward.why_not_engine
         self.called_layers = {why: len(names) for why, names in forward.called_layers.items()}
         self._warn_of_fallback()
+        if _is_quantized(config):
+            self._quantize()
         self._how = Computation(
             loss_of=partial(self._trainer.loss_of, config),
             device_type=device.type,
@@ -271,6 +275,15 @@ class _Planner:
         fix = "none needed; a run with strict=true refuses it, unless training.kernels=reference asks for it"
         self.findings.append(warning("Engine", what, fix))
 
+    def _quantize(self) -> None:
+        """Keep the base in 4 bits, if the engine computes all of it; else add a finding."""
+        if self.why_not_engine is None and not self.called_layers:
+            self._is_in_4_bits = True
+            self.model = self._build_model(checkpointed=False)
+            return
+        what = "a base in 4 bits is predicted only where the engine computes every layer, so this plan counts 16 bits"
+        self.findings.append(warning("Memory", what, "the run takes less than the plan says: see `forward`"))
+
     def _build_model(self, *, checkpointed: bool) -> Any:
         """Build the model on the meta device, as `Trainer` prepares it."""
         config = self._config
@@ -278,6 +291,8 @@ class _Planner:
             model: Any = build_base_model(self._sizes.model_copy(update={"init": "random"}))
             if config.training.method == "lora":
                 model = attach_adapter(model, config.lora, resolve_targets(model, config.lora.target_modules))
+            if self._is_in_4_bits:
+                quantize_without_data(model)
         convert_weights(model, self.precision)
         if config.training.neftune_alpha:
             add_embedding_noise(model, config.training.neftune_alpha)
@@ -393,6 +408,10 @@ class _Planner:
             fix = "leave out --device, on a machine that has it"
             self.findings.append(warning("Time", f"--probe measures this machine, not {self._device.name}", fix))
             return None
+        if _is_quantized(self._config):
+            fix = "train a few steps: training.max_steps=5"
+            self.findings.append(warning("Time", "--probe does not measure a base in 4 bits", fix))
+            return None
         microbatch = self.batching.largest.microbatch
         can_fuse = self._how.is_fused and why_not_fused(torch.device(self._device.type)) is None
         seconds = measure_seconds(self.model, microbatch, replace(self._how, is_fused=can_fuse), self._config.optim)
@@ -400,11 +419,15 @@ class _Planner:
         return per_token * self.batching.computed_per_step / self._world_size
 
 
-def _refuse_quantized(config: Config) -> None:
-    if config.training.method == "lora" and config.lora.quantize != "none":
+def _is_quantized(config: Config) -> bool:
+    return config.training.method == "lora" and config.lora.quantize != "none"
+
+
+def _refuse_quantized_on_cpu(config: Config, device: Device) -> None:
+    if _is_quantized(config) and device.type != "cuda":
         raise ConfigError(
-            f"lora.quantize is {config.lora.quantize}, but a plan cannot predict yet what bitsandbytes keeps. Plan "
-            "with lora.quantize=none; the base's weights then count with 16 bits in place of about 4.5."
+            f"lora.quantize={config.lora.quantize} needs a CUDA device, and this plan is for {device.name}. Name the "
+            "GPU, for example --device 'RTX 4090', or set lora.quantize=none."
         )
 
 
@@ -437,4 +460,4 @@ def _ways_out(plan: Plan, config: Config) -> Iterator[str]:
     if plan.method == "full":
         yield "training.method=lora"
     else:
-        yield "lora.quantize=nf4, or a smaller model"
+        yield "a smaller model" if _is_quantized(config) else "lora.quantize=nf4, or a smaller model"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.engine.decoder import bare_model
+from finetune.engine.four_bits import full_shape
 from finetune.engine.fused import fused_or_not
 from finetune.engine.loss import BY_DEVICE
 from finetune.training.memory.tracing import IN_A_LAYER, name_of_layers
@@ -46,7 +47,7 @@ def operations_of_step(
     head = bare.get_output_embeddings().weight
     total = num_targets * _products_with(head, more=has_reference)
     for match, weight in matches:
-        if match and weight.ndim == 2:
+        if match and len(full_shape(weight)) == 2:
             tokens = num_targets if int(match[1]) == last else num_computed
             in_reference = has_reference and not weight.requires_grad
             total += tokens * _products_with(weight, more=is_checkpointing + in_reference)
@@ -55,7 +56,7 @@ def operations_of_step(
 
 def _products_with(weight: Any, *, more: int) -> int:
     """Count operations per token: forward, gradient of the input, gradient of a trained weight, `more` forwards."""
-    return _FLOPS * int(weight.numel()) * (2 + bool(weight.requires_grad) + more)
+    return _FLOPS * full_shape(weight).numel() * (2 + bool(weight.requires_grad) + more)
 
 
 def measure_seconds(model: Any, microbatch: Any, how: Computation, section: OptimSection) -> float:

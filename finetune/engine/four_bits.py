@@ -8,9 +8,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+_BLOCK, _BLOCK_OF_SCALES = 64, 256
+"""The weights that share a scale, and the scales that share one in turn: section 3 of the paper, and bitsandbytes."""
 
 
 def holds_nf4(module: Any) -> bool:
@@ -36,9 +40,56 @@ def full_shape(weight: torch.Tensor) -> torch.Size:
 def widened(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a weight as a plain tensor of this dtype; None: of the dtype that it had before quantization."""
     if is_in_4_bits(weight):
-        bitsandbytes: Any = import_module("bitsandbytes.functional")
-        weight = bitsandbytes.dequantize_4bit(weight.data, weight.quant_state)  # type: ignore[attr-defined]
+        state: Any = weight.quant_state  # type: ignore[attr-defined]
+        if isinstance(state, _StateWithoutData):
+            weight = state.widened(weight.device)
+        else:
+            bitsandbytes: Any = import_module("bitsandbytes.functional")
+            weight = bitsandbytes.dequantize_4bit(weight.data, state)
     return weight if dtype is None else weight.to(dtype)
+
+
+class _StateWithoutData:
+    """The tensors that bitsandbytes keeps beside a weight in NF4 with double quantization, without data.
+
+    Source: bitsandbytes 0.50, `QuantState` and `quantize_4bit` in bitsandbytes/functional.py.
+    """
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        empty, num_scales = weight.new_empty, -(-weight.numel() // _BLOCK)
+        self.shape, self.dtype = weight.shape, weight.dtype
+        self.absmax = empty(num_scales, dtype=torch.uint8)
+        self.code, self.offset = empty(16, dtype=torch.float32), empty((), dtype=torch.float32)
+        num_outer = -(-num_scales // _BLOCK_OF_SCALES)
+        absmax, code = empty(num_outer, dtype=torch.float32), empty(256, dtype=torch.float32)
+        self.state2 = SimpleNamespace(absmax=absmax, code=code)
+
+    def widened(self, device: torch.device) -> torch.Tensor:
+        """Allocate what dequantizing allocates: the scales in fp32, which are freed again, and the weight."""
+        scales = torch.empty(self.absmax.shape, dtype=torch.float32, device=device)
+        made = torch.empty(self.shape, dtype=self.dtype, device=device)
+        del scales
+        return made
+
+
+def in_4_bits_without_data(weight: torch.Tensor) -> torch.nn.Parameter:
+    """Return a frozen parameter without data, as bitsandbytes keeps a weight in 4 bits."""
+    packed: Any = torch.nn.Parameter(weight.new_empty((weight.numel() + 1) // 2, 1, dtype=torch.uint8), False)
+    packed.quant_state = _StateWithoutData(weight)
+    return packed  # type: ignore[no-any-return]
+
+
+def state_bytes(weight: torch.Tensor) -> int:
+    """Return the bytes that are kept beside a weight in 4 bits, for its scales; 0 for other weights."""
+    return sum(tensor.nbytes for tensor in _state_tensors(weight))
+
+
+def _state_tensors(weight: Any) -> list[torch.Tensor]:
+    if not is_in_4_bits(weight):
+        return []
+    state = weight.quant_state
+    held = [value for part in (state, state.state2) if part is not None for value in vars(part).values()]
+    return [value for value in held if isinstance(value, torch.Tensor)]
 
 
 def weight_without_data(weight: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -50,8 +101,6 @@ def weight_without_data(weight: Any, make: Callable[[torch.Tensor], torch.Tensor
     """
     twin: Any = torch.nn.Parameter(make(weight.data), weight.requires_grad)
     if is_in_4_bits(weight):
-        state = weight.quant_state
-        held = [value for part in (state, state.state2) if part is not None for value in vars(part).values()]
-        known = {id(value): make(value) for value in held if isinstance(value, torch.Tensor)}
-        twin.quant_state = copy.deepcopy(state, known)
+        known = {id(value): make(value) for value in _state_tensors(weight)}
+        twin.quant_state = copy.deepcopy(weight.quant_state, known)
     return twin

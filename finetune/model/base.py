@@ -13,6 +13,7 @@ import torch
 
 from finetune.config.hub import fault_of
 from finetune.config.shipped_files import resolve_shipped
+from finetune.engine.four_bits import full_shape
 from finetune.errors import ModelError, first_line
 from finetune.logs import hear_libraries, waiting
 from finetune.model.from_hub import Part, hub_error, reading, repository_of, stored_types
@@ -195,8 +196,8 @@ def locate(path: str, key: str) -> str:
 
 def count_parameters(model: Any) -> tuple[int, int]:
     """Count the trainable parameters and all parameters; tied weights count once."""
-    parameters = list(model.parameters())
-    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+    sizes = [(full_shape(weight).numel(), weight.requires_grad) for weight in model.parameters()]
+    return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
 
 
 @contextmanager

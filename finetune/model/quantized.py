@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune.engine.four_bits import in_4_bits_without_data
 from finetune.errors import ConfigError
 from finetune.model.base import build_base_model
 
@@ -65,6 +66,17 @@ def load_in_4_bits(model: ModelSection, device: torch.device) -> PreTrainedModel
         ModelError: no such model, not a causal language model, or weights that do not belong to it.
     """
     return build_base_model(model, quantization_config=quantization(), device_map={"": device})
+
+
+def quantize_without_data(model: Any) -> None:
+    """Quantize the base of a model on the meta device as `load_in_4_bits` would: all linear layers but the head.
+
+    The weights must still have the types in which they are loaded.
+    """
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if type(module) is torch.nn.Linear and module is not head and not module.weight.requires_grad:
+            module.weight = in_4_bits_without_data(module.weight)
 
 
 def quantization() -> BitsAndBytesConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -379,9 +380,34 @@ def test_a_device_that_is_not_known_is_refused_with_what_is(name, part):
         read_device(name)
 
 
-def test_four_bit_weights_are_refused_in_words(words):
-    with pytest.raises(ConfigError, match=r"lora\.quantize is nf4.*lora\.quantize=none"):
+def test_a_base_in_four_bits_takes_a_gpu(words):
+    with pytest.raises(ConfigError, match=r"needs a CUDA device, and this plan is for this machine's CPU.*--device"):
         make_plan(load_config([*words, "lora.quantize=nf4"]), find_device("cpu"))
+
+
+def test_a_plan_in_four_bits_needs_no_bitsandbytes(words, inputs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    wide = json.dumps({"model_type": "phi3", **PHI3_SIZES, "vocab_size": MODEL_VOCABULARY, "intermediate_size": 2048})
+    asked = [*words[1:], "model.init=random", f"model.config={wide}", f"model.tokenizer={inputs[0]}"]
+    plans = [
+        make_plan(load_config([*asked, f"lora.quantize={wish}"]), read_device("RTX 4090")) for wish in ("none", "nf4")
+    ]
+    plain, quantized = plans
+    assert quantized.parameters == plain.parameters
+    assert quantized.seconds_at_limit == plain.seconds_at_limit
+    assert quantized.peak.parts["weights"] < 0.4 * plain.peak.parts["weights"]
+    assert [finding.what for finding in quantized.findings if "4 bits" in finding.what] == []
+
+
+def test_a_base_in_four_bits_counts_16_bits_where_the_engine_only_calls_its_layers(words):
+    asked = [*words, "lora.dora=true", "training.max_tokens_per_microbatch=64"]
+    plans = [
+        make_plan(load_config([*asked, f"lora.quantize={wish}"]), read_device("RTX 4090")) for wish in ("none", "nf4")
+    ]
+    plain, quantized = plans
+    assert quantized.peak == plain.peak
+    (finding,) = [finding for finding in quantized.findings if "4 bits" in finding.what]
+    assert "this plan counts 16 bits" in finding.what
 
 
 @pytest.mark.slow

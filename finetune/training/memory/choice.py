@@ -17,6 +17,7 @@ import torch
 
 from finetune.config.objectives import OBJECTIVES
 from finetune.engine.decoder import bare_model
+from finetune.engine.four_bits import full_shape
 from finetune.errors import first_line
 from finetune.model.base import checkpoint_gradients
 from finetune.training.loaders import global_batch_size
@@ -354,7 +355,8 @@ def _bound(model: Any, *, rows: int, length: int) -> int:
     weights = list(model.parameters())
     # A token passes through some experts of a layer, whose weights are one tensor of three dimensions.
     times = {2: 1, 3: getattr(config, "num_experts_per_tok", 1)}
-    features = sum(times.get(weight.ndim, 1) * sum(weight.shape[-2:]) for weight in weights if weight.ndim > 1)
+    shapes = [shape for shape in map(full_shape, weights) if len(shape) > 1]
+    features = sum(times.get(len(shape), 1) * sum(shape[-2:]) for shape in shapes)
     scores = getattr(config, "num_attention_heads", 0) * config.num_hidden_layers * length
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     return 4 * int(8 * rows * length * (features + scores) + 6 * trained + 8 * _widest_square(model))

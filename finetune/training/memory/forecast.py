@@ -22,7 +22,7 @@ from finetune.data.encoded import EncodedExamples
 from finetune.data.labelled import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
 from finetune.engine.decoder import bare_model
-from finetune.engine.four_bits import is_in_4_bits, weight_without_data
+from finetune.engine.four_bits import is_in_4_bits, state_bytes, weight_without_data
 from finetune.engine.microbatch import Microbatch
 from finetune.training.memory.tracing import (
     ABOVE,
@@ -112,7 +112,8 @@ class Weights:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.is_adapted = hasattr(model, "peft_config")
-        self._buffers = sum(buffer.nbytes for buffer in model.buffers())
+        self._unsharded = sum(buffer.nbytes for buffer in model.buffers())
+        self._unsharded += sum(state_bytes(weight) for weight in model.parameters())
         weights = list(_sizes_of(model))
         self._trained = [weight for weight in weights if weight.is_trained]
         self._sharded = [weight for weight in weights if not (self.is_adapted and weight.is_trained)]
@@ -126,8 +127,8 @@ class Weights:
         self.trained_head = 0 if self.is_adapted else _bytes_of_own_head(bare_model(model))
 
     def held(self, shards: Shards) -> int:
-        """Return the bytes of a rank's shards of all weights except the adapter's, buffers included."""
-        return self._buffers + sum(weight.part(shards.size) for weight in self._sharded)
+        """Return the bytes of a rank's shards of all weights except the adapter's, with buffers and 4-bit scales."""
+        return self._unsharded + sum(weight.part(shards.size) for weight in self._sharded)
 
     def gradients(self, shards: Shards) -> int:
         """Return the bytes of the gradients that a rank keeps until the end of a step."""
