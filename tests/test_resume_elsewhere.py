@@ -174,7 +174,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
 GOINGS = [pytest.param(going, id=going.name) for now in WORLD_SIZES for going in goings_to(now)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("going", GOINGS)
 def test_the_curve_and_the_rows_are_those_of_one_uninterrupted_process(worlds: Worlds, going: Going) -> None:
     path = worlds.gone_on(going)

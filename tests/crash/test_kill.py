@@ -17,9 +17,9 @@ from tests.crash.runs import DATA_WORKERS, Nursery, assert_same_end, explained
 
 pytestmark = pytest.mark.sweep
 
-EVERY = {1: STRIDE, 2: 5 * STRIDE} if IS_FULL else {1: 37, 2: 131}
+EVERY = {1: STRIDE, 2: 5 * STRIDE} if IS_FULL else {1: 61, 2: 197}
 """By number of ranks. Prime numbers: the share that is tried differs from save to save."""
-RANDOM_KILLS = {1: 50, 2: 15, 4: 10} if IS_FULL else {1: 5, 2: 2, 4: 1}
+RANDOM_KILLS = {1: 50, 2: 15, 4: 10} if IS_FULL else {1: 3, 2: 1, 4: 1}
 STEPS = {1: 300, 2: 150, 4: 100} if IS_FULL else {1: 60, 2: 36, 4: 20}
 SHARDED = ["training.method=full", "parallel.sharding=fsdp2", "optim.learning_rate=1e-3"]
 """All ranks gather what rank 0 saves."""

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -17,7 +16,6 @@ from finetune.data.encode import describe, encode_examples
 from finetune.data.encoded import EncodedExamples, EncodedSplits, digest_tensors
 from finetune.data.examples import load_examples
 from finetune.errors import DataError
-from tests.pace import processor_limit
 from tests.tiny import Style, tiny_tokenizer
 
 USER = {"role": "user", "content": "Hi"}
@@ -219,13 +217,3 @@ def test_rows_made_by_hand() -> None:
     assert examples.prompt_and_answer(0) == ([5], [6])
     assert examples.source(1) == "row 2"
     assert not examples.is_truncated.any()
-
-
-def test_two_thousand_rows_take_well_under_two_seconds_of_this_process(make_section: Make) -> None:
-    section = make_section(path="shipped:orders")
-    splits, tokenizer = load_examples(section), tiny_tokenizer()
-    started = time.process_time()
-    encoded = encode_examples(splits, tokenizer, section)
-    taken = time.process_time() - started
-    assert taken < processor_limit(1.5)
-    assert len(encoded.train) == 2000

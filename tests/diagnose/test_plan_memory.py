@@ -163,7 +163,7 @@ def test_the_table_of_the_docs_has_these_cases_and_no_others():
         assert sorted(cases_of_page()) == sorted(names)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("family", "method", "checkpointed", "way"), SWEEP)
 def test_the_predicted_peak_is_the_measured_one(family, method, checkpointed, way):
     config = CONFIGS[family]()
@@ -189,7 +189,7 @@ def pairs(number: int = 3) -> list[EncodedPair]:
     return made
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "checkpointed", "way"), PAIRS)
 def test_the_predicted_peak_of_pairs_is_the_measured_one(family, checkpointed, way):
     """Policy and reference, in one micro-batch."""

@@ -28,7 +28,7 @@ def kept() -> dict[tuple[str, ...], Path]:
     return {}
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("page", pages_with("runnable"), ids=name_of)
 def test_the_commands_of_a_page_work_in_their_order(page, kept, tmp_path, tmp_path_factory):
     done: tuple[str, ...] = ()
