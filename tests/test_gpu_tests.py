@@ -13,8 +13,8 @@ from tests.launches import REPOSITORY, run_command
 
 pytestmark = pytest.mark.process
 
-FEW = "not bf16 and not dora and not pissa and not rslora and not workers"
-"""A CPU is slow in bf16, and runs the methods that are left out here in tests/methods."""
+FEW = "not bf16 and not fp16 and not dora and not pissa and not rslora and not workers"
+"""A CPU is slow in 16 bits, and runs the methods that are left out here in tests/methods."""
 PRINTS = "import os; print('sees', repr(os.environ.get('CUDA_VISIBLE_DEVICES')))"
 
 

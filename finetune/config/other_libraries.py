@@ -9,7 +9,6 @@ from __future__ import annotations
 _BETAS = "Write optim.args={betas: [0.9, 0.999]}."
 _BEST = "Nothing to set: adapter/ holds the best weights, by checkpoint.best_metric."
 _COMMANDS = "Nothing to set: `finetune train` trains, validates and tests; `finetune evaluate` measures a finished run."
-_FP16 = "fp16 is not supported: write training.precision=bf16 or training.precision=fp32."
 _LOSS = "The loss is next-token cross-entropy, or that of training.objective: dpo, kto, orpo or simpo."
 _LOSS_ON = "Nothing to set: only answers carry loss. data.train_on=last leaves out all but the last of a conversation."
 _PUSH = "Publish a finished run with `finetune push`."
@@ -33,8 +32,8 @@ TRAINING_ARGUMENTS = {
     "average_tokens_across_devices": "Nothing to set: the loss is the mean over all target tokens of the global batch.",
     "label_smoothing_factor": _LOSS,
     "bf16": "Write training.precision=bf16.",
-    "fp16": _FP16,
-    "fp16_full_eval": _FP16,
+    "fp16": "Write training.precision=fp16.",
+    "fp16_full_eval": "A run validates and tests in training.precision.",
     "neftune_noise_alpha": "training.neftune_alpha",
     "use_liger_kernel": "training.kernels",
     "torch_compile": "training.fused",

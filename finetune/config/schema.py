@@ -363,12 +363,18 @@ class TrainingSection(LoaderKeys):
     """auto: the engine's own forward and backward if it supports the model; reference: transformers' on padded rows."""
     fused: Free[bool | Literal["auto"]] = "auto"
     """Fuse the engine's norms, activations and rotations into few kernels with torch.compile. auto: on CUDA alone."""
-    precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume("always", "the precision of a step")] = "auto"
-    """auto: bf16 if the GPU computes in it (NVIDIA from Ampere on, AMD), otherwise fp32. fp16 has too small a range."""
+    precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], OnResume("always", "the precision of a step")] = (
+        "auto"
+    )
+    """auto: bf16 on GPUs that compute in it (NVIDIA from Ampere on, AMD), fp16 on other NVIDIA GPUs, otherwise fp32."""
     neftune_alpha: Annotated[NonNegativeFloat, OnResume("always", "the noise on the embedded tokens")] = 0.0
     """Size of the noise that training adds to embeddings (NEFTune: Jain et al., 2023, arXiv:2310.05914); 0: none."""
     gradient_checkpointing: Free[bool | Literal["auto"]] = "auto"
     """Recompute activations in the backward pass: less memory, more time. auto: only if a step does not fit without."""
+    memory: CutKey[Literal["fastest", "least"]] = "fastest"
+    """What `auto` values take of the free memory: as much as makes a step faster, or as little as possible."""
+    memory_fraction: Free[Annotated[float, Field(gt=0, le=1)]] = 1.0
+    """The share of a device's whole memory that the run may use, for a device that others use too."""
     device: Free[str] = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1` or `mps` (Apple). A whole number n is read as `cuda:n`, null as `auto`."""
     deterministic: Free[bool] = False
@@ -401,16 +407,6 @@ class TrainingSection(LoaderKeys):
         if not re.fullmatch("auto|cpu|mps|cuda(:[0-9]+)?", name):
             raise ValueError(f"expected auto, cpu, cuda, cuda:N, mps or a whole number, got '{value}'")
         return name
-
-    @field_validator("precision", mode="before")
-    @classmethod
-    def _no_fp16(cls, value: object) -> object:
-        if value in ("fp16", "float16", "half"):
-            raise ValueError(
-                "fp16 is not supported: gradients underflow and activations of Phi models overflow its range of "
-                "65504 without notice. Use bf16 (same memory, range of fp32) or fp32"
-            )
-        return value
 
 
 class PreferenceSection(Section):

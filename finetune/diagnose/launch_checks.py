@@ -28,7 +28,7 @@ from finetune.distributed.environment import (
 )
 from finetune.distributed.launch import refuse_another_launch
 from finetune.distributed.network import is_loopback, is_own_address, own_name_is_loopback, what_answers
-from finetune.distributed.precision import choose_precision, has_bf16
+from finetune.distributed.precision import best_precision, choose_precision
 from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
 from finetune.errors import ConfigError, LaunchError
 from finetune.findings import Finding, ok, problem, warning, what_and_fix
@@ -149,7 +149,7 @@ def _refuse_precision(config: Config, environ: Mapping[str, str]) -> None:
     if any(setting.startswith("ACCELERATE_MIXED_PRECISION=") for setting, _ in refused_settings(environ)):
         return  # reported already
     device = _resolve_device(config.training.device if torch.cuda.is_available() else "cpu")
-    precision = choose_precision(config.training.precision, has_bf16=has_bf16(device))
+    precision = choose_precision(config.training.precision, best=best_precision(device))
     refuse_another_precision(precision, config.training.precision, environ)
 
 

@@ -21,7 +21,7 @@ from finetune.diagnose.plan_devices import Device
 from finetune.diagnose.plan_time import measure_seconds, operations_of_step
 from finetune.diagnose.preview_tokens import on_one_line
 from finetune.distributed.environment import read_environment
-from finetune.distributed.precision import choose_precision, convert_weights
+from finetune.distributed.precision import DTYPES, choose_precision, convert_weights
 from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
 from finetune.engine.fused import why_not_fused
 from finetune.errors import ConfigError, DataError, ModelError, first_line
@@ -170,6 +170,7 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
     """
     _refuse_quantized_on_cpu(config, device)
     refuse_what_is_not_sharded(config, trains=True)
+    device = device.limited_to(config.training.memory_fraction)
     device = device.shared_by(config.parallel.num_processes or read_environment(os.environ).local_world_size)
     planner = _Planner(config, device)
     model, forecast = planner.model, planner.forecast(planner.model)
@@ -208,7 +209,7 @@ class _Planner:
         self._device = device
         self.findings: list[Finding] = []
         self._trainer = trainer_for(config)
-        self.precision = choose_precision(config.training.precision, has_bf16=device.has_bf16)
+        self.precision = choose_precision(config.training.precision, best=device.precision)
         parallel = config.parallel
         self._world_size = parallel.world_size or parallel.num_processes or read_environment(os.environ).world_size
         self._shards = shards_of(parallel, self._world_size)
@@ -228,7 +229,7 @@ class _Planner:
         self._how = Computation(
             loss_of=partial(self._trainer.loss_of, config),
             device_type=device.type,
-            is_bf16=self.precision == "bf16",
+            dtype=DTYPES[self.precision],
             is_fused=wants_fused(config.training, device.type),
         )
         self._splits = self._encode()
@@ -236,7 +237,7 @@ class _Planner:
         self.choice = self._choose_by_memory(collate)
         self._config = config = self.choice.resolve(config)
         if self.choice.gradient_checkpointing:
-            checkpoint_gradients(self.model)
+            checkpoint_gradients(self.model, offloads=self.choice.offloads)
         self.batching = Batching(
             config=config,
             rows=None if self._splits is None else self._splits.train,

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from finetune.distributed.device import _resolve_device, accelerator_type
-from finetune.distributed.precision import has_bf16
+from finetune.distributed.precision import Precision, best_precision
 from finetune.errors import ConfigError
 
 GIB = 2**30
@@ -20,27 +20,29 @@ GIB = 2**30
 class _Known(NamedTuple):
     gib: float
     """The whole memory, as torch reports it."""
-    bf16: float | None
-    """TFLOP/s of matrix products; None if the device does not compute in bf16."""
+    half: float
+    """TFLOP/s of matrix products in `precision`."""
     fp32: float
     """TFLOP/s in full fp32, the default of torch."""
+    precision: Precision = "bf16"
+    """What `training.precision=auto` means there."""
 
 
 _KNOWN = {
-    "B200 180GB": _Known(178.3, bf16=2250, fp32=75),
-    "H200 141GB": _Known(139.8, bf16=989, fp32=67),
-    "H100 80GB": _Known(79.1, bf16=989, fp32=67),
-    "A100 80GB": _Known(79.2, bf16=312, fp32=19.5),
-    "A100 40GB": _Known(39.4, bf16=312, fp32=19.5),
-    "L40S 48GB": _Known(44.4, bf16=362, fp32=91.6),
-    "A6000 48GB": _Known(47.5, bf16=155, fp32=38.7),
-    "RTX 4090 24GB": _Known(23.5, bf16=165, fp32=82.6),
-    "RTX 3090 24GB": _Known(23.6, bf16=71, fp32=35.6),
-    "A10 24GB": _Known(22.0, bf16=125, fp32=31.2),
-    "L4 24GB": _Known(22.0, bf16=121, fp32=30.3),
-    "V100 32GB": _Known(31.7, bf16=None, fp32=15.7),
-    "V100 16GB": _Known(15.8, bf16=None, fp32=15.7),
-    "T4 16GB": _Known(14.6, bf16=None, fp32=8.1),
+    "B200 180GB": _Known(178.3, half=2250, fp32=75),
+    "H200 141GB": _Known(139.8, half=989, fp32=67),
+    "H100 80GB": _Known(79.1, half=989, fp32=67),
+    "A100 80GB": _Known(79.2, half=312, fp32=19.5),
+    "A100 40GB": _Known(39.4, half=312, fp32=19.5),
+    "L40S 48GB": _Known(44.4, half=362, fp32=91.6),
+    "A6000 48GB": _Known(47.5, half=155, fp32=38.7),
+    "RTX 4090 24GB": _Known(23.5, half=165, fp32=82.6),
+    "RTX 3090 24GB": _Known(23.6, half=71, fp32=35.6),
+    "A10 24GB": _Known(22.0, half=125, fp32=31.2),
+    "L4 24GB": _Known(22.0, half=121, fp32=30.3),
+    "V100 32GB": _Known(31.7, half=125, fp32=15.7, precision="fp16"),
+    "V100 16GB": _Known(15.8, half=125, fp32=15.7, precision="fp16"),
+    "T4 16GB": _Known(14.6, half=65, fp32=8.1, precision="fp16"),
 }
 """By name. Rates are from NVIDIA's data sheets: the fastest variant of each device, dense, with sums in fp32."""
 
@@ -57,7 +59,7 @@ class Device:
         type: cpu or cuda, which decides how the engine computes.
         memory: bytes that the process can use.
         reserve: the part of `memory` that is in use before the first tensor, in bytes.
-        has_bf16: whether `training.precision=auto` means bf16 there.
+        precision: what `training.precision=auto` means there.
         is_here: whether it belongs to this machine.
         teraflops: the highest rate of matrix products by precision, where it is known.
     """
@@ -66,9 +68,13 @@ class Device:
     type: str
     memory: int
     reserve: int
-    has_bf16: bool
+    precision: Precision
     is_here: bool
     teraflops: Mapping[str, float] = field(default_factory=dict)
+
+    def limited_to(self, fraction: float) -> Device:
+        """Return the part of the device that a run may use (`training.memory_fraction`)."""
+        return self if fraction == 1 else replace(self, memory=int(fraction * self.memory))
 
     def shared_by(self, processes: int) -> Device:
         """Return a process's share, if this is the CPU at hand: processes on one machine share its memory."""
@@ -86,14 +92,14 @@ def read_device(name: str) -> Device:
     """
     known = [full for full in _KNOWN if _folded(name) in (_folded(full), _folded(full.rpartition(" ")[0]))]
     if len(known) == 1:
-        return _cuda(known[0], round(_KNOWN[known[0]].gib * GIB), has_bf16=_KNOWN[known[0]].bf16 is not None)
+        return _cuda(known[0], round(_KNOWN[known[0]].gib * GIB), precision=_KNOWN[known[0]].precision)
     size = re.search(r"(\d+(?:\.\d+)?)\s*G(?:i?B)?$", name.strip(), re.IGNORECASE)
     if size is None:
         what = f"this device is not known. Known are {', '.join(_KNOWN)}. Give one of them, or a size"
         what = f"the name fits several devices: {', '.join(known)}. Give one of them" if known else what
         raise ConfigError(f"--device {name}: {what}, for example --device '{known[0] if known else 'MyGPU 24GB'}'.")
     # Makers count in GiB, and torch reports some percent less.
-    return _cuda(name.strip(), round(0.97 * float(size[1]) * GIB), has_bf16=True)
+    return _cuda(name.strip(), round(0.97 * float(size[1]) * GIB), precision="bf16")
 
 
 def find_device(wish: str) -> Device:
@@ -105,7 +111,7 @@ def find_device(wish: str) -> Device:
     device = _resolve_device(wish if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found = _cuda(properties.name, properties.total_memory, has_bf16=has_bf16(device))
+        found = _cuda(properties.name, properties.total_memory, precision=best_precision(device))
         return replace(found, is_here=True)
     taken = psutil.Process().memory_info().rss  # Python, torch and transformers: a run has them too
     free = psutil.virtual_memory().available
@@ -115,18 +121,18 @@ def find_device(wish: str) -> Device:
         type="cpu",
         memory=free + taken,
         reserve=taken,
-        has_bf16=False,
+        precision="fp32",
         is_here=True,
     )
 
 
-def _cuda(name: str, memory: int, *, has_bf16: bool) -> Device:
+def _cuda(name: str, memory: int, *, precision: Precision) -> Device:
     return Device(
         name=name,
         type="cuda",
         memory=memory,
         reserve=_CUDA_RESERVE,
-        has_bf16=has_bf16,
+        precision=precision,
         is_here=False,
         teraflops=_teraflops(name),
     )
@@ -136,8 +142,7 @@ def _teraflops(name: str) -> dict[str, float]:
     """Find the rates of a device by its name or the driver's, for example `NVIDIA A100-SXM4-80GB`."""
     words = re.split(r"[\s_-]+", name.upper())
     known = next((rates for full, rates in _KNOWN.items() if full.split()[-2] in words), None)
-    rates = {} if known is None else {"bf16": known.bf16, "fp32": known.fp32}
-    return {precision: rate for precision, rate in rates.items() if rate is not None}
+    return {} if known is None else {known.precision: known.half, "fp32": known.fp32}
 
 
 def _folded(name: str) -> str:

@@ -94,7 +94,7 @@ def _measure(model: Any, microbatch: Any, how: Computation, section: OptimSectio
     seconds = []
     for _ in range(1 + _REPETITIONS):
         begun = time.perf_counter()
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=how.is_bf16):
+        with torch.autocast(device.type, dtype=how.dtype, enabled=how.dtype != torch.float32):
             summed = loss(model, microbatch).reshape(-1)[0]
         (summed / max(1, microbatch.num_targets)).backward()
         optimizer.step()

@@ -31,7 +31,7 @@ _WITHOUT_EFFECT = re.compile(
     r"|PARALLELISM_CONFIG_[CS]P_(?!SIZE)\w+"
 )
 _ALLOWED_VALUES = {
-    "ACCELERATE_MIXED_PRECISION": ("bf16",),
+    "ACCELERATE_MIXED_PRECISION": ("bf16", "fp16"),
     "FSDP_VERSION": ("2",),
     "FSDP_RESHARD_AFTER_FORWARD": ("true",),
     "FSDP_ACTIVATION_CHECKPOINTING": ("true",),
@@ -51,8 +51,8 @@ _WHY_REFUSED = {
     "ACCELERATE_USE_FSDP": "finetune does not support version 1 of FSDP. Set fsdp_version: 2 in accelerate's config "
     "file (--fsdp_version 2); or leave FSDP out there, and set parallel.sharding=fsdp2.",
     **dict.fromkeys(("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", *_TPU), _OTHER_ENGINE),
-    "ACCELERATE_MIXED_PRECISION": "finetune trains in fp32 and bf16 only. Set mixed_precision to no or bf16, and "
-    "training.precision.",
+    "ACCELERATE_MIXED_PRECISION": "finetune trains in fp32, bf16 and fp16 only. Set mixed_precision to one of them "
+    "(fp32: no), and training.precision.",
     "ACCELERATE_TORCH_DEVICE": "every process would compute on that one device. Unset it and set training.device.",
     "FSDP_SHARDING_STRATEGY": "version 2 of FSDP has no such setting, and accelerate ignores it. Remove it; "
     "fsdp_reshard_after_forward: false replaces SHARD_GRAD_OP, and parallel.shard_size replaces HYBRID_SHARD.",

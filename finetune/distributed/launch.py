@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +43,7 @@ from finetune.distributed.local_spawn import run_as_processes
 from finetune.distributed.precision import deterministic_algorithms
 from finetune.distributed.runtime import Runtime
 from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
-from finetune.engine.fused import switch_fused
+from finetune.engine.fused import kernels_kept_in, switch_fused
 from finetune.errors import ConfigError, LaunchError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs
@@ -105,6 +106,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         for fallback in joined_fallbacks() if is_adopted else ():
             fallbacks.take(fallback)
         leaving.callback(switch_fused, False)
+        leaving.enter_context(kernels_kept_in(Path(config.data.cache_dir).expanduser().absolute() / "kernels"))
         if config.training.deterministic:
             leaving.enter_context(deterministic_algorithms())
         _refuse_what_mps_lacks(config, context.device)
@@ -215,6 +217,11 @@ def _refuse_what_mps_lacks(config: Config, device: torch.device) -> None:
         raise ConfigError(
             f"training.deterministic is true ({config.origin('training.deterministic')}), but this run is on an Apple "
             "GPU (mps), for which torch does not promise equal results. Remove the key, or set training.device=cpu."
+        )
+    if config.training.precision == "fp16":
+        raise ConfigError(
+            f"training.precision is fp16 ({config.origin('training.precision')}), which finetune does not compute on "
+            "an Apple GPU (mps). Set training.precision=bf16 (macOS 14 or newer), or fp32."
         )
     if config.training.precision == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
         raise ConfigError(

@@ -118,6 +118,8 @@ class Placement:
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the context in which a forward pass computes in the run's precision."""
+        if self._precision == "fp16":
+            return torch.autocast(self.context.device.type, dtype=torch.float16)
         context: AbstractContextManager[None] = self._accelerator.autocast()
         return context
 
@@ -244,6 +246,12 @@ class Placement:
         if self.context.distributed and self._reducer is None and not self.shards_trained:
             with self._liveness.collective("sync_gradients", waits_before=False, waits_after=False):
                 sum_flat(parameters)
+
+    def unscale_gradients(self, parameters: Sequence[torch.nn.Parameter], loss_scale: int) -> None:
+        """Divide gradients by the factor of the loss. It is a power of two, so that no bit of a gradient changes."""
+        if loss_scale != 1:
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            torch._foreach_mul_(gradients, 1 / loss_scale)
 
     def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
         """Scale gradients down to `max_norm` (None: only measure), and return their norm before that.

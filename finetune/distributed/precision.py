@@ -10,7 +10,9 @@ from typing import Any, Literal
 import torch
 import torch.utils.deterministic
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The type of frozen weights and of products."""
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -25,20 +27,27 @@ def has_bf16(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def choose_precision(wish: Literal["auto", "fp32", "bf16"], *, has_bf16: bool) -> Precision:
+def best_precision(device: torch.device) -> Precision:
+    """Return the precision that `training.precision=auto` means on a device: the fastest one that it has."""
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if has_bf16(device) else "fp16"
+
+
+def choose_precision(wish: Precision | Literal["auto"], *, best: Precision) -> Precision:
     """Return the precision that `training.precision` means on a device.
 
     Args:
         wish: `training.precision`.
-        has_bf16: whether the device is a GPU that computes in bf16.
+        best: the precision that `auto` means there, see `best_precision`.
     """
-    if wish == "auto":
-        return "bf16" if has_bf16 else "fp32"
-    return wish
+    return best if wish == "auto" else wish
 
 
 def convert_weights(model: torch.nn.Module, precision: Precision, device: torch.device | None = None) -> None:
     """Convert a model's weights: trained weights to fp32, frozen weights to the run's precision.
+
+    Layers in 4 bits whose own forward is called compute their products in this precision too.
 
     Args:
         model: on the CPU, or where it was loaded.
@@ -47,6 +56,11 @@ def convert_weights(model: torch.nn.Module, precision: Precision, device: torch.
             weight is copied, because a weight that is mapped from a file would change with the file. None: the
             weights stay on their device.
     """
+    if precision == "fp16":
+        modules: Iterable[Any] = model.modules()
+        for module in modules:
+            if hasattr(module, "compute_dtype"):  # of bitsandbytes; otherwise bf16, which these GPUs lack
+                module.compute_dtype = torch.float16
     convert_parameters(model.parameters(), precision, device)
 
 
@@ -54,7 +68,7 @@ def convert_parameters(
     parameters: Iterable[torch.nn.Parameter], precision: Precision, device: torch.device | None = None
 ) -> None:
     """Do as `convert_weights`, for some weights of a model."""
-    frozen = torch.bfloat16 if precision == "bf16" else torch.float32
+    frozen = DTYPES[precision]
     is_copied = device is not None and device.type == "cpu"
     for parameter in parameters:
         if parameter.is_floating_point():

@@ -26,7 +26,7 @@ from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.environment import LaunchEnvironment
 from finetune.distributed.liveness import Liveness
 from finetune.distributed.placement import Placement
-from finetune.distributed.precision import choose_precision, has_bf16
+from finetune.distributed.precision import best_precision, choose_precision
 from finetune.distributed.stop_requests import StopRequests
 from finetune.errors import LaunchError
 from finetune.fallbacks import Fallbacks
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 
 _log = logging.getLogger(__name__)
+_MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "no"}
+"""Accelerate's name for each precision. In fp16, Accelerate would scale the loss and skip batches whose gradients
+overflow. The training step scales the loss itself, and computes such a batch again."""
 _PLAIN_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -49,7 +52,7 @@ class Runtime:
     Attributes:
         environment: this process's place in the launch.
         fallbacks: every downgrade taken in this run.
-        precision: ``fp32`` or ``bf16``, chosen for this device.
+        precision: ``fp32``, ``bf16`` or ``fp16``, chosen for this device.
         liveness: phases, the watchdog, and leaving.
         collectives: values that the ranks exchange, and failures on which they agree.
         stop_requests: the stop signals of all ranks.
@@ -67,13 +70,15 @@ class Runtime:
         self._given = given
         self.environment = environment
         self.fallbacks = fallbacks
-        self.precision = choose_precision(config.training.precision, has_bf16=has_bf16(context.device))
+        self.precision = choose_precision(config.training.precision, best=best_precision(context.device))
         refuse_another_precision(self.precision, config.training.precision, os.environ)
         if context.device.type == "cuda":
             torch.cuda.set_device(context.device)  # in a world of one, Accelerate takes the current one
+            if config.training.memory_fraction < 1:
+                torch.cuda.set_per_process_memory_fraction(config.training.memory_fraction, context.device)
         self._accelerator = Accelerator(
             cpu=context.device.type == "cpu",
-            mixed_precision="bf16" if self.precision == "bf16" else "no",
+            mixed_precision=_MIXED_PRECISION[self.precision],
             gradient_accumulation_steps=1,
         )
         self.liveness = Liveness(context)
@@ -135,6 +140,7 @@ class Runtime:
         self.backward = placement.backward
         self.loss = placement.loss
         self.sync_gradients = placement.sync_gradients
+        self.unscale_gradients = placement.unscale_gradients
         self.clip_grad_norm = placement.clip_grad_norm
         self.full_tensors = placement.full_tensors
 
@@ -251,7 +257,7 @@ class Runtime:
             "world size": (self.world_size, theirs.num_processes),
             "rank": (self.rank, theirs.process_index),
             "device": (_device_name(self.device), _device_name(theirs.device)),
-            "precision": (self.precision, {"no": "fp32"}.get(theirs.mixed_precision, theirs.mixed_precision)),
+            "precision": (_MIXED_PRECISION[self.precision], theirs.mixed_precision),
             "gradient accumulation": (1, theirs.gradient_accumulation_steps),
             "parallelism": ("plain", _parallelism(theirs.distributed_type)),
         }

@@ -235,7 +235,7 @@ class _TakeKeys(torch.autograd.Function):
 @cache
 def why_not_varlen(device: torch.device) -> str | None:
     """Return why a GPU cannot use variable-length flash attention with a window and a scale; None if it can."""
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if _is_before_ampere(device):
         return f"{torch.cuda.get_device_name(device)} is older than flash attention's kernels, which need Ampere"
     missing = sorted({"window_size", "scale"} - _varlen_options())
     return f"torch {torch.__version__} has no varlen_attn with {' and '.join(missing)}" if missing else None
@@ -248,8 +248,14 @@ def attention_fallback(device: torch.device, dtype: torch.dtype) -> tuple[str, s
         device: of the model.
         dtype: in which it computes.
     """
-    why = why_not_varlen(device) if device.type == "cuda" and dtype in VARLEN_TYPES else None
+    if device.type != "cuda" or dtype not in VARLEN_TYPES or (dtype == torch.float16 and _is_before_ampere(device)):
+        return None  # fp16 is the type of GPUs before Ampere, and memory-efficient attention the fastest that they have
+    why = why_not_varlen(device)
     return None if why is None else ("variable-length flash attention", "memory-efficient attention", why)
+
+
+def _is_before_ampere(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) < (8, 0)
 
 
 @cache

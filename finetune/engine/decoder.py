@@ -8,6 +8,7 @@ tokens, and everything else, dropout included, only for the requested ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias, TypeGuard
@@ -108,6 +109,12 @@ ENTER = "enter_layer"
 do not run. This method does what a hook would do around a call, for example all-gather the layer's weights."""
 
 
+OFFLOADS = "offloads_inputs"
+"""The name of an attribute of a decoder: whether inputs of layers that are checkpointed are kept in main memory."""
+Keep = Callable[[], AbstractContextManager[Any]]
+"""Makes a block in which autograd keeps tensors in a place of its own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Tokens:
     """The inputs of the layers besides hidden states."""
@@ -129,6 +136,7 @@ class Decoder:
         model: a transformers causal language model, or a PEFT model around one.
         attention: see `Attention`.
         checkpoint_layers: recompute each layer in the backward pass instead of keeping its activations.
+        keep_inputs: how the inputs of these layers are kept until then.
         mlp_chunk_rows: see `gated_mlp`.
     """
 
@@ -138,6 +146,7 @@ class Decoder:
         attention: Attention,
         *,
         checkpoint_layers: bool = False,
+        keep_inputs: Keep = nullcontext,
         mlp_chunk_rows: int | None = None,
     ) -> None:
         bare = bare_model(model)
@@ -147,6 +156,7 @@ class Decoder:
         self._attention = attention
         self._windows = layer_windows(bare)
         self._checkpoint_layers = checkpoint_layers
+        self._keep_inputs = keep_inputs
         self._mlp_chunk_rows = mlp_chunk_rows
 
     def hidden_states(
@@ -177,8 +187,13 @@ class Decoder:
             for modules in self._modules.layers:
                 layer = partial(self._layer, modules, tokens=there if modules is last else everywhere)
                 layer = partial(getattr(modules, ENTER), layer) if hasattr(modules, ENTER) else layer
-                h = checkpoint(layer, h, use_reentrant=False) if self._checkpoint_layers else layer(h)
+                h = self._checkpointed(layer, h) if self._checkpoint_layers else layer(h)
             return _normalize(self._modules.get_submodule(self._family.final_norm), h)
+
+    def _checkpointed(self, layer: Callable[[torch.Tensor], torch.Tensor], h: torch.Tensor) -> torch.Tensor:
+        with self._keep_inputs():
+            result: torch.Tensor = checkpoint(layer, h, use_reentrant=False)
+        return result
 
     def _layer(self, modules: Any, h: torch.Tensor, tokens: _Tokens) -> torch.Tensor:
         """Apply a layer: (tokens, hidden) to (tokens, hidden), or to (n, hidden) for n requested tokens."""

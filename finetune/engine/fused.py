@@ -6,14 +6,21 @@ formula itself. If fusing is off, which is the default, the formula runs as ordi
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial, wraps
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 
 from finetune.errors import first_line
+from finetune.logs import waiting
+from finetune.units import format_duration
 
 Formula = TypeVar("Formula", bound=Callable[..., Any])
 
@@ -22,7 +29,10 @@ LAUNCHES: dict[str, int] = {}
 FORMULAS: dict[str, Callable[..., Any]] = {}
 """What torch.compile compiles for each operator."""
 
+_log = logging.getLogger(__name__)
+_FOLDER_OF_KERNELS = "TORCHINDUCTOR_CACHE_DIR"
 _is_on = False
+_compiled_here: set[Callable[..., Any]] = set()
 
 
 def switch_fused(on: bool) -> None:
@@ -45,6 +55,35 @@ def fused_or_not(on: bool) -> Iterator[None]:
         yield
     finally:
         switch_fused(before)
+
+
+@contextmanager
+def kernels_kept_in(folder: Path) -> Iterator[None]:
+    """Keep compiled kernels in a folder inside, where later runs and other ranks find them.
+
+    torch writes each file under another name and renames it, so ranks may write at the same time. The folder that a
+    user has set with TORCHINDUCTOR_CACHE_DIR stays.
+    """
+    before = os.environ.get(_FOLDER_OF_KERNELS)
+    if before is not None and before != _torchs_own_folder():
+        yield
+        return
+    os.environ[_FOLDER_OF_KERNELS] = str(folder)
+    try:
+        yield
+    finally:
+        del os.environ[_FOLDER_OF_KERNELS]
+        if before is not None:
+            os.environ[_FOLDER_OF_KERNELS] = before
+
+
+def _torchs_own_folder() -> str | None:
+    """Return the folder that torch writes into the variable when a library imports its compiler."""
+    if "torch._inductor" not in sys.modules:
+        return None
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return default_cache_dir()
 
 
 def fused(*, launches: int, compiled: Callable[..., Any] | None = None) -> Callable[[Formula], Formula]:
@@ -94,11 +133,26 @@ def _run(formula: Callable[..., Any], *args: Any) -> Any:
     if min(rows) < 2:  # torch.compile would make kernels for no row and for one row alone
         return formula(*args)
     given = [_any_number_of_rows(arg) for arg in args]
+    if formula not in _compiled_here:
+        _compiled_here.add(formula)
+        return _compile(formula, given)
     try:
         return _compiled(formula)(*given)
     except torch._dynamo.exc.FailOnRecompileLimitHit:  # by more kinds of arguments than torch keeps kernels for
         torch._dynamo.reset()  # the others are of models before this one
         return _compiled(formula)(*given)
+
+
+def _compile(formula: Callable[..., Any], given: list[Any]) -> Any:
+    """Run a formula for the first time in this process, and say how long its kernels took."""
+    name, begun = formula.__name__.strip("_"), time.perf_counter()
+    with waiting(f"compiling kernels: {name}"):
+        result = _compiled(formula)(*given)
+    seconds = format_duration(time.perf_counter() - begun)
+    _log.info(
+        "kernels of %s are ready after %s; they are kept in %s", name, seconds, os.environ.get(_FOLDER_OF_KERNELS)
+    )
+    return result
 
 
 @cache

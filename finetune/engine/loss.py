@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.engine.attention import attention
-from finetune.engine.decoder import Attention, Decoder, bare_model
+from finetune.engine.decoder import OFFLOADS, Attention, Decoder, Keep, bare_model
 from finetune.engine.layout import PackedMicrobatch
 from finetune.engine.loss_head import head_loss_per_target, summed_head_loss
 from finetune.engine.reference import cross_entropy_of_padded, in_float64
 
 if TYPE_CHECKING:
     from finetune.engine.microbatch import Microbatch
+
+
+_in_pinned_memory: Keep = partial(torch.autograd.graph.save_on_cpu, pin_memory=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +34,8 @@ class Choices:
     """See `finetune.engine.mlp.gated_mlp`."""
     logits_chunk_bytes: int | None = None
     """See `finetune.engine.loss_head.summed_head_loss`."""
+    offload: Keep = _in_pinned_memory
+    """How inputs of layers are kept in main memory, if the model asks for it."""
 
 
 BY_DEVICE = Choices()
@@ -76,7 +83,13 @@ def before_head(model: Any, microbatch: PackedMicrobatch, choices: Choices = BY_
     bare = bare_model(model)
     # The switch of transformers decides for its own layers and for the engine's.
     again = bare.training and getattr(bare.get_decoder(), "gradient_checkpointing", False)
-    decoder = Decoder(bare, choices.attention, checkpoint_layers=again, mlp_chunk_rows=choices.mlp_chunk_rows)
+    decoder = Decoder(
+        bare,
+        choices.attention,
+        checkpoint_layers=again,
+        keep_inputs=choices.offload if getattr(bare.get_decoder(), OFFLOADS, False) else nullcontext,
+        mlp_chunk_rows=choices.mlp_chunk_rows,
+    )
     layout = microbatch.layout
     hidden = decoder.hidden_states(microbatch.input_ids, layout.position_ids, layout, at=microbatch.positions)
     with torch.autocast(hidden.device.type, enabled=False):

@@ -37,8 +37,8 @@ from finetune.training.validation import LOSS
 if TYPE_CHECKING:
     from finetune.config.schema import Config
 
-MOST_APART = {"fp32": 1e-6, "bf16": 2.0**-7}
-"""The largest difference of two losses, over max(1, loss): promise 1, and for bf16 one step of the type at 1."""
+MOST_APART = {"fp32": 1e-6, "bf16": 2.0**-7, "fp16": 2.0**-10}
+"""The largest difference of two losses, over max(1, loss): promise 1, and for 16 bits one step of the type at 1."""
 
 
 class Replayed(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 
 from finetune.config.hub import fault_of
 from finetune.config.shipped_files import resolve_shipped
+from finetune.engine.decoder import OFFLOADS, bare_model
 from finetune.engine.four_bits import full_shape
 from finetune.errors import ModelError, first_line
 from finetune.logs import hear_libraries, waiting
@@ -212,11 +213,16 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def checkpoint_gradients(model: Any) -> None:
+def checkpoint_gradients(model: Any, *, offloads: bool = False) -> None:
     """Recompute activations in the backward pass.
 
     The reentrant form leaves layers behind a frozen embedding untrained (peft#1142), so it is never used.
+
+    Args:
+        model: on any device.
+        offloads: keep the inputs of the layers in main memory meanwhile. Only the engine does so.
     """
+    setattr(bare_model(model).get_decoder(), OFFLOADS, offloads)
     with warnings.catch_warnings():
         # transformers 5.23 deprecates this name, but the older versions that we allow have no other.
         warnings.filterwarnings("ignore", message=".*gradient_checkpointing_enable", category=FutureWarning)

@@ -45,7 +45,7 @@ class RunStart:
     device: str | None = None
     """The type of the device that computes: `cpu`, `cuda`."""
     precision: str | None = None
-    """`fp32` or `bf16`."""
+    """`fp32`, `bf16` or `fp16`."""
     global_batch: Mapping[str, Any]
     """The factors of the global batch size, by name."""
     fallbacks: Sequence[Mapping[str, str]]

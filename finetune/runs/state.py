@@ -18,6 +18,9 @@ _ADDED_LATER = {
     "best_metric": None,
     "stopping_metric": None,
     "validated_step": None,
+    "loss_scale": None,
+    "steps_at_loss_scale": 0,
+    "num_overflows": 0,
 }
 """Fields that older checkpoints lack, with the value that they had then."""
 
@@ -57,6 +60,12 @@ class TrainerState:
     """Tokens, targets or not, seen since the start of the run."""
     num_skipped_steps: int = 0
     """Steps without an update, because their loss or gradient was not finite (`training.on_nonfinite=skip`)."""
+    loss_scale: int | None = None
+    """The factor of the loss in the next step; None unless the run computes in fp16."""
+    steps_at_loss_scale: int = 0
+    """Steps since it last changed."""
+    num_overflows: int = 0
+    """Steps in fp16 that were computed in vain, because gradients overflowed, and computed again."""
     world_size: int = 1
     """Processes that trained this state."""
     global_batch_size: int = 1
@@ -102,6 +111,6 @@ def _fits(name: str, value: object) -> bool:
         return value is None or type(value) is int or (type(value) is float and math.isfinite(value))
     if name in ("best_metric", "stopping_metric"):
         return value is None or type(value) is str
-    if name in ("best_step", "validated_step") and value is None:
+    if name in ("best_step", "validated_step", "loss_scale") and value is None:
         return True
     return type(value) is int and value >= 0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.data.batches import Collate, packer, pad
+from finetune.distributed.precision import DTYPES
 from finetune.engine.attention import prepared_by_the_host
 from finetune.engine.attention_cuda import attention_fallback
 from finetune.engine.decoder import layer_windows
@@ -113,4 +114,4 @@ def _fuse(runtime: Runtime, section: TrainingSection) -> None:
 
 
 def _computed_in(runtime: Runtime) -> torch.dtype:
-    return torch.bfloat16 if runtime.precision == "bf16" else torch.float32
+    return DTYPES[runtime.precision]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from finetune.config.compose import resolved_yaml
 from finetune.data.batches import Collate, EvaluationLoader
-from finetune.data.encoded import EncodedSplits
+from finetune.data.encoded import EncodedExamples, EncodedSplits
 from finetune.distributed.gradients import LossFunction
-from finetune.distributed.precision import convert_weights
+from finetune.distributed.precision import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
 from finetune.engine.loss import BY_DEVICE, Choices
@@ -28,6 +28,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
 from finetune.training.checks import check_fit, named_splits
 from finetune.training.forward import agree_on_forward
+from finetune.training.half_precision import refuse_overflow
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, agree_on_memory
 from finetune.training.memory.forecast import copy_without_data
@@ -164,10 +165,12 @@ def set_up(
     forward = agree_on_forward(runtime, config.training, model)
     collate = objective.collation_of(config, forward.collate)
     measured = _shard(runtime, model) if runtime.shard_size is not None else model
+    if runtime.precision == "fp16":
+        _refuse_overflow(runtime, model, splits, collate)
     how = Computation(
         loss_of=partial(objective.loss_of, config),
         device_type=runtime.device.type,
-        is_bf16=runtime.precision == "bf16",
+        dtype=DTYPES[runtime.precision],
         is_fused=is_fused(),
     )
     memory = agree_on_memory(
@@ -193,9 +196,16 @@ def set_up(
         memory=memory,
     )
     if setup.memory.gradient_checkpointing:
-        checkpoint_gradients(model)
+        checkpoint_gradients(model, offloads=setup.memory.offloads)
     setup.record_memory()
     return setup
+
+
+def _refuse_overflow(runtime: Runtime, model: Any, splits: EncodedSplits, collate: Any) -> None:
+    """Refuse a model whose activations overflow in fp16. Collective, if the model is sharded."""
+    row = splits.train[0]
+    is_plain = isinstance(splits.train, EncodedExamples) and runtime.shard_size is None
+    refuse_overflow(runtime, model, collate([row]), row if is_plain else None)
 
 
 def _saves_base(config: Config) -> bool:

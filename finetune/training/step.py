@@ -26,6 +26,7 @@ from finetune.training.optim import learning_rate_at, set_learning_rate, trainab
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
+    from finetune.training.half_precision import LossScale
 
 Result = TypeVar("Result")
 
@@ -69,12 +70,14 @@ class StepSettings(NamedTuple):
     """See `Runtime.clip_grad_norm`."""
     seed: int
     """Of the run."""
+    loss_scale: int = 1
+    """The factor of the loss in the backward pass, a power of two; 1 unless the run computes in fp16."""
 
     @classmethod
-    def of(cls, config: Config, step: int, num_steps: int) -> StepSettings:
+    def of(cls, config: Config, step: int, num_steps: int, *, loss_scale: int = 1) -> StepSettings:
         """Return the settings of one step, given the configuration and the number of steps of the run."""
         rate = learning_rate_at(step, num_steps, config.optim)
-        return cls(step, rate, config.optim.max_grad_norm, config.seed)
+        return cls(step, rate, config.optim.max_grad_norm, config.seed, loss_scale)
 
 
 class StepResult(NamedTuple):
@@ -98,6 +101,12 @@ class StepResult(NamedTuple):
     """Seconds that each rank computed, without waiting; empty in a world of one."""
     metrics: Mapping[str, float] = MappingProxyType({})
     """The means over the targets of other metrics, by name."""
+    overflowed: bool = False
+    """Gradients overflowed in fp16, on any rank: the step made no update. A smaller loss scale may avoid it."""
+    loss_scale: LossScale | None = None
+    """For the next step, in fp16."""
+    num_overflows: int = 0
+    """How often the step was computed in vain before, because gradients overflowed."""
 
     @property
     def is_skipped(self) -> bool:
@@ -120,7 +129,8 @@ def train_step(
     The loss is the sum over all target tokens of the global batch, divided by their number. A mean of means over
     micro-batches or ranks would weigh a short row's tokens more than a long row's.
 
-    If the loss or the gradient is not finite on any rank, no rank makes an update, and the result says why.
+    If the loss or the gradient is not finite on any rank, no rank makes an update, and the result says why. If only the
+    gradient is not finite and `settings.loss_scale` can be smaller, the result says that the step has `overflowed`.
 
     Collective: every rank, with the same step; a rank may have no micro-batch.
 
@@ -144,20 +154,21 @@ def train_step(
     seeded = _seeded(runtime, microbatches, settings, num_microbatches=batch.num_microbatches)
     with unchanged_weights():
         prepared = _with_global_sums(runtime, model, seeded, compute, tries=may_be_too_large)
-        run = partial(_backpropagate, runtime, model, prepared, compute, batch.num_targets)
+        run = partial(_backpropagate, runtime, model, prepared, compute, batch.num_targets / settings.loss_scale)
         sums, seconds = _if_memory_suffices(runtime, model, run) if may_be_too_large else run()
 
     parameters = trainable_parameters(model)
     runtime.sync_gradients(parameters)
+    runtime.unscale_gradients(parameters, settings.loss_scale)
     # Clipping by an infinite norm turns gradients into zeros or NaN; it is detected before they reach a weight.
     norm = runtime.clip_grad_norm(parameters, settings.max_grad_norm)
     over_ranks = _read_over_ranks(runtime, sums, norm, seconds)
     loss = over_ranks.loss / batch.num_targets
-    not_finite = ""
+    not_finite, overflowed = "", settings.loss_scale > 1 and math.isfinite(loss) and over_ranks.is_bad_norm
     if math.isfinite(loss) and not over_ranks.is_bad_norm:
         set_learning_rate(optimizer, settings.learning_rate)
         optimizer.step()
-    else:
+    elif not overflowed:
         where = _describe_ranks(runtime, not math.isfinite(over_ranks.own_loss))
         not_finite = f"the loss is {loss}{where} and the gradient norm {over_ranks.grad_norm}"
         _refuse_broken_weights(runtime, model, f"step {settings.step}: {not_finite}")
@@ -173,6 +184,7 @@ def train_step(
         not_finite=not_finite,
         rank_seconds=() if runtime.needs_equal_microbatches else over_ranks.rank_seconds,
         metrics=_means(_names(compute), over_ranks.metrics, batch.num_targets),
+        overflowed=overflowed,
     )
 
 
@@ -254,12 +266,12 @@ def _backpropagate(
     model: torch.nn.Module,
     seeded: Sequence[tuple[int, Microbatch]],
     compute: LossFunction,
-    num_targets: int,
+    divisor: float,
 ) -> tuple[torch.Tensor, float]:
     """Run forward and backward over this rank's micro-batches, each with its seed; the gradients add up.
 
-    Nothing in here may read from the device: the host would wait until a GPU has finished, and the GPU would then wait
-    for the host.
+    They are of the loss over `divisor`. Nothing in here may read from the device: the host would wait until a GPU has
+    finished, and the GPU would then wait for the host.
 
     Returns:
         The sums over the targets, of the loss and then of other metrics: float64, on the device if it has float64; and
@@ -271,7 +283,7 @@ def _backpropagate(
         torch.manual_seed(seed)
         is_last = position == len(seeded) - 1
         made = runtime.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
-        runtime.backward(made[0] / num_targets, is_last=is_last)
+        runtime.backward(made[0] / divisor, is_last=is_last)
         sums.add_(in_float64(made.detach()))
     if runtime.world_size > 1 and not runtime.uses_reducer:  # there, the ranks have met in the last backward pass
         runtime.let_device_finish()

@@ -25,6 +25,7 @@ from finetune.runs.model_files import load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
 from finetune.signals import no_step_is_left
+from finetune.training.half_precision import LossScale
 from finetune.training.loaders import (
     build_loaders,
     global_batch_size,
@@ -192,6 +193,7 @@ class Trainer:
                 train_loader=train_loader,
                 val_loader=val_loader,
                 profiler=profiler,
+                loss_scale=LossScale.of(state) if runtime.precision == "fp16" else None,
             )
             end = run_loop(state, cadence, run, StopRules.of(config))
         runtime.at("saving", end.state.step)

@@ -20,6 +20,7 @@ from finetune.inference.losses import LossSums
 from finetune.runs.checkpoints import take_snapshot
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
+from finetune.training.half_precision import LossScale
 from finetune.training.loaders import log_cut_examples, log_microbatches
 from finetune.training.loop import Cadence
 from finetune.training.memory.choice import masks_follow_microbatches
@@ -47,6 +48,7 @@ class TrainingRun:
         train_loader: yields this rank's micro-batches.
         val_loader: the validation split; None without one.
         profiler: sees each step.
+        loss_scale: for the first step, in fp16; None in other precisions.
 
     Attributes:
         last_loss: of the last step that was not skipped, in nats per target token; nan before it.
@@ -63,6 +65,7 @@ class TrainingRun:
         train_loader: TrainLoader,
         val_loader: EvaluationLoader | None,
         profiler: StepProfiler,
+        loss_scale: LossScale | None,
     ) -> None:
         self.last_loss = math.nan
         self.last_validation: LossSums | None = None
@@ -75,6 +78,7 @@ class TrainingRun:
         self._train_loader = train_loader
         self._val_loader = val_loader
         self._profiler = profiler
+        self._loss_scale = loss_scale
         self._is_memory_tried = False
         self._data_wait_seconds = 0.0
 
@@ -175,15 +179,28 @@ class TrainingRun:
     def _take_step(
         self, step: int, microbatches: list[tuple[int, Microbatch]], *, may_be_too_large: bool
     ) -> StepResult:
-        return train_step(
-            self._runtime,
-            self._setup.model,
-            self._optimizer,
-            microbatches,
-            StepSettings.of(self._config, step, self._cadence.num_steps),
-            compute=self._objective.loss_function,
-            may_be_too_large=may_be_too_large,
-        )
+        """Take a step. In fp16, take it again with a smaller loss scale as long as gradients overflow."""
+        num_overflows = 0
+        while True:
+            scale = 1 if self._loss_scale is None else self._loss_scale.value
+            result = train_step(
+                self._runtime,
+                self._setup.model,
+                self._optimizer,
+                microbatches,
+                StepSettings.of(self._config, step, self._cadence.num_steps, loss_scale=scale),
+                compute=self._objective.loss_function,
+                may_be_too_large=may_be_too_large,
+            )
+            if self._loss_scale is None:
+                return result
+            if not result.overflowed:
+                break
+            num_overflows += 1
+            self._loss_scale = self._loss_scale.after_overflow()
+            _log.info("step %d overflows in fp16: computed again with loss scale %d", step, self._loss_scale.value)
+        self._loss_scale = self._loss_scale.after_step()
+        return result._replace(loss_scale=self._loss_scale, num_overflows=num_overflows)
 
     def _halve_microbatches(self, step: int, error: RunFailedError | None) -> list[tuple[int, Microbatch]]:
         """Halve the micro-batches of the run from this step on, and return this rank's of the step. Collective.

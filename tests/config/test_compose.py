@@ -280,7 +280,6 @@ def test_long_values_are_shortened() -> None:
 @pytest.mark.parametrize(
     ("word", "part"),
     [
-        ("training.precision=fp16", "fp16 is not supported"),
         ("optim.optimizer=torch.nn.Linear", "torch.nn.Linear is not directly in a module that a config may name"),
         ("optim.optimizer=torch.optim.", "may name: torch.optim, transformers.optimization, bitsandbytes.optim"),
     ],

@@ -45,7 +45,8 @@ KEYS = {
     "lora": "r alpha dropout target_modules rslora dora init start_from start_from_any_base quantize new_tokens",
     "optim": "optimizer learning_rate weight_decay args schedule warmup_steps lora_plus_ratio max_grad_norm",
     "training": f"{LOADER_KEYS} method objective max_steps num_epochs global_batch_size max_tokens_per_microbatch "
-    "packing share_prefixes kernels fused neftune_alpha precision gradient_checkpointing device deterministic debug "
+    "packing share_prefixes kernels fused neftune_alpha precision gradient_checkpointing memory memory_fraction "
+    "device deterministic debug "
     "log_every profile report_to on_nonfinite max_skipped_steps",
     "preference": "beta gamma desirable_weight undesirable_weight",
     "validation": f"{LOADER_KEYS} validate_every metrics metrics_from num_samples max_new_tokens",

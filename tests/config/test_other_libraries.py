@@ -71,7 +71,7 @@ def test_each_name_is_answered(name: str) -> None:
             "Set training.global_batch_size: the examples of an optimizer step over all processes. They are cut into "
             "micro-batches of training.batch_size, so there is no number of accumulation steps.",
         ),
-        ("training.fp16=true", "fp16 is not supported: write training.precision=bf16 or training.precision=fp32."),
+        ("training.fp16=true", "Write training.precision=fp16."),
         ("load_in_4bit=true", "Write lora.quantize=nf4."),
     ],
 )

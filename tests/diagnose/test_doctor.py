@@ -226,7 +226,7 @@ def test_it_says_which_variables_were_read_and_which_are_defaults():
         (["ddp=False"], rank_variables(0, 1), "problem", "ddp is false (command line), but 2 processes"),
         (["parallel.num_processes=2"], {}, "warning", "train would start 2 processes here"),
         ([], {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "no"}, "problem", "FSDP"),
-        ([], {"ACCELERATE_MIXED_PRECISION": "fp16"}, "problem", "fp16"),
+        ([], {"ACCELERATE_MIXED_PRECISION": "fp8"}, "problem", "fp8"),
         (["training.precision=fp32"], {"ACCELERATE_MIXED_PRECISION": "bf16"}, "problem", "mixed precision bf16"),
         ([], {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "many"}, "problem", "ACCUMULATION_STEPS is 'many'"),
         ([], {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"}, "warning", "body of a Slurm batch script"),

@@ -206,7 +206,7 @@ def test_preferences_without_a_reference_are_refused_as_training_refuses_them(wo
 def test_the_forward_is_the_one_that_training_chooses(words):
     def forward(*more: str) -> str:
         config = load_config([*words, *more])
-        return make_plan(config, replace(find_device("cpu"), has_bf16=True)).forward
+        return make_plan(config, replace(find_device("cpu"), precision="bf16")).forward
 
     assert forward("training.method=full") == "the engine's own"
     assert forward("training.neftune_alpha=5") == "transformers' own on padded rows: embed_tokens has hooks"
@@ -316,7 +316,7 @@ def test_a_probe_does_not_speak_for_another_device(words, capsys):
 def test_the_time_at_the_limit_is_that_of_the_products_that_a_step_makes(words, method, checkpointing):
     more = [f"training.method={method}", f"training.gradient_checkpointing={checkpointing}"]
     config = load_config([*words, *more, "training.kernels=reference"])
-    device = replace(read_device("H100"), has_bf16=False)
+    device = replace(read_device("H100"), precision="fp32")
     plan = make_plan(config, device)
     model = build_base_model(config.model)
     model = add_lora(model, config.lora) if method == "lora" else model
@@ -432,12 +432,12 @@ def test_attention_on_a_gpu_keeps_gathered_keys_and_no_copy_for_each_head():
     packed.prepare_attention(prepare_varlen, [None, None])
     q, k, v = (torch.empty(packed.num_computed, heads, 8, requires_grad=True) for heads in (4, 2, 2))
 
-    def kept(*, is_bf16: bool) -> int:
+    def kept(dtype: torch.dtype) -> int:
         with Allocations() as allocations:
-            out = _choices_on("cuda", is_bf16=is_bf16).attention(q, k, v, packed.layout, queries=None, window=None)
+            out = _choices_on("cuda", dtype).attention(q, k, v, packed.layout, queries=None, window=None)
             assert out.shape == q.shape
             return allocations.in_use
 
     output = q.nbytes + 4 * q.shape[0] * q.shape[1]  # with a number for each query and head
-    assert kept(is_bf16=False) == kept(is_bf16=True)
-    assert output + k.nbytes + v.nbytes < kept(is_bf16=True) < output + 9 * k.nbytes
+    assert kept(torch.float32) == kept(torch.bfloat16)
+    assert output + k.nbytes + v.nbytes < kept(torch.bfloat16) < output + 9 * k.nbytes

@@ -69,9 +69,7 @@ def forecast(config):
     microbatch = pack([(torch.tensor(ids), torch.tensor(is_target)) for ids, is_target in rows])
     need = optimizer_need(build_optimizer(model, config.optim), device_type="cpu")
     assert need is not None
-    how = Computation(
-        loss_of=lambda choices: partial(summed_cross_entropy, choices=choices), device_type="cpu", is_bf16=False
-    )
+    how = Computation(loss_of=lambda choices: partial(summed_cross_entropy, choices=choices), device_type="cpu")
     return forecast_step(model, microbatch, how), need
 
 

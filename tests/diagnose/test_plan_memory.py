@@ -113,7 +113,7 @@ def predict(config, microbatch, method: str, *, accumulates: bool = False, loss_
     model.config.use_cache = False
     need = optimizer_need(build_optimizer(model, OptimSection()), device_type="cpu")
     assert need is not None
-    how = Computation(loss_of=loss_of, device_type="cpu", is_bf16=False, accumulates=accumulates)
+    how = Computation(loss_of=loss_of, device_type="cpu", accumulates=accumulates)
     return forecast_step(model, microbatch, how).peak(need)
 
 
@@ -213,7 +213,7 @@ def test_the_copies_of_an_adapter_in_the_type_of_the_run_are_there_all_the_time(
     with torch.device("meta"):
         planned = add_lora(AutoModelForCausalLM.from_config(config), LoraSection(r=300)).train()
     model = add_lora(build_tiny(config), LoraSection(r=300)).train()
-    how = Computation(loss_of=sft, device_type="cpu", is_bf16=True, accumulates=False)
+    how = Computation(loss_of=sft, device_type="cpu", dtype=torch.bfloat16, accumulates=False)
     predicted = forecast_step(planned, pack(given), how).peak(OptimizerNeed(0, 0))
 
     def step() -> None:
@@ -255,7 +255,12 @@ def test_few_layers_tell_what_many_take(device_type, loss_of, monkeypatch):
     with torch.device("meta"):
         model = prepare(AutoModelForCausalLM.from_config(config), "lora", checkpointed=False, dropout=0.1)
     need = optimizer_need(build_optimizer(model, OptimSection()), device_type=device_type)
-    how = Computation(loss_of=loss_of, device_type=device_type, is_bf16=device_type == "cuda", accumulates=False)
+    how = Computation(
+        loss_of=loss_of,
+        device_type=device_type,
+        dtype=torch.bfloat16 if device_type == "cuda" else torch.float32,
+        accumulates=False,
+    )
     microbatch = pack(rows()) if loss_of is sft else put_pairs_together(pairs(), rows=packer(share_prefixes=True))
     extrapolated = forecast_step(model, microbatch, how).peak(need)
     assert len(model.get_base_model().get_decoder().layers) == 6  # as it was

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks import which_gpu
 from finetune.config import hub
 from finetune.config.compose import compose, list_configs
 from finetune.config.schema import ModelSection
@@ -113,3 +114,13 @@ def test_the_hubs_own_config_counts_and_a_difference_is_told(tmp_path, monkeypat
         "microsoft/Phi-3-mini-4k-instruct: num_hidden_layers is 31 in its config.json and 32 in the sizes shipped with "
         "finetune; this plan takes the former"
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "task", "length"), [("phi4_mini", "QLoRA", 2_048), ("phi1", "LoRA", 2_048)])
+def test_the_table_of_gpus_is_what_the_plan_says(monkeypatch, name, task, length):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (row,) = [line for line in which_gpu.PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |")]
+    cells = [found.strip() for found in row.strip("|").split("|")]
+    columns = [(of, tokens) for of in which_gpu.TASKS for tokens in which_gpu.LENGTHS]
+    assert cells[1 + columns.index((task, length))] == which_gpu.cell(name, task, length)

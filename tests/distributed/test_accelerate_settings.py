@@ -42,7 +42,7 @@ def test_wishes_of_accelerate_are_read():
         ("ACCELERATE_USE_NEWEST=true", "does not support it"),
         ("ACCELERATE_NEWEST=3", "does not support it"),
         ("ACCELERATE_DYNAMO_BACKEND=INDUCTOR", "does not support it"),
-        ("ACCELERATE_MIXED_PRECISION=fp8", "fp32 and bf16"),
+        ("ACCELERATE_MIXED_PRECISION=fp8", "fp32, bf16 and fp16 only"),
         ("ACCELERATE_TORCH_DEVICE=cuda:1", "training.device"),
         ("XLA_USE_BF16=1", "plain data parallelism"),
         ("PJRT_DEVICE=TPU", "plain data parallelism"),

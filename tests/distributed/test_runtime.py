@@ -273,9 +273,9 @@ def test_the_second_gpu_is_that_of_accelerate_too(two_old_gpus):
         assert torch.cuda.current_device() == 1
 
 
-def test_auto_precision_is_fp32_where_a_gpu_only_emulates_bf16(two_old_gpus):
+def test_auto_precision_is_fp16_where_a_gpu_only_emulates_bf16(two_old_gpus):
     with launch(config(training={"device": "cuda"})) as runtime:
-        assert runtime.precision == "fp32"
+        assert runtime.precision == "fp16"
 
 
 @pytest.fixture
@@ -294,6 +294,7 @@ def apple_gpu(monkeypatch):
     ("key", "value", "words"),
     [
         ("deterministic", True, r"training\.deterministic is true .*Apple GPU \(mps\).*training\.device=cpu"),
+        ("precision", "fp16", r"training\.precision is fp16 .*does not compute on an Apple GPU.*precision=bf16"),
         ("precision", "bf16", r"training\.precision is bf16 .*needs macOS 14.*training\.precision=fp32"),
     ],
 )

@@ -26,6 +26,7 @@ PLAIN = Case(2)
 CASES = {
     "a rank without micro-batches": Case(8),
     "dropout, checkpointing, bf16": Case(2, 0.1, words=("training.precision=bf16", CHECKPOINTED)),
+    "fp16": Case(2, words=("training.precision=fp16",)),
     "the model's own forward": Case(2, words=(REFERENCE,)),
     "the model's own forward, checkpointing": Case(2, 0.1, words=(REFERENCE, CHECKPOINTED)),
     "layers that are kept": Case(3, words=("parallel.reshard_after_forward=false",)),

@@ -110,11 +110,11 @@ def test_every_weight(device: FakeDevice, fused: bool) -> None:
     assert_as_on_the_cpu(build_tiny(CONFIGS["phi3"]).train(), summed_cross_entropy, pack(ROWS), fused=fused)
 
 
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("share", "offloads"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_checkpointing(device: FakeDevice, dropout: float, share: bool) -> None:
+def test_checkpointing(device: FakeDevice, dropout: float, share: bool, offloads: bool) -> None:
     model = adapted(dropout=dropout)
-    checkpoint_gradients(model)
+    checkpoint_gradients(model, offloads=offloads)
     assert_as_on_the_cpu(model, summed_cross_entropy, pack(ROWS, share_prefixes=share), fused=True)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from finetune.config.schema import Config
 from finetune.distributed.launch import launch
@@ -131,3 +136,33 @@ def test_fused_functions_are_on_for_one_run() -> None:
         assert fused._is_on
         assert runtime.fallbacks.as_records() == []
     assert not fused._is_on
+
+
+_GATE = """
+import sys, torch
+from pathlib import Path
+from torch._dynamo.utils import counters
+from finetune.engine import fused
+from finetune.engine.mlp import _gated
+with fused.kernels_kept_in(Path(sys.argv[1])), fused.fused_or_not(True):
+    _gated(torch.randn(5, 64))
+print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+@pytest.mark.slow
+def test_a_later_process_finds_the_kernels_of_an_earlier_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _GATE, str(tmp_path / "kernels")]
+    variables = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    found = [subprocess.run(command, env=variables, capture_output=True, text=True, check=True) for _ in range(2)]
+    assert [done.stdout.split() for done in found] == [["0", "1"], ["1", "0"]]
+
+
+def test_the_folder_of_kernels_is_the_users_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "mine"))
+    with fused.kernels_kept_in(tmp_path / "kernels"):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "mine")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    with fused.kernels_kept_in(tmp_path / "kernels"):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kernels")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == default_cache_dir()

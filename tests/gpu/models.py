@@ -51,7 +51,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
 }
 """Heads of 80, 96, 128, 128, 64 and 128. Some share keys; phi-3 has a window of 5 tokens, and qwen3 in its first layer;
 phi-4-mini has LongRoPE."""
-PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
 
 
 def placed(family: str, precision: Precision, device: torch.device, *, method: str = "lora", **lora: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from finetune import load_config
 from finetune.config.schema import LoraSection, ModelSection
-from finetune.distributed.precision import Precision, convert_weights
+from finetune.distributed.precision import DTYPES, Precision, convert_weights
 from finetune.engine.four_bits import holds_nf4, widened
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
@@ -53,7 +53,7 @@ def test_four_bits_are_the_weights_that_they_stand_for(
     in_four_bits = adapted(load_in_4_bits(section, device), precision, device)
     plain = adapted(build_base_model(section), precision, device)
     assert called_layers(in_four_bits) == {}
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    dtype = DTYPES[precision]
     is_quantized = False
     for name, module in in_four_bits.named_modules():
         if holds_nf4(module):
@@ -66,7 +66,7 @@ def test_four_bits_are_the_weights_that_they_stand_for(
             weight.data.copy_(started[name].data)
     packed, found = pack(random_rows(3, targets=0.5)).to(device), []
     for model in (in_four_bits, plain):
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+        with torch.autocast(device.type, dtype=dtype, enabled=precision != "fp32"):
             loss = summed_cross_entropy(model, packed)
         loss.backward()
         found.append((loss.item(), torch.cat([w.grad.flatten() for w in model.parameters() if w.grad is not None])))

@@ -195,8 +195,8 @@ def test_the_engine_reads_four_bits_as_the_weights_that_they_stand_for(inputs, d
 
 @needs_bitsandbytes
 @pytest.mark.trains
-@pytest.mark.parametrize("is_bf16", [False, True], ids=["fp32", "bf16"])
-def test_the_predicted_memory_of_a_step_is_the_measured_one(tmp_path, is_bf16):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_the_predicted_memory_of_a_step_is_the_measured_one(tmp_path, dtype):
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 500}
     build_tiny(tiny_phi3_config(**sizes)).save_pretrained(tmp_path)
     model = add_lora(load_on_cpu(ModelSection(path=str(tmp_path))), LoraSection(r=4)).train()
@@ -204,13 +204,13 @@ def test_the_predicted_memory_of_a_step_is_the_measured_one(tmp_path, is_bf16):
     packed = packer(share_prefixes=True)([rows[index] for index in range(20)])
 
     def step():
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16), unchanged_weights():
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32), unchanged_weights():
             summed_cross_entropy(model, packed).backward()
         model.zero_grad()
 
     step()
     measured = peak_of(step)
-    how = Computation(loss_of=loss_of, device_type="cpu", is_bf16=is_bf16, accumulates=False)
+    how = Computation(loss_of=loss_of, device_type="cpu", dtype=dtype, accumulates=False)
     peak = forecast_step(copy_without_data(model), packed, how).peak(OptimizerNeed(0, 0))
     predicted = peak.total - peak.parts["weights"] - peak.parts["adapter"]
     assert predicted == pytest.approx(measured, rel=0.05)

@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from finetune.config.compose import load_config
@@ -15,6 +17,7 @@ from finetune.config.schema import Config, LoraSection
 from finetune.data.batches import loader_keys_on, packer, pad
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices, summed_cross_entropy
+from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.runs.folder import RunFolder
 from finetune.training.memory import choice as memory_choice
@@ -27,6 +30,7 @@ from finetune.training.memory.choice import (
     Size,
     choose,
     decide,
+    free_memory,
 )
 from finetune.training.memory.forecast import OptimizerNeed, forecast_step, longest_rows, optimizer_need
 from finetune.training.memory.tracing import Computation
@@ -109,7 +113,9 @@ def loss_of(choices: Choices) -> LossFunction:
 
 def computation_on(device_type: str) -> Computation:
     is_cuda = device_type == "cuda"
-    return Computation(loss_of=loss_of, device_type=device_type, is_bf16=is_cuda, is_fused=is_cuda)
+    return Computation(
+        loss_of=loss_of, device_type=device_type, dtype=torch.bfloat16 if is_cuda else torch.float32, is_fused=is_cuda
+    )
 
 
 def choice_of(config: Config, *, device_type: str, room: int, model: Any = None, **more: Any) -> MemoryChoice:
@@ -132,6 +138,44 @@ def bytes_of_step(
     copy = memory_choice.copy_without_data(model)
     peak = forecast_step(copy, microbatch, computation_on(device_type)).peak(optimizer)
     return peak.total - peak.parts["weights"] - peak.parts["adapter"]
+
+
+def test_least_memory_is_checkpointing_one_row_and_inputs_of_layers_in_main_memory() -> None:
+    asked = config_of("training.memory=least")
+    on_gpu, on_cpu = (choice_of(asked, device_type=device_type, room=10**12) for device_type in ("cuda", "cpu"))
+    assert (on_gpu.gradient_checkpointing, on_gpu.max_tokens, on_gpu.offloads) == (True, 60, True)
+    assert (on_cpu.gradient_checkpointing, on_cpu.max_tokens, on_cpu.offloads) == (True, 60, False)
+    own = config_of("training.memory=least", "training.gradient_checkpointing=false", "training.batch_size=2")
+    chosen = choice_of(own, device_type="cuda", room=10**12)
+    assert (chosen.gradient_checkpointing, chosen.max_rows, chosen.offloads) == (False, 2, False)
+    assert MemoryChoice.from_record(on_gpu.as_record(), asked) == on_gpu
+    assert MemoryChoice.from_record(on_gpu.as_record(), config_of()) is None
+
+
+def test_a_record_of_an_older_run_is_still_kept() -> None:
+    choice = choice_of(config_of(), device_type="cpu", room=10**12)
+    record = choice.as_record()
+    del record["offloads"]
+    assert MemoryChoice.from_record(record, config_of()) == choice
+
+
+def test_inputs_of_layers_in_main_memory_take_none_of_the_device() -> None:
+    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
+    found = {}
+    for offloads in (False, True):
+        model = add_lora(build_tiny(tiny_phi3_config(**sizes)), LoraSection(r=2)).train()
+        checkpoint_gradients(model, offloads=offloads)
+        found[offloads] = bytes_of_step(model, 4, 60, device_type="cuda")
+    inputs = 4 * 4 * 60 * 64 * 2  # layers, rows, tokens, width, bytes
+    assert 0.7 * inputs < found[False] - found[True] <= inputs
+
+
+def test_a_fraction_bounds_the_free_memory() -> None:
+    total = psutil.virtual_memory().total
+    taken = psutil.Process().memory_info().rss
+    free = free_memory(torch.device("cpu"), num_sharing=1, fraction=0.1)
+    assert free == pytest.approx(0.1 * total - taken, abs=0.01 * total)
+    assert free < free_memory(torch.device("cpu"), num_sharing=1)
 
 
 @pytest.mark.slow

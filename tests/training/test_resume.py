@@ -38,7 +38,8 @@ REFUSED = {
 }
 """Without dropout, and with rows that are the same."""
 WITH_DROPOUT = {
-    f"training.{key}" for key in ("batch_size", "max_tokens_per_microbatch", "packing", "share_prefixes", "kernels")
+    f"training.{key}"
+    for key in ("batch_size", "max_tokens_per_microbatch", "packing", "share_prefixes", "kernels", "memory")
 }
 WITH_OTHER_ROWS = {
     f"data.{key}"

@@ -116,6 +116,7 @@ class MemoryChoice:
         gradient_checkpointing: whether activations are computed again in the backward pass.
         max_rows: the most rows of a micro-batch.
         max_tokens: the most tokens that a micro-batch computes; None: no limit.
+        offloads: the inputs of checkpointed layers are kept in main memory.
         why: the reason, with the bytes that decided.
         asked: the configured values, by key.
     """
@@ -125,6 +126,7 @@ class MemoryChoice:
     max_tokens: int | None
     why: str
     asked: Mapping[str, Any]
+    offloads: bool = False
 
     @property
     def is_chosen(self) -> bool:
@@ -138,6 +140,7 @@ class MemoryChoice:
     @classmethod
     def from_record(cls, record: Mapping[str, Any], config: Config) -> MemoryChoice | None:
         """Read what `as_record` made; None if there is nothing, or the configuration now asks for something else."""
+        record = {"offloads": False, **record}  # which older records lack
         is_whole = set(record) == {field.name for field in fields(cls)}
         return cls(**record) if is_whole and record["asked"] == _asked(config) else None
 
@@ -156,7 +159,10 @@ class MemoryChoice:
 
     def __str__(self) -> str:
         limit = "" if self.max_tokens is None else f", micro-batches compute up to {self.max_tokens:,} tokens"
-        return f"gradient checkpointing is {'on' if self.gradient_checkpointing else 'off'}{limit}: {self.why}"
+        offloaded = ", the inputs of layers are kept in main memory" if self.offloads else ""
+        return (
+            f"gradient checkpointing is {'on' if self.gradient_checkpointing else 'off'}{limit}{offloaded}: {self.why}"
+        )
 
 
 def choose(
@@ -187,6 +193,9 @@ def choose(
         how.device_type == "cuda" and config.training.max_tokens_per_microbatch is None and not keeps_microbatches
     )
     configured = _as_configured(config, world_size, limits_tokens=limits_tokens)
+    if config.training.memory == "least":
+        tokens = longest * (2 if OBJECTIVES[config.training.objective].rows == "pairs" else 1)
+        return _least(configured, config, how, tokens, keeps_microbatches=keeps_microbatches)
     if config.training.gradient_checkpointing != "auto" and not limits_tokens:
         return configured
     if how.device_type not in ("cpu", "cuda"):
@@ -207,6 +216,21 @@ def choose(
         why += ", so memory may run out: see `finetune plan`"
     chosen = replace(configured, gradient_checkpointing=decision.is_checkpointing, why=why)
     return replace(chosen, max_tokens=rows.token_limit(decision.tokens)) if limits_tokens else chosen
+
+
+def _least(
+    configured: MemoryChoice, config: Config, how: Computation, tokens: int, *, keeps_microbatches: bool
+) -> MemoryChoice:
+    """Return the choice that takes the least memory: micro-batches no larger than the longest row, or pair."""
+    limits_tokens = not keeps_microbatches and configured.max_tokens is None
+    is_checkpointing = config.training.gradient_checkpointing is not False
+    return replace(
+        configured,
+        gradient_checkpointing=is_checkpointing,
+        max_tokens=tokens if limits_tokens else configured.max_tokens,
+        offloads=is_checkpointing and how.device_type == "cuda",
+        why="training.memory=least",
+    )
 
 
 class _LongestRows(NamedTuple):
@@ -275,7 +299,8 @@ def agree_on_memory(
         collate: see `choose`.
         recorded: on the main process, the choice in run.json if the run resumes; empty if it recorded none.
     """
-    free = free_memory(runtime.device, num_sharing=runtime.environment.local_world_size)
+    fraction = config.training.memory_fraction
+    free = free_memory(runtime.device, num_sharing=runtime.environment.local_world_size, fraction=fraction)
     room = int(runtime.least(free - runtime.gathered_bytes))
     choice: MemoryChoice | None = None
     with runtime.failing_together("choosing by memory"):
@@ -300,17 +325,24 @@ def agree_on_memory(
     return agreed
 
 
-def free_memory(device: torch.device, *, num_sharing: int) -> int:
+def free_memory(device: torch.device, *, num_sharing: int, fraction: float = 1.0) -> int:
     """Return the bytes that this process can still take on its device.
 
     Args:
         device: of this process.
         num_sharing: processes of this machine, which share its memory if they compute on the CPU.
+        fraction: `training.memory_fraction`.
     """
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return psutil.virtual_memory().available // max(1, num_sharing)
+        free, total = torch.cuda.mem_get_info(device)
+        allocated = torch.cuda.memory_allocated(device)
+        available = free + torch.cuda.memory_reserved(device) - allocated
+        return available if fraction == 1 else min(available, int(fraction * total) - allocated)
+    memory, num_sharing = psutil.virtual_memory(), max(1, num_sharing)
+    available = memory.available // num_sharing
+    if fraction == 1:
+        return available
+    return min(available, int(fraction * memory.total) // num_sharing - psutil.Process().memory_info().rss)
 
 
 def shards_of(parallel: ParallelSection, world_size: int) -> Shards:
@@ -327,7 +359,8 @@ def masks_follow_microbatches(config: Config) -> bool:
 
 
 def _asked(config: Config) -> dict[str, Any]:
-    keys = ("gradient_checkpointing", "batch_size", "max_tokens_per_microbatch")
+    keys = ["gradient_checkpointing", "batch_size", "max_tokens_per_microbatch"]
+    keys += [key for key in ("memory", "memory_fraction") if config.origin(f"training.{key}") != "default"]
     return {key: getattr(config.training, key) for key in keys}
 
 

@@ -10,7 +10,7 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -58,14 +58,14 @@ class Computation:
     Attributes:
         loss_of: the loss of the run.
         device_type: the type of device to predict for: cpu or cuda.
-        is_bf16: the run computes in bf16.
+        dtype: the type in which the run computes.
         is_fused: the engine's functions are fused, so their intermediate tensors are not counted.
         accumulates: a rank has several micro-batches in a step, so a pass adds to gradients that are there already.
     """
 
     loss_of: LossOf
     device_type: str
-    is_bf16: bool
+    dtype: torch.dtype = torch.float32
     is_fused: bool = False
     accumulates: bool = True
 
@@ -95,11 +95,11 @@ def trace(
         how: how the run computes a step.
     """
     rows = microbatch.rows if isinstance(microbatch, PreferenceMicrobatch) else microbatch
-    choices = _choices_on(how.device_type, is_bf16=how.is_bf16)
+    choices = _choices_on(how.device_type, how.dtype)
     _prepare_attention(model, rows, choices)
     masked = _choices_of_masks(rows)
     loss = how.loss_of(choices)
-    compute = torch.autocast("cpu", dtype=torch.bfloat16) if how.is_bf16 else nullcontext()
+    compute = torch.autocast("cpu", dtype=how.dtype, enabled=how.dtype != torch.float32)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         fused_or_not(how.is_fused),
@@ -347,14 +347,28 @@ def _watched(model: torch.nn.Module, allocations: Allocations, *, accumulates: b
             handle.remove()
 
 
-def _choices_on(device_type: str, *, is_bf16: bool) -> Choices:
-    """Make the engine compute as on this type of device: chunks of its size, attention with its memory."""
+def _choices_on(device_type: str, dtype: torch.dtype) -> Choices:
+    """Make the engine compute as on this type of device: chunks of its size, attention with its memory.
+
+    GPUs that compute in fp16 for want of bf16 have no flash attention either.
+    """
     if device_type == "cpu":
         return Choices(attention=_cpu_attention)
-    attention = partial(_gpu_attention, is_flash=is_bf16)
+    attention = partial(_gpu_attention, is_flash=dtype == torch.bfloat16)
     return Choices(
-        attention=attention, mlp_chunk_rows=CHUNK_ROWS[device_type], logits_chunk_bytes=CHUNK_BYTES[device_type]
+        attention=attention,
+        mlp_chunk_rows=CHUNK_ROWS[device_type],
+        logits_chunk_bytes=CHUNK_BYTES[device_type],
+        offload=partial(torch.autograd.graph.saved_tensors_hooks, _shape_of, _empty_again),
     )
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _empty_again(kept: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
+    return torch.empty(kept[0], dtype=kept[1])
 
 
 def _prepare_attention(model: torch.nn.Module, microbatch: Microbatch, choices: Choices) -> None:

@@ -161,6 +161,8 @@ class Journal:
             data_wait_seconds=data_wait_seconds,
             rank_seconds=rank_seconds,
         )
+        if result.num_overflows:
+            self.result["num_overflows"] = state.num_overflows
         if result.is_skipped:
             self.result["num_skipped_steps"] = state.num_skipped_steps
             _log.warning(
@@ -183,6 +185,8 @@ class Journal:
             num_computed=result.num_computed,
             tokens_per_second=result.num_tokens / seconds,
             **({"skipped": True} if result.is_skipped else {}),
+            **({} if state.loss_scale is None else {"loss_scale": state.loss_scale}),
+            **({"overflows": result.num_overflows} if result.num_overflows else {}),
             **result.metrics,
         )
         if state.step % self._log_every == 0 or state.step == self._num_steps:
