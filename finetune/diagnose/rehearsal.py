@@ -190,6 +190,9 @@ def rehearsal_folder(config: Config, keep: Path | None) -> Iterator[Path]:
 
 def _plan(rehearsal: Rehearsal, _: Path) -> str:
     config = rehearsal.config.with_values({"parallel.world_size": (rehearsal.world_size, "rehearsal")})
+    if config.lora.quantize != "none" and rehearsal.device.type != "cuda":
+        config = config.with_values({"lora.quantize": ("none", "rehearsal")})
+        rehearsal.limits.append("the plan is made with lora.quantize=none: name the GPU with --device")
     rehearsal.plan = plan = make_plan(config, rehearsal.device)
     steps = plan.batches.steps
     return f"{plan.parameters:,} parameters, {'steps not known' if steps is None else f'{steps:,} steps'}"

@@ -28,7 +28,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def best_precision(device: torch.device) -> Precision:
-    """Return the precision that `training.precision=auto` means on a device: the fastest one that it has."""
+    """Return the value of `training.precision=auto` on a device: the fastest precision that the device has."""
     if device.type != "cuda":
         return "fp32"
     return "bf16" if has_bf16(device) else "fp16"
@@ -47,7 +47,7 @@ def choose_precision(wish: Precision | Literal["auto"], *, best: Precision) -> P
 def convert_weights(model: torch.nn.Module, precision: Precision, device: torch.device | None = None) -> None:
     """Convert a model's weights: trained weights to fp32, frozen weights to the run's precision.
 
-    Layers in 4 bits whose own forward is called compute their products in this precision too.
+    In fp16, this also sets the type in which bitsandbytes computes the products of its 4-bit layers.
 
     Args:
         model: on the CPU, or where it was loaded.

@@ -39,8 +39,8 @@ Value = TypeVar("Value")
 
 _log = logging.getLogger(__name__)
 _MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "no"}
-"""Accelerate's name for each precision. In fp16, Accelerate would scale the loss and skip batches whose gradients
-overflow. The training step scales the loss itself, and computes such a batch again."""
+"""What Accelerate is asked for. In fp16, Accelerate would skip a batch when a gradient overflows. The training step
+computes the batch again with a smaller loss scale, so Accelerate must not scale the loss."""
 _PLAIN_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 

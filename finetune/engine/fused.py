@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,15 +71,13 @@ def kernels_kept_in(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[_FOLDER_OF_KERNELS]
+        os.environ.pop(_FOLDER_OF_KERNELS, None)
         if before is not None:
             os.environ[_FOLDER_OF_KERNELS] = before
 
 
-def _torchs_own_folder() -> str | None:
-    """Return the folder that torch writes into the variable when a library imports its compiler."""
-    if "torch._inductor" not in sys.modules:
-        return None
+def _torchs_own_folder() -> str:
+    """Return the folder that torch writes into the variable when a library imports torch's compiler."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     return default_cache_dir()

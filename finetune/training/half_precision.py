@@ -1,4 +1,4 @@
-"""Train in fp16, whose largest value is 65504: scale the loss, and find activations that overflow before step 1."""
+"""What training in fp16 needs: a scale of the loss, and a check of the activations. The largest fp16 value is 65504."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LossScale(NamedTuple):
 
 @torch.no_grad()
 def refuse_overflow(runtime: Runtime, model: Any, microbatch: Any, row: Any) -> None:
-    """Refuse a model whose activations overflow fp16. Phi-2 is known for it. Collective, if the model is sharded.
+    """Check that the activations of a model fit into fp16. Those of phi-2 do not. Collective, if the model is sharded.
 
     Args:
         runtime: of a run in fp16.
@@ -83,7 +83,7 @@ def refuse_overflow(runtime: Runtime, model: Any, microbatch: Any, row: Any) -> 
 
 @contextmanager
 def _first_overflow(model: torch.nn.Module) -> Iterator[list[str]]:
-    """Within the block, note the names of modules whose output is not finite, in the order in which they end."""
+    """Within the block, collect the names of modules with an output that is not finite, in the order of their calls."""
     found: list[str] = []
 
     def note(name: str, output: Any) -> None:

@@ -202,7 +202,7 @@ def set_up(
 
 
 def _refuse_overflow(runtime: Runtime, model: Any, splits: EncodedSplits, collate: Any) -> None:
-    """Refuse a model whose activations overflow in fp16. Collective, if the model is sharded."""
+    """Check on one row that activations fit into fp16. Collective, if the model is sharded."""
     row = splits.train[0]
     is_plain = isinstance(splits.train, EncodedExamples) and runtime.shard_size is None
     refuse_overflow(runtime, model, collate([row]), row if is_plain else None)

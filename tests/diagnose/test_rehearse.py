@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.compose import compose, list_configs
 from finetune.config.schema import LoraSection
-from finetune.diagnose.plan_devices import find_device
+from finetune.diagnose.plan_devices import find_device, read_device
 from finetune.diagnose.rehearsal import Rehearsal, _plan, rehearsal_folder
 from finetune.diagnose.rehearsal_overrides import MOST_ROWS, Change, Scale, changes
 from finetune.errors import ModelError
@@ -153,6 +153,19 @@ def test_the_plan_is_that_of_the_real_launch(
     _plan(rehearsal, tmp_path)
     assert rehearsal.plan is not None
     assert rehearsal.plan.batches.world_size == planned
+
+
+def test_a_plan_of_qlora_on_a_machine_without_a_gpu_names_what_it_leaves_out(tmp_path: Path) -> None:
+    config = compose(["model=phi_tiny", "data=orders", f"data.cache_dir={tmp_path}", "lora.quantize=nf4"])
+    for device, limits in (
+        ("cpu", ["the plan is made with lora.quantize=none: name the GPU with --device"]),
+        (None, []),
+    ):
+        where = find_device("cpu") if device else read_device("RTX 4090")
+        rehearsal = Rehearsal(config=config, arguments=[], folder=tmp_path, device=where, steps=6, minutes=15.0)
+        _plan(rehearsal, tmp_path)
+        assert rehearsal.plan is not None
+        assert rehearsal.limits == limits
 
 
 @pytest.mark.parametrize("signal", [KeyboardInterrupt, Terminated])

@@ -12,7 +12,7 @@ from finetune import build_base_model, load_config
 from finetune.errors import ConfigError, RunFailedError
 from finetune.training import half_precision, training_run
 from finetune.training.half_precision import LossScale
-from tests.tiny_runs import write_base, write_rows
+from tests.methods.tiny_training import words_for, write_inputs
 from tests.training.test_trainer import break_at, contents, curve, record, train
 
 pytestmark = pytest.mark.trains
@@ -22,20 +22,13 @@ TOO_LARGE = 2**34
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    write_base(folder / "base")
-    write_rows(folder / "rows")
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture
 def words(inputs, tmp_path):
-    return [
-        *(f"model.path={inputs / 'base'}", f"data.path={inputs / 'rows'}", f"data.cache_dir={inputs / 'cache'}"),
-        *(f"output_dir={tmp_path / 'run'}", "lora.r=2", "optim.learning_rate=1e-2", "training.device=cpu"),
-        *("training.precision=fp16", "training.global_batch_size=8", "training.batch_size=3", "training.max_steps=5"),
-        *("checkpoint.save_total_limit=9", "testing.num_samples=1", "testing.max_new_tokens=3"),
-    ]
+    own = ["lora.r=2", "optim.learning_rate=1e-2", "training.precision=fp16", "training.max_steps=5"]
+    return [*words_for(inputs, tmp_path / "run"), *own]
 
 
 @pytest.fixture

@@ -131,6 +131,8 @@ class Journal:
         self._metrics.cut_behind(state.step)
         earlier = RecordedRun(self.folder.path).events
         self.result["num_skipped_steps"] = state.num_skipped_steps
+        if state.num_overflows:
+            self.result["num_overflows"] = state.num_overflows
         self._record.update(num_steps=num_steps)
         self._num_steps = num_steps
         for event in earlier:
