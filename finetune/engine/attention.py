@@ -150,12 +150,12 @@ class _Piece(NamedTuple):
 
 def _pieces(layout: Layout, queries: torch.Tensor, window: int | None) -> Iterator[_Piece]:
     """Split the queries of each segment into pieces of about `BLOCK_QUERIES`, with the keys that they see."""
-    edges = torch.tensor([0, *(segment.end for segment in layout.segmentes)])
+    edges = torch.tensor([0, *(segment.end for segment in layout.segments)])
     bounds = torch.searchsorted(queries, edges).tolist()
     for index, (low, high) in enumerate(pairwise(bounds)):
         if low == high:
             continue
-        path = [layout.segmentes[i] for i in layout.path(index)]
+        path = [layout.segments[i] for i in layout.path(index)]
         number = max(1, round((high - low) / BLOCK_QUERIES))
         for first, last in pairwise(low + (high - low) * i // number for i in range(number + 1)):
             position = path[-1].position + int(queries[first]) - path[-1].start

@@ -101,13 +101,13 @@ def prepare_efficient(layout: Layout, queries: torch.Tensor, window: int | None)
 
 def _runs(layout: Layout, queries: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[tuple[int, int]]]]:
     """Yield for each run its queries and the flat tokens of its row up to its end."""
-    ends = torch.tensor([segment.end for segment in layout.segmentes])
-    parents = torch.tensor([segment.parent for segment in layout.segmentes])
-    branch = (parents != torch.arange(-1, len(parents) - 1)).cumsum(0)  # its segmentes follow each other
+    ends = torch.tensor([segment.end for segment in layout.segments])
+    parents = torch.tensor([segment.parent for segment in layout.segments])
+    branch = (parents != torch.arange(-1, len(parents) - 1)).cumsum(0)  # its segments follow each other
     owner = torch.searchsorted(ends, queries, right=True)
     edges = [0, *(branch[owner].diff().nonzero()[:, 0] + 1).tolist(), len(queries)]
     for first, last in pairwise(edges):
-        path = [layout.segmentes[index] for index in layout.path(int(owner[last - 1]))]
+        path = [layout.segments[index] for index in layout.path(int(owner[last - 1]))]
         ends_of_path = [segment.end for segment in path[:-1]] + [int(queries[last - 1]) + 1]
         yield queries[first:last], [(segment.start, end) for segment, end in zip(path, ends_of_path, strict=True)]
 

@@ -39,12 +39,12 @@ class Layout:
     Attributes:
         position_ids: each token's position in its rows, int64, shape (tokens,).
         visible_until: for each token, the index after the last token that attends to it, int64, shape (tokens,).
-        segmentes: the tree, depth first, from flat token 0 on without a gap.
+        segments: the tree, depth first, from flat token 0 on without a gap.
     """
 
     position_ids: torch.Tensor
     visible_until: torch.Tensor
-    segmentes: tuple[Segment, ...]
+    segments: tuple[Segment, ...]
     _prepared: list[_Prepared] = field(default_factory=list, init=False, repr=False)
 
     @property
@@ -55,13 +55,13 @@ class Layout:
     @property
     def longest_row(self) -> int:
         """Tokens of the longest row."""
-        return max(segment.position + segment.end - segment.start for segment in self.segmentes)
+        return max(segment.position + segment.end - segment.start for segment in self.segments)
 
     def path(self, segment: int) -> list[int]:
-        """Return the segmentes from the root down to this one."""
+        """Return the segments from the root down to this one."""
         path = [segment]
-        while self.segmentes[path[-1]].parent >= 0:
-            path.append(self.segmentes[path[-1]].parent)
+        while self.segments[path[-1]].parent >= 0:
+            path.append(self.segments[path[-1]].parent)
         return path[::-1]
 
     def sees(self, query: torch.Tensor, key: torch.Tensor, window: int | None = None) -> torch.Tensor:
@@ -272,26 +272,26 @@ def flat_tokens_of_rows(
 ) -> list[numpy.typing.NDArray[numpy.int64]]:
     """Return the flat tokens of each row, in the order of the row."""
     return [
-        numpy.concatenate([numpy.arange(*layout.segmentes[index][:2]) for index in layout.path(last)])[:length]
+        numpy.concatenate([numpy.arange(*layout.segments[index][:2]) for index in layout.path(last)])[:length]
         for last, length in zip(last_node, lengths, strict=True)
     ]
 
 
 def _lay_out(tree: PrefixTree, rows: Sequence[Tokens]) -> tuple[Layout, torch.Tensor]:
-    segmentes: list[Segment] = []
+    segments: list[Segment] = []
     start = 0
     for _, begin, end, parent in tree.nodes:
-        segmentes.append(Segment(start, start + end - begin, parent, begin))
-        start = segmentes[-1].end
-    subtree_ends = [segment.end for segment in segmentes]
-    for index in reversed(range(len(segmentes))):
-        if (parent := segmentes[index].parent) >= 0:
+        segments.append(Segment(start, start + end - begin, parent, begin))
+        start = segments[-1].end
+    subtree_ends = [segment.end for segment in segments]
+    for index in reversed(range(len(segments))):
+        if (parent := segments[index].parent) >= 0:
             subtree_ends[parent] = max(subtree_ends[parent], subtree_ends[index])
-    lengths = [segment.end - segment.start for segment in segmentes]
+    lengths = [segment.end - segment.start for segment in segments]
     layout = Layout(
         position_ids=torch.from_numpy(numpy.concatenate([numpy.arange(begin, end) for _, begin, end, _ in tree.nodes])),
         visible_until=torch.from_numpy(numpy.repeat(subtree_ends, lengths)),
-        segmentes=tuple(segmentes),
+        segments=tuple(segments),
     )
     input_ids = numpy.concatenate([rows[row][begin:end] for row, begin, end, _ in tree.nodes])
     return layout, torch.from_numpy(input_ids)

@@ -39,8 +39,8 @@ def paths(packed: PackedMicrobatch) -> list[list[int]]:
     """For each flat token its row up to itself, found through the parents and not through the mask."""
     layout = packed.layout
     found = []
-    for index, segment in enumerate(layout.segmentes):
-        before = [token for i in layout.path(index)[:-1] for token in range(*layout.segmentes[i][:2])]
+    for index, segment in enumerate(layout.segments):
+        before = [token for i in layout.path(index)[:-1] for token in range(*layout.segments[i][:2])]
         found += [before + list(range(segment.start, token + 1)) for token in range(segment.start, segment.end)]
     return found
 

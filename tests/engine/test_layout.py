@@ -87,7 +87,7 @@ def test_without_sharing_rows_lie_one_after_the_other() -> None:
     rows = random_rows(3)
     packed = pack(rows, share_prefixes=False)
     assert torch.equal(packed.input_ids, torch.cat([ids for ids, _ in rows]))
-    assert len(packed.layout.segmentes) == len(rows) == packed.num_rows
+    assert len(packed.layout.segments) == len(rows) == packed.num_rows
     assert packed.num_tokens == packed.num_computed
     assert packed.counts.tolist() == [1] * packed.num_targets
 
@@ -95,7 +95,7 @@ def test_without_sharing_rows_lie_one_after_the_other() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_packing_is_a_function_of_the_rows(seed: int) -> None:
     first, second = pack(random_rows(seed)), pack(random_rows(seed))
-    assert first.layout.segmentes == second.layout.segmentes
+    assert first.layout.segments == second.layout.segments
     for name in ("input_ids", "labels", "counts", "target_term", "target_row"):
         assert torch.equal(getattr(first, name), getattr(second, name))
 
@@ -123,7 +123,7 @@ def test_rows_without_tokens_are_refused() -> None:
 def test_it_travels_to_workers_and_devices() -> None:
     packed = pack(random_rows(7))
     there = pickle.loads(pickle.dumps(packed)).to(torch.device("meta"))
-    assert there.layout.segmentes == packed.layout.segmentes
+    assert there.layout.segments == packed.layout.segments
     tensors = [value for value in vars(there).values() if isinstance(value, torch.Tensor)]
     tensors += [there.layout.position_ids, there.layout.visible_until]
     assert len(tensors) == 8
