@@ -27,6 +27,7 @@ def main(rank: int, worldsize: int, config: Config) -> None:
         master_addr="localhost",
         master_port=parallel.master_port or "12355",
         backend=parallel.backend,
+        shares_gpus=parallel.share_gpus,
         device=None if device == "auto" else device,
     )
 

@@ -22,6 +22,7 @@ def main(overrides: list[str]) -> None:
         rank=rank,
         worldsize=worldsize,
         backend=parallel.backend,
+        shares_gpus=parallel.share_gpus,
         device=None if device == "auto" else device,
     )
 

@@ -89,6 +89,7 @@ def _examine_world(environment: LaunchEnvironment, config: Config, own: list[Fin
             master_port=config.parallel.master_port,
             backend=config.parallel.backend,
             device=wished_device(config),
+            shares_gpus=config.parallel.share_gpus,
             fallbacks=Fallbacks(strict=True),  # training alone would hide the problem
         )
         assert context is not None  # the command line starts without a group

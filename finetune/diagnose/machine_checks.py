@@ -85,7 +85,7 @@ def check_devices(config: Config, local_world_size: int) -> Iterator[Finding]:
         cuda=torch.version.cuda,
         wish=config.training.device,
         accelerator=accelerator_type(),
-        processes=local_world_size,
+        processes=1 if config.parallel.share_gpus else local_world_size,
     )
     on_gpu = num_gpus > 0 and _wants_gpu(config)
     yield judge_cores(num_cores(), torch.get_num_threads(), local_world_size, on_gpu=on_gpu)
@@ -161,15 +161,16 @@ def check_backend(config: Config) -> Iterator[Finding]:
     """Check that this torch has the backend that the run will use."""
     area, wish = "Backend", config.parallel.backend
     on_gpu = torch.cuda.is_available() and _wants_gpu(config)
+    uses_nccl = on_gpu and wish != "gloo" and not config.parallel.share_gpus
     if not dist.is_available() or not dist.is_gloo_available():
         yield problem(area, f"torch {torch.__version__} has no gloo", "install one of torch's own builds")
     elif wish == "nccl" and not on_gpu:
         fix = "use parallel.backend=auto or gloo, or a machine with GPUs"
         yield problem(area, "parallel.backend=nccl needs GPUs, and this process computes on the CPU", fix)
-    elif on_gpu and wish != "gloo" and not dist.is_nccl_available():
+    elif uses_nccl and not dist.is_nccl_available():
         yield warning(area, "there are GPUs, but torch has no nccl: gloo is slower", "install torch's CUDA build")
     else:
-        yield ok(area, f"{'nccl' if on_gpu and wish != 'gloo' else 'gloo'} (parallel.backend={wish})")
+        yield ok(area, f"{'nccl' if uses_nccl else 'gloo'} (parallel.backend={wish})")
 
 
 def check_limits(config: Config) -> Iterator[Finding]:

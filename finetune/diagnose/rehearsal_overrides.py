@@ -117,7 +117,7 @@ def _world(config: Config, scale: Scale) -> Iterator[_Setting]:
 
 def _most_processes(config: Config) -> int:
     """Return the most processes to start on this machine: one for each GPU, or else one for each core, at least two."""
-    if config.training.device != "cpu" and torch.cuda.is_available():
+    if config.training.device != "cpu" and torch.cuda.is_available() and not config.parallel.share_gpus:
         return torch.cuda.device_count()
     return max(2, int(num_cores()))
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from accelerate.utils import DistributedType, broadcast_object_list, gather_object
 
@@ -18,7 +18,6 @@ __all__ = [
     "AccelerateCommand",
     "Accelerator",
     "DistributedType",
-    "PartialState",
     "broadcast_object_list",
     "forget_accelerate",
     "gather_object",

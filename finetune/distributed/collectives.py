@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from finetune.distributed.accelerate_library import PartialState, broadcast_object_list, gather_object
+from finetune.distributed.accelerate_library import broadcast_object_list, gather_object
 from finetune.distributed.barrier import StoreBarrier
 from finetune.distributed.ddp_init import ProcessContext, rendezvous_store
 from finetune.distributed.ending import LATE_FAULT_SECONDS
@@ -193,7 +193,10 @@ class Collectives:
         """Wait for all ranks. Collective."""
         self.synchronize("barrier")
         with self._liveness.collective("barrier"):
-            PartialState().wait_for_everyone()
+            if self.context.distributed:
+                device = self.context.device
+                # By its own index: Accelerate names the GPU with the local rank, which this process may not see.
+                dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
 
     def start_store_barrier(self) -> None:
         """Let `synchronize` wait for all ranks at the rendezvous store. A group that others made has no store.

@@ -149,6 +149,7 @@ def initialize_ddp(
     backend: str | None = None,
     device: str | torch.device | None = None,
     flag: bool | None = None,
+    shares_gpus: bool = False,
     fallbacks: Fallbacks | None = None,
 ) -> ProcessContext | None:
     """Join the world that the launcher described, or the one that the arguments describe.
@@ -165,14 +166,15 @@ def initialize_ddp(
         backend: ``nccl`` or ``gloo``; by default nccl with CUDA and gloo without.
         device: the device of this process, by default the GPU with its local rank or the CPU.
         flag: the run's `ddp`: True: several processes are expected; False: rank 0 alone; None: as launched.
+        shares_gpus: the run's `parallel.share_gpus`: let several ranks compute on one GPU, through gloo.
         fallbacks: where a downgrade is recorded, and whether one is refused.
 
     Returns:
         This process's place, or None when a group is up already. A world of one needs no group: `distributed` is False.
 
     Raises:
-        LaunchError: contradictory variables, nccl without CUDA, ranks on different types of device or two on one
-            GPU, rank 0 not found.
+        LaunchError: contradictory variables, nccl without CUDA or on a shared GPU, ranks on different types of device
+            or two on one GPU, rank 0 not found.
         LeftToMain: rank 0 has confirmed that it trains alone; leaves the process with exit code 0.
     """
     if dist.is_initialized():
@@ -185,8 +187,8 @@ def initialize_ddp(
     fallbacks = fallbacks or Fallbacks()
     if environment.world_size == 1:
         return _alone(environment, device, flag, fallbacks)
-    own_device = device_of_rank(environment.local_rank, device)
-    chosen = _choose_backend(backend, own_device)
+    own_device = device_of_rank(environment.local_rank, device, shares_gpus=shares_gpus)
+    chosen = _choose_backend(backend, own_device, shares_gpus=shares_gpus)
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)
     try:
@@ -197,6 +199,7 @@ def initialize_ddp(
             own_device,
             DEFAULT_TIMEOUT if timeout is None else timeout,
             flag=flag,
+            shares_gpus=shares_gpus,
             fallbacks=fallbacks,
         )
         if why_alone is not None:
@@ -227,14 +230,16 @@ def rendezvous_store() -> PrefixStore | None:
     return None if _world.rendezvous is None else _world.rendezvous.store
 
 
-def current_context(device: str | torch.device | None = None) -> ProcessContext:
+def current_context(device: str | torch.device | None = None, *, shares_gpus: bool = False) -> ProcessContext:
     """Return this process's place in the group that is up already.
 
     Args:
         device: the device of this process, by default the GPU with its local rank or the CPU.
+        shares_gpus: see `initialize_ddp`.
     """
     local_rank, world_size = read_environment(os.environ).local_rank, dist.get_world_size()
-    return ProcessContext(world_size > 1, dist.get_rank(), local_rank, world_size, device_of_rank(local_rank, device))
+    own_device = device_of_rank(local_rank, device, shares_gpus=shares_gpus)
+    return ProcessContext(world_size > 1, dist.get_rank(), local_rank, world_size, own_device)
 
 
 def cleanup_ddp() -> None:
@@ -262,9 +267,14 @@ def _environment_with(
     )
 
 
-def _choose_backend(backend: str | None, device: torch.device) -> str:
+def _choose_backend(backend: str | None, device: torch.device, *, shares_gpus: bool = False) -> str:
     if backend in (None, "auto"):
-        return "nccl" if device.type == "cuda" else "gloo"
+        return "nccl" if device.type == "cuda" and not shares_gpus else "gloo"
+    if backend == "nccl" and shares_gpus:
+        raise LaunchError(
+            "parallel.backend is nccl and parallel.share_gpus is true, but nccl connects no ranks on one GPU. Use "
+            "backend=gloo or auto."
+        )
     if backend == "nccl" and device.type != "cuda":
         raise LaunchError(
             "backend=nccl needs a CUDA device and this process computes on the CPU. Use backend=gloo or auto."
@@ -279,6 +289,7 @@ def _initialize_distributed(
     timeout: timedelta,
     *,
     flag: bool | None = None,
+    shares_gpus: bool = False,
     fallbacks: Fallbacks,
 ) -> str | None:
     """Form the group. Collective.
@@ -301,7 +312,7 @@ def _initialize_distributed(
     why = _obey(rendezvous, _verdict(why, fallbacks))
     if why is not None:
         return why
-    _compare_ranks(rendezvous, device, backend)
+    _compare_ranks(rendezvous, device, backend, shares_gpus=shares_gpus)
     for candidate in (backend,) if backend != "nccl" or fallbacks.strict else (backend, "gloo"):
         failure = _start_backend(rendezvous, candidate, timeout)
         if failure is None:
@@ -444,7 +455,7 @@ def _give_up(backend: str) -> None:
             dist.destroy_process_group()
 
 
-def _compare_ranks(rendezvous: Rendezvous, device: torch.device, backend: str) -> None:
+def _compare_ranks(rendezvous: Rendezvous, device: torch.device, backend: str, *, shares_gpus: bool) -> None:
     """Refuse ranks on different types of device or two on one GPU, and choose gloo's network interface. Collective.
 
     A backend would hang with such ranks. On rank 0's machine its own name may mean 127.0.1.1, so MASTER_ADDR does not
@@ -454,7 +465,8 @@ def _compare_ranks(rendezvous: Rendezvous, device: torch.device, backend: str) -
         LaunchError: on all ranks.
     """
     master_addr = rendezvous.environment.master_addr
-    own = [f"{device.type} with {backend}", device_identity(device), own_address_towards(master_addr)]
+    identity = None if shares_gpus else device_identity(device)
+    own = [f"{device.type} with {backend}", identity, own_address_towards(master_addr)]
     notes = rendezvous.exchange("device", json.dumps(own), _start_seconds(rendezvous))
     found = {rank: json.loads(text) for rank, text in notes.items()}
     verdict = Verdict("together")

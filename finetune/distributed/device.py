@@ -43,11 +43,15 @@ def _resolve_device(device: str | torch.device | int | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _pick_device(local_rank: int) -> torch.device:
+def _pick_device(local_rank: int, *, shares_gpus: bool = False) -> torch.device:
     """Return this rank's own device: the GPU with its local rank, or the CPU if there is no GPU.
 
     A launcher may show each process only its own GPU (`srun --gpus-per-task=1`, CUDA_VISIBLE_DEVICES per rank), which
     is then number 0 in each. `refuse_shared_devices` compares them once the ranks can talk.
+
+    Args:
+        local_rank: of this process on its node.
+        shares_gpus: whether the local ranks take the GPUs in turn (`parallel.share_gpus`).
 
     Raises:
         LaunchError: there are GPUs, but fewer than processes on this node: two ranks would silently share one.
@@ -57,6 +61,8 @@ def _pick_device(local_rank: int) -> torch.device:
         return torch.device("cpu")
     if count == 1 and is_gpu_choice_given(os.environ):
         return torch.device("cuda", 0)
+    if shares_gpus:
+        return torch.device("cuda", local_rank % count)
     if local_rank >= count:
         raise LaunchError(
             f"local rank {local_rank} needs GPU {local_rank}, but this node shows {count} GPU(s). "
@@ -65,7 +71,7 @@ def _pick_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def device_of_rank(local_rank: int, wish: str | torch.device | None) -> torch.device:
+def device_of_rank(local_rank: int, wish: str | torch.device | None, *, shares_gpus: bool = False) -> torch.device:
     """Return the CPU if it was asked for, else the GPU with the local rank: a launch chooses the index itself.
 
     Raises:
@@ -77,7 +83,7 @@ def device_of_rank(local_rank: int, wish: str | torch.device | None) -> torch.de
             "training.device=mps computes in one process alone: torch has no collectives for an Apple GPU. Start one "
             "process, or set training.device=cpu."
         )
-    return torch.device("cpu") if device_type == "cpu" else _pick_device(local_rank)
+    return torch.device("cpu") if device_type == "cpu" else _pick_device(local_rank, shares_gpus=shares_gpus)
 
 
 def accelerator_type() -> str | None:

@@ -135,9 +135,10 @@ def _join(config: Config, fallbacks: Fallbacks) -> ProcessContext:
         backend=config.parallel.backend,
         device=wish,
         flag=config.ddp,
+        shares_gpus=config.parallel.share_gpus,
         fallbacks=fallbacks,
     )
-    return context or current_context(wish)
+    return context or current_context(wish, shares_gpus=config.parallel.share_gpus)
 
 
 def wished_device(config: Config) -> str | None:

@@ -180,6 +180,7 @@ def _join_as_configured(world: ExitStack, rank: int, config: Config) -> None:
         backend=parallel.backend,
         device=None if config.training.device == "auto" else config.training.device,
         flag=config.ddp,
+        shares_gpus=parallel.share_gpus,
         fallbacks=Fallbacks(strict=config.strict),
     )
 

@@ -3,6 +3,7 @@ import types
 import pytest
 import torch
 
+from finetune.distributed.ddp_init import _choose_backend
 from finetune.distributed.device import (
     _pick_device,
     _resolve_device,
@@ -83,6 +84,17 @@ def test_each_local_rank_has_its_own_gpu_or_the_launch_is_refused(gpus):
         _pick_device(1)
     gpus(0)
     assert _pick_device(5) == torch.device("cpu")
+
+
+def test_local_ranks_take_the_gpus_in_turn_if_they_may_share_them(gpus):
+    gpus(2)
+    assert [device_of_rank(rank, None, shares_gpus=True).index for rank in range(4)] == [0, 1, 0, 1]
+    assert device_of_rank(1, "cpu", shares_gpus=True) == torch.device("cpu")
+    gpus(1)
+    assert device_of_rank(1, "cuda", shares_gpus=True) == torch.device("cuda", 0)
+    assert _choose_backend("auto", torch.device("cuda", 0), shares_gpus=True) == "gloo"
+    with pytest.raises(LaunchError, match="nccl connects no ranks on one GPU"):
+        _choose_backend("nccl", torch.device("cuda", 0), shares_gpus=True)
 
 
 @pytest.mark.parametrize("name", VISIBLE)

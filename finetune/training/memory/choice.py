@@ -300,7 +300,9 @@ def agree_on_memory(
         recorded: on the main process, the choice in run.json if the run resumes; empty if it recorded none.
     """
     fraction = config.training.memory_fraction
-    free = free_memory(runtime.device, num_sharing=runtime.environment.local_world_size, fraction=fraction)
+    has_own = runtime.device.type == "cuda" and not config.parallel.share_gpus
+    num_sharing = 1 if has_own else runtime.environment.local_world_size
+    free = free_memory(runtime.device, num_sharing=num_sharing, fraction=fraction)
     room = int(runtime.least(free - runtime.gathered_bytes))
     choice: MemoryChoice | None = None
     with runtime.failing_together("choosing by memory"):
@@ -330,15 +332,16 @@ def free_memory(device: torch.device, *, num_sharing: int, fraction: float = 1.0
 
     Args:
         device: of this process.
-        num_sharing: processes of this machine, which share its memory if they compute on the CPU.
+        num_sharing: processes that share the device's memory.
         fraction: `training.memory_fraction`.
     """
+    num_sharing = max(1, num_sharing)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_allocated(device)
-        available = free + torch.cuda.memory_reserved(device) - allocated
-        return available if fraction == 1 else min(available, int(fraction * total) - allocated)
-    memory, num_sharing = psutil.virtual_memory(), max(1, num_sharing)
+        available = free // num_sharing + torch.cuda.memory_reserved(device) - allocated
+        return available if fraction == 1 else min(available, int(fraction * total) // num_sharing - allocated)
+    memory = psutil.virtual_memory()
     available = memory.available // num_sharing
     if fraction == 1:
         return available
