@@ -87,7 +87,6 @@ ALONE = (
     Case(8, words=("training.max_tokens_per_microbatch=40",), note="max_tokens_per_microbatch=40"),
 )
 """What one process does in several ways."""
-_REFERENCES = (*DROPOUT_SPLITS, Case(REFERENCE_BATCH_SIZE, recipe=FULL))
 
 
 @functools.cache
@@ -180,11 +179,10 @@ def curve_alone() -> Run:
 
 
 @functools.cache
-def runs_alone() -> Path:
-    """The folder of one process's runs: `ALONE`, and those that others with dropout or full fine-tuning must repeat."""
-    folder = curve_inputs() / "references"
-    folder.mkdir()
-    script, *words = reporting_words(folder, (*ALONE, *_REFERENCES))
+def runs_alone(*cases: Case) -> Path:
+    """The folder of runs that one process trains one after the other."""
+    folder = Path(tempfile.mkdtemp(prefix="alone-", dir=curve_inputs()))
+    script, *words = reporting_words(folder, cases)
     with patch.object(Trainer, "run_training", Trainer.run_training):  # the script replaces it
         done = run_script(Path(script), words)
     assert done.returncode == 0, done.stdout
@@ -195,7 +193,7 @@ def reference_of(case: Case) -> Run:
     """What a case must come out as."""
     if case.reference == Case(REFERENCE_BATCH_SIZE):
         return curve_alone()
-    return read_run(runs_alone() / case.reference.name)
+    return read_run(runs_alone(case.reference) / case.reference.name)
 
 
 def reports_of_run(folder: Path, name: str) -> list[dict[str, Any]]:

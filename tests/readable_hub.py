@@ -36,7 +36,8 @@ class ReadableHub:
         gated: repositories that only `TOKEN` may read.
         status: the answer to everything, if it is not 200.
         commit: what it says that it has; empty for something that is no hub.
-        delay_seconds: how long each block of a file takes.
+        delay_seconds: how long each block of a slow file takes.
+        slow_files: the names of these files.
         requests: every request as it came: `HEAD /someone/model/resolve/main/config.json`.
     """
 
@@ -45,6 +46,7 @@ class ReadableHub:
     status: int = 200
     commit: str = COMMIT
     delay_seconds: float = 0.0
+    slow_files: set[str] = field(default_factory=set)
     requests: list[str] = field(default_factory=list)
     address: str = ""
 
@@ -169,5 +171,5 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "HEAD":
             return
         for start in range(0, len(body), 1 + len(body) // 8):
-            time.sleep(self.state.delay_seconds)
+            time.sleep(self.state.delay_seconds if Path(self.path).name in self.state.slow_files else 0)
             self.wfile.write(body[start : start + 1 + len(body) // 8])

@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
-from tests.launches import REPOSITORY, run_command
+from benchmarks.gpu.recovery import run_gpu_tests
+from benchmarks.gpu.session import Session
+from tests.launches import run_command
 
 pytestmark = pytest.mark.process
 
@@ -26,11 +28,20 @@ def test_no_gpu_is_seen_here_nor_in_a_process_that_a_test_starts() -> None:
 
 
 @pytest.mark.slow
-def test_on_the_cpu_they_pass_but_for_those_of_cuda() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "tests/gpu", "-k", FEW]
-    variables = {"PYTHONWARNINGS": "", "FINETUNE_TEST_DEVICE": "cpu"}
-    done = run_command(command, cwd=REPOSITORY, variables=variables, limit_seconds=600)
-    assert done.returncode == 0, done.stdout
-    reasons = set(re.findall(r"^SKIPPED \[\d+\] .*?:\d+: (.*)$", done.stdout, flags=re.MULTILINE))
+def test_on_the_cpu_they_pass_but_for_those_of_cuda(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a session of benchmarks/gpu_session.py runs them."""
+    for name, value in {
+        "FINETUNE_TEST_DEVICE": "cpu",
+        "PYTEST_ADDOPTS": f"-q -k '{FEW}'",
+        "PYTHONWARNINGS": "",
+    }.items():
+        monkeypatch.setenv(name, value)
+    figures = run_gpu_tests(Session(device="cpu", is_tiny=True))
+    printed = capsys.readouterr().out
+    assert (figures["is_right"], figures["failed"], figures["error"]) == (True, 0, 0), printed
+    assert figures["passed"] > 9
+    reasons = set(re.findall(r"^SKIPPED \[\d+\] .*?:\d+: (.*)$", printed, flags=re.MULTILINE))
+    assert reasons
     assert all(reason.startswith(("only CUDA", "bitsandbytes")) for reason in reasons), reasons
-    assert re.search(r"^\d{2,} passed, ", done.stdout, flags=re.MULTILINE), done.stdout

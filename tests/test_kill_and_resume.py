@@ -69,10 +69,9 @@ def test_killed_in_mid_epoch_and_resumed(tmp_path, words_of_rows):
                 break
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "killed/adapter").exists()
-    with start([*words, "resume=auto"]) as process:
-        _, log = process.communicate(timeout=300)
-    assert process.returncode == 0, log
-    found = re.search(r"resumed from step=(\d+)", log)
+    done = run_finetune("train", *words, "resume=auto")
+    assert done.returncode == 0, done.stdout
+    found = re.search(r"resumed from step=(\d+)", done.stdout)
     assert found is not None
     assert int(found[1]) in range(12, NUM_STEPS), "12, or a later one that was committed before the signal came"
 

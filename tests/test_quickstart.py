@@ -103,12 +103,12 @@ def test_the_tuned_model_answers_an_order(here):
     assert answer["quantity"] == 3
 
 
-def test_evaluate_measures_the_same_again(here):
-    done = run_finetune("evaluate", "runs/quickstart", "testing.batch_size=7")
+def test_evaluate_measures_the_same_losses_again(here):
+    """Answers too, of fewer rows, in tests/inference/test_evaluate_command.py."""
+    done = run_finetune("evaluate", "runs/quickstart", "testing.batch_size=7", "testing.metrics=[]")
     assert done.returncode == 0, done.errors
     for event in read_events(here):
         if event["event"] == "test":
-            assert f"{event['exact_match']:.1%}" in done.answer
             assert f"{event['loss']:.4f}" in done.answer
 
 

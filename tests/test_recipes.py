@@ -6,14 +6,16 @@ import ast
 import importlib.util
 import json
 import re
+import runpy
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from finetune import load_config
 from tests.in_process import run_finetune, run_script
-from tests.launches import REPOSITORY, free_port, run_launched
+from tests.launches import REPOSITORY, run_launched
 from tests.tiny_runs import write_base, write_rows
 
 pytestmark = [pytest.mark.trains, pytest.mark.warm]
@@ -21,7 +23,8 @@ pytestmark = [pytest.mark.trains, pytest.mark.warm]
 RECIPES = REPOSITORY / "recipes"
 TRIED_IN = {
     **dict.fromkeys(["finetune_lora", "finetune_full", "debug_single_gpu"], "test_recipes.py"),
-    **dict.fromkeys(["train_ddp_standalone", "train_ddp_torchrun"], "test_recipes.py"),
+    "train_ddp_standalone": "test_one_curve.py",
+    "train_ddp_torchrun": "test_recipes.py",
     "finetune_new_tokens": "methods/test_method_recipes.py",
     "finetune_preferences": "methods/test_preference_runs.py",
     "finetune_qlora": "methods/test_quantized.py",
@@ -90,30 +93,43 @@ def test_the_processes_of_a_recipe_meet_as_the_config_says(monkeypatch, name):
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize(
-    ("name", "launcher", "started_by"),
-    [("train_ddp_standalone", "python", "spawn"), ("train_ddp_torchrun", "torchrun", "torchrun")],
-)
-def test_the_guides_scripts_train_as_two_processes_and_test_on_rank_0(tmp_path, words, name, launcher, started_by):
-    # The guides' port, 12355, may be taken on this machine.
-    port = [f"parallel.master_port={free_port()}", "parallel.num_processes=2"] if launcher == "python" else []
-    recipe = [RECIPES / f"{name}.py", *words, *port, f"output_dir={tmp_path / 'run'}"]
-    done = run_launched(launcher, recipe)
+def test_the_guides_script_trains_as_two_processes_and_tests_on_rank_0(tmp_path, words):
+    """That for torchrun; the other one starts its processes in tests/test_one_curve.py."""
+    recipe = [RECIPES / "train_ddp_torchrun.py", *words, f"output_dir={tmp_path / 'run'}"]
+    done = run_launched("torchrun", recipe)
     assert done.returncode == 0, done.stdout
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert record["status"] == "completed"
-    assert (record["world_size"], record["launcher"], record["backend"]) == (2, started_by, "gloo")
+    assert (record["world_size"], record["launcher"], record["backend"]) == (2, "torchrun", "gloo")
     assert record["global_batch"] == {"global_batch_size": 16, "batch_size": 4, "world_size_asked": 2}
     assert len(steps_in(tmp_path / "run")) == 2
     assert done.stdout.count("Training and testing completed successfully!") == 1
     assert done.stdout.count("Next: finetune generate") == 1
 
-    if launcher == "python":  # torchrun ends with a code and a traceback of its own
-        again = run_launched(launcher, recipe)
-        assert "holds a run already" in again.stdout
-        assert "resume=auto" in again.stdout
-        assert again.returncode == 2
-        assert "Traceback" not in again.stdout
+
+def test_a_process_of_the_standalone_script_ends_with_a_message_and_the_script_with_its_code(
+    tmp_path, words, monkeypatch, capsys
+):
+    recipe = runpy.run_path(str(RECIPES / "train_ddp_standalone.py"))
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "log.txt").touch()
+    with pytest.raises(SystemExit) as left:
+        recipe["run_process"](0, 1, load_config([*words, f"output_dir={run}"], run="train_ddp"))
+    said = "".join(capsys.readouterr())
+    assert left.value.code == 2
+    assert "holds a run already" in said
+    assert "resume=auto" in said
+    assert "Traceback" not in said
+
+    class Processes:
+        def join(self, grace_period):
+            raise ProcessExitedException("ended", error_index=1, error_pid=7, exit_code=2)
+
+    monkeypatch.setitem(recipe["start"].__globals__, "spawn", lambda *_, **__: Processes())
+    with pytest.raises(SystemExit) as left:
+        recipe["start"]([*words, f"output_dir={run}"])
+    assert left.value.code == 2
 
 
 def test_the_guides_script_for_torchrun_runs_alone_too(tmp_path, words):

@@ -18,7 +18,14 @@ from benchmarks.gpu.session import Session
 _STEPS, _KILLED_AFTER = 12, 6
 _FILES = ("adapter/adapter_model.safetensors", f"checkpoints/step-{_STEPS:06d}/optimizer.safetensors")
 _WORDS = (
-    *("task=finetune_lora", "model=phi_tiny", "data=orders", "data.max_length=256", "lora.dropout=0.1"),
+    *(
+        "task=finetune_lora",
+        "model=phi_tiny",
+        "data=orders",
+        "data.max_rows=200",
+        "data.max_length=256",
+        "lora.dropout=0.1",
+    ),
     *(f"training.max_steps={_STEPS}", "training.batch_size=8", "training.log_every=1", "testing.num_samples=0"),
     *("checkpoint.save_every=2", f"validation.validate_every={_STEPS}"),
 )
