@@ -69,8 +69,11 @@ def programs() -> Path:
 
 @cache
 def _python() -> str:
-    """Start the server and return the program that stands for an interpreter; only Linux has what these need."""
-    if sys.platform != "linux":
+    """Start the server and return the program that stands for an interpreter.
+
+    Only Linux has what these need, and of a process with several threads only one would be there after a fork.
+    """
+    if sys.platform != "linux" or os.environ["OMP_NUM_THREADS"] != "1":
         return _COLD
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     program = folder / "python"
