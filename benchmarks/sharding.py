@@ -31,6 +31,7 @@ _RUNS = {
 """By `training.method`: `parallel.sharding` and the number of ranks."""
 _STEPS, _WARMUP, _ROWS_OF_A_STEP = 8, 2, 8
 _LOOK_SECONDS = 0.005
+_MOST_CHARACTERS = 2000
 _SMALLEST_MAPPING = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """Without it, glibc keeps what a process has freed, and no figure shows it."""
 
@@ -99,21 +100,36 @@ def _rows(vocabulary: int) -> list[tuple[list[int], list[bool]]]:
     return [(rng.choices(range(FIRST_TEXT_ID, vocabulary), k=n), [False] + [True] * (n - 1)) for n in lengths]
 
 
-def measure(base: Path, folder: Path, size: str, *, method: str, sharding: str, num_ranks: int) -> tuple[Held, float]:
-    """Run a world of its own; return the most that any rank held, and the median seconds of a step after the first."""
+def measure(
+    base: Path, folder: Path, size: str, *, method: str, sharding: str, num_ranks: int, more: Sequence[str] = ()
+) -> tuple[Held, float]:
+    """Run a world of its own; return the most that any rank held, and the median seconds of a step after the first.
+
+    Args:
+        base: the folder of the base model.
+        folder: for the run.
+        size: of the base model.
+        method: `training.method`.
+        sharding: `parallel.sharding`.
+        num_ranks: of the world.
+        more: settings that come last.
+
+    Raises:
+        RuntimeError: the run failed.
+    """
     words = [
         f"task=finetune_{method}",
         *(f"model.path={base}", f"data.path={base}", f"output_dir={folder / 'run'}", "training.device=cpu"),
         *("lora.r=8", f"lora.target_modules={json.dumps(LORA_TARGETS)}", "training.precision=fp32"),
         *(f"training.global_batch_size={_ROWS_OF_A_STEP}", "training.batch_size=2", f"training.max_steps={_STEPS}"),
-        f"parallel.sharding={sharding}",
+        *(f"parallel.sharding={sharding}", *more),
     ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
     command += ["-m", "benchmarks.sharding", "--size", size, "--rank-of", str(folder), *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | ONE_THREAD | QUIET | _SMALLEST_MAPPING
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(done.stderr)
+        raise RuntimeError(done.stderr.strip()[-_MOST_CHARACTERS:])
     held = [Held(**json.loads(path.read_text())) for path in folder.glob("rank-*.json")]
     assert len(held) == num_ranks
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()

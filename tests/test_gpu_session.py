@@ -31,6 +31,7 @@ FEW = [
     *("kernels/signatures", "kernels/attention-bf16-64", "kernels/engine", "kernels/syncs", "profile/limit"),
     *("profile/512", "peers/mini/ours", "peers/chat/trl-grouped-16", "peers/attention", "phi4/defaults"),
     *("gains/prompt/without-share_prefixes", "recovery/deterministic", "recovery/default"),
+    *("ranks/torchrun-fp32", "ranks/torchrun-bf16", "ranks/same-bytes", "ranks/fsdp2", "ranks/stopped", "ranks/gather"),
 ]
 """Tasks of each function and kind of job, in the order of the session."""
 ELSEWHERE = {"benchmarks.gpu.recovery:run_gpu_tests"}
@@ -51,7 +52,7 @@ def start(path: Path, wanted: list[Task], budget: float | None = None) -> gpu_se
 def test_the_parts_come_in_the_order_that_tells_most():
     names = [task.name for task in tasks()]
     assert len(names) == len(set(names))
-    order = ["kernels", "profile", "peers", "phi4", "gains", "recovery"]
+    order = ["kernels", "profile", "peers", "phi4", "gains", "recovery", "ranks"]
     assert list(dict.fromkeys(task.part for task in tasks())) == order
     for part in order:
         assert f"| `{part}` |" in README

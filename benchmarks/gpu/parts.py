@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ PHI4_RUNS: Mapping[str, tuple[str, ...]] = {
     "checkpointed": ("training.batch_size=1", "training.gradient_checkpointing=true"),
 }
 """The words of the runs of part `phi4`. By default, memory decides."""
+
+LAUNCH_FORMS = ("torchrun", "accelerate", "spawn")
+"""The ways in which part `ranks` starts two ranks; the last is `parallel.num_processes=2`."""
 
 
 class Switch(NamedTuple):
@@ -121,6 +125,20 @@ def tasks() -> Iterator[Task]:
     )
     yield Task("recovery/default", "benchmarks.gpu.recovery:kill_and_resume", 180, needs=_OF_A_RUN, is_for_cuda=True)
     yield Task("recovery/tests", "benchmarks.gpu.recovery:run_gpu_tests", 330, needs=(*_OF_A_RUN, "pytest", "xdist"))
+    yield from _tasks_of_ranks()
+
+
+def _tasks_of_ranks() -> Iterator[Task]:
+    module = "benchmarks.gpu.ranks"
+    for precision, form in product(("fp32", "bf16"), LAUNCH_FORMS):
+        how = {"form": form, "precision": precision}
+        yield Task(f"ranks/{form}-{precision}", f"{module}:curve", 240, how, _OF_A_RUN, precision == "bf16")
+    yield Task("ranks/same-bytes", f"{module}:same_bytes", 300, needs=_OF_A_RUN)
+    for name, key in {"ddp": "gradient_sync", "fsdp2": "sharding"}.items():
+        yield Task(f"ranks/{name}", f"{module}:against_one", 500, {"words": [f"parallel.{key}={name}"]}, _OF_A_RUN)
+    for name, is_killed in {"killed": True, "stopped": False}.items():
+        yield Task(f"ranks/{name}", f"{module}:lose_a_rank", 240, {"is_killed": is_killed}, _OF_A_RUN)
+    yield Task("ranks/gather", f"{module}:gather_checkpoint", 300, needs=_OF_A_RUN)
 
 
 def _run(name: str, seconds: int, *, engine: str = "ours", **arguments: Any) -> Task:
