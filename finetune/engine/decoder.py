@@ -109,6 +109,8 @@ ENTER = "enter_layer"
 do not run. This method does what a hook would do around a call, for example all-gather the layer's weights."""
 
 
+_MOST_MERGED_BYTES = 1 << 30
+"""Weights of a model that are merged with its adapter for many short calls: their copies take as much memory again."""
 OFFLOADS = "offloads_inputs"
 """The name of an attribute of a decoder: whether inputs of layers that are checkpointed are kept in main memory."""
 Keep = Callable[[], AbstractContextManager[Any]]
@@ -138,6 +140,8 @@ class Decoder:
         checkpoint_layers: recompute each layer in the backward pass instead of keeping its activations.
         keep_inputs: how the inputs of these layers are kept until then.
         mlp_chunk_rows: see `gated_mlp`.
+        is_constant: the model does not change between calls and is in evaluation mode. Linear layers are read in the
+            first call only. For a small model, adapters are then added to copies of the weights where that is exact.
     """
 
     def __init__(
@@ -148,6 +152,7 @@ class Decoder:
         checkpoint_layers: bool = False,
         keep_inputs: Keep = nullcontext,
         mlp_chunk_rows: int | None = None,
+        is_constant: bool = False,
     ) -> None:
         bare = bare_model(model)
         self._modules = bare.get_decoder()
@@ -158,6 +163,8 @@ class Decoder:
         self._checkpoint_layers = checkpoint_layers
         self._keep_inputs = keep_inputs
         self._mlp_chunk_rows = mlp_chunk_rows
+        self._read: dict[tuple[int, tuple[str, ...]], list[AnyLinear]] | None = {} if is_constant else None
+        self._merges = sum(weight.nbytes for weight in bare.parameters()) <= _MOST_MERGED_BYTES
 
     def hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: Any, at: torch.Tensor | None = None
@@ -243,9 +250,16 @@ class Decoder:
         (q,) = split(project(tokens.chosen(x), queries)[0], cos[at], sin[at], [heads], [q_norm])
         return x, q, *split(project(x, *keys_values)[0], cos, sin, [kv_heads, kv_heads], [k_norm])
 
-    @staticmethod
-    def _linears(modules: Any, names: Sequence[str], like: torch.Tensor) -> list[AnyLinear]:
-        return [read_linear(modules.get_submodule(name), like) for name in names]
+    def _linears(self, modules: Any, names: tuple[str, ...], like: torch.Tensor) -> list[AnyLinear]:
+        key = modules.self_attn.layer_idx, names
+        if self._read is not None and key in self._read:
+            return self._read[key]
+        linears = [read_linear(modules.get_submodule(name), like) for name in names]
+        if self._read is not None:
+            if self._merges:
+                linears = [one.merged(like.dtype) if isinstance(one, Linear) else one for one in linears]
+            self._read[key] = linears
+        return linears
 
 
 def _split_heads(

@@ -45,12 +45,20 @@ class Linear(NamedTuple):
         """
         if is_in_4_bits(self.weight):
             return self._replace(weight=widened(self.weight, x.dtype))
-        if self.lora_a is None or self.lora_b is None or self.keep is not None:
-            return self
-        is_exact = x.dtype == self.weight.dtype == self.lora_a.dtype and x.element_size() >= 4
         width, features = self.weight.shape
         is_less_work = 2 * width * features <= len(x) * (width + 2 * features)  # over both passes, times the rank
-        if not (is_exact and is_less_work):
+        return self.merged(x.dtype) if is_less_work else self
+
+    def merged(self, dtype: torch.dtype) -> Linear:
+        """Return the layer with the adapter added to a copy of the weight if that is exact, else the layer itself.
+
+        Args:
+            dtype: of the layer's input.
+        """
+        if self.lora_a is None or self.lora_b is None or self.keep is not None:
+            return self
+        is_exact = dtype == self.weight.dtype == self.lora_a.dtype and dtype.itemsize >= 4
+        if not is_exact:
             return self
         return Linear(torch.addmm(self.weight, self.lora_b, self.lora_a, alpha=self.scale), self.bias)
 

@@ -167,7 +167,7 @@ def answer_in_fp32(
     model: Any, prompts: Sequence[Sequence[int]], *, stop_ids: Sequence[int], max_new_tokens: int
 ) -> list[list[int]]:
     """Answer prompts greedily with transformers, in fp32 on the stored weights. Answers keep their stop tokens."""
-    decoding = Decoding(stop_ids=stop_ids, max_new_tokens=max_new_tokens, keeps_stop=True)
+    decoding = Decoding(stop_ids=stop_ids, max_new_tokens=max_new_tokens, keeps_stop=True, by_transformers=True)
     with weights_in_fp32(model):
         return generate_answers(model, prompts, decoding, batch_size=max(1, len(prompts)))
 

@@ -5,18 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.data.batches import derived_seed
+from finetune.engine.four_bits import is_in_4_bits
+from finetune.engine.kv_cache import CachedDecoder
+from finetune.engine.products import unchanged_weights
 from finetune.engine.reference import in_float64
+from finetune.engine.supported import unsupported_reason
 from finetune.errors import DataError
 from finetune.model.base import evaluation_mode, longrope_boundary, max_context
 
 if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
+
+
+_GOES_ON_WITH = 0.75
+"""Rows leave a batch when at most this share of them goes on: each time, what is cached of the others is copied."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +56,8 @@ class Decoding:
     """None: the most likely token each time."""
     keeps_stop: bool = False
     """Whether an answer ends with the stop token where it came, instead of before it."""
+    by_transformers: bool = False
+    """Whether transformers' `generate` computes the answers even if the engine could."""
 
 
 def generate_answers(
@@ -161,8 +172,12 @@ def stream_answer(
         DataError: the prompt leaves no room for an answer in the model's context.
     """
     _refuse_too_long([prompt], max_context(model))
-    watcher = _TokenWatcher(lambda token: None if token in decoding.stop_ids else on_token(token))
-    (tokens,) = _generate(model, [prompt], [0], decoding, streamer=watcher)
+
+    def show(token: int) -> None:
+        if token not in decoding.stop_ids:
+            on_token(token)
+
+    (tokens,) = _generate(model, [prompt], [0], decoding, on_token=show)
     return _until_stop(tokens, decoding)
 
 
@@ -173,11 +188,91 @@ def _generate(
     decoding: Decoding,
     *,
     runtime: Runtime | None = None,
-    streamer: _TokenWatcher | None = None,
+    on_token: Callable[[int], object] | None = None,
 ) -> list[list[int]]:
+    """Answer these prompts up to a stop id or the last token that has room. What follows a stop id has no meaning.
+
+    Args:
+        model: see `generate_answers`.
+        prompts: all prompts.
+        rows: the indices of the prompts of this batch.
+        decoding: stop ids and sampling.
+        runtime: see `generate_answers`.
+        on_token: called with each token of a single prompt's answer.
+    """
+    is_sharded = runtime is not None and runtime.shard_size is not None
+    uses_engine = not (decoding.by_transformers or is_sharded) and _engine_continues(model)
+    batch = [prompts[row] for row in rows]
+    draw = None if decoding.sampling is None else _Draw(decoding.sampling, rows)
+    room = room_for_answer(model, max(batch, key=len), decoding.max_new_tokens)
+    with evaluation_mode(model):
+        if uses_engine:
+            return _continue_by_engine(model, batch, room, decoding.stop_ids, draw, on_token)
+        generate = partial(_continue_by_transformers, batch, room, decoding.stop_ids, draw, on_token, is_sharded)
+        return generate(model) if runtime is None else runtime.apply(generate, model)
+
+
+def _engine_continues(model: Any) -> bool:
+    """Return whether the engine generates a model's answers: on a CPU, where it was measured, and not in 4 bits."""
+    weights = model.parameters()
+    return all(weight.device.type == "cpu" and not is_in_4_bits(weight) for weight in weights) and (
+        unsupported_reason(model) is None
+    )
+
+
+def _continue_by_engine(
+    model: Any,
+    batch: Sequence[Sequence[int]],
+    room: int,
+    stop_ids: Sequence[int],
+    draw: _Draw | None,
+    on_token: Callable[[int], object] | None,
+) -> list[list[int]]:
+    """Answer a batch with the engine. Rows leave the batch a few at a time when their answers have ended."""
+    boundary = longrope_boundary(model)
+    answers: list[list[int]] = [[] for _ in batch]
+    alive, ended = list(range(len(batch))), set[int]()
+    with unchanged_weights():
+        decoder = CachedDecoder(model, batch, most_tokens=max(map(len, batch)) + room)
+        logits = decoder.start()
+        while True:
+            tokens = (logits if draw is None else draw(None, logits)).argmax(-1)
+            chosen = tokens.tolist()
+            for row, token in zip(alive, chosen, strict=True):
+                answers[row].append(token)
+                if on_token is not None:
+                    on_token(token)
+            ended.update(row for row, token in zip(alive, chosen, strict=True) if token in stop_ids)
+            going = [place for place, row in enumerate(alive) if row not in ended]
+            if not going or len(answers[alive[0]]) == room:
+                return answers
+            if len(going) <= _GOES_ON_WITH * len(alive):
+                kept = torch.tensor(going, device=tokens.device)
+                decoder.keep(kept)
+                tokens, alive = tokens[kept], [alive[place] for place in going]
+                if draw is not None:
+                    draw.keep(going)
+            if len(batch[alive[0]]) + len(answers[alive[0]]) - 1 == boundary:
+                # The token is the first that takes the long factors, and the cache is computed with the short ones.
+                whole = [*batch[alive[0]], *answers[alive[0]]]
+                decoder = CachedDecoder(model, [whole], most_tokens=len(batch[alive[0]]) + room)
+                logits = decoder.start()
+            else:
+                logits = decoder.go_on(tokens)
+
+
+def _continue_by_transformers(
+    batch: Sequence[Sequence[int]],
+    room: int,
+    stop_ids: Sequence[int],
+    draw: _Draw | None,
+    on_token: Callable[[int], object] | None,
+    is_sharded: bool,
+    model: Any,
+) -> list[list[int]]:
+    """Answer a batch with transformers' `generate`."""
     from transformers import GenerationConfig, LogitsProcessorList
 
-    batch = [prompts[row] for row in rows]
     longest = max(map(len, batch))
     input_ids = torch.zeros(len(batch), longest, dtype=torch.int64)
     mask = torch.zeros_like(input_ids)
@@ -186,29 +281,22 @@ def _generate(
         mask[row, longest - len(prompt) :] = 1
     settings = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False,  # `_Draw` samples row by row
-        max_new_tokens=room_for_answer(model, max(batch, key=len), decoding.max_new_tokens),
-        eos_token_id=list(decoding.stop_ids),
-        pad_token_id=decoding.stop_ids[0],
+        max_new_tokens=room,
+        eos_token_id=list(stop_ids),
+        pad_token_id=stop_ids[0],
         use_cache=True,
     )
-    draws = [] if decoding.sampling is None else [_Draw(decoding.sampling, rows)]
     device = next(model.parameters()).device
-    is_sharded = runtime is not None and runtime.shard_size is not None
-
-    def generate(model: Any) -> torch.Tensor:
+    with _only_our_settings(model):
         generated: torch.Tensor = model.generate(
             input_ids=input_ids.to(device),
             attention_mask=mask.to(device),
             generation_config=settings,
-            logits_processor=LogitsProcessorList(draws),
+            logits_processor=LogitsProcessorList([] if draw is None else [draw]),
             synced_gpus=is_sharded,  # a rank whose answers have ended goes on with the others
-            **({} if streamer is None else {"streamer": streamer}),
+            **({} if on_token is None else {"streamer": _TokenWatcher(on_token)}),
         )
-        return generated[:, longest:]
-
-    with evaluation_mode(model), _only_our_settings(model):
-        tokens = generate(model) if runtime is None else runtime.apply(generate, model)
-    answers: list[list[int]] = tokens.tolist()
+    answers: list[list[int]] = generated[:, longest:].tolist()
     return answers
 
 
@@ -244,7 +332,11 @@ class _Draw:
         if sampling.top_p is not None:
             self._filters.append(TopPLogitsWarper(float(sampling.top_p)))
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def keep(self, places: Sequence[int]) -> None:
+        """Forget the generators of all rows but these."""
+        self._generators = [self._generators[place] for place in places]
+
+    def __call__(self, input_ids: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
         """Return scores of shape (rows, vocabulary): 0 for the sampled token, minus infinity for all others."""
         kept = scores.float()
         if torch.are_deterministic_algorithms_enabled():  # CUDA has no running sum with a fixed order
