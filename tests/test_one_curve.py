@@ -17,19 +17,23 @@ from tests.curves import (
     DROPOUT_SPLITS,
     FULL,
     PLAIN_CASES,
+    REFERENCE_BATCH_SIZE,
     SPLITS,
     Case,
     assert_cases,
     assert_one_curve,
+    assert_one_world,
     curve_alone,
     read_run,
     recipe_words,
     reference_of,
+    reporting_words,
     reports_of_run,
     run_and_report,
     runs_alone,
 )
-from tests.launches import LAUNCHERS, free_port, launcher_with_port, run_launched
+from tests.distributed.test_sharding import ANSWERS, RECIPE, assert_sharded_is_unsharded, sharded
+from tests.launches import LAUNCHERS, free_port, launcher_with_port, run_command, run_launched
 from tests.tiny_runs import conversation_words
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.warm]
@@ -77,13 +81,12 @@ class Form(NamedTuple):
 
     @property
     def param(self):
-        """Of the test: one of them shows the promise, the others sweep."""
-        name = f"{self.command}-{self.world_size}-{len(self.cases)}"
-        return pytest.param(self, id=name, marks=pytest.mark.promise if self.cases == SHOWN else ())
+        """Of the test."""
+        return pytest.param(self, id=f"{self.command}-{self.world_size}-{len(self.cases)}")
 
 
+SHOWN_FORM = Form("torchrun", "torchrun", "torchrun", 2, SHOWN)
 FORMS = (
-    Form("torchrun", "torchrun", "torchrun", 2, SHOWN),
     Form("torchrun", "torchrun", "torchrun", 2, (*(case for case in ALL_SPLITS if case not in SHOWN), *REDUCED)),
     Form("torchrun", "torchrun_4", "torchrun", 4, (*ALL_SPLITS, Case(2, words=(DDP,), note="gradient_sync=ddp"))),
     Form("torchrun", "torchrun", "torchrun", 2, SHARDED),
@@ -100,7 +103,7 @@ AS_THE_OTHER_RECIPE = ("model.path=null", "optim.schedule=linear", "optim.warmup
 """What configs/train_ddp.yaml says differently."""
 ROWS = [
     *(case.row("python", 1) for case in ALONE),
-    *(case.row(form.name, form.world_size) for form in (*FORMS, ACCELERATE) for case in form.cases),
+    *(case.row(form.name, form.world_size) for form in (SHOWN_FORM, *FORMS, ACCELERATE) for case in form.cases),
     *(case.row(LOCAL_SPAWN, 2) for case in (*PLAIN_CASES, SHARDED[0])),
     PLAIN_CASES[1].row(TORCH_SPAWN, 2),
     *(case.row("srun", 2) for case in PLAIN_CASES),
@@ -127,6 +130,32 @@ def command_of(form):
 def variables_of(form):
     """mpirun says nothing about an address: on a machine with several runs each needs a port of its own."""
     return {"MASTER_PORT": str(free_port())} if form.command == "mpirun" else {}
+
+
+PAIR = (Case(REFERENCE_BATCH_SIZE), sharded(Case(REFERENCE_BATCH_SIZE)))
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """The folder of the launch under torchrun that `pytest` alone shows: several launches would import all again."""
+    folder = tmp_path_factory.mktemp("shown")
+    pair = reporting_words(folder, PAIR, "checkpoint.save_every=2", *ANSWERS, recipe=RECIPE)
+    done = run_command([*LAUNCHERS["torchrun"], *reporting_words(folder, SHOWN), "--", *pair[2:]], limit_seconds=480)
+    assert done.returncode == 0, done.stdout
+    return folder
+
+
+@pytest.mark.promise
+def test_torchrun_gives_one_curve(shown):
+    assert_cases(SHOWN_FORM.name, shown, SHOWN, world_size=2, launcher="torchrun")
+
+
+@pytest.mark.promise
+def test_a_sharded_run_has_the_bytes_of_one_that_is_not(shown):
+    whole, shards = (shown / case.name for case in PAIR)
+    for case in PAIR:
+        assert_one_world(reports_of_run(shown, case.name), 2)
+    assert_sharded_is_unsharded(whole, shards)
 
 
 @pytest.mark.sampled(4)

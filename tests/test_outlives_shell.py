@@ -184,16 +184,6 @@ def assert_completes(run: Run, process: psutil.Process) -> None:
     assert "Traceback" not in run.text(), run.text()
 
 
-def test_with_nohup_it_outlives_a_shell_that_exits(run: Run, open_terminal: Callable[..., Terminal]) -> None:
-    shell = open_terminal()
-    process = start_in_background(run, shell, "nohup")
-    shell.type("exit")
-    shell.process.wait(LIMIT_SECONDS)
-    assert process.ppid() != shell.process.pid
-    shell.hang_up()
-    assert_completes(run, process)
-
-
 def test_with_nohup_it_outlives_its_terminal(run: Run, open_terminal: Callable[..., Terminal]) -> None:
     """The shell passes the hang-up on to its jobs; the launcher of a local spawn must not end its workers then."""
     shell = open_terminal()
@@ -203,6 +193,7 @@ def test_with_nohup_it_outlives_its_terminal(run: Run, open_terminal: Callable[.
     assert_completes(run, process)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("words", [(), ("parallel.num_processes=2",)], ids=["alone", "two-processes"])
 def test_without_nohup_a_closed_terminal_stops_it_after_its_step(
     run: Run, open_terminal: Callable[..., Terminal], words: tuple[str, ...]
@@ -231,5 +222,6 @@ def test_a_job_in_the_background_goes_on_when_its_shell_exits(run: Run, open_ter
     wait_for(lambda: run.step > 0 or not is_alive(process), "its first step", shell.screen.decode)
     shell.type("exit")
     shell.process.wait(LIMIT_SECONDS)
+    assert process.ppid() != shell.process.pid
     shell.hang_up()
     assert_completes(run, process)

@@ -55,13 +55,12 @@ def leaking_files(folder: Path) -> dict[str, list[str]]:
 
 
 class Place:
-    """All that a run may write to: its folder, its cache, a home and a folder for temporary files, all below one."""
+    """All that a run may write to: its folder, its cache and a folder for temporary files, all below one; and home."""
 
     def __init__(self, inputs: Path, folder: Path) -> None:
         self.folder = folder
-        self.variables = SECRETS | {"HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
-        for name in ("home", "tmp"):
-            (folder / name).mkdir(parents=True)
+        self.variables = SECRETS | {"TMPDIR": str(folder / "tmp")}
+        (folder / "tmp").mkdir(parents=True)
         self.words = [
             *("task=finetune_lora", *random_model_words(inputs / "tokenizer"), f"output_dir={folder / 'run'}"),
             *(f"data.path={inputs / 'rows'}", f"data.cache_dir={folder / 'cache'}", "training.device=cpu"),
@@ -78,7 +77,7 @@ class Place:
 
     def assert_nothing_leaked(self, screen: str) -> None:
         assert leaks(screen.encode()) == [], screen
-        assert leaking_files(self.folder) == {}
+        assert leaking_files(self.folder) == leaking_files(Path.home()) == {}
         names = {path.name for path in self.folder.rglob("*")}
         assert {"config.yaml", "run.json", "log.txt", "metrics.jsonl"} <= names, "there was little to search"
         assert any((self.folder / "cache").iterdir())

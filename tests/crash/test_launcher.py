@@ -24,7 +24,7 @@ START_SECONDS = 300.0
 IMPORT_SECONDS = 30.0
 """More for a worker that has not met the others yet: it sees that its launcher is gone once everything is imported."""
 KILLS = 6 if IS_FULL else 1
-WORDS = ["training.max_steps=80", "checkpoint.save_every=3", "checkpoint.save_total_limit=2", *DATA_WORKERS]
+WORDS = ["training.max_steps=40", "checkpoint.save_every=3", "checkpoint.save_total_limit=2", *DATA_WORKERS]
 COMMANDS = {
     "torchrun": [*LAUNCHERS["torchrun"], "-m", "finetune", "train"],
     "num_processes": [sys.executable, "-m", "finetune", "train", "parallel.num_processes=2"],
@@ -90,7 +90,7 @@ def test_the_launcher_is_killed(nursery: Nursery, tried: Callable[..., None], na
                     assert time.monotonic() - begun < START_SECONDS, launch.said.screen
                     time.sleep(0.01)
                 seconds_to_commit = min(seconds_to_commit, time.monotonic() - begun)
-                time.sleep(rng.uniform(0, 0.3))
+                time.sleep(rng.uniform(0, 0.1))
             else:  # at any time before
                 time.sleep(rng.uniform(0, seconds_to_commit))
             assert launch.launcher.poll() is None, launch.said.screen

@@ -585,6 +585,7 @@ def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_a_rank_that_came_and_hangs_is_named(tmp_path):
     port = free_port()
     other = start(sys.executable, "-c", JOINS_AND_HANGS, cwd=tmp_path, **rank_variables(1, port))
@@ -606,6 +607,11 @@ def test_a_slow_rank_is_named(tmp_path):
     ranks = [start(*words, cwd=tmp_path, **rank_variables(rank, port)) for rank in (0, 1)]
     until = time.monotonic() + 120
     try:
+        rank_1 = psutil.Process(ranks[1].pid)
+        while not any(each.raddr and each.raddr.port == port for each in rank_1.net_connections("tcp")):
+            assert ranks[1].poll() is None, ranks[1].communicate()[1]
+            assert time.monotonic() < until
+            time.sleep(0.01)  # it imports, which would take four times as long
         while ranks[0].poll() is None and time.monotonic() < until:
             ranks[1].send_signal(signal.SIGSTOP)
             time.sleep(0.06)

@@ -18,10 +18,13 @@ import pytest
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY
+from tests.warm import with_interpreter
 
 PREVIEW = [sys.executable, "-m", "finetune", "preview"]
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 HARM = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\x08\u202e\x7f[red]not markup[/red] :smile:\n\tsecond line"
+
+pytestmark = pytest.mark.warm
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,9 @@ def on_a_terminal(words: list[str], **variables: str) -> str:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", **variables}
     environment.pop("COLUMNS", None)
-    with subprocess.Popen([*PREVIEW, *words], stdout=theirs, stderr=subprocess.PIPE, env=environment) as process:
+    with subprocess.Popen(
+        with_interpreter([*PREVIEW, *words]), stdout=theirs, stderr=subprocess.PIPE, env=environment
+    ) as process:
         os.close(theirs)
         written = bytearray()
         while True:
@@ -86,7 +91,8 @@ def test_colours_say_what_carries_loss_and_the_rows_steer_nothing(words):
 def test_without_colours_a_margin_says_the_same(words):
     written = on_a_terminal([*words, "--rows", "1"], NO_COLOR="1")
     assert_is_harmless(written)
-    piped = subprocess.run([*PREVIEW, *words, "--rows", "1"], capture_output=True, text=True, timeout=240)
+    command = with_interpreter([*PREVIEW, *words, "--rows", "1"])
+    piped = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert piped.returncode == 0, piped.stderr
     assert re.sub(r"[\s|]", "", written) == re.sub(r"[\s|]", "", piped.stdout), "only folded to the width"
     shown = [line for line in piped.stdout.splitlines() if line.startswith(("loss | ", "     | "))]
@@ -118,7 +124,8 @@ def test_nothing_but_the_cache_is_written_and_half_a_reader_is_enough(words, tmp
 
 @pytest.mark.slow
 def test_json_is_for_programs(words, tmp_path):
-    done = subprocess.run([*PREVIEW, *words, "--json", "--row", "2"], capture_output=True, text=True, timeout=240)
+    command = with_interpreter([*PREVIEW, *words, "--json", "--row", "2"])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert_is_harmless(done.stdout)
     (row,) = json.loads(done.stdout)["rows"]

@@ -28,6 +28,7 @@ from tests.tiny_models import LLAMA_KIN
 from tests.tiny_runs import write_base, write_rows
 
 PRESETS = [name for name, _ in list_configs()["model"] if name != "phi_tiny"]
+FEW_ORDERS = ["data=orders", "data.max_rows=64"]
 SCALE = Scale(steps=6, real_steps=600, processes=1, measured_rows=0, minutes=15.0)
 
 pytestmark = pytest.mark.warm
@@ -145,7 +146,7 @@ def test_a_world_that_this_machine_cannot_start_is_smaller_and_keeps_the_global_
 def test_the_plan_is_that_of_the_real_launch(
     tmp_path: Path, words: list[str], processes: int | None, planned: int
 ) -> None:
-    config = compose(["model=phi_tiny", "data=orders", f"data.cache_dir={tmp_path}", *words])
+    config = compose(["model=phi_tiny", *FEW_ORDERS, f"data.cache_dir={tmp_path}", *words])
     rehearsal = Rehearsal(
         config=config, arguments=words, folder=tmp_path, device=find_device("cpu"), steps=6, minutes=15.0,
         processes=processes,
@@ -156,7 +157,7 @@ def test_the_plan_is_that_of_the_real_launch(
 
 
 def test_a_plan_of_qlora_on_a_machine_without_a_gpu_names_what_it_leaves_out(tmp_path: Path) -> None:
-    config = compose(["model=phi_tiny", "data=orders", f"data.cache_dir={tmp_path}", "lora.quantize=nf4"])
+    config = compose(["model=phi_tiny", *FEW_ORDERS, f"data.cache_dir={tmp_path}", "lora.quantize=nf4"])
     for device, limits in (
         ("cpu", ["the plan is made with lora.quantize=none: name the GPU with --device"]),
         (None, []),

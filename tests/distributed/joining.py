@@ -1,7 +1,7 @@
 """One rank that joins a world and reports what became of it; started by the tests with launch variables of their own.
 
-Words: the folder to report to, then a JSON object: timeout (seconds), flag, strict, backend, lasts (seconds alone),
-worlds (how many to join, one after the other).
+Words: the folder to report to, then a JSON object: timeout (seconds), flag, strict, backend, lasts (seconds alone, or
+until the folder has a file `over`), worlds (how many to join, one after the other).
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,9 @@ def join(wish, fallbacks):
         dist.all_reduce(value)
         seen |= {"sum": value.item(), "backend": dist.get_backend()}
     else:
-        time.sleep(wish.get("lasts", 0))
+        end = time.monotonic() + wish.get("lasts", 0)
+        while time.monotonic() < end and not Path(sys.argv[1], "over").exists():
+            time.sleep(0.05)
     return seen
 
 

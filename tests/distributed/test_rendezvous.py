@@ -85,12 +85,15 @@ def test_if_one_never_comes_rank_0_goes_on_alone_and_the_others_leave_with_its_w
 
 def test_a_late_rank_hears_that_rank_0_trains_alone(tmp_path):
     port = free_port()
-    first = start(tmp_path, 0, port, timeout=1, lasts=20)
+    first = start(tmp_path, 0, port, timeout=1, lasts=60)
     while not (is_open := what_answers("127.0.0.1", port) is None) and first.poll() is None:
         time.sleep(0.05)
     assert is_open
     time.sleep(1.5)
-    codes, _, outputs = ends([first, start(tmp_path, 1, port, timeout=20)], tmp_path)
+    late = start(tmp_path, 1, port, timeout=20)
+    late.wait(240)
+    (tmp_path / "over").touch()
+    codes, _, outputs = ends([first, late], tmp_path)
     assert codes == [0, 0], outputs
     assert "rank 1 of 2 leaves" in outputs[1]
 

@@ -127,10 +127,8 @@ def record(folder):
     return json.loads((folder / "run.json").read_text())
 
 
-@pytest.mark.launch
-@pytest.mark.promise
-def test_a_sharded_run_has_the_bytes_of_one_that_is_not(tmp_path):
-    ((whole, shards),) = train_both_ways(tmp_path, [PLAIN])
+def assert_sharded_is_unsharded(whole, shards):
+    """The sixth promise, and what such a run says of itself; tests/test_one_curve.py trains both."""
     assert_same_bytes(whole, shards)
     assert (record(whole)["sharding"], record(whole)["shard_size"]) == ("none", None)
     assert (record(shards)["sharding"], record(shards)["shard_size"]) == ("fsdp2", 2)

@@ -6,7 +6,6 @@ import json
 import os
 import queue
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -37,7 +36,6 @@ WORKER = Path(__file__).with_name("watched_worker.py")
 REPOSITORY = WORKER.parent.parent.parent
 PROMISED_SECONDS = 15.0
 LONGER_THAN_GRACE = GRACE_SECONDS + 1.0
-ADDRESSES = ("10.200.77.1", "10.200.77.2")
 KILLED = -signal.SIGKILL
 LAUNCHER = """
 import json, subprocess, sys
@@ -452,48 +450,6 @@ def test_saying_where_one_is_costs_microseconds(tmp_path):
     median = json.loads((tmp_path / "cost").read_text())
     print(f"at() costs {median * 1e6:.1f} microseconds")
     assert median < 50e-6
-
-
-@pytest.fixture
-def two_nodes():
-    """Two network namespaces and a cable between them; what starts a command in each, and what cuts the cable."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the `ip` command")
-    names = [f"watched-{os.getpid()}-{end}" for end in "ab"]
-    cables = [f"wd{os.getpid() % 100000}{end}" for end in "ab"]
-    try:
-        set_up = [f"netns add {name}" for name in names]
-        set_up += [f"link add {cables[0]} netns {names[0]} type veth peer name {cables[1]} netns {names[1]}"]
-        for name, cable, address in zip(names, cables, ADDRESSES, strict=True):
-            set_up += [f"-n {name} addr add {address}/24 dev {cable}", f"-n {name} link set {cable} up"]
-            set_up += [f"-n {name} link set lo up"]
-        for words in set_up:
-            done = subprocess.run(["ip", *words.split()], capture_output=True, text=True)
-            if done.returncode != 0:
-                pytest.skip(f"no network namespaces here: ip {words}: {done.stderr.strip()}")
-        cut = ["ip", "-n", names[0], "link", "set", cables[0], "down"]
-        yield [["ip", "netns", "exec", name] for name in names], cut
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-
-
-@pytest.mark.launch
-def test_a_cut_cable(two_nodes, tmp_path):
-    inside, cut = two_nodes
-    play = Play(tmp_path, 2)
-    try:
-        for rank in (0, 1):
-            play.start_process(rank, [*inside[rank], *play.command(rank, "wait_in_sum", master_addr=ADDRESSES[0])])
-        play.wait_for_all()
-        subprocess.run(cut, check=True)
-        assert play.end() == [3, 3]
-    finally:
-        play.stop()
-    print(f"gone {play.seconds:.1f} s after the cut")
-    for rank, lost in ((0, 1), (1, 0)):
-        line = the_only(play.last_lines([rank]))
-        assert line.startswith(f"finetune stops: rank {lost} cannot be reached during training, step 12")
 
 
 def test_a_guardian_whose_packets_are_dropped_says_so_before_its_worker_gives_it_up():

@@ -49,7 +49,7 @@ def watch():
         WatchedRank(
             rank=RANK,
             world_size=WORLD_SIZE,
-            master_addr=OPTIONS.get("master_addr", "127.0.0.1"),
+            master_addr="127.0.0.1",
             launcher_pid=os.getppid() if "launched" in OPTIONS else None,
             step_timeout_seconds=seconds or None,
         ),

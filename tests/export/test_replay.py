@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,9 +128,10 @@ def test_what_is_no_run_is_refused(tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_what_two_processes_recorded_comes_out_again_in_one(tmp_path):
     words = words_of(tmp_path, "parallel.num_processes=2", "training.global_batch_size=4")
-    done = run_command(["finetune", "train", *words])
+    done = run_command([sys.executable, "-m", "finetune", "train", *words])
     assert done.returncode == 0, done.stdout
     found = replay(tmp_path / "run", 4)
     assert found.mismatches == []

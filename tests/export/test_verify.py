@@ -134,7 +134,7 @@ def test_a_run_equals_itself_in_peft_by_its_own_engine_and_by_the_vectors_of_its
     "is_hidden",
     [
         pytest.param(True, id="checksums rewritten"),
-        pytest.param(False, id="checksums as they were", marks=pytest.mark.slow),
+        pytest.param(False, id="checksums as they were", marks=[pytest.mark.slow, pytest.mark.warm]),
     ],
 )
 def test_the_smallest_change_of_one_weight_is_found_and_the_tensor_named(merged, run, is_hidden):
@@ -433,6 +433,7 @@ def test_an_export_has_the_vectors_of_the_merge_or_says_that_there_are_none(made
 
 
 @pytest.mark.slow
+@pytest.mark.warm
 def test_a_fully_tuned_run_is_verified_in_transformers(tmp_path):
     write_run(tmp_path / "run", full=True)
     done = run_finetune("verify", tmp_path / "run", "--json")
@@ -443,6 +444,7 @@ def test_a_fully_tuned_run_is_verified_in_transformers(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.warm
 @pytest.mark.parametrize(
     "settings",
     [{"use_dora": True}, {"kind": "phi", "dtype": torch.bfloat16, "style": "phi3"}],

@@ -72,6 +72,7 @@ def test_the_batch_size_changes_nothing(measured, whole, adapter_run, batch_size
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_two_processes_give_the_very_same_figures(measured, adapter_run, tmp_path):
     options = ["--json", "--output", str(tmp_path / "two.json")]
     names = [word for name in METRICS for word in ("--metric", name)]

@@ -160,6 +160,7 @@ def test_evaluate_measures_what_the_run_measured(run: Run) -> None:
         assert found[name]["loss"] == pytest.approx(tests[name]["loss"], rel=1e-6)
 
 
+@pytest.mark.warm
 @pytest.mark.sampled(3)
 def test_merge_gives_a_model_of_its_own(run: Run, tmp_path: Path) -> None:
     assert "Reloaded by transformers alone, against base and adapter: largest difference" in printed(

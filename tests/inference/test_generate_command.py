@@ -139,6 +139,7 @@ def test_control_characters_of_an_answer_do_not_reach_the_screen(asked, adapter_
 
 
 @pytest.mark.slow
+@pytest.mark.warm
 def test_the_command_line_takes_all_that(adapter_run):
     words = [*("generate", adapter_run, "--json", "--max-new-tokens", "4", "--temperature", "0.5", "--top-k", "5")]
     done = subprocess.run(

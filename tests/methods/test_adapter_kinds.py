@@ -80,6 +80,7 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, 
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_two_processes_give_the_curve_of_one(trained, inputs, tmp_path):
     name = "pissa_fast"  # each rank computes its own decomposition
     words = [*words_for(inputs, tmp_path / "two"), *_small(KINDS[name])]

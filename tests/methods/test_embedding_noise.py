@@ -120,6 +120,7 @@ def test_a_run_trains_and_goes_on_exactly_after_a_break(inputs, tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_two_processes_see_the_noise_that_one_sees(inputs, tmp_path):
     words = [*words_for(inputs, tmp_path / "one"), *WORDS]
     train(words)

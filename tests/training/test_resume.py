@@ -447,6 +447,7 @@ def test_a_place_in_an_epoch_follows_from_the_step() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.warm
 def test_a_refusal_ends_the_command_with_one_message_and_exit_code_2(started: Started) -> None:
     cache = started.folder.path.parent / "cache"
     words = [*started.words, "resume=auto", "seed=9", "data.max_rows=4", f"data.cache_dir={cache}"]

@@ -269,6 +269,7 @@ def test_the_batch_changes_no_metric(trained, inputs, tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["parallel.gradient_sync=flat", "parallel.sharding=fsdp2"])
 def test_two_processes_have_the_metrics_of_one(trained, inputs, tmp_path, how):

@@ -47,6 +47,7 @@ _MAY_DIFFER = """
 Torch sets TORCHINDUCTOR_CACHE_DIR when transformers imports it, always to the same folder."""
 _MAY_DIFFER_FROM = tuple(
     "LOCAL_ GROUP_ ROLE_ TORCHELASTIC_ TORCH_NCCL_ ACCELERATE_ FSDP_ FINETUNE_ PYTEST_ SLURM_ _TORCHINDUCTOR_".split()
+    + "MLFLOW_ TRACKIO_ WANDB_".split()  # of packages that are not imported here
 )
 """The beginnings of such names; torch.compile leaves one behind in the process that asked for it."""
 
@@ -217,9 +218,10 @@ def _run(words: list[str]) -> int:
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.path[:] = [*entries, *(entry for entry in sys.path if entry not in entries and entry != str(_OWN_PATH))]
     sys.orig_argv = [sys.executable, *words]
-    words = words[1:] if words[0] == "-u" else words
+    is_safe = words[0] == "-P" or bool(os.environ.get("PYTHONSAFEPATH"))
+    words = words[1:] if words[0] in ("-u", "-P") else words
     first = str(Path.cwd() if words[0] == "-m" else Path(words[0]).resolve().parent)
-    if not os.environ.get("PYTHONSAFEPATH"):
+    if not is_safe:
         sys.path.insert(0, first)
     if words[0] == "-m":
         sys.argv = words[1:]
