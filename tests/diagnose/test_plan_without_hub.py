@@ -89,8 +89,11 @@ def findings_in(area, planner):
 @pytest.mark.slow
 def test_rows_cannot_be_counted_without_a_tokenizer(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    for name, said in (("rows", "the tokenizer is not here either"), ("gone", "there is no such file or folder")):
-        words = ["model=phi1", f"data.path={tmp_path / name}.jsonl", *NOTHING_TO_CHOOSE]
+    for name, model, said in (
+        ("rows", "phi1", "the tokenizer is not here either"),
+        ("gone", "phi_tiny", "there is no such file or folder"),
+    ):
+        words = [f"model={model}", f"data.path={tmp_path / name}.jsonl", *NOTHING_TO_CHOOSE]
         (found,) = findings_in("Data", _Planner(compose(words), read_device("H100 80GB")))
         assert said in found
 
