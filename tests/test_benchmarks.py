@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.base_model import row_losses, write_base
 from benchmarks.bench import Bench
 from benchmarks.clock import Mark, RankReport
-from benchmarks.engines import ENGINES
+from benchmarks.engines import ENGINES, torch_varlen
+from benchmarks.engines.peer_rows import labels_of
 from benchmarks.flops import necessary_flops
 from benchmarks.job import LORA_RANK, SHARED_PROMPT_TOKENS, SIZES, Job, RowShape, row_shape
 from benchmarks.limit import matmul_rate
@@ -155,11 +157,56 @@ def test_the_profile_accounts_for_all_of_the_time(bench):
 
 @pytest.mark.slow
 @pytest.mark.needs("trl")
-@pytest.mark.parametrize("engine", ["trl-grouped-targets"])
+@pytest.mark.parametrize("engine", ["trl-grouped-targets", "trl-free", "trainer-flat"])
 def test_trl_trains_the_same_thing(bench, engine):
     figures = bench.train(JOB, engine, 1)
     assert figures["first_loss_difference"] < 1e-6
     assert figures["num_tokens"] > 0
+
+
+def dense_varlen(q, k, v, edges, key_edges, longest, longest_key, *, scale, window_size, enable_gqa=False):
+    """What torch's kernel computes, which is for CUDA."""
+    assert window_size == (-1, 0)
+    assert longest == longest_key == max(edges.diff().tolist())
+    rows = zip(*(torch.split(x, edges.diff().tolist()) for x in (q, k, v)), strict=True)
+    outs = [
+        scaled_dot_product_attention(
+            *(x.transpose(0, 1) for x in row), is_causal=True, scale=scale, enable_gqa=enable_gqa
+        )
+        for row in rows
+    ]
+    return torch.cat([out.transpose(0, 1) for out in outs])
+
+
+@pytest.mark.slow
+@pytest.mark.trains
+@pytest.mark.needs("trl")
+@pytest.mark.filterwarnings(
+    "ignore:flex_attention called without torch.compile", "ignore:_compile flag on create_block"
+)
+@pytest.mark.parametrize("attention", ["sdpa", "flex_attention", torch_varlen.NAME])
+def test_rows_without_padding_have_the_loss_that_they_have_alone(bench, attention, monkeypatch):
+    """On a CPU, FlexAttention has no backward pass, and varlen attention no kernel: this is their first loss."""
+    from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    torch_varlen.register()
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", dense_varlen)
+    model = AutoModelForCausalLM.from_pretrained(bench.base(JOB), attn_implementation=attention)
+    known = json.loads((bench.folder / f"row-losses-{JOB.size}-{JOB.seed}.json").read_text())
+    rows = JOB.rows()[:5]
+    features = [{"input_ids": row.ids, "labels": labels_of(row)} for row in rows]
+    packed = {
+        "input_ids": [token for row in rows for token in row.ids],
+        "labels": [label for row in rows for label in labels_of(row)],
+        "seq_lengths": [len(row.ids) for row in rows],
+    }
+    collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    expected = sum(known[str(number)][0] for number in range(5)) / sum(known[str(number)][1] for number in range(5))
+    flattened = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(features)
+    for batch in (collate(features), collate([packed]), flattened):
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            assert float(model(**batch, use_cache=False).loss) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -34,6 +34,13 @@ _TARGETS = {"only_targets": True}
 _SIXTEEN = {"batch_size": 16, "sampling": "group_by_length"}
 _LIGER = {"liger": True}
 _FLASH = {"attention": "flash_attention_2"}
+_FLEX = {"attention": "flex_attention"}
+_VARLEN = {"attention": "torch_varlen"}
+_FREE = {"batch_size": 16, "padding_free": True}
+_FLAT = {"batch_size": 16, "flattened": True}
+_STEP = {"batch_size": 64}
+_PACKED_4096 = _PACKED | {"pack_tokens": 4096}
+_FOR_TRL_LIGER = (*_FOR_TRL, "liger_kernel")
 
 ENGINES: dict[str, Engine] = {
     "ours": Engine(_OURS, "finetune, micro-batches cut by tokens"),
@@ -60,8 +67,36 @@ ENGINES: dict[str, Engine] = {
     "trl-packed-flash-liger": Engine(
         _TRL,
         "TRL, packing into 4096 tokens, with FlashAttention and Liger's layers (CUDA only)",
-        _PACKED | _FLASH | _LIGER | {"pack_tokens": 4096},
+        _PACKED_4096 | _FLASH | _LIGER,
         (*_FOR_TRL, "flash_attn", "liger_kernel"),
+        True,
+    ),
+    "trl-packed-flex": Engine(
+        _TRL, "TRL, packing into 4096 tokens, FlexAttention (CUDA only)", _PACKED_4096 | _FLEX, _FOR_TRL, True
+    ),
+    "trl-packed-flex-liger": Engine(
+        _TRL, "the same with Liger's layers (CUDA only)", _PACKED_4096 | _FLEX | _LIGER, _FOR_TRL_LIGER, True
+    ),
+    "trl-packed-varlen-liger": Engine(
+        _TRL,
+        "TRL, packing into 4096 tokens, torch's varlen attention and Liger's layers (CUDA only)",
+        _PACKED_4096 | _VARLEN | _LIGER,
+        _FOR_TRL_LIGER,
+        True,
+    ),
+    "trl-free": Engine(_TRL, "TRL, sixteen rows in a micro-batch without padding", _FREE, _FOR_TRL),
+    "trl-free-flex": Engine(_TRL, "the same with FlexAttention (CUDA only)", _FREE | _FLEX, _FOR_TRL, True),
+    "trl-free-flex-liger": Engine(
+        _TRL, "the same with FlexAttention and Liger's layers (CUDA only)", _FREE | _FLEX | _LIGER, _FOR_TRL_LIGER, True
+    ),
+    "trl-free-varlen": Engine(
+        _TRL, "the same with torch's varlen attention (CUDA only)", _FREE | _VARLEN, _FOR_TRL, True
+    ),
+    "trl-free-varlen-liger": Engine(
+        _TRL,
+        "the same with torch's varlen attention and Liger's layers (CUDA only)",
+        _FREE | _VARLEN | _LIGER,
+        _FOR_TRL_LIGER,
         True,
     ),
     "trl-dpo": Engine(_TRL_DPO, "TRL DPOTrainer, four pairs in a micro-batch", {"batch_size": 4}, _FOR_TRL),
@@ -71,5 +106,25 @@ ENGINES: dict[str, Engine] = {
     ),
     "trainer": Engine(_TRAINER, "transformers Trainer, four rows in a micro-batch", {"batch_size": 4}),
     "trainer-1x16": Engine(_TRAINER, "transformers Trainer, one row in a micro-batch", {"batch_size": 1}),
+    "trl-free-64-varlen-liger": Engine(
+        _TRL, "the same with all rows of a step (CUDA only)", _FREE | _VARLEN | _LIGER | _STEP, _FOR_TRL_LIGER, True
+    ),
+    "trainer-flat": Engine(
+        _TRAINER, "transformers Trainer, sixteen rows in a micro-batch without padding", _FLAT, ("datasets",)
+    ),
+    "trainer-flat-varlen-liger": Engine(
+        _TRAINER,
+        "the same with torch's varlen attention, Liger's layers and its fused loss (CUDA only)",
+        _FLAT | _VARLEN | _LIGER,
+        ("datasets", "liger_kernel"),
+        True,
+    ),
+    "trainer-flat-64-varlen-liger": Engine(
+        _TRAINER,
+        "the same with all rows of a step (CUDA only)",
+        _FLAT | _VARLEN | _LIGER | _STEP,
+        ("datasets", "liger_kernel"),
+        True,
+    ),
     "accelerate": Engine(_ACCELERATE, "a plain Accelerate loop, four rows in a micro-batch", {"batch_size": 4}),
 }

@@ -1,4 +1,4 @@
-"""The plain Trainer of transformers, on a PEFT model."""
+"""The plain Trainer of transformers, on a PEFT model: with padded rows, or with rows that stand one after the other."""
 
 from __future__ import annotations
 
@@ -7,26 +7,43 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.clock import RankReport, StepClock
+from benchmarks.engines import torch_varlen
 from benchmarks.engines.peer_rows import SeenRows, dataset_of
 from benchmarks.job import LEARNING_RATE, LORA_ALPHA, LORA_RANK, LORA_TARGETS, MAX_GRAD_NORM
 from benchmarks.worker import Order
 
 
 def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankReport:
-    """Train the job with rows in its order, padded to the longest of their micro-batch."""
+    """Train the job as the options have it."""
     from peft import get_peft_model
-    from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        DataCollatorForSeq2Seq,
+        DataCollatorWithFlattening,
+        Trainer,
+        TrainingArguments,
+    )
 
-    from benchmarks.base_model import TORCH_TYPES
+    from benchmarks.base_model import TORCH_TYPES, make_base
 
     auto: Any = AutoModelForCausalLM
-    model = auto.from_pretrained(order.base, dtype=TORCH_TYPES[order.job.precision])
+    init = {"dtype": TORCH_TYPES[order.job.precision]}
+    if "attention" in options:
+        torch_varlen.register()
+        init["attn_implementation"] = options["attention"]
+    model = (
+        auto.from_pretrained(order.base, **init) if order.has_weights else make_base(order.job, order.job.shape, **init)
+    )
     tokenizer = AutoTokenizer.from_pretrained(order.base)
     keywords = arguments(order, options)
-    collator = SeenRows(DataCollatorForSeq2Seq(tokenizer), keywords["gradient_accumulation_steps"])
+    collate: Any = DataCollatorForSeq2Seq(tokenizer)
+    if options.get("flattened"):
+        collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)  # type: ignore[no-untyped-call]
+    collator = SeenRows(collate, keywords["gradient_accumulation_steps"])
     trainer = Trainer(
         model=get_peft_model(model, lora_config()),
-        args=TrainingArguments(**keywords),
+        args=TrainingArguments(**keywords, use_liger_kernel=options.get("liger", False)),
         train_dataset=dataset_of(order.job),
         processing_class=tokenizer,
         data_collator=collator,
@@ -49,11 +66,12 @@ def arguments(order: Order, options: Mapping[str, Any]) -> dict[str, Any]:
     """What every Trainer is told. On the CPU a model in bf16 is trained without autocast."""
     job = order.job
     per_rank = job.global_batch // job.processes
+    batch_size = min(options["batch_size"], per_rank)
     return {
         "output_dir": str(Path(order.folder) / "run"),
         "max_steps": job.steps,
-        "per_device_train_batch_size": options["batch_size"],
-        "gradient_accumulation_steps": per_rank // options["batch_size"],
+        "per_device_train_batch_size": batch_size,
+        "gradient_accumulation_steps": per_rank // batch_size,
         "train_sampling_strategy": options.get("sampling", "sequential"),
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "linear",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.clock import RankReport, StepClock
+from benchmarks.engines import torch_varlen
 from benchmarks.engines.peer_rows import SeenRows, dataset_of
 from benchmarks.engines.transformers_trainer import arguments, lora_config, report_of
 from benchmarks.job import Job
@@ -31,10 +32,13 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
         tokens, packs = _packs(order.job, options.get("pack_tokens"))
         keywords |= {"packing": True, "packing_strategy": "bfd", "max_length": tokens}
         keywords["gradient_accumulation_steps"] = packs // order.job.processes
+    elif options.get("padding_free"):
+        keywords |= {"padding_free": True, "max_length": None}  # TRL refuses a limit that it would not apply
     else:
         keywords["max_length"] = order.job.longest
     init = {"dtype": TORCH_TYPES[order.job.precision]}
     if "attention" in options:
+        torch_varlen.register()
         init["attn_implementation"] = options["attention"]
     trainer = trl.SFTTrainer(
         model=order.base if order.has_weights else make_base(order.job, order.job.shape, **init),

@@ -17,7 +17,12 @@ HEAD_SIZES = (64, 96, 128)
 """The widths of one head: of the tests, of Phi-3-mini, of phi-4 and Phi-4-mini."""
 PEERS: dict[Kind, tuple[str, ...]] = {
     "mini": ("ours", "trl-1x16", "trl-1x16-liger", "trl-1x16-flash"),
-    "chat": ("ours", "trl-grouped-16", "trl-grouped-16-liger", "trl-packed-flash-liger"),
+    "chat": (
+        *("ours", "trl-grouped-16", "trl-grouped-16-liger", "trl-packed-flash-liger"),
+        *("trl-packed-flex", "trl-packed-flex-liger", "trl-packed-varlen-liger"),
+        *("trl-free-flex", "trl-free-flex-liger", "trl-free-varlen", "trl-free-varlen-liger"),
+        *("trl-free-64-varlen-liger", "trainer-flat-varlen-liger", "trainer-flat-64-varlen-liger"),
+    ),
 }
 """Engines on Phi-4-mini's shape."""
 
