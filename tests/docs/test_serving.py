@@ -26,6 +26,7 @@ _LONGEST_SECONDS = 300
 
 
 @pytest.mark.slow
+@pytest.mark.warm
 @pytest.mark.skipif(
     any(find_spec(name) is None for name in ("fastapi", "uvicorn", "openai")),
     reason='the server is installed with: pip install "transformers[serving]"',

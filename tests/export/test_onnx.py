@@ -29,6 +29,8 @@ WINDOW = 9
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "sliding_window": WINDOW}
 """The runtime rotates multiples of 16 numbers of a head: here half of 64. All prompts are longer than the window."""
 PHI3 = {"model_type": "phi3", "max_position_embeddings": 4096, "num_hidden_layers": 2}
+pytestmark = pytest.mark.warm
+
 needs_runtime = pytest.mark.skipif(
     any(find_spec(name) is None for name in ("onnxruntime_genai", "onnx_ir")),
     reason='onnxruntime-genai is installed with: pip install -e ".[onnx]"',

@@ -59,6 +59,7 @@ def resources(run):
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("launcher", "delay"), [("python", "0.1"), ("torchrun", "0")])
 def test_a_run_records_whom_it_waited_for(tmp_path, launcher, delay):
