@@ -33,6 +33,12 @@ from finetune.model.base import (
     count_parameters,
     longrope_boundary,
 )
+from finetune.model.fp8_base import (
+    refuse_fp8_without_engine,
+    refuse_where_fp8_is_impossible,
+    round_frozen_layers,
+    wants_fp8,
+)
 from finetune.model.lora import attach_adapter
 from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.published import published_sizes, with_sizes_here
@@ -210,6 +216,8 @@ class _Planner:
         self.findings: list[Finding] = []
         self._trainer = trainer_for(config)
         self.precision = choose_precision(config.training.precision, best=device.precision)
+        here = torch.device(device.type) if device.is_here else None
+        refuse_where_fp8_is_impossible(config, precision=self.precision, device=here)
         parallel = config.parallel
         self._world_size = parallel.world_size or parallel.num_processes or read_environment(os.environ).world_size
         self._shards = shards_of(parallel, self._world_size)
@@ -217,7 +225,7 @@ class _Planner:
             refuse_uneven_shards(config, self._world_size)
         self._config = config
         self._sizes = self._choose_sizes()
-        self._is_in_4_bits = False
+        self._is_in_4_bits = self._is_in_fp8 = False
         self.model = self._build_model(checkpointed=False)
         self._compare_sizes()
         forward = choose_forward(config.training, self.model)
@@ -226,6 +234,10 @@ class _Planner:
         self._warn_of_fallback()
         if _is_quantized(config):
             self._quantize()
+        if wants_fp8(config):
+            refuse_fp8_without_engine(config, self.why_not_engine)
+            self._is_in_fp8 = True
+            self.model = self._build_model(checkpointed=False)
         self._how = Computation(
             loss_of=partial(self._trainer.loss_of, config),
             device_type=device.type,
@@ -295,6 +307,8 @@ class _Planner:
             if self._is_in_4_bits:
                 quantize_without_data(model)
         convert_weights(model, self.precision)
+        if self._is_in_fp8:
+            round_frozen_layers(model)
         if config.training.neftune_alpha:
             add_embedding_noise(model, config.training.neftune_alpha)
         if checkpointed:
@@ -409,9 +423,9 @@ class _Planner:
             fix = "leave out --device, on a machine that has it"
             self.findings.append(warning("Time", f"--probe measures this machine, not {self._device.name}", fix))
             return None
-        if _is_quantized(self._config):
+        if _is_quantized(self._config) or self._is_in_fp8:
             fix = "train a few steps: training.max_steps=5"
-            self.findings.append(warning("Time", "--probe does not measure a base in 4 bits", fix))
+            self.findings.append(warning("Time", "--probe does not measure a base in 4 bits or in fp8", fix))
             return None
         microbatch = self.batching.largest.microbatch
         can_fuse = self._how.is_fused and why_not_fused(torch.device(self._device.type)) is None

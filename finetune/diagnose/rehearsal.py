@@ -24,6 +24,7 @@ from finetune.diagnose.rehearsal_overrides import Change, Scale, changes, overri
 from finetune.distributed.device import accelerator_type
 from finetune.errors import CheckpointError, FinetuneError, RunFailedError
 from finetune.logs import waiting
+from finetune.model.fp8_base import wants_fp8
 from finetune.model.stand_in import write_stand_in
 from finetune.runs.folder import RunFolder, existing_folder
 from finetune.runs.recorded_run import RecordedRun
@@ -193,6 +194,9 @@ def _plan(rehearsal: Rehearsal, _: Path) -> str:
     if config.lora.quantize != "none" and rehearsal.device.type != "cuda":
         config = config.with_values({"lora.quantize": ("none", "rehearsal")})
         rehearsal.limits.append("the plan is made with lora.quantize=none: name the GPU with --device")
+    if wants_fp8(config) and rehearsal.device.type != "cuda":
+        config = config.with_values({"model.frozen_precision": ("auto", "rehearsal")})
+        rehearsal.limits.append("the plan is made with model.frozen_precision=auto: name the GPU with --device")
     rehearsal.plan = plan = make_plan(config, rehearsal.device)
     steps = plan.batches.steps
     return f"{plan.parameters:,} parameters, {'steps not known' if steps is None else f'{steps:,} steps'}"

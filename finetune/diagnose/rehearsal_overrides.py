@@ -95,6 +95,9 @@ def _model(config: Config, stand_in: Path) -> Iterator[_Setting]:
     code = "the model's own code is not rehearsed, and `merge` refuses a model that needs it"
     yield _Setting("model.trust_remote_code", False, code)
     yield _Setting("lora.start_from", None, "this adapter does not fit a smaller model")
+    yield _Setting(
+        "model.frozen_precision", "auto", "the error of fp8 is measured on the real weights, before step 1 of the run"
+    )
     if not torch.cuda.is_available() or find_spec("bitsandbytes") is None:
         yield _Setting("lora.quantize", "none", "weights in 4 bits need CUDA and bitsandbytes")
 

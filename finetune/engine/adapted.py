@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from finetune.engine.four_bits import holds_nf4
+from finetune.engine.fp8_layers import Fp8Linear
 from finetune.engine.linear import Linear, draw_keep
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -26,8 +27,9 @@ def read_linear(module: Any, like: Any) -> Linear | nn.Module:
         called: nn.Module = module
         return called
     base = getattr(module, "base_layer", module)
+    row_scale = getattr(base, "row_scale", None)
     if base is module or module.disable_adapters or module.merged:
-        return Linear(base.weight, base.bias)
+        return Linear(base.weight, base.bias, row_scale=row_scale)
     (adapter,) = module.active_adapters
     p = getattr(module.lora_dropout[adapter], "p", 0.0) if module.training else 0.0
     return Linear(
@@ -36,6 +38,7 @@ def read_linear(module: Any, like: Any) -> Linear | nn.Module:
         module.lora_A[adapter].weight,
         module.lora_B[adapter].weight,
         draw_keep(like, base.in_features, p) if p else None,
+        row_scale,
         module.scaling[adapter] / (1 - p),
     )
 
@@ -64,7 +67,7 @@ def reason_to_call(module: Any) -> str | None:
 
 
 def _holds_readable_weight(module: Any) -> bool:
-    return type(module) is nn.Linear or holds_nf4(module)
+    return type(module) in (nn.Linear, Fp8Linear) or holds_nf4(module)
 
 
 def unknown_linear(module: Any) -> str | None:
@@ -72,7 +75,7 @@ def unknown_linear(module: Any) -> str | None:
     if hasattr(module, "lora_A"):
         unknown = {type(variant).__name__ for variant in module.lora_variant.values()} - {_DORA}
         return f"a LoRA layer with {', '.join(sorted(unknown))}" if unknown else None
-    is_known = type(module) is nn.Linear or type(module).__module__.startswith("bitsandbytes.nn")
+    is_known = type(module) in (nn.Linear, Fp8Linear) or type(module).__module__.startswith("bitsandbytes.nn")
     return None if is_known else f"a {type(module).__name__}"
 
 

@@ -14,7 +14,8 @@ import torch
 
 from finetune.engine import norm
 from finetune.engine.four_bits import full_shape, is_in_4_bits, widened
-from finetune.engine.products import LowRank, cast, plus_product, product, scaled_product, wide_type
+from finetune.engine.fp8 import Rounded, input_gradient_in_fp8, product_in_fp8, rounded_to_fp8, transposed
+from finetune.engine.products import LowRank, added, cast, plus_product, product, scaled_product, wide_type
 
 ALL_ROWS = slice(None)
 
@@ -23,11 +24,12 @@ class Linear(NamedTuple):
     """The tensors of one linear layer.
 
     Attributes:
-        weight: (out_features, in_features); a frozen one may be in 4 bits.
+        weight: (out_features, in_features); a frozen one may be in 4 bits, or in fp8 with `row_scale`.
         bias: (out_features,), or None.
         lora_a: (r, in_features), or None if the layer has no adapter.
         lora_b: (out_features, r), or None.
         keep: bool (rows, in_features), False where the adapter's dropout removes an element of its input, or None.
+        row_scale: (out_features,), fp32, the factors of the rows of a weight in fp8, or None.
         scale: the factor of the adapter's part; with `keep` it includes 1 / (1 - p).
     """
 
@@ -36,6 +38,7 @@ class Linear(NamedTuple):
     lora_a: torch.Tensor | None = None
     lora_b: torch.Tensor | None = None
     keep: torch.Tensor | None = None
+    row_scale: torch.Tensor | None = None
     scale: float = 1.0
 
     def folded(self, x: torch.Tensor) -> Linear:
@@ -71,7 +74,8 @@ class Linear(NamedTuple):
         """Return the layer with only these output columns."""
         bias = None if self.bias is None else self.bias[start:stop]
         lora_b = None if self.lora_b is None else self.lora_b[start:stop]
-        return self._replace(weight=widened(self.weight)[start:stop], bias=bias, lora_b=lora_b)
+        scales = None if self.row_scale is None else self.row_scale[start:stop]
+        return self._replace(weight=widened(self.weight)[start:stop], bias=bias, lora_b=lora_b, row_scale=scales)
 
     def at_rows(self, rows: slice | torch.Tensor) -> Linear:
         """Return the layer for only these rows of its input."""
@@ -164,20 +168,25 @@ def apply_linears(
 ) -> torch.Tensor:
     """Compute the forward pass for some rows of the input."""
     outputs, start = [], 0
+    in_fp8 = any(layer.row_scale is not None for layer in layers)
+    rounded = Rounded(*rounded_to_fp8(x, None)) if in_fp8 else None  # once for all layers
     for layer in layers:
         own_residual = None if residual is None else residual[:, start : start + layer.width]
-        outputs.append(_apply(x, layer.at_rows(rows), own_residual))
+        outputs.append(_apply(x, layer.at_rows(rows), own_residual, rounded))
         start += layer.width
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
-def _apply(x: torch.Tensor, layer: Linear, residual: torch.Tensor | None) -> torch.Tensor:
+def _apply(x: torch.Tensor, layer: Linear, residual: torch.Tensor | None, rounded: Rounded | None) -> torch.Tensor:
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
     low_rank = None
     if layer.lora_a is not None and layer.lora_b is not None:
         dropped = x if layer.keep is None else x * layer.keep
         left = product(dropped, cast(layer.lora_a, x.dtype))
         low_rank = LowRank(left, cast(layer.lora_b, x.dtype), layer.scale)
+    if layer.row_scale is not None:
+        y = product_in_fp8(x, layer.weight, layer.row_scale, rounded)
+        return added(y, bias, residual, low_rank)
     return product(x, layer.weight.to(x.dtype), bias, residual, low_rank)
 
 
@@ -246,16 +255,28 @@ class _LayerGradients:
         self._b_transposed: torch.Tensor | None = None
         self._d_low_rank: torch.Tensor | None = None
         """(rows, r), of the rows of the last `propagate`."""
+        self._fp8_transposed: torch.Tensor | None = None
 
     def propagate(self, dy: torch.Tensor, dx: torch.Tensor | None, rows: slice) -> torch.Tensor:
         """Return dx with this layer's part."""
-        weight, a, keep = self._folded.weight.to(dy.dtype).t(), self._folded.lora_a, self.layer.at_rows(rows).keep
+        a, keep = self._folded.lora_a, self.layer.at_rows(rows).keep
         if a is None:
-            return product(dy, weight, residual=dx)
+            return self._through_weight(dy, dx)
         self._d_low_rank = d_low_rank = self._low_rank_gradient(dy)
         if keep is None:
-            return product(dy, weight, residual=dx, low_rank=LowRank(d_low_rank, cast(a, dy.dtype).t(), 1.0))
-        return product(dy, weight, residual=dx).add_((d_low_rank @ cast(a, dy.dtype)).mul_(keep))
+            return self._through_weight(dy, dx, LowRank(d_low_rank, cast(a, dy.dtype).t(), 1.0))
+        return self._through_weight(dy, dx).add_((d_low_rank @ cast(a, dy.dtype)).mul_(keep))
+
+    def _through_weight(
+        self, dy: torch.Tensor, dx: torch.Tensor | None, low_rank: LowRank | None = None
+    ) -> torch.Tensor:
+        """Return the product of dy and the weight, and add dx and a low-rank product."""
+        weight, scales = self._folded.weight, self._folded.row_scale
+        if scales is None:
+            return product(dy, weight.to(dy.dtype).t(), residual=dx, low_rank=low_rank)
+        if self._fp8_transposed is None:
+            self._fp8_transposed = transposed(weight)
+        return added(input_gradient_in_fp8(dy, self._fp8_transposed, scales), None, dx, low_rank)
 
     def add(self, dy: torch.Tensor, x: torch.Tensor, rows: slice) -> None:
         """Add to the sums."""
@@ -290,7 +311,7 @@ class _LayerGradients:
         b = None if self._b_transposed is None else self._b_transposed.t()
         parts = zip(self.layer[:4], (self._weight, self._bias, self._a, b), strict=True)
         made = (None if part is None or sums is None else sums.to(part.dtype) for part, sums in parts)
-        return *made, None, None  # a mask and a scale have no gradient
+        return *made, None, None, None  # masks and scales have no gradient
 
 
 def flatten(layers: Sequence[Linear]) -> list[Any]:

@@ -72,6 +72,15 @@ def product(
     return y if bias is None or residual is None else y.add_(bias)
 
 
+def added(
+    y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, low_rank: LowRank | None
+) -> torch.Tensor:
+    """Add what `product` adds to a product that was computed otherwise, in place."""
+    for summand in (bias, residual):
+        y = y if summand is None else y.add_(summand)
+    return y if low_rank is None else y.addmm_(low_rank.left, low_rank.right.t(), alpha=low_rank.scale)
+
+
 def _product_on_cpu(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:

@@ -89,6 +89,7 @@ class RunRecord:
             "starts": [*starts, now],
             "num_steps": None,
             "memory": earlier.get("memory"),
+            "fp8": None,
             "profile": earlier.get("profile"),
             "finished": None,
             "result": None,

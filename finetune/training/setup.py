@@ -20,6 +20,7 @@ from finetune.engine.loss import BY_DEVICE, Choices
 from finetune.fallbacks import Fallback
 from finetune.inference.losses import LossSums
 from finetune.model.base import checkpoint_gradients
+from finetune.model.fp8_base import refuse_fp8_without_engine, refuse_where_fp8_is_impossible, wants_fp8
 from finetune.model.lora import without_adapter
 from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.model.training_mode import add_embedding_noise
@@ -28,6 +29,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
 from finetune.training.checks import check_fit, named_splits
 from finetune.training.forward import agree_on_forward
+from finetune.training.fp8_error import round_base_to_fp8
 from finetune.training.half_precision import refuse_overflow
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, agree_on_memory
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config
 
 _log = logging.getLogger(__name__)
+_TOKENS_FOR_FP8_ERROR = 1024
 _NOT_IN_BACKGROUND = Fallback(
     what="checkpoint.background",
     wanted="written in the background",
@@ -141,6 +144,7 @@ def set_up(
         CheckpointError: the run's folder cannot be used.
     """
     config = runtime.with_launcher_values(config)
+    refuse_where_fp8_is_impossible(config, precision=runtime.precision, device=runtime.device)
     check_fit(config, model, splits, trainer=type(objective).__name__, objectives=objective.objectives)
     metrics = check_metrics(config, objective.metrics_of(config))
     if splits.validation is not None:
@@ -167,6 +171,9 @@ def set_up(
     measured = _shard(runtime, model) if runtime.shard_size is not None else model
     if runtime.precision == "fp16":
         _refuse_overflow(runtime, model, splits, collate)
+    if wants_fp8(config):
+        refuse_fp8_without_engine(config, forward.why_not_engine)
+        _round_base(runtime, model, splits, collate, journal)
     how = Computation(
         loss_of=partial(objective.loss_of, config),
         device_type=runtime.device.type,
@@ -206,6 +213,21 @@ def _refuse_overflow(runtime: Runtime, model: Any, splits: EncodedSplits, collat
     row = splits.train[0]
     is_plain = isinstance(splits.train, EncodedExamples) and runtime.shard_size is None
     refuse_overflow(runtime, model, collate([row]), row if is_plain else None)
+
+
+def _round_base(runtime: Runtime, model: Any, splits: EncodedSplits, collate: Collate, journal: Journal | None) -> None:
+    """Round the base to fp8, and record what this changes on the first rows that carry loss. Collective.
+
+    The rows have together no more tokens than the longest row, which a step needs memory for anyway, or than 1,024.
+    """
+    rows = splits.train
+    first = int((rows.sides[0].num_targets > 0).int().argmax())
+    most = max(int(rows.lengths.max()), _TOKENS_FOR_FP8_ERROR)
+    count = max(1, int((rows.lengths[first:].cumsum(0) <= most).sum()))
+    with runtime.failing_together("rounding the base to fp8"):
+        measured = round_base_to_fp8(runtime, model, collate([rows[first + index] for index in range(count)]))
+        if journal is not None:
+            journal.record_fp8(measured)
 
 
 def _saves_base(config: Config) -> bool:

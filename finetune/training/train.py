@@ -10,6 +10,7 @@ from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
 from finetune.model.base import build_base_model
+from finetune.model.fp8_base import refuse_where_fp8_is_impossible
 from finetune.model.lora import add_lora
 from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
@@ -87,6 +88,7 @@ def build_parts(runtime: Runtime, config: Config) -> Parts:
     is_quantized = has_adapter and config.lora.quantize != "none"
     if is_quantized:  # before any file is read
         refuse_where_quantizing_is_impossible(config.lora, config.model, runtime.device)
+    refuse_where_fp8_is_impossible(config, precision=runtime.precision, device=runtime.device)
     with runtime.failing_together("looking for the model and the rows"):
         if runtime.is_main_process:
             RunFolder(config.output_dir).check_writable()

@@ -28,7 +28,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def adapted(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, keep: torch.Tensor | None = None) -> Linear:
-    return Linear(weight, None, a, b, keep, 2.0)
+    return Linear(weight, None, a, b, keep, scale=2.0)
 
 
 def heads(x: torch.Tensor) -> torch.Tensor:

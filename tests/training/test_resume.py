@@ -27,7 +27,7 @@ pytestmark = pytest.mark.trains
 ROWS = {"data.train": "aaaa", "data.validation": "bbbb", "data.test": "cccc"}
 REFUSED = {
     "": "seed",
-    "model": "path revision init config tokenizer chat_template attention trust_remote_code",
+    "model": "path revision init config tokenizer chat_template attention frozen_precision trust_remote_code",
     "lora": "r alpha dropout target_modules rslora dora init start_from quantize new_tokens",
     "optim": "optimizer learning_rate weight_decay args schedule warmup_steps max_grad_norm lora_plus_ratio",
     "training": "method objective max_steps num_epochs drop_last precision neftune_alpha",
