@@ -38,23 +38,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @contextmanager
 def warm_interpreter() -> Iterator[None]:
-    """`sys.executable` is the program that asks the server, which starts with the first process."""
+    """`sys.executable` is the program that asks the server."""
     before, sys.executable = sys.executable, _python()
     try:
         yield
     finally:
         sys.executable = before
-
-
-def _start_server_before_a_process(event: str, _: tuple[object, ...]) -> None:
-    """Most tests of a file start none."""
-    if event == "subprocess.Popen" and sys.executable != _COLD and not _is_started:
-        _is_started.append(True)  # before it is, since the server is a process too
-        _start_server(Path(sys.executable))
-
-
-_is_started: list[bool] = []
-sys.addaudithook(_start_server_before_a_process)
 
 
 def with_interpreter(command: Sequence[str | Path]) -> list[str]:
@@ -80,9 +69,9 @@ def programs() -> Path:
 
 @cache
 def _python() -> str:
-    """Make the program that stands for an interpreter.
+    """Start the server and return the program that stands for an interpreter.
 
-    Only Linux has what it needs, and of a process with several threads only one would be there after a fork.
+    Only Linux has what these need, and of a process with several threads only one would be there after a fork.
     """
     if sys.platform != "linux" or os.environ["OMP_NUM_THREADS"] != "1":
         return _COLD
@@ -93,12 +82,6 @@ def _python() -> str:
         text = re.sub(rf"^{name} = .*$", f"{name} = {value!r}", text, flags=re.MULTILINE)
     program.write_text(f"#!{_COLD} -IS\n{text}")
     program.chmod(0o755)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return str(program)
-
-
-def _start_server(program: Path) -> None:
-    folder = program.parent
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(
             [_COLD, "-P", _HERE / "server.py", folder / "s", program],
@@ -109,4 +92,6 @@ def _start_server(program: Path) -> None:
         )
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n", (folder / "log").read_text()
-    atexit.register(server.communicate)  # before its folder is removed: its input ends, and so does it
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(server.communicate)  # first of the two: its input ends, and so does it
+    return str(program)
