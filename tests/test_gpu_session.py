@@ -212,7 +212,7 @@ def test_a_killed_session_goes_on_and_ends_with_all_figures(tmp_path):
     assert FEW.index("profile/512") <= len(done) < len(FEW)
 
     with warm_interpreter():  # the one that is killed has processes of its own, and this one its figures from them
-        second = run_command([sys.executable, *command[1:]], cwd=REPOSITORY, limit_seconds=600)
+        second = run_command([sys.executable, *command[1:]], cwd=REPOSITORY, limit_seconds=1800)
     assert second.returncode == 0, second.stdout + path.with_suffix(".log").read_text()[-5000:]
     records = Figures(path).records
     assert records[: len(done)] == done

@@ -54,7 +54,7 @@ def _checks(newest: Mapping[str, Record]) -> Iterator[str]:
     yield from _head(["check", "right", "figures"])
     for task, record in newest.items():
         found = dict(record["figures"])
-        if "is_right" in found or task == "kernels/syncs":
+        if "is_right" in found or task == "kernels/syncs" or record["part"] == "ranks":
             right = _RIGHT[found.pop("is_right", None)]
             yield _line(f"`{task}`", right, ", ".join(f"{name} {_short(x)}" for name, x in found.items() if x != ""))
 

@@ -22,6 +22,8 @@ from finetune.engine.four_bits import holds_nf4
 from finetune.errors import ConfigError, LaunchError, ModelError, RunFailedError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from finetune.config.schema import Config, ParallelSection
 
 Value = TypeVar("Value")
@@ -111,7 +113,6 @@ class ShardedModel:
         world_size: int,
         shards_trained: bool,
     ) -> None:
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
         layers = _layers(model)
@@ -119,9 +120,8 @@ class ShardedModel:
         # FSDP2 leaves these weights full. A set of the weights that it shards would keep all of them in memory.
         kept = set() if shards_trained else {weight for weight in model.parameters() if weight.requires_grad}
         size = parallel.shard_size or world_size
-        copies, names = world_size // size, ("copies", "shards")
-        sizes = (size,) if copies == 1 else (copies, size)
-        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names[-len(sizes) :])
+        copies = world_size // size
+        mesh = _mesh(device.type, copies, size)
 
         def shard(module: torch.nn.Module, weights: list[torch.nn.Parameter], *, reshards: bool) -> int:
             """Shard these weights of a module, and return their bytes. The full weights are freed on return."""
@@ -211,6 +211,16 @@ class _Root(torch.nn.Module):
 
     def forward(self, compute: Callable[[torch.nn.Module], Any]) -> Any:
         return compute(self.model)
+
+
+def _mesh(device_type: str, copies: int, size: int) -> DeviceMesh:
+    """Arrange all ranks in copies of the model with `size` shards each. Collective."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    if copies == 1:
+        # Where torch sees GPUs and the group is gloo's, `init_device_mesh` would make another group, through nccl.
+        return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=("shards",))
+    return init_device_mesh(device_type, (copies, size), mesh_dim_names=("copies", "shards"))
 
 
 def _received_bytes(gathered: int, gradients: int, *, size: int, copies: int) -> int:
