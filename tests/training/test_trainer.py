@@ -156,7 +156,7 @@ def test_a_run_leaves_the_promised_folder_and_events(words, tmp_path):
     written = record(run)
     assert (written["status"], written["world_size"], written["launcher"]) == ("completed", 1, "none")
     assert written["backend"] == "none"
-    assert written["threads"] == {"count": 1, **set_waiting()._asdict()}
+    assert written["threads"] == {"count": torch.get_num_threads(), **set_waiting()._asdict()}
     assert written["fallbacks"] == []
     assert {"data.train", "data.validation", "data.test", "config", "chat_template"} <= written["fingerprints"].keys()
     assert load_config([f"run={run / 'config.yaml'}"]) == ended.trainer.config
