@@ -219,7 +219,9 @@ def _mesh(device_type: str, copies: int, size: int) -> DeviceMesh:
 
     if copies == 1:
         # Where torch sees GPUs and the group is gloo's, `init_device_mesh` would make another group, through nccl.
-        return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=("shards",))
+        world = dist.group.WORLD
+        assert world is not None
+        return DeviceMesh.from_group(world, device_type, mesh_dim_names=("shards",))
     return init_device_mesh(device_type, (copies, size), mesh_dim_names=("copies", "shards"))
 
 
