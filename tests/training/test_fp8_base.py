@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from finetune import load_config
+from finetune.cli.train import train_from_overrides
 from finetune.diagnose.plan import make_plan
 from finetune.diagnose.plan_devices import find_device, read_device
 from finetune.distributed.precision import convert_weights
@@ -115,6 +117,25 @@ def test_a_row_is_rounded_alone_whatever_rows_are_beside_it(words, tmp_path, spl
     train([*words, "training.max_steps=1", split, f"output_dir={tmp_path / 'other'}"])
     (ours,), (other,) = losses(tmp_path / "run"), losses(tmp_path / "other")
     assert ours == pytest.approx(other, rel=4 * torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.parametrize("name", ["preferences", "kto"])
+def test_preferences_train_on_fp8_and_their_reference_is_the_base_in_fp8(words, tmp_path, name):
+    """An untrained adapter is its reference exactly, so the first losses are those of the papers: log 2, and 1/2."""
+    (tmp_path / "rows").mkdir()
+    for split, count in (("train", 8), ("validation", 2)):
+        rows: list[dict[str, Any]] = [{"prompt": f"{split} {number}: three crates?"} for number in range(count)]
+        for number, row in enumerate(rows):
+            both = {"chosen": "yes yes", "rejected": "no"}
+            is_good = number % 2 == 0
+            labelled = {"completion": both["chosen" if is_good else "rejected"], "label": is_good}
+            row |= labelled if name == "kto" else both
+        (tmp_path / "rows" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = [f"data.path={tmp_path / 'rows'}", f"task=finetune_{name}", "optim.warmup_steps=0"]
+    train_from_overrides([*words, *own])
+    assert losses(tmp_path / "run")[0] == pytest.approx(0.5 if name == "kto" else math.log(2), rel=1e-6)
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
+    assert record(tmp_path / "run")["fp8"]["num_targets"] > 8
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------
