@@ -124,7 +124,7 @@ class Setup:
 
     def record_memory(self) -> None:
         """Record the memory choice in run.json. Collective."""
-        self.on_main(lambda journal: journal.record_memory(self.memory), "recording the choice by memory")
+        self.on_main(lambda journal: journal.record(memory=self.memory.as_record()), "recording the choice by memory")
 
 
 def set_up(
@@ -169,11 +169,7 @@ def set_up(
     forward = agree_on_forward(runtime, config.training, model)
     collate = objective.collation_of(config, forward.collate)
     measured = _shard(runtime, model) if runtime.shard_size is not None else model
-    if runtime.precision == "fp16":
-        _refuse_overflow(runtime, model, splits, collate)
-    if wants_fp8(config):
-        refuse_fp8_without_engine(config, forward.why_not_engine)
-        _round_base(runtime, model, splits, collate, journal)
+    _try_precision(runtime, config, model, splits, collate, forward.why_not_engine, journal)
     how = Computation(
         loss_of=partial(objective.loss_of, config),
         device_type=runtime.device.type,
@@ -208,6 +204,23 @@ def set_up(
     return setup
 
 
+def _try_precision(
+    runtime: Runtime,
+    config: Config,
+    model: Any,
+    splits: EncodedSplits,
+    collate: Collate,
+    why_not_engine: str | None,
+    journal: Journal | None,
+) -> None:
+    """Compute a few rows before step 1, if the run's precision may be too coarse for this model. Collective."""
+    if runtime.precision == "fp16":
+        _refuse_overflow(runtime, model, splits, collate)
+    if wants_fp8(config):
+        refuse_fp8_without_engine(config, why_not_engine)
+        _round_base(runtime, model, splits, collate, journal)
+
+
 def _refuse_overflow(runtime: Runtime, model: Any, splits: EncodedSplits, collate: Any) -> None:
     """Check on one row that activations fit into fp16. Collective, if the model is sharded."""
     row = splits.train[0]
@@ -227,7 +240,7 @@ def _round_base(runtime: Runtime, model: Any, splits: EncodedSplits, collate: Co
     with runtime.failing_together("rounding the base to fp8"):
         measured = round_base_to_fp8(runtime, model, collate([rows[first + index] for index in range(count)]))
         if journal is not None:
-            journal.record_fp8(measured)
+            journal.record(fp8=measured.as_record())
 
 
 def _saves_base(config: Config) -> bool:

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.fallbacks import Fallbacks
     from finetune.runs.checkpoints import Snapshot
-    from finetune.training.fp8_error import Fp8Error
-    from finetune.training.memory.choice import MemoryChoice
 
 _log = logging.getLogger(__name__)
 
@@ -123,13 +121,9 @@ class Journal:
         """Return the recorded memory choice of a resumed run, empty if it has none; None if the run is new."""
         return RecordedRun(self.folder.path).part("memory") if self.folder.checkpoint_steps() else None
 
-    def record_memory(self, choice: MemoryChoice) -> None:
-        """Record the memory choice of this run in run.json, where the next start reads it."""
-        self._record.update(memory=choice.as_record())
-
-    def record_fp8(self, measured: Fp8Error) -> None:
-        """Record what a base in fp8 does to loss and gradient in run.json."""
-        self._record.update(fp8=measured.as_record())
+    def record(self, **entries: Any) -> None:
+        """Record in run.json what was chosen or measured before step 1, for example the memory choice."""
+        self._record.update(**entries)
 
     def start_training(self, state: TrainerState, num_steps: int) -> None:
         """Start or continue training at `state`, and remove the later events from metrics.jsonl."""
