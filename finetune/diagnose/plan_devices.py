@@ -26,12 +26,14 @@ class _Known(NamedTuple):
     """TFLOP/s in full fp32, the default of torch."""
     precision: Precision = "bf16"
     """What `training.precision=auto` means there."""
+    has_fp8: bool = False
+    """Whether `model.frozen_precision=fp8` is possible there: from Hopper on."""
 
 
 _KNOWN = {
-    "B200 180GB": _Known(178.3, half=2250, fp32=75),
-    "H200 141GB": _Known(139.8, half=989, fp32=67),
-    "H100 80GB": _Known(79.1, half=989, fp32=67),
+    "B200 180GB": _Known(178.3, half=2250, fp32=75, has_fp8=True),
+    "H200 141GB": _Known(139.8, half=989, fp32=67, has_fp8=True),
+    "H100 80GB": _Known(79.1, half=989, fp32=67, has_fp8=True),
     "A100 80GB": _Known(79.2, half=312, fp32=19.5),
     "A100 40GB": _Known(39.4, half=312, fp32=19.5),
     "L40S 48GB": _Known(44.4, half=362, fp32=91.6),
@@ -62,6 +64,7 @@ class Device:
         precision: what `training.precision=auto` means there.
         is_here: whether it belongs to this machine.
         teraflops: the highest rate of matrix products by precision, where it is known.
+        has_fp8: whether it has products in fp8 that finetune uses; None: not known.
     """
 
     name: str
@@ -71,6 +74,7 @@ class Device:
     precision: Precision
     is_here: bool
     teraflops: Mapping[str, float] = field(default_factory=dict)
+    has_fp8: bool | None = None
 
     def limited_to(self, fraction: float) -> Device:
         """Return the part of the device that a run may use (`training.memory_fraction`)."""
@@ -92,7 +96,8 @@ def read_device(name: str) -> Device:
     """
     known = [full for full in _KNOWN if _folded(name) in (_folded(full), _folded(full.rpartition(" ")[0]))]
     if len(known) == 1:
-        return _cuda(known[0], round(_KNOWN[known[0]].gib * GIB), precision=_KNOWN[known[0]].precision)
+        spec = _KNOWN[known[0]]
+        return replace(_cuda(known[0], round(spec.gib * GIB), precision=spec.precision), has_fp8=spec.has_fp8)
     size = re.search(r"(\d+(?:\.\d+)?)\s*G(?:i?B)?$", name.strip(), re.IGNORECASE)
     if size is None:
         what = f"this device is not known. Known are {', '.join(_KNOWN)}. Give one of them, or a size"

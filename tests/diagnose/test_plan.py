@@ -441,3 +441,9 @@ def test_attention_on_a_gpu_keeps_gathered_keys_and_no_copy_for_each_head():
     output = q.nbytes + 4 * q.shape[0] * q.shape[1]  # with a number for each query and head
     assert kept(torch.float32) == kept(torch.bfloat16)
     assert output + k.nbytes + v.nbytes < kept(torch.bfloat16) < output + 9 * k.nbytes
+
+
+def test_a_base_in_fp8_is_planned_for_gpus_that_have_it():
+    words = ["model=phi4", "model.frozen_precision=fp8"]
+    with pytest.raises(ConfigError, match=r"fp8 .* needs a GPU from Hopper on, and the plan is for RTX 4090 24GB"):
+        make_plan(compose(words, needs_data=False), read_device("RTX 4090"))
