@@ -47,8 +47,6 @@ def choose_precision(wish: Precision | Literal["auto"], *, best: Precision) -> P
 def convert_weights(model: torch.nn.Module, precision: Precision, device: torch.device | None = None) -> None:
     """Convert a model's weights: trained weights to fp32, frozen weights to the run's precision.
 
-    In fp16, this also sets the type in which bitsandbytes computes the products of its 4-bit layers.
-
     Args:
         model: on the CPU, or where it was loaded.
         precision: of the run.
@@ -56,12 +54,16 @@ def convert_weights(model: torch.nn.Module, precision: Precision, device: torch.
             weight is copied, because a weight that is mapped from a file would change with the file. None: the
             weights stay on their device.
     """
-    if precision == "fp16":
-        modules: Iterable[Any] = model.modules()
-        for module in modules:
-            if hasattr(module, "compute_dtype"):  # of bitsandbytes; otherwise bf16, which these GPUs lack
-                module.compute_dtype = torch.float16
+    set_compute_dtype(model, precision)
     convert_parameters(model.parameters(), precision, device)
+
+
+def set_compute_dtype(model: torch.nn.Module, precision: Precision) -> None:
+    """Let bitsandbytes compute the products of its 4-bit layers in fp16 in an fp16 run: those GPUs have no bf16."""
+    modules: Iterable[Any] = model.modules()
+    for module in modules if precision == "fp16" else ():
+        if hasattr(module, "compute_dtype"):
+            module.compute_dtype = torch.float16
 
 
 def convert_parameters(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from finetune.distributed.precision import Precision, convert_parameters
+from finetune.distributed.precision import Precision, convert_parameters, set_compute_dtype
 from finetune.engine.decoder import ENTER, bare_model
 from finetune.engine.four_bits import holds_nf4
 from finetune.errors import ConfigError, LaunchError, ModelError, RunFailedError
@@ -115,6 +115,7 @@ class ShardedModel:
     ) -> None:
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+        set_compute_dtype(model, precision)
         layers = _layers(model)
         others = _parameters_outside(layers, model)
         # FSDP2 leaves these weights full. A set of the weights that it shards would keep all of them in memory.

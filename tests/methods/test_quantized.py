@@ -266,7 +266,7 @@ def train_on_cpu(words):
 @pytest.mark.launch
 def test_a_base_in_four_bits_is_shared_out(inputs, tmp_path):
     """In the engine, which reads the bits, and in the model's own forward, which calls bitsandbytes' layers."""
-    cases = [Case(2, words=words) for words in ((), (REFERENCE,), (CHECKPOINTED,))]
+    cases = [Case(2, words=words) for words in ((), (REFERENCE, "training.precision=fp16"), (CHECKPOINTED,))]
     more = [f"model.path={inputs / 'base'}", "model.init=pretrained", "model.config=null", "checkpoint.save_every=2"]
     for whole, shards in train_both_ways(tmp_path, cases, rows=more, recipe=[f"{__name__}:train_on_cpu"]):
         assert_same_bytes(whole, shards)
