@@ -399,6 +399,7 @@ def test_a_plan_in_four_bits_needs_no_bitsandbytes(words, inputs, monkeypatch):
     assert [finding.what for finding in quantized.findings if "4 bits" in finding.what] == []
 
 
+@pytest.mark.slow
 def test_a_base_in_four_bits_counts_16_bits_where_the_engine_only_calls_its_layers(words):
     asked = [*words, "lora.dora=true", "training.max_tokens_per_microbatch=64"]
     plans = [

@@ -156,6 +156,7 @@ def test_the_plan_is_that_of_the_real_launch(
     assert rehearsal.plan.batches.world_size == planned
 
 
+@pytest.mark.slow
 def test_a_plan_of_qlora_on_a_machine_without_a_gpu_names_what_it_leaves_out(tmp_path: Path) -> None:
     config = compose(["model=phi_tiny", *FEW_ORDERS, f"data.cache_dir={tmp_path}", "lora.quantize=nf4"])
     for device, limits in (
