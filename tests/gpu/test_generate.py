@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from finetune.distributed.precision import deterministic_algorithms
+from finetune.inference import decoding
 from finetune.inference.decoding import Decoding, Sampling, generate_answers
 from tests.gpu.models import placed
 from tests.tiny_models import tiny_examples
@@ -18,14 +19,24 @@ PROMPTS = [row.input_ids.tolist() for row in tiny_examples(6, shortest=2, longes
 WAYS = {"greedy": None, "sampled": Sampling(temperature=0.9, top_p=0.95, top_k=40, seed=5)}
 
 
+@pytest.mark.parametrize("by_engine", [False, True], ids=["transformers", "engine"])
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["phi-3", "phi-4-mini"])
-def test_answers(family: str, way: str, is_deterministic: bool, device: torch.device) -> None:
-    decoding = Decoding(stop_ids=[63], max_new_tokens=12, sampling=WAYS[way])
+def test_answers(
+    family: str,
+    way: str,
+    is_deterministic: bool,
+    by_engine: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the engine too, which does not answer on a GPU before this test has passed on one."""
+    monkeypatch.setattr(decoding, "_engine_continues", lambda model: by_engine or model.device.type == "cpu")
+    asked = Decoding(stop_ids=[63], max_new_tokens=12, sampling=WAYS[way])
     with deterministic_algorithms() if is_deterministic else nullcontext():
-        here = generate_answers(placed(family, "fp32", device).eval(), PROMPTS, decoding, batch_size=3)
-    there = generate_answers(placed(family, "fp32", torch.device("cpu")).eval(), PROMPTS, decoding, batch_size=2)
+        here = generate_answers(placed(family, "fp32", device).eval(), PROMPTS, asked, batch_size=3)
+    there = generate_answers(placed(family, "fp32", torch.device("cpu")).eval(), PROMPTS, asked, batch_size=2)
     assert here == there
     assert any(len(answer) == 12 for answer in here)
 
