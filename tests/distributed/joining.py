@@ -43,7 +43,7 @@ def main(folder, words):
     rank = int(os.environ["RANK"])
     configure_logs(rank)
     if wish.get("backend"):  # what a machine with a GPU chooses, on one without
-        ddp_init._choose_backend = lambda *_: wish["backend"]
+        ddp_init._choose_backend = lambda *_, **__: wish["backend"]
     before = {name: os.environ.get(name) for name in (*LAUNCH_VARIABLES, *WORLD_VARIABLES)}
     fallbacks = Fallbacks(strict=wish.get("strict", False))
     began = time.monotonic()
