@@ -31,9 +31,11 @@ FEW = [
     *("kernels/signatures", "kernels/attention-bf16-64", "kernels/engine", "kernels/syncs", "profile/limit"),
     *("profile/512", "peers/mini/ours", "peers/chat/trl-grouped-16", "peers/attention", "phi4/defaults"),
     *("gains/prompt/without-share_prefixes", "recovery/deterministic", "recovery/default"),
-    *("ranks/torchrun-fp32", "ranks/torchrun-bf16", "ranks/same-bytes", "ranks/fsdp2", "ranks/stopped", "ranks/gather"),
+    "ranks/torchrun-bf16",
 ]
 """Tasks of each function and kind of job, in the order of the session."""
+OF_TWO_RANKS = ("ranks/torchrun-fp32", "ranks/same-bytes", "ranks/fsdp2", "ranks/stopped", "ranks/gather")
+"""One of each function of part `ranks`."""
 ELSEWHERE = {"benchmarks.gpu.recovery:run_gpu_tests"}
 """What tests/test_gpu_tests.py runs."""
 README = (REPOSITORY / "benchmarks" / "README.md").read_text()
@@ -196,7 +198,7 @@ def test_what_does_not_fit_is_left_for_the_next_start(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_session_goes_on_and_ends_with_all_figures(tmp_path):
-    """Every function, each with some of its arguments, as far as a CPU goes."""
+    """Every function but those of two ranks, each with some of its arguments, as far as a CPU goes."""
     path = tmp_path / "figures.jsonl"
     command = [sys.executable, "-m", "benchmarks.gpu_session", str(path), "--device", "cpu", "--tiny", "--only", *FEW]
     first = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
@@ -217,7 +219,8 @@ def test_a_killed_session_goes_on_and_ends_with_all_figures(tmp_path):
     records = Figures(path).records
     assert records[: len(done)] == done
     assert [record["task"] for record in records] == FEW
-    assert {task.function for task in tasks() if task.name in FEW} == {task.function for task in tasks()} - ELSEWHERE
+    run = {task.function for task in tasks() if task.name in (*FEW, *OF_TWO_RANKS)}
+    assert run == {task.function for task in tasks()} - ELSEWHERE
     for record in records:
         assert_of_the_schema(record)
     assert "0 failed" in second.stdout
@@ -227,6 +230,20 @@ def test_a_killed_session_goes_on_and_ends_with_all_figures(tmp_path):
         third = run_command([sys.executable, *command[1:]], cwd=REPOSITORY)
     assert third.returncode == 0, third.stdout
     assert path.read_text() == written
+
+
+@pytest.mark.slow
+@pytest.mark.launch
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", OF_TWO_RANKS)
+def test_two_ranks_are_compared_with_one(tmp_path, name):
+    """What each task compares is proven elsewhere. Run all of them before a session: pytest --beyond-ci."""
+    path = tmp_path / "figures.jsonl"
+    with warm_interpreter():
+        assert start(path, [task for task in tasks() if task.name == name]).left == []
+    (record,) = Figures(path).records
+    assert_of_the_schema(record)
+    assert "figures" in record, record
 
 
 def assert_of_the_schema(record: dict[str, object]) -> None:
