@@ -107,7 +107,11 @@ ENGINES: dict[str, Engine] = {
     "trainer": Engine(_TRAINER, "transformers Trainer, four rows in a micro-batch", {"batch_size": 4}),
     "trainer-1x16": Engine(_TRAINER, "transformers Trainer, one row in a micro-batch", {"batch_size": 1}),
     "trl-free-64-varlen-liger": Engine(
-        _TRL, "the same with all rows of a step (CUDA only)", _FREE | _VARLEN | _LIGER | _STEP, _FOR_TRL_LIGER, True
+        _TRL,
+        "TRL, all rows of a step without padding, varlen attention and Liger (CUDA only)",
+        _FREE | _VARLEN | _LIGER | _STEP,
+        _FOR_TRL_LIGER,
+        True,
     ),
     "trainer-flat": Engine(
         _TRAINER, "transformers Trainer, sixteen rows in a micro-batch without padding", _FLAT, ("datasets",)

@@ -217,12 +217,10 @@ class _Planner:
         self._trainer = trainer_for(config)
         self.precision = choose_precision(config.training.precision, best=device.precision)
         here = torch.device(device.type) if device.is_here else None
-        refuse_where_fp8_is_impossible(config, precision=self.precision, device=here)
-        if wants_fp8(config) and device.has_fp8 is False:
-            raise ConfigError(
-                f"model.frozen_precision=fp8 ({config.origin('model.frozen_precision')}) needs a GPU from Hopper on, "
-                f"and the plan is for {device.name}. Set model.frozen_precision=auto."
-            )
+        why_not = (
+            f"it needs a GPU from Hopper on, and the plan is for {device.name}" if device.has_fp8 is False else None
+        )
+        refuse_where_fp8_is_impossible(config, precision=self.precision, device=here, why_not_device=why_not)
         parallel = config.parallel
         self._world_size = parallel.world_size or parallel.num_processes or read_environment(os.environ).world_size
         self._shards = shards_of(parallel, self._world_size)

@@ -164,7 +164,7 @@ class Decoder:
         self._keep_inputs = keep_inputs
         self._mlp_chunk_rows = mlp_chunk_rows
         self._read: dict[tuple[int, tuple[str, ...]], list[AnyLinear]] | None = {} if is_constant else None
-        self._merges = sum(weight.nbytes for weight in bare.parameters()) <= _MOST_MERGED_BYTES
+        self._merges = is_constant and sum(weight.nbytes for weight in bare.parameters()) <= _MOST_MERGED_BYTES
 
     def hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: Any, at: torch.Tensor | None = None

@@ -40,7 +40,7 @@ class Rounded(NamedTuple):
 def rounded_to_fp8(x: torch.Tensor, factors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the two parts of `Rounded` for `x * factors`; factors are (features,) or None for 1.
 
-    Values that are not finite make a row whose products are not finite either.
+    If a row has a value that is not finite, its products are not finite either.
     """
     wide = x.float()
     if factors is not None:

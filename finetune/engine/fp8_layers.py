@@ -1,4 +1,4 @@
-"""A frozen linear layer whose weight is kept in fp8."""
+"""A frozen linear layer that keeps its weight in fp8."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 _GOES_ON_WITH = 0.75
-"""Rows leave a batch when at most this share of them goes on: each time, what is cached of the others is copied."""
+"""Ended rows leave the batch once at most this fraction of its rows goes on, because leaving copies the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,10 +214,8 @@ def _generate(
 
 def _engine_continues(model: Any) -> bool:
     """Return whether the engine generates a model's answers: on a CPU, where it was measured, and not in 4 bits."""
-    weights = model.parameters()
-    return all(weight.device.type == "cpu" and not is_in_4_bits(weight) for weight in weights) and (
-        unsupported_reason(model) is None
-    )
+    is_plain = all(weight.device.type == "cpu" and not is_in_4_bits(weight) for weight in model.parameters())
+    return is_plain and unsupported_reason(model) is None
 
 
 def _continue_by_engine(
@@ -237,12 +235,12 @@ def _continue_by_engine(
         logits = decoder.start()
         while True:
             tokens = (logits if draw is None else draw(None, logits)).argmax(-1)
-            chosen = tokens.tolist()
-            for row, token in zip(alive, chosen, strict=True):
+            for row, token in zip(alive, tokens.tolist(), strict=True):
                 answers[row].append(token)
+                if token in stop_ids:
+                    ended.add(row)
                 if on_token is not None:
                     on_token(token)
-            ended.update(row for row, token in zip(alive, chosen, strict=True) if token in stop_ids)
             going = [place for place, row in enumerate(alive) if row not in ended]
             if not going or len(answers[alive[0]]) == room:
                 return answers

@@ -22,7 +22,7 @@ class RoundedLayers(NamedTuple):
     rounded: list[str]
     """The names of the layers in fp8."""
     kept: list[str]
-    """The names of the layers whose sizes the products in fp8 do not support."""
+    """The names of the layers that stay in bf16, because torch has no fp8 products of their sizes."""
 
 
 def wants_fp8(config: Config) -> bool:
@@ -30,18 +30,26 @@ def wants_fp8(config: Config) -> bool:
     return config.model.frozen_precision == "fp8"
 
 
-def refuse_where_fp8_is_impossible(config: Config, *, precision: str, device: torch.device | None) -> None:
+def refuse_where_fp8_is_impossible(
+    config: Config, *, precision: str, device: torch.device | None, why_not_device: str | None = None
+) -> None:
     """Refuse a run with a base in fp8 that could not compute with it, before anything is read.
 
     Args:
         config: the whole run.
         precision: of the run.
         device: of the run; None: not at hand.
+        why_not_device: why a device that is not at hand has no products in fp8, where that is known.
 
     Raises:
         ConfigError: names all reasons.
     """
-    reasons = list(_reasons(config, precision, device)) if wants_fp8(config) else []
+    if not wants_fp8(config):
+        return
+    reasons = list(_reasons(config, precision))
+    why_not_device = why_not_device if device is None else why_not_fp8(device)
+    if why_not_device is not None:
+        reasons.append(why_not_device)
     if reasons:
         raise ConfigError(
             f"model.frozen_precision=fp8 ({config.origin('model.frozen_precision')}) is not possible here: "
@@ -49,7 +57,7 @@ def refuse_where_fp8_is_impossible(config: Config, *, precision: str, device: to
         )
 
 
-def _reasons(config: Config, precision: str, device: torch.device | None) -> Iterator[str]:
+def _reasons(config: Config, precision: str) -> Iterator[str]:
     if config.training.method == "full":
         yield "training.method=full has no frozen weights"
     if config.lora.quantize != "none":
@@ -62,9 +70,6 @@ def _reasons(config: Config, precision: str, device: torch.device | None) -> Ite
         yield "training.kernels=reference has no products in fp8"
     if precision != "bf16":
         yield f"the run computes in {precision}, and a base in fp8 needs training.precision=bf16"
-    why_not = None if device is None else why_not_fp8(device)
-    if why_not is not None:
-        yield why_not
 
 
 def refuse_fp8_without_engine(config: Config, why_not_engine: str | None) -> None:
