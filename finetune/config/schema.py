@@ -114,7 +114,7 @@ class ModelSection(Section):
     chat_template: TokenKey[str | None] = None
     """A Jinja chat template, or the path of a .jinja file. Used only if the tokenizer has no template of its own."""
     attention: Annotated[Literal["auto", "sdpa", "eager"], OnResume("always", "the computation of attention")] = "auto"
-    """The attention implementation of transformers, in its forward and where it generates answers; the engine has its own."""
+    """The attention of transformers, in its forward and where it generates answers; the engine has its own."""
     frozen_precision: Annotated[Literal["auto", "fp8"], OnResume("adapter", "the precision of the base")] = "auto"
     """auto: as `training.precision`; fp8: 8 bits and faster products on Hopper and later, measured before step 1."""
     trust_remote_code: BaseModelKey[bool] = False
