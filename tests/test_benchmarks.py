@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import sharding as sharded_memory
 from benchmarks.base_model import row_losses, write_base
 from benchmarks.bench import Bench
 from benchmarks.clock import Mark, RankReport
@@ -141,6 +142,7 @@ def test_a_run_that_is_done_is_not_done_again(bench, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.warm
 def test_the_profile_accounts_for_all_of_the_time(bench):
     words = ["--sizes", JOB.size, "--steps", "2", "--folder", str(bench.folder)]
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.profile_ours", *words]
@@ -157,6 +159,7 @@ def test_the_profile_accounts_for_all_of_the_time(bench):
 
 @pytest.mark.slow
 @pytest.mark.needs("trl")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["trl-grouped-targets", "trl-free", "trainer-flat"])
 def test_trl_trains_the_same_thing(bench, engine):
     figures = bench.train(JOB, engine, 1)
@@ -211,6 +214,7 @@ def test_rows_without_padding_have_the_loss_that_they_have_alone(bench, attentio
 
 @pytest.mark.slow
 @pytest.mark.needs("trl")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["ours", "trl-dpo-targets"])
 def test_pairs_begin_at_the_same_loss_in_every_engine(bench, engine):
     figures = bench.train(replace(JOB, objective="dpo"), engine, 1)
@@ -300,17 +304,22 @@ def test_a_wrong_word_is_refused(capsys):
         assert said in capsys.readouterr().err
 
 
-@pytest.mark.launch
-@pytest.mark.slow
-def test_the_memory_of_a_rank_is_measured(tmp_path):
-    """That of several which share the weights in tests/diagnose/test_plan_in_shards.py."""
-    options = ["--size", "tiny", "--method", "full", "--most-ranks", "1", "--folder", str(tmp_path)]
-    command = [sys.executable, "-m", "benchmarks.sharding", *options]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ended.stdout.splitlines()[2:]]
-    assert [tuple(row[:3]) for row in rows] == [("full", "none", "1")]
-    for *_, loading, loaded, peak, _ in rows:
-        sizes = [int(size.removesuffix(" MB")) for size in (loading, loaded, peak)]
-        assert min(sizes) >= 0
-        assert max(sizes) == sizes[2]
+def test_the_memory_of_ranks_is_a_row_for_each_kind_of_run(bench, monkeypatch, capsys):
+    """What a rank holds is measured in tests/diagnose/test_plan_in_shards.py."""
+    measured = []
+
+    def measure(base, folder, size, *, method, sharding, num_ranks):
+        measured.append((base, size, method, sharding, num_ranks))
+        return sharded_memory.Held(1_400_000, 2_600_000, num_ranks * 3_000_000), 0.256
+
+    monkeypatch.setattr(sharded_memory, "measure", measure)
+    options = ["--size", "tiny", "--method", "full", "--most-ranks", "2", "--folder", str(bench.folder)]
+    assert sharded_memory.main(options) == 0
+    base = bench.base(JOB)
+    assert measured == [(base, "tiny", "full", "none", 1), (base, "tiny", "full", "fsdp2", 2)]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert [len(row) for row in rows] == [7] * 4
+    assert rows[2:] == [
+        ["full", "none", "1", "1 MB", "3 MB", "3 MB", "0.26 s"],
+        ["full", "fsdp2", "2", "1 MB", "3 MB", "6 MB", "0.26 s"],
+    ]

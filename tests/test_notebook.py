@@ -19,7 +19,7 @@ from tests.launches import REPOSITORY
 
 TUTORIAL = REPOSITORY / "notebooks" / "tutorial.ipynb"
 PICTURES = ["picture", "one-curve"]
-ALL_ROWS, FEW_ROWS = '"data.max_rows": 800', '"data.max_rows": 64'
+ALL_ROWS, FEW_ROWS = '"data.max_rows": 800', '"data.max_rows": 32'
 """The reader trains on all of them; the test only looks whether every cell does what it says."""
 _LIMIT_SECONDS_A_CELL = 300
 _QUIET = {
@@ -64,6 +64,7 @@ def shown(cell: Any) -> str:
 
 @pytest.mark.slow
 @pytest.mark.launch
+@pytest.mark.warm
 def test_the_tutorial_runs_from_top_to_bottom(tmp_path):
     notebook = read_notebook()
     kept = {name: shown(cell) for name, cell in code_cells(notebook).items()}

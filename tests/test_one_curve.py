@@ -206,7 +206,7 @@ def test_the_command_line_starts_processes_itself(tmp_path):
 
 def test_a_script_starts_processes_through_torch_multiprocessing(tmp_path):
     recipe = ["recipes.train_ddp_standalone:start", "parallel.num_processes=2", f"parallel.master_port={free_port()}"]
-    cases = PLAIN_CASES[1:]  # with dropout: its processes cannot be warm, and are started anew for each case
+    cases = PLAIN_CASES[1:]  # with dropout: its processes are started anew for each case
     run_and_report(LAUNCHERS["python"], tmp_path, cases, *AS_THE_OTHER_RECIPE, recipe=recipe)
     assert_cases(TORCH_SPAWN, tmp_path, cases, world_size=2, launcher="spawn")
 

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from tests.launches import LAUNCHERS, REPOSITORY
+from tests.launches import LAUNCHERS, REPOSITORY, alive_with
 from tests.scenes import Scenes
 from tests.tiny_runs import random_model_words, write_base, write_rows
 from tests.warm import with_interpreter
@@ -21,6 +21,7 @@ START_SECONDS = 300.0
 NUM_STEPS = 24
 PREEMPTED = 75
 BY_HAND = 130
+_MARK = "FINETUNE_TEST_PLAY"
 STEP = re.compile(r"stopped at step ([0-9]+) as asked by (\w+)(?: on ranks? ([0-9, ]+))?; checkpoint committed")
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.warm]
@@ -36,13 +37,13 @@ class Play:
         self.log = folder / "log"
         self.process = None
 
-    def start(self, launcher, *words, gets_signal=True):
-        """Start it; what gets a signal under torchrun has processes of its own, since torchrun sends it to groups."""
+    def start(self, launcher, *words, is_itself=False):
+        """Start it, forked off the warm process or with interpreters of its own."""
         command = [*LAUNCHERS.get(launcher, LAUNCHERS["python"]), "-m", "finetune", "train", *self.words(), *words]
         command += ["parallel.num_processes=2"] if launcher == "spawn" else []
-        is_itself = gets_signal and launcher in ("torchrun", "python")
         command = [str(word) for word in command] if is_itself else with_interpreter(command)
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
+        own = {"PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore", _MARK: str(self.folder)}
+        environment = {**os.environ, **own}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         return self
@@ -76,9 +77,12 @@ class Play:
         self.wait_for(lambda: text in self.text(), text)
 
     def workers(self):
-        """By rank, in the order in which they were started."""
-        children = psutil.Process(self.process.pid).children()
-        return sorted(children, key=lambda child: int(child.environ().get("RANK", -1)))
+        """What torchrun started, by rank; each passes a signal on to the process that trains."""
+        ranks = {}
+        for process in sorted(alive_with(_MARK, str(self.folder)), key=psutil.Process.create_time):
+            if "train" in process.cmdline():  # not its guardian; and it is older than what loads its data
+                ranks.setdefault(process.environ().get("RANK"), process)
+        return [ranks[rank] for rank in ("0", "1")]
 
     def end(self):
         self.process.wait(START_SECONDS)
@@ -110,7 +114,7 @@ class Play:
     def goes_on(self, launcher, step):
         """To the end, which is that of the run that was not told to stop."""
         whole = self.undisturbed(launcher)
-        self.start(launcher, "resume=auto", gets_signal=False)
+        self.start(launcher, "resume=auto")
         assert self.end() == 0, self.text()
         assert f"resumed from step={step}" in self.text()
         assert json.loads((self.run_folder / "run.json").read_text())["status"] == "completed"
@@ -125,14 +129,15 @@ class Play:
         (self.folder / "whole").mkdir()
         other = Play(self.inputs, self.folder / "whole")
         try:
-            assert other.start(launcher, gets_signal=False).end() == 0, other.text()
+            assert other.start(launcher).end() == 0, other.text()
         finally:
             other.stop()
         return other.run_folder
 
     def stop(self):
         if self.process is not None and self.process.poll() is None:
-            for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+            left = psutil.Process(self.process.pid).children(recursive=True)
+            for process in [*left, *alive_with(_MARK, str(self.folder)), self.process]:
                 process.kill()
             self.process.wait()
 
@@ -140,8 +145,8 @@ class Play:
 SCENES = Scenes(at_a_time=3)
 
 
-def in_training(play, launcher, number, whom):
-    play.start(launcher)
+def in_training(play, launcher, number, whom, **options):
+    play.start(launcher, **options)
     play.wait_for_step(4)
     whom(play).send_signal(number)
     return play.end()
@@ -193,7 +198,7 @@ def one_worker_of_torchrun(play):
 @SCENES.add
 def torchrun_itself(play):
     """It sends SIGTERM on to the whole group of each worker: to the processes that load data for it, too."""
-    in_training(play, "torchrun", signal.SIGTERM, the_process)
+    in_training(play, "torchrun", signal.SIGTERM, the_process, is_itself=True)
     play.has_stopped("SIGTERM")
 
 
@@ -265,7 +270,7 @@ def while_it_tests_with_shards(play):
 def ctrl_c_twice_stops_at_once(play):
     """Python starts for it, so that the imports which are left keep it from its first step for a second."""
     many = f"data.path={play.inputs / 'many'}"
-    play.start("python", many)
+    play.start("alone", many, is_itself=True)
     play.wait_for_text("Process 0/1 started")
     play.process.send_signal(signal.SIGINT)
     play.wait_for_text("press Ctrl-C again")  # a busy machine hears the first one late

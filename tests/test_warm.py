@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.launches import LAUNCHERS, is_alive, run_command, start_command
+from tests.two_nodes import reason_against
 
 pytestmark = [
     pytest.mark.process,
@@ -85,3 +86,32 @@ def test_what_an_import_may_have_read_needs_a_process_of_its_own(script):
     os.close(writing)
     for option in (["-I", asks], ["-c", asks.read_text()]):
         assert run_command([sys.executable, *option]).stdout == "False\n", option
+
+
+def test_processes_of_multiprocessing_are_forked_off_too(script):
+    """They are handed pipes, and what they run is in the parent's script."""
+    asks = script(
+        "import sys\n"
+        "import torch.multiprocessing as mp\n"
+        "def main(rank, had):\n"
+        "    print('has all:', rank, had, flush=True)\n"
+        "    sys.exit(3 if rank == 1 else 0)\n"
+        "has = 'peft' in sys.modules\n"
+        "if __name__ == '__main__':\n"
+        "    mp.spawn(main, args=(True,), nprocs=2)\n"
+        "elif not has:\n"
+        "    print('has less')\n"
+    )
+    done = run_command([sys.executable, asks])
+    assert done.stdout.count("has all:") >= 1, done.stdout
+    assert "has less" not in done.stdout
+    assert "terminated with exit code 3" in done.stdout
+    assert done.returncode == 1
+
+
+@pytest.mark.skipif(reason_against() is not None, reason=str(reason_against()))
+def test_it_is_on_the_node_of_who_asked_for_it(script):
+    asks = script("import socket, sys; print(socket.gethostname(), 'torch' in sys.modules)")
+    inside = 'echo node7 > /proc/sys/kernel/hostname && exec "$@"'
+    done = run_command(["unshare", "--uts", "sh", "-c", inside, "sh", sys.executable, asks])
+    assert done.stdout == "node7 True\n"

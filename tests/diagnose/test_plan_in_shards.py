@@ -1,18 +1,15 @@
 """The memory of a rank where several share the weights: predicted for any number, measured with two and four."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.bench import ONE_THREAD, QUIET, Bench
+from benchmarks.bench import Bench
 from benchmarks.job import LORA_TARGETS, SIZES, Job
-from benchmarks.sharding import _SMALLEST_MAPPING, _rows
+from benchmarks.sharding import _rows, measure
 from finetune.cli.plan import show_plan
 from finetune.config.compose import compose, load_config
 from finetune.diagnose.plan import SHARDS, make_plan
@@ -27,7 +24,6 @@ from finetune.model.targets import resolve_targets
 from finetune.training.memory.forecast import Shards, Weights, forecast_step, optimizer_need
 from finetune.training.memory.tracing import Computation
 from finetune.training.optim import build_optimizer
-from tests.launches import REPOSITORY
 
 WIDE = {
     "model_type": "phi3",
@@ -39,7 +35,7 @@ WORDS = [
     *("task=finetune_lora", "model.init=random", f"model.config={json.dumps(WIDE)}", "model.tokenizer=nowhere"),
     *("training.gradient_checkpointing=true", "training.max_tokens_per_microbatch=2048", "data.max_length=1024"),
 ]
-SIZE, FEW_STEPS = "sharded-shallow", 2
+SIZE, FEW_STEPS = "sharded-shallow", 3
 _OF_CODE = 20e6
 """Bytes that first calls import."""
 
@@ -49,7 +45,7 @@ def words_of(base, folder, method):
     return [
         *(f"task=finetune_{method}", f"model.path={base}", f"data.path={base}", f"output_dir={folder / 'run'}", *lora),
         *("training.device=cpu", "training.precision=fp32", "training.global_batch_size=8", "training.batch_size=2"),
-        *(f"training.max_steps={FEW_STEPS}", "parallel.sharding=fsdp2"),
+        "parallel.sharding=fsdp2",
     ]
 
 
@@ -83,16 +79,11 @@ def base(tmp_path_factory):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("method", "ranks"), [("lora", 4), ("full", 2)])
 def test_the_forecast_is_what_a_rank_holds(base, tmp_path, method, ranks):
-    words = words_of(base, tmp_path, method)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    command += ["-m", "benchmarks.sharding", "--size", SIZE, "--rank-of", str(tmp_path), *words]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)} | ONE_THREAD | QUIET | _SMALLEST_MAPPING
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    reports = [json.loads(path.read_text()) for path in tmp_path.glob("rank-*.json")]
-    assert len(reports) == ranks
-    loading, loaded, peak = (max(report[name] for report in reports) for name in ("loading", "loaded", "peak"))
-    found, need = forecast(load_config(words))
+    steps = f"training.max_steps={FEW_STEPS}"
+    held, seconds = measure(base, tmp_path, SIZE, method=method, sharding="fsdp2", num_ranks=ranks, more=[steps])
+    loading, loaded, peak = held
+    assert seconds > 0
+    found, need = forecast(load_config(words_of(base, tmp_path, method)))
     predicted = found.peak(need, world_size=ranks, shards=Shards(ranks))
     assert predicted.total == pytest.approx(peak, rel=0.1)
     weights = predicted.parts["weights"] + predicted.parts["adapter"]

@@ -11,16 +11,11 @@ import pytest
 from tests.curves import REFERENCE_BATCH_SIZE, Case, assert_one_curve, curve_alone, read_run, recipe_words
 from tests.launches import REPOSITORY
 from tests.two_nodes import reason_against, torchrun, two_nodes
+from tests.warm import with_interpreter
 
 pytestmark = pytest.mark.launch
 SCRIPT = REPOSITORY / "tests" / "slurm" / "report_place.py"
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-
-
-@pytest.fixture(scope="module")
-def nodes():
-    with made(own_name="address") as pair:
-        yield pair
 
 
 def made(own_name):
@@ -40,30 +35,26 @@ def reports_in(folder):
     return [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
 
 
-def test_torchrun_on_nodes_whose_own_name_is_a_loopback_address_is_one_world_all_the_same(tmp_path):
-    """The other tests here have nodes whose own name is their address."""
+@pytest.mark.warm
+def test_two_nodes_train_like_one_process(tmp_path):
+    """Nodes whose own name is a loopback address are one world all the same; the other tests' name their address."""
     with made(own_name="loopback") as nodes:
-        run_on_both(nodes, [*torchrun(2), SCRIPT, tmp_path])
-    reports = reports_in(tmp_path)
-    assert [(each["rank"], each["world_size"], each["ranks_met"]) for each in reports] == [
-        (rank, 4, 15) for rank in range(4)
-    ]
-    assert [each["local_rank"] for each in reports] == [0, 1, 0, 1]
-
-
-def test_two_nodes_train_like_one_process(nodes, tmp_path):
-    run_on_both(nodes, [*torchrun(1), *recipe_words(tmp_path / "run")])
+        run_on_both(nodes, [*torchrun(1), *recipe_words(tmp_path / "run")])
     trained = read_run(tmp_path / "run")
     assert (trained.record["world_size"], trained.record["launcher"]) == (2, "torchrun")
     assert_one_curve(trained, curve_alone(), Case(REFERENCE_BATCH_SIZE).row("torchrun on two nodes", 2))
 
 
-def test_the_shipped_accelerate_file_for_several_nodes(nodes, tmp_path):
+@pytest.mark.warm
+def test_the_shipped_accelerate_file_for_several_nodes(tmp_path):
     file = REPOSITORY / "recipes" / "launch" / "accelerate_several_nodes.yaml"
-    place = ["--machine_rank", "%n", "--main_process_ip", nodes.nodes[0].address, "--num_processes", "4"]
-    run_on_both(nodes, [*ACCELERATE, file, *place, SCRIPT, tmp_path])
+    with made(own_name="address") as nodes:
+        place = ["--machine_rank", "%n", "--main_process_ip", nodes.nodes[0].address, "--num_processes", "4"]
+        run_on_both(nodes, [*with_interpreter(ACCELERATE), file, *place, SCRIPT, tmp_path])
     reports = reports_in(tmp_path)
-    assert [each["ranks_met"] for each in reports] == [15] * 4
+    assert [(each["rank"], each["world_size"], each["ranks_met"]) for each in reports] == [
+        (rank, 4, 15) for rank in range(4)
+    ]
     assert {each["launcher"] for each in reports} == {"accelerate"}
     assert [each["local_rank"] for each in reports] == [0, 1, 0, 1]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -26,6 +25,7 @@ from finetune.errors import ConfigError
 from finetune.training.forward import agree_on_forward
 from tests.engine.test_fake_device import ROWS, TARGETS, adapted, loss_and_gradients
 from tests.engine.test_rounding import CASES, test_results_and_gradients_differ_by_rounding_alone
+from tests.launches import run_command
 from tests.tiny_models import build_tiny, tiny_phi3_config
 
 
@@ -151,10 +151,12 @@ print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_c
 
 
 @pytest.mark.slow
-def test_a_later_process_finds_the_kernels_of_an_earlier_one(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", _GATE, str(tmp_path / "kernels")]
-    variables = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    found = [subprocess.run(command, env=variables, capture_output=True, text=True, check=True) for _ in range(2)]
+@pytest.mark.warm
+def test_a_later_process_finds_the_kernels_of_an_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    script = tmp_path / "gate.py"
+    script.write_text(_GATE)
+    found = [run_command([sys.executable, script, tmp_path / "kernels"]) for _ in range(2)]
     assert [done.stdout.split() for done in found] == [["0", "1"], ["1", "0"]]
 
 

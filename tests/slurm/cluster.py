@@ -131,6 +131,8 @@ class Cluster:
                 os.kill(pid, number)
             with suppress(TimeoutError):
                 _wait_until(lambda: not any(map(self._is_ours, pids)), _STOP_SECONDS, "all daemons have ended")
+        for daemon in self._daemons:
+            daemon.wait(_STOP_SECONDS)
         shutil.rmtree(self.folder)
 
     def _write_files(self) -> None:

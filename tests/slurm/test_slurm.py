@@ -24,14 +24,16 @@ from tests.curves import (
     run_words,
 )
 from tests.launches import REPOSITORY
+from tests.warm import programs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.launch]
 SCRIPT = Path(__file__).with_name("report_place.py")
+COLD = sys.executable
 LAUNCH_FILES = REPOSITORY / "recipes" / "launch"
 
 
 def environment_of(cluster, **variables):
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{Path(COLD).parent if sys.executable == COLD else programs()}:{os.environ['PATH']}"
     named = {"PATH": path, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
     return {**os.environ, **cluster.variables, **named, **variables}
 
@@ -90,6 +92,7 @@ def assert_one_world(reports, size):
     )
 
 
+@pytest.mark.warm
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "nodes", "local_ranks", "local_sizes"),
@@ -110,12 +113,14 @@ def test_all_tasks_of_a_step_are_one_world(cluster, tmp_path, options, nodes, lo
     assert 20000 <= reports[0]["port"] < 32000
 
 
+@pytest.mark.warm
 def test_the_body_of_a_batch_script_is_one_process_and_is_told_of_srun(cluster, tmp_path):
     output = submit(cluster, tmp_path, "--ntasks=2", "--wrap", f"{sys.executable} {SCRIPT} {tmp_path}")
     assert column(reports_in(tmp_path), "world_size") == [1]
     assert "Prefix the command with srun" in output
 
 
+@pytest.mark.warm
 def test_the_shell_of_salloc_is_one_process_and_is_told_of_srun(cluster, tmp_path):
     # What salloc runs on a cluster where its shell opens on the first node: a step of Slurm's own, with a step id.
     shell = ["srun", "--interactive", "--preserve-env", sys.executable, SCRIPT, tmp_path]
@@ -124,6 +129,7 @@ def test_the_shell_of_salloc_is_one_process_and_is_told_of_srun(cluster, tmp_pat
     assert "Prefix the command with srun" in output
 
 
+@pytest.mark.warm
 def test_torchrun_under_srun_has_ranks_of_its_own(cluster, tmp_path):
     """On one node; the shipped batch file has one torchrun on each of two."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -134,6 +140,7 @@ def test_torchrun_under_srun_has_ranks_of_its_own(cluster, tmp_path):
     assert column(reports, "slurm_rank") == ["0", "0"]
 
 
+@pytest.mark.warm
 def test_two_steps_of_one_job_are_two_worlds(cluster, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
@@ -184,10 +191,12 @@ def processes_marked(mark):
 
 
 def test_recipes_under_srun_train_like_one_process(cluster, tmp_path):
+    """In interpreters that Slurm itself starts; most other tests' processes are forked off a warm one."""
     run(cluster, "srun", "-n", "2", sys.executable, *reporting_words(tmp_path, PLAIN_CASES))
     assert_cases("srun", tmp_path, PLAIN_CASES, world_size=2, launcher="slurm")
 
 
+@pytest.mark.warm
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("file", "options", "form", "launcher", "world_size"),
@@ -210,6 +219,7 @@ BY_NODE = ("parallel=sharded_by_node", "parallel.shard_size=2")
 SHARDED_BY_NODE = Case(REFERENCE_BATCH_SIZE, recipe=FULL, words=BY_NODE, note="sharding=fsdp2, shard_size=2")
 
 
+@pytest.mark.warm
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "file", "num_nodes", "form"),
@@ -231,6 +241,7 @@ def test_a_model_larger_than_a_gpu_trains_like_one_process(cluster, tmp_path, ca
     assert_one_curve(trained, reference_of(case), case.row(form, 2 * num_nodes))
 
 
+@pytest.mark.warm
 def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on_as_if_nothing_had_been(cluster, tmp_path):
     log = tmp_path / "job.log"
     here = ["--partition=tests", "--gpus-per-node=2", "--cpus-per-task=1", "--time=5", "--ntasks-per-node=2"]

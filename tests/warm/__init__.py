@@ -3,9 +3,10 @@
 Importing torch and transformers takes 4 s of processor time in each process, and a test of two ranks starts three. In
 tests marked as `warm` the interpreter is a program that asks a server (`server.py`) for a fork of itself, hands it its
 streams, folder and variables, and stands for it until it ends: signals go through, and so does the status. The process
-is a real one, and so are its ranks. What is not as usual is its place in the tree of processes, so tests that look at
-parents, at process groups, at processes that are stopped or at memory do without; so does a `promise`, whatever its
-other markers.
+is a real one, and so are its ranks, those of `torch.multiprocessing.spawn` too. Where the program runs on a node that
+is made of namespaces (`tests.two_nodes`, `tests.slurm`), the fork enters them. What is not as usual is its place in the
+tree of processes, so tests that look at parents, at process groups, at processes that are stopped or at memory do
+without; so does a `promise`, whatever its other markers.
 """
 
 from __future__ import annotations

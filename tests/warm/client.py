@@ -9,6 +9,7 @@ from contextlib import suppress
 
 COLD = "an interpreter"
 SERVER = "the address of the server"
+MOST_DESCRIPTORS = 100
 _FORWARDED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGWINCH")
 _early = []
 _process = []
@@ -32,8 +33,13 @@ asked = words[1:] if words[:1] == ["-u"] else words  # as torchrun starts its wo
 if words[:1] == ["-P"] and words[1].endswith("/plain_reload.py"):  # as a merge reads what it has written
     asked = words[1:]
 is_other = not asked or (asked[0].startswith("-") and asked[0] != "-m")
-found = [fd for fd in os.listdir("/proc/self/fd") if int(fd) > 2]  # noqa: PTH208 (importing pathlib takes longer)
-was_handed_files = any(os.access(f"/proc/self/fd/{fd}", os.F_OK) for fd in found)  # that of the list is closed again
+found = [int(fd) for fd in os.listdir("/proc/self/fd")]  # noqa: PTH208 (importing pathlib takes longer)
+descriptors = [fd for fd in found if os.access(f"/proc/self/fd/{fd}", os.F_OK)]  # that of the list is closed again
+was_handed_files = max(descriptors, default=0) > 2
+if "--multiprocessing-fork" in words[-1:] and words[-2].startswith("from multiprocessing.spawn import"):
+    # A process of `multiprocessing`, and so of `torch.multiprocessing.spawn`, reads from pipes what to do.
+    words = words[-3:]
+    is_other, was_handed_files = False, max(descriptors) > MOST_DESCRIPTORS
 if is_other or was_handed_files:
     # `-c`: what tests run so often shows that little is imported. A fork would lack the files.
     os.execv(COLD, [COLD, *words])
@@ -47,7 +53,6 @@ for name in _FORWARDED:
 connection = socket.socket(socket.AF_UNIX)
 connection.connect(SERVER)
 request = marshal.dumps((words, os.getcwd(), dict(os.environ), ignored))
-descriptors = [fd for fd in (0, 1, 2) if os.access(f"/proc/self/fd/{fd}", os.F_OK)]
 socket.send_fds(connection, [len(request).to_bytes(8, "little") + bytes(descriptors)], descriptors)
 connection.sendall(request)
 answer = connection.recv(8)

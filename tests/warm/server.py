@@ -9,14 +9,19 @@ may have read as it was imported is sent back, for a process of its own.
 from __future__ import annotations
 
 import atexit
+import ctypes
+import fcntl
 import gc
 import importlib
 import marshal
+import multiprocessing
 import os
+import platform
 import runpy
 import selectors
 import signal
 import socket
+import struct
 import sys
 import threading
 import warnings
@@ -37,20 +42,23 @@ _IMPORTED = """
     torch.profiler._cupti_monitor
 """.split()
 _MAY_DIFFER = """
-    AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN COLUMNS FAULT FAULTY_PLAY FAULT_AT FORCE_COLOR HF_TOKEN
-    HUGGING_FACE_HUB_TOKEN LANG LINES LRU_CACHE_CAPACITY MASTER_ADDR MASTER_PORT NO_COLOR OLDPWD
-    ONEDNN_PRIMITIVE_CACHE_CAPACITY OPENAI_API_KEY ORT_LIB_PATH PATH PS1 PWD PYTHONPATH PYTHONSAFEPATH
-    PYTHONUNBUFFERED PYTHONWARNINGS RANK ROOM_OF_RANK_1 SHLVL SHORT TERM TMPDIR TOKENIZERS_PARALLELISM
-    TORCHINDUCTOR_CACHE_DIR VIRTUAL_ENV VIRTUAL_ENV_PROMPT WANDB_API_KEY WORLD_SIZE _
+    AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN CLICOLOR CLICOLOR_FORCE COLUMNS ENVIRONMENT FAULT FAULTY_PLAY FAULT_AT
+    FORCE_COLOR GIT_PAGER HF_TOKEN HOSTNAME HUGGING_FACE_HUB_TOKEN LANG LINES LRU_CACHE_CAPACITY MASTER_ADDR
+    MASTER_PORT MPLBACKEND NO_COLOR OLDPWD ONEDNN_PRIMITIVE_CACHE_CAPACITY OPENAI_API_KEY ORT_LIB_PATH PAGER PATH
+    PROCESSES_PER_NODE PS1 PWD PYDEVD_USE_FRAME_EVAL PYTHONPATH PYTHONSAFEPATH PYTHONUNBUFFERED PYTHONWARNINGS RANK
+    RENDEZVOUS ROOM_OF_RANK_1 SHLVL SHORT TERM TMPDIR TOKENIZERS_PARALLELISM TORCHINDUCTOR_CACHE_DIR VIRTUAL_ENV
+    VIRTUAL_ENV_PROMPT WANDB_API_KEY WORLD_SIZE _
 """.split()
 """Variables that no library reads as it is imported, or that mean nothing to one. The engine sets two of them.
 Torch sets TORCHINDUCTOR_CACHE_DIR when transformers imports it, always to the same folder."""
 _MAY_DIFFER_FROM = tuple(
     "LOCAL_ GROUP_ ROLE_ TORCHELASTIC_ TORCH_NCCL_ ACCELERATE_ FSDP_ FINETUNE_ PYTEST_ SLURM_ _TORCHINDUCTOR_".split()
     + "MLFLOW_ TRACKIO_ WANDB_".split()  # of packages that are not imported here
+    + "SLURMD_ SRUN_ SBATCH_ JPY_".split()
 )
 """The beginnings of such names; torch.compile leaves one behind in the process that asked for it."""
 
+_MOST_DESCRIPTORS = 100
 _given = dict(os.environ)
 """Variables before anything was imported: some libraries set others."""
 
@@ -61,6 +69,7 @@ def main(address: str, program: str) -> None:
     conversions = importlib.import_module("transformers.conversion_mapping")
     conversions.get_checkpoint_conversion_mapping("phi3")  # makes those of all models, a fifth of a short run's time
     sys.executable = program
+    multiprocessing.set_executable(program)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
@@ -90,6 +99,7 @@ def main(address: str, program: str) -> None:
                 _collect(clients, events)
             elif key.fileobj is listener:
                 connection, _ = listener.accept()
+                client, *_ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
                 request = _receive(connection)
                 if request is None:
                     connection.close()
@@ -100,7 +110,7 @@ def main(address: str, program: str) -> None:
                     for own in (listener, woken, wake, connection, *clients.values()):
                         own.close()
                     events.close()
-                    _become(*request)
+                    _become(*request, client)
                 for fd in request[1].values():
                     os.close(fd)
                 with suppress(OSError):
@@ -118,7 +128,7 @@ def main(address: str, program: str) -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[Any, dict[int, int]] | None:
-    head, descriptors, _, _ = socket.recv_fds(connection, 11, 3)
+    head, descriptors, _, _ = socket.recv_fds(connection, 8 + _MOST_DESCRIPTORS, _MOST_DESCRIPTORS)
     if not head:
         return None
     left, data = int.from_bytes(head[:8], "little"), b""
@@ -152,8 +162,8 @@ def _collect(clients: dict[int, socket.socket], events: selectors.BaseSelector) 
             connection.close()
 
 
-def _become(asked: Any, streams: dict[int, int]) -> None:
-    """Be the process that was asked for. Does not return."""
+def _become(asked: Any, streams: dict[int, int], client: int) -> None:
+    """Be the process that the client asked for. Does not return."""
     words, folder, variables, ignored = asked
     code = 70
     try:
@@ -162,14 +172,8 @@ def _become(asked: Any, streams: dict[int, int]) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
-        for fd in (0, 1, 2):
-            if fd in streams:
-                os.dup2(streams[fd], fd)
-            else:
-                os.close(fd)
-        for fd in streams.values():
-            if fd > 2:
-                os.close(fd)
+        _take(streams)
+        _enter_namespaces_of(client)
         os.chdir(folder)
         for name in _given:
             os.environ.pop(name, None)
@@ -197,6 +201,27 @@ def _become(asked: Any, streams: dict[int, int]) -> None:
         os._exit(code)
 
 
+def _enter_namespaces_of(client: int) -> None:
+    """Have its network, host name and files, which are others on a node of `tests.two_nodes` or `tests.slurm`."""
+    setns = ctypes.CDLL(None, use_errno=True).setns
+    for kind in ("net", "uts", "mnt"):
+        if Path(f"/proc/{client}/ns/{kind}").readlink() != Path(f"/proc/self/ns/{kind}").readlink():
+            with Path(f"/proc/{client}/ns/{kind}").open("rb") as namespace:
+                if setns(namespace.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"the {kind} namespace of {client} cannot be entered")
+    platform._uname_cache = None  # type: ignore[attr-defined]
+
+
+def _take(given: dict[int, int]) -> None:
+    """Let files that were received have the numbers that they had in the client."""
+    moved = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _MOST_DESCRIPTORS + 1) for number, fd in given.items()}
+    for fd in {0, 1, 2, *given.values()}:
+        os.close(fd)
+    for number, fd in moved.items():
+        os.dup2(fd, number, inheritable=number <= 2)
+        os.close(fd)
+
+
 def _renew_streams(*, is_unbuffered: bool) -> None:
     """Streams know whether they are a terminal."""
     names = (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w"))
@@ -218,6 +243,10 @@ def _run(words: list[str]) -> int:
     entries = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.path[:] = [*entries, *(entry for entry in sys.path if entry not in entries and entry != str(_OWN_PATH))]
     sys.orig_argv = [sys.executable, *words]
+    if words[0] == "-c":
+        sys.argv = words[::2]
+        exec(words[1], {"__name__": "__main__"})
+        return 0
     is_safe = words[0] == "-P" or bool(os.environ.get("PYTHONSAFEPATH"))
     words = words[1:] if words[0] in ("-u", "-P") else words
     first = str(Path.cwd() if words[0] == "-m" else Path(words[0]).resolve().parent)
