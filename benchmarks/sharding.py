@@ -133,7 +133,7 @@ def measure(
     held = [Held(**json.loads(path.read_text())) for path in folder.glob("rank-*.json")]
     assert len(held) == num_ranks
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [event for event in map(json.loads, lines) if event["event"] == "step"][_WARMUP:]
+    steps = [event for event in map(json.loads, lines) if event["event"] == "step"][_WARMUP - _STEPS :]
     seconds = [event["num_tokens"] / event["tokens_per_second"] for event in steps]
     return Held(*map(max, zip(*held, strict=True))), statistics.median(seconds)
 

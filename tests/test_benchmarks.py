@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import subprocess
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import profile_ours
 from benchmarks import sharding as sharded_memory
 from benchmarks.base_model import row_losses, write_base
 from benchmarks.bench import Bench
@@ -142,13 +142,11 @@ def test_a_run_that_is_done_is_not_done_again(bench, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.warm
-def test_the_profile_accounts_for_all_of_the_time(bench):
-    words = ["--sizes", JOB.size, "--steps", "2", "--folder", str(bench.folder)]
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.profile_ours", *words]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
-    table = [line.strip("| ").split(" | ") for line in ended.stdout.splitlines() if line.startswith("|")]
+@pytest.mark.trains
+def test_the_profile_accounts_for_all_of_the_time(bench, monkeypatch, capsys):
+    monkeypatch.setattr(profile_ours, "matmul_rate", partial(matmul_rate, seconds_each=0.002))
+    assert profile_ours.main(["--sizes", JOB.size, "--steps", "2", "--folder", str(bench.folder)]) == 0
+    table = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     shares = dict(zip(table[0][1:], (int(cell.rstrip("%")) for cell in table[2][1:]), strict=True))
     of_the_limit = shares.pop("of the limit, as a whole")
     assert 0 < of_the_limit < 100

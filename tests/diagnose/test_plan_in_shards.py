@@ -35,7 +35,7 @@ WORDS = [
     *("task=finetune_lora", "model.init=random", f"model.config={json.dumps(WIDE)}", "model.tokenizer=nowhere"),
     *("training.gradient_checkpointing=true", "training.max_tokens_per_microbatch=2048", "data.max_length=1024"),
 ]
-SIZE, FEW_STEPS = "sharded-shallow", 3
+SIZE, FEW_STEPS = "sharded-shallow", 2
 _OF_CODE = 20e6
 """Bytes that first calls import."""
 
