@@ -193,7 +193,7 @@ def reports_of_accelerate(options, config, folder, monkeypatch):
 
 
 @pytest.mark.launch
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_what_a_real_accelerate_launch_was_asked_for_is_known(launch, tmp_path, monkeypatch):
     options, config, expected = LAUNCHES[launch]

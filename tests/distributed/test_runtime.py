@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from finetune.config.schema import Config
+from finetune.distributed import accelerate_library, accelerate_settings
 from finetune.distributed.accelerate_library import forget_accelerate
 from finetune.distributed.collectives import Collectives
 from finetune.distributed.ddp_init import ProcessContext
@@ -248,6 +249,21 @@ def test_ddp_true_alone_is_a_fallback_that_strict_refuses():
         assert record["why"].startswith("there is no launcher; use torchrun")
         assert runtime.world_size == 1
     with pytest.raises(ConfigError, match="strict"), launch(config(ddp=True, strict=True)):
+        pass
+
+
+def test_fewer_processes_than_accelerate_was_asked_for_are_a_fallback_that_strict_refuses(monkeypatch):
+    asked = accelerate_library.AccelerateCommand(num_processes=2, engine=None)
+    monkeypatch.setattr(accelerate_settings, "read_accelerate_command", lambda environ: asked)
+    with launch(config()) as runtime:
+        (record,) = runtime.fallbacks.as_records()
+        assert (record["what"], record["wanted"], record["used"]) == (
+            "accelerate launch",
+            "2 processes",
+            "one process",
+        )
+    words = r"(?s)accelerate launch was asked for 2 processes on the CPU and started one.*The run is strict"
+    with pytest.raises(ConfigError, match=words), launch(config(strict=True)):
         pass
 
 
