@@ -79,13 +79,19 @@ def test_what_an_import_may_have_read_needs_a_process_of_its_own(script):
     assert run_command([sys.executable, asks]).stdout == "True\n"
     assert run_command([sys.executable, "-u", asks], variables={"RANK": "1"}).stdout == "True\n"
     assert run_command([sys.executable, asks], variables={"HF_HOME": "elsewhere"}).stdout == "False\n"
-    reading, writing = os.pipe()
-    done = subprocess.run([sys.executable, asks], stdout=subprocess.PIPE, text=True, pass_fds=[reading], check=True)
-    assert done.stdout == "False\n"
-    os.close(reading)
-    os.close(writing)
     for option in (["-I", asks], ["-c", asks.read_text()]):
         assert run_command([sys.executable, *option]).stdout == "False\n", option
+
+
+def test_it_has_the_files_that_it_is_handed_under_their_numbers(script):
+    asks = script("import os, sys; print('torch' in sys.modules, os.read(int(sys.argv[1]), 9))")
+    reading, writing = os.pipe()
+    os.write(writing, b"a message")
+    command = [sys.executable, asks, str(reading)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, pass_fds=[reading], check=True)
+    assert done.stdout == "True b'a message'\n"
+    os.close(reading)
+    os.close(writing)
 
 
 def test_processes_of_multiprocessing_are_forked_off_too(script):

@@ -219,6 +219,7 @@ for task in ("pens", "pans"):
 
 @pytest.mark.needs("lm_eval")
 @pytest.mark.process
+@pytest.mark.warm
 def test_the_harness_measures_a_task_of_ones_own(adapter_run, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"q": "Two pens.", "a": "x"}\n{"q": "Three pens.", "a": "y"}\n')
     (tmp_path / "pens.yaml").write_text(
@@ -228,7 +229,8 @@ def test_the_harness_measures_a_task_of_ones_own(adapter_run, tmp_path):
         "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
     )
     words = ["evaluate", adapter_run, "--json", "--harness-tasks", tmp_path]
-    command = [sys.executable, "-c", _TWO_TASKS, *map(str, words)]
+    (tmp_path / "two_tasks.py").write_text(_TWO_TASKS)
+    command = [sys.executable, str(tmp_path / "two_tasks.py"), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["harness"]["pens"]["exact_match,none"] == 0.0

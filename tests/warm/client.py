@@ -35,13 +35,13 @@ if words[:1] == ["-P"] and words[1].endswith("/plain_reload.py"):  # as a merge 
 is_other = not asked or (asked[0].startswith("-") and asked[0] != "-m")
 found = [int(fd) for fd in os.listdir("/proc/self/fd")]  # noqa: PTH208 (importing pathlib takes longer)
 descriptors = [fd for fd in found if os.access(f"/proc/self/fd/{fd}", os.F_OK)]  # that of the list is closed again
-was_handed_files = max(descriptors, default=0) > 2
+is_out_of_place = max(descriptors, default=0) > MOST_DESCRIPTORS
 if "--multiprocessing-fork" in words[-1:] and words[-2].startswith("from multiprocessing.spawn import"):
     # A process of `multiprocessing`, and so of `torch.multiprocessing.spawn`, reads from pipes what to do.
     words = words[-3:]
-    is_other, was_handed_files = False, max(descriptors) > MOST_DESCRIPTORS
-if is_other or was_handed_files:
-    # `-c`: what tests run so often shows that little is imported. A fork would lack the files.
+    is_other = False
+if is_other or is_out_of_place:
+    # `-c`: what tests run so often shows that little is imported.
     os.execv(COLD, [COLD, *words])
 ignored = []
 for name in _FORWARDED:
