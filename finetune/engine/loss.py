@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -13,11 +14,13 @@ from finetune.engine.attention import attention
 from finetune.engine.decoder import OFFLOADS, Attention, Decoder, Keep, bare_model
 from finetune.engine.layout import PackedMicrobatch
 from finetune.engine.loss_head import head_loss_per_target, summed_head_loss
+from finetune.engine.products import wide_type
 from finetune.engine.reference import cross_entropy_of_padded, in_float64
 
 if TYPE_CHECKING:
     from finetune.engine.microbatch import Microbatch
 
+Result = TypeVar("Result")
 
 _in_pinned_memory: Keep = partial(torch.autograd.graph.save_on_cpu, pin_memory=True)
 
@@ -65,17 +68,91 @@ def summed_cross_entropy(model: torch.nn.Module, microbatch: Microbatch, choices
 
 
 def cross_entropy_per_target(
-    model: torch.nn.Module, microbatch: Microbatch, choices: Choices = BY_DEVICE
+    model: torch.nn.Module, microbatch: Microbatch, choices: Choices = BY_DEVICE, *, temperature: float = 1.0
 ) -> torch.Tensor:
     """Return nats of each target token, row after row: (num_targets,), fp32, without a gradient for packed rows."""
     if not isinstance(microbatch, PackedMicrobatch):
-        return cross_entropy_of_padded(model, microbatch)
-    hidden, head = before_head(model, microbatch, choices)
-    with torch.autocast(hidden.device.type, enabled=False):
-        losses = head_loss_per_target(
-            hidden, head.weight, microbatch.labels, bias=head.bias, chunk_bytes=choices.logits_chunk_bytes
-        )
-    return losses[microbatch.target_term]
+        return cross_entropy_of_padded(model, microbatch, temperature)
+    return _BeforeHead.of(model, microbatch, choices, temperature).nats()
+
+
+def function_of_nats(
+    model: torch.nn.Module,
+    microbatch: Microbatch,
+    function: Callable[[torch.Tensor], tuple[torch.Tensor, Result]],
+    choices: Choices = BY_DEVICE,
+    *,
+    temperature: float = 1.0,
+) -> tuple[torch.Tensor, Result]:
+    """Compute a loss that is any function of the nats of target tokens.
+
+    Args:
+        model: see `summed_cross_entropy`.
+        microbatch: see `summed_cross_entropy`.
+        function: takes the nats of each target, row after row, float64, (num_targets,), and returns the loss, a scalar,
+            and anything else.
+        choices: see `summed_cross_entropy`.
+        temperature: logits are divided by it.
+
+    Returns:
+        The loss, with a gradient for the model, and what else `function` returned.
+    """
+    if not isinstance(microbatch, PackedMicrobatch):
+        return function(in_float64(cross_entropy_of_padded(model, microbatch, temperature)))
+    before = _BeforeHead.of(model, microbatch, choices, temperature)
+    # The values are computed first, then one weighted sum whose gradient is that of the function.
+    nats = in_float64(before.nats()).requires_grad_()
+    with torch.enable_grad():
+        loss, others = function(nats)
+        (weights,) = torch.autograd.grad(loss, nats)
+    loss = loss.detach()
+    if not before.hidden.requires_grad:
+        return loss, others
+    weighted = before.weighted_nats(weights)
+    return loss + (weighted - weighted.detach()), others
+
+
+class _BeforeHead(NamedTuple):
+    """A packed micro-batch where its targets are predicted."""
+
+    hidden: torch.Tensor
+    """(terms, hidden)."""
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    rows: PackedMicrobatch
+    chunk_bytes: int | None
+
+    @classmethod
+    def of(cls, model: Any, rows: PackedMicrobatch, choices: Choices, temperature: float) -> _BeforeHead:
+        """Compute the layers before the head; the temperature divides what enters it."""
+        hidden, head = before_head(model, rows, choices)
+        bias = head.bias
+        if temperature != 1:
+            hidden, bias = hidden / temperature, None if bias is None else bias / temperature
+        return cls(hidden, head.weight, bias, rows, choices.logits_chunk_bytes)
+
+    def nats(self) -> torch.Tensor:
+        """Return the nats of each target, row after row, (num_targets,), without a gradient."""
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            of_term = head_loss_per_target(
+                self.hidden.detach(), self.weight, self.rows.labels, bias=self.bias, chunk_bytes=self.chunk_bytes
+            )
+        return of_term[self.rows.target_term]
+
+    def weighted_nats(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the nats of all targets, each times its weight, (num_targets,), with a gradient."""
+        of_terms = torch.zeros(len(self.rows.labels), dtype=weights.dtype, device=weights.device)
+        of_terms.index_add_(0, self.rows.target_term.to(weights.device), weights)
+        counts = of_terms.to(self.hidden.device, wide_type(self.hidden))
+        with torch.autocast(self.hidden.device.type, enabled=False):
+            return summed_head_loss(
+                self.hidden,
+                self.weight,
+                self.rows.labels,
+                bias=self.bias,
+                counts=counts,
+                chunk_bytes=self.chunk_bytes,
+            )
 
 
 def before_head(model: Any, microbatch: PackedMicrobatch, choices: Choices = BY_DEVICE) -> tuple[torch.Tensor, Any]:

@@ -17,7 +17,9 @@ WITHOUT_FLOAT64 = frozenset({"mps"})
 """Device types without float64. Sums in float64 are computed on the CPU instead."""
 
 
-def cross_entropy_of_padded(model: torch.nn.Module, microbatch: PaddedMicrobatch) -> torch.Tensor:
+def cross_entropy_of_padded(
+    model: torch.nn.Module, microbatch: PaddedMicrobatch, temperature: float = 1.0
+) -> torch.Tensor:
     """Return nats of each target token, row after row: shape (num_targets,), fp32.
 
     Logits are computed only where there is a target. No mask is needed: rows are padded on the right, where a causal
@@ -26,11 +28,13 @@ def cross_entropy_of_padded(model: torch.nn.Module, microbatch: PaddedMicrobatch
     Args:
         model: a transformers causal language model, or a PEFT model around one.
         microbatch: on the model's device.
+        temperature: logits are divided by it.
     """
     predicts = microbatch.is_target[:, 1:]  # the position before a target predicts it
     labels = microbatch.input_ids[:, 1:][predicts]
     logits = _logits_at(model, microbatch.input_ids, predicts)
-    return functional.cross_entropy(logits.float(), labels, reduction="none")
+    logits = logits.float()
+    return functional.cross_entropy(logits if temperature == 1 else logits / temperature, labels, reduction="none")
 
 
 def in_float64(values: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,7 @@ from finetune.data.encoded import EncodedExample
 from finetune.data.labelled import LabelledExample
 from finetune.data.preferences import EncodedPair
 from finetune.distributed.runtime import Runtime
-from finetune.engine.layout import PackedMicrobatch
-from finetune.engine.loss import BY_DEVICE, Choices, before_head, cross_entropy_per_target
-from finetune.engine.loss_head import head_loss_per_target, summed_head_loss
+from finetune.engine.loss import BY_DEVICE, Choices, cross_entropy_per_target, function_of_nats
 from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
 from finetune.engine.reference import in_float64
 from finetune.inference.losses import LossSums, in_even_rounds
@@ -139,29 +137,16 @@ def measure_preferences(
 ) -> Outcomes:
     """Measure each pair or labelled answer. `EMPTY_MICROBATCH` has none."""
     given = _as_preferences(microbatch, loss.objective)
-    rows = given.rows
-    reference = _reference_nats(model, rows, loss.objective, choices)
-    if not isinstance(rows, PackedMicrobatch):
-        return loss(_row_nats(given, _by_row(rows, in_float64(cross_entropy_per_target(model, rows))), reference))
-    hidden, head = before_head(model, rows, choices)
-    size = choices.logits_chunk_bytes
-    with torch.autocast(hidden.device.type, enabled=False):
-        # The values are computed first, then one weighted sum whose gradient is that of the losses.
-        of_term = head_loss_per_target(hidden.detach(), head.weight, rows.labels, bias=head.bias, chunk_bytes=size)
-        nats = _by_row(rows, in_float64(of_term[rows.target_term])).requires_grad_()
-        with torch.enable_grad():
-            found = loss(_row_nats(given, nats, reference))
-            (weights,) = torch.autograd.grad(found.losses.sum(), nats)
-        losses = found.losses.detach()
-        if not hidden.requires_grad:
-            return found._replace(losses=losses)
-        of_target = weights[rows.target_row.to(weights.device)]
-        of_terms = torch.zeros(len(rows.labels), dtype=of_target.dtype, device=of_target.device)
-        of_terms.index_add_(0, rows.target_term.to(of_target.device), of_target)
-        counts = of_terms.to(hidden.device, of_term.dtype)
-        weighted = summed_head_loss(hidden, head.weight, rows.labels, bias=head.bias, counts=counts, chunk_bytes=size)
-    # The weighted sum adds a gradient and no value. Any split over the pairs will do: only the sum of losses is used.
-    return found._replace(losses=losses + (weighted - weighted.detach()) / len(losses))
+    reference = _reference_nats(model, given.rows, loss.objective, choices)
+
+    def summed(nats: torch.Tensor) -> tuple[torch.Tensor, Outcomes]:
+        found = loss(_row_nats(given, _by_row(given.rows, nats), reference))
+        return found.losses.sum(), found
+
+    total, found = function_of_nats(model, given.rows, summed, choices)
+    # The gradient is that of the sum. Any split over the pairs will do: only the sum of losses is used.
+    losses = found.losses.detach()
+    return found._replace(losses=losses + (total - total.detach()) / max(1, len(losses)))
 
 
 def local_sums(runtime: Runtime, model: Any, microbatches: Iterable[Any], *, loss: PreferenceLoss) -> GlobalSums:
