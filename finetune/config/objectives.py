@@ -14,7 +14,7 @@ class Objective:
     Attributes:
         name: the value.
         title: its name in text.
-        rows: answers to learn, pairs of a chosen and a rejected answer, or answers labelled good or bad.
+        rows: answers to learn, pairs of a chosen and a rejected answer, answers labelled good or bad, or prompts.
         has_reference: whether the loss also needs the log-probabilities of the base, so that a step computes it too.
         keys: the keys of the section `preference` that it reads.
         formula: the loss of a row in words of mathematics, see docs/methods.md.
@@ -23,7 +23,7 @@ class Objective:
 
     name: str
     title: str
-    rows: Literal["answers", "pairs", "labelled"]
+    rows: Literal["answers", "pairs", "labelled", "prompts"]
     has_reference: bool = False
     keys: tuple[str, ...] = ()
     formula: str
@@ -31,13 +31,13 @@ class Objective:
 
     @property
     def example_name(self) -> str:
-        """What a row of a batch is called: `row` or `pair`."""
-        return "pair" if self.rows == "pairs" else "row"
+        """What a row of a batch is called: `row`, `pair` or `prompt`."""
+        return {"pairs": "pair", "prompts": "prompt"}.get(self.rows, "row")
 
     @property
     def unit(self) -> str:
         """The unit of the loss, in words."""
-        units = {"pairs": "nats per pair", "labelled": "mean over rows, without a unit"}
+        units = {"pairs": "nats per pair", "labelled": "mean over rows, without a unit", "prompts": "without a unit"}
         return units.get(self.rows, "nats per target token")
 
 
@@ -78,6 +78,13 @@ OBJECTIVES: Mapping[str, Objective] = {
             keys=("beta", "gamma"),
             formula="−log σ(β·(mean log p(y⁺) − mean log p(y⁻)) − γ)",
             paper="2405.14734",
+        ),
+        Objective(
+            name="grpo",
+            title="GRPO",
+            rows="prompts",
+            formula="−min(ρ·A, clip(ρ, 1−ε, 1+ε)·A) + β·KL",
+            paper="2402.03300",
         ),
     )
 }

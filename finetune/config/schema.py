@@ -348,9 +348,9 @@ class TrainingSection(LoaderKeys):
     method: Annotated[Literal["lora", "full"], OnResume("always", "the weights that are trained", fits=False)] = "lora"
     """Train a LoRA adapter, or every weight."""
     objective: Annotated[
-        Literal["sft", "dpo", "kto", "orpo", "simpo"], OnResume("always", "the loss that is minimised")
+        Literal["sft", "dpo", "kto", "orpo", "simpo", "grpo"], OnResume("always", "the loss that is minimised")
     ] = "sft"
-    """sft: learn answers; dpo, orpo, simpo: prefer the chosen answer of a pair; kto: learn from good and bad ones."""
+    """sft: learn answers; dpo, orpo, simpo: prefer a pair's chosen one; kto: from good and bad ones; grpo: rewards."""
     max_steps: Annotated[PositiveInt | None, OnResume("steps", "the steps over which the learning rate falls")] = None
     """Stop after this many optimizer steps, whatever `num_epochs` says."""
     num_epochs: Annotated[PositiveInt, OnResume("epochs", "the steps over which the learning rate falls")] = 1
@@ -426,6 +426,64 @@ class PreferenceSection(Section):
     """kto: the weight of the loss of a bad answer."""
 
 
+class GrpoSection(Section):
+    """Learning from rewards (`training.objective=grpo`); docs/methods.md has the formulas. The keys are TRL's."""
+
+    loss_type: UpdateKey[Literal["dapo", "grpo", "dr_grpo", "bnpo"]] = "dapo"
+    """What a token weighs: dapo, bnpo: tokens count alike; grpo: answers do; dr_grpo: as tokens of longest answers."""
+    scale_rewards: UpdateKey[Literal["group", "batch", "none"]] = "group"
+    """Divide advantages by the standard deviation of the group's rewards, of the whole batch's, or not at all."""
+    epsilon: UpdateKey[PositiveFloat] = 0.2
+    """The ratio of new to old probability has no gradient below 1 - epsilon where it should fall further."""
+    epsilon_high: UpdateKey[PositiveFloat | None] = None
+    """The same above 1 + epsilon_high where the ratio should rise further; null: `epsilon`."""
+    importance_sampling_level: UpdateKey[Literal["token", "sequence"]] = "token"
+    """A ratio for each token, or one for each answer (GSPO)."""
+    beta: UpdateKey[NonNegativeFloat] = 0.0
+    """Weight of the divergence from the base model; 0: the base is not computed."""
+    num_iterations: UpdateKey[PositiveInt] = 1
+    """Optimizer steps on the answers of each rollout."""
+    mask_truncated_completions: UpdateKey[bool] = False
+    """Leave answers without an end out of the loss."""
+
+
+class RolloutSection(Section):
+    """The answers that a model generates to learn from (`training.objective=grpo`)."""
+
+    num_generations: UpdateKey[Annotated[int, Field(ge=2)]] = 8
+    """Answers to each prompt, which are compared with each other."""
+    max_completion_length: UpdateKey[PositiveInt] = 256
+    """Maximum number of tokens in an answer."""
+    temperature: UpdateKey[PositiveFloat] = 1.0
+    """Logits are divided by it, for sampling and in the loss."""
+    top_p: UpdateKey[Annotated[float, Field(gt=0, le=1)]] = 1.0
+    """Sample only from the most likely tokens that together have this probability."""
+    top_k: UpdateKey[NonNegativeInt] = 0
+    """Sample only from this many of the most likely tokens; 0: from all."""
+    batch_size: UpdateKey[PositiveInt] = 64
+    """Maximum number of answers that a process generates at once."""
+
+
+class RewardSection(Section):
+    """What answers are rewarded for (`training.objective=grpo`); docs/tasks/rewards.md shows how to write functions."""
+
+    functions: UpdateKey[list[str]] = Field(default_factory=list)
+    """exact_match, json_equal, json_valid, token_f1, regex, format_think, length, or `my_package.rewards.solves`."""
+    functions_from: Free[list[str]] = Field(default_factory=list)
+    """Installed modules whose functions `functions` may name. Only the command line may set it: a function is code."""
+    weights: UpdateKey[list[float] | None] = None
+    """The weight of each function in the sum; null: 1 for each. One of weight 0 is only measured."""
+    pattern: UpdateKey[str | None] = None
+    """regex: the regular expression that a whole answer should match."""
+    timeout_seconds: Free[PositiveFloat] = 600.0
+    """The longest that a function may take for all answers of a rollout."""
+
+    @field_validator("functions", "functions_from", mode="before")
+    @classmethod
+    def _one_word_is_a_list(cls, value: object) -> object:
+        return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+
+
 class ValidationSection(LoaderKeys):
     """Measuring the loss, and perhaps generated answers, on the validation split during training."""
 
@@ -473,7 +531,7 @@ class EarlyStoppingSection(Section):
     min_delta: Free[NonNegativeFloat] = 0.0
     """The smallest change of `metric` that counts as an improvement; of the loss, in nats per target token."""
     metric: MeasureKey[str] = "loss"
-    """What should improve: loss, one of `validation.metrics`, or of preferences reward_accuracy or reward_margin."""
+    """What should improve: loss, one of `validation.metrics`, or a reward of the objective: docs/methods.md."""
 
 
 class CheckpointSection(Section):
@@ -515,6 +573,9 @@ class Config(Section):
     optim: OptimSection = Field(default_factory=OptimSection)
     training: TrainingSection = Field(default_factory=TrainingSection)
     preference: PreferenceSection = Field(default_factory=PreferenceSection)
+    grpo: GrpoSection = Field(default_factory=GrpoSection)
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    reward: RewardSection = Field(default_factory=RewardSection)
     validation: ValidationSection = Field(default_factory=ValidationSection)
     testing: TestingSection = Field(default_factory=TestingSection)
     early_stopping: EarlyStoppingSection = Field(default_factory=EarlyStoppingSection)

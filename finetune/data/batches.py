@@ -8,10 +8,11 @@ tokens as the others. So a step has the same micro-batches at every world size, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy
@@ -57,6 +58,7 @@ class BatchRule:
         tokens: returns the token ids of a row. Rows are then packed without padding, and rows that begin alike are put
             together. None: rows are padded, and rows of similar length are put together.
         share_prefixes: with `tokens`: a prefix that packed rows share counts once.
+        repeats: steps in a row that have the same rows.
         examples: the rows of each example, where examples are counted and not rows; None: each row is one. With
             `tokens`, the rows of an example share a micro-batch if they fit into one.
     """
@@ -72,6 +74,7 @@ class BatchRule:
     tokens: Callable[[int], Tokens] | None = None
     share_prefixes: bool = True
     examples: Sequence[Sequence[int]] | None = None
+    repeats: int = 1
 
     @property
     def num_examples(self) -> int:
@@ -82,7 +85,7 @@ class BatchRule:
     def steps_per_epoch(self) -> int:
         """Optimizer steps in one pass over the examples."""
         full, rest = divmod(self.num_examples, self.global_batch_size)
-        return full + (1 if rest and not self.drop_last else 0)
+        return self.repeats * (full + (1 if rest and not self.drop_last else 0))
 
     def order(self, epoch: int) -> list[int]:
         """All examples in this epoch's order."""
@@ -93,10 +96,14 @@ class BatchRule:
         """Yield the micro-batches of one rank, perhaps none, for each step of an epoch from `first_step` on."""
         order = self.order(epoch)
         for step in range(first_step, self.steps_per_epoch):
-            examples = self._examples_of_step(order, step)
+            examples = self.examples_of_step(order, step)
             rows = self._rows_of(examples)
             # If a step has one row only, the row before it is the last row of the step before.
-            last = rows[-1] if len(rows) > 1 else self._rows_of([order[step * self.global_batch_size - 1]])[-1]
+            last = (
+                rows[-1]
+                if len(rows) > 1
+                else self._rows_of([order[step // self.repeats * self.global_batch_size - 1]])[-1]
+            )
             before = dict(zip(rows, [last, *rows], strict=False))
             groups = self.split(examples)
             ours = assign_to_ranks([group.num_tokens for group in groups], world_size)[rank]
@@ -143,7 +150,7 @@ class BatchRule:
 
     def microbatches_of_step(self, epoch: int, step: int) -> list[RowGroup]:
         """Return the micro-batches of a step, counted in its epoch from 0."""
-        return self.split(self._examples_of_step(self.order(epoch), step))
+        return self.split(self.examples_of_step(self.order(epoch), step))
 
     def halved(self, epoch: int, step: int) -> BatchRule | None:
         """Return a rule by which the micro-batches of a step have at most half the tokens.
@@ -155,8 +162,10 @@ class BatchRule:
         halved = replace(self, max_tokens=max(1, most // 2))
         return halved if most and halved.microbatches_of_step(epoch, step) != groups else None
 
-    def _examples_of_step(self, order: list[int], step: int) -> list[int]:
-        return order[step * self.global_batch_size : (step + 1) * self.global_batch_size]
+    def examples_of_step(self, order: list[int], step: int) -> list[int]:
+        """Return the global batch of a step, counted in its epoch from 0, given the epoch's order."""
+        start = step // self.repeats * self.global_batch_size
+        return order[start : start + self.global_batch_size]
 
     def _rows_of(self, examples: Sequence[int]) -> list[int]:
         return list(examples) if self.examples is None else [row for one in examples for row in self.examples[one]]
@@ -203,7 +212,15 @@ class TrainLoader(DataLoader[Microbatch]):
         rank: this process.
         world_size: the number of processes that share the micro-batches.
         collate: makes a micro-batch of rows; None: `pad`.
+
+    Attributes:
+        rule: see above.
+        metrics: what was measured while the last yielded step was prepared, by name.
+        generates: whether a step's rows are generated, so that waiting for them is not waiting for data.
     """
+
+    metrics: Mapping[str, float] = MappingProxyType({})
+    generates = False
 
     def __init__(
         self,
@@ -235,6 +252,18 @@ class TrainLoader(DataLoader[Microbatch]):
         loaded = iter(self)
         for step in steps():
             yield [(part.microbatch, next(loaded)) for part in step]
+
+    def halve(self, epoch: int, step: int) -> int | None:
+        """Halve the micro-batches of this and all later steps; `steps` has to be called again.
+
+        Returns:
+            Their limit in tokens; None, and no change, if those of this step cannot be smaller.
+        """
+        smaller = self.rule.halved(epoch, step)
+        if smaller is None:
+            return None
+        self.rule = smaller
+        return smaller.max_tokens
 
 
 class _EpochSampler(Sampler[Any]):

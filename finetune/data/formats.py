@@ -37,6 +37,8 @@ class Example(NamedTuple):
     """The line or row in the source."""
     is_good: bool = True
     """False for an answer that its row labels as bad."""
+    columns: Mapping[str, Any] | None = None
+    """The whole row, for functions that reward answers; None for other objectives."""
 
     @property
     def contents(self) -> tuple[str, ...]:
@@ -157,6 +159,49 @@ FORMATS = {
 
 LABELLED = Format("labelled", ("prompt", "completion", "label"), ("tools",), _parse_labelled)
 """The format of rows for `training.objective=kto`. It is never guessed: other objectives refuse labels."""
+
+
+def _parse_prompts(row: Mapping[str, Any]) -> Example:
+    """Read a prompt with or without an expected answer. Without one, the answer is empty."""
+    known = detect_format(row, {})
+    if known is not None and known.name in ("prompt_completion", "instruction"):
+        return _until_last_answer(known.parse(row))
+    column = known.name if known is not None and known.name != "text" else "prompt"
+    if column not in row:
+        found = ", ".join(map(str, row)) or "none that is read"
+        raise BadRowError(f"no column prompt or messages; it has {found}. data.columns can name them")
+    if column == "prompt" and isinstance(row["prompt"], str):
+        if parse_tools(row.get("tools")):
+            raise BadRowError("there is a column tools, but the prompt is text; expected a list of turns")
+        return Example("prompt_completion", prompt=refuse_blank(parse_text(row["prompt"], "prompt"), "prompt"))
+    given = _as_turns(row[column], column, "user", row.get("tools"))
+    given = _with_system(given, row) if column == "conversations" else given
+    if given.turns[-1]["role"] != "assistant":
+        turns = (*given.turns, text_turn("assistant", ""))
+        return Example("messages", messages=turns, learnt=(len(given.turns),), tools=given.tools)
+    if column != "prompt":
+        return _until_last_answer(_conversation(given))
+    raise BadRowError(
+        "prompt ends with a turn of the assistant, so there is nothing to answer; expected that turn in a column "
+        "completion, or all turns in a column messages"
+    )
+
+
+def _until_last_answer(example: Example) -> Example:
+    """Leave out turns after the last answer that counts, which is the expected one; the prompt ends before it."""
+    if example.row_type != "messages":
+        return example
+    return example._replace(messages=example.messages[: example.learnt[-1] + 1])
+
+
+PROMPTS = Format(
+    "prompts",
+    (),
+    tuple(dict.fromkeys(name for known in FORMATS.values() for name in (*known.needs, *known.may_have))),
+    _parse_prompts,
+)
+"""The format of rows for `training.objective=grpo`: a prompt alone, or a row of another format, whose last answer is
+the expected one. It is never guessed."""
 
 
 def _conversation(dialogue: Dialogue, given: tuple[Turn, ...] = ()) -> Example:

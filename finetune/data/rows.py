@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import cached_property
 from itertools import chain, islice
 
-from finetune.data.formats import FORMATS, LABELLED, Example, Format, RowType, detect_format, parse_row
+from finetune.data.formats import FORMATS, LABELLED, PROMPTS, Example, Format, RowType, detect_format, parse_row
 from finetune.data.readers import RawRow, RowSource
 from finetune.data.values import BadRowError
 from finetune.errors import DataError
@@ -140,7 +140,7 @@ class Examples(_OfRows):
             raise DataError(f"{self.label} has no rows. Put at least one in, or leave the split out.")
         raw = chain([first], raw)
         if self.format != "auto":
-            known = LABELLED if self.format == LABELLED.name else FORMATS[self.format]
+            known = {LABELLED.name: LABELLED, PROMPTS.name: PROMPTS, **FORMATS}[self.format]
             return _read_examples(raw, known, self)
         known, leading = _detect(raw, self)
         return _read_examples(chain(leading, raw), known, self)
@@ -219,6 +219,8 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
             if row.problem is not None:
                 raise BadRowError(row.problem)
             example = parse_row(row.value, known, columns)._replace(source=place, number=row.number)
+            if known is PROMPTS:
+                example = example._replace(columns=row.value)
             first = first or example
             if example.row_type != first.row_type:
                 raise BadRowError(
@@ -298,5 +300,6 @@ def _describe(known: Format, columns: Mapping[str, str], rows: str, seen: Collec
     theirs = {columns.get(name, name): name for name in (*known.needs, *known.may_have)}
     used = [name if theirs[name] == name else f"{name} as {theirs[name]}" for name in theirs if name in seen]
     others = [str(name) for name in seen if name not in theirs]
-    note = f"; columns not used: {', '.join(others)}" if others else ""
+    what = "columns for reward functions" if known is PROMPTS else "columns not used"
+    note = f"; {what}: {', '.join(others)}" if others else ""
     return f"{rows} (format {known.name}, columns {', '.join(used)}){note}"

@@ -303,6 +303,8 @@ def _without_text(template: ChatTemplate, turn: Turn, where: str) -> BadRowError
     """Return a problem if the template renders nothing of an answer."""
     if turn["role"] != "assistant" or turn["content"].strip():
         return None
+    if not turn.keys() & {"tool_calls", REASONING_KEYS[0]}:
+        return None  # the place of the answer to a prompt alone; a row that has an answer has text, a call or thinking
     ignored = template.ignored(dialogue_of([turn]))
     if any(("assistant", key) not in ignored for key in ("tool_calls", REASONING_KEYS[0]) if key in turn):
         return None

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 from finetune.config.keys import did_you_mean
 from finetune.errors import ConfigError, DataError
 
 Metric = Callable[[str, str], float]
 """(generated answer, expected answer) to a number. The score of a model is the mean over the rows."""
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def exact_match(answer: str, expected: str) -> float:
@@ -36,8 +37,12 @@ def json_valid(answer: str, expected: str) -> float:
 
 
 def json_equal(answer: str, expected: str) -> float:
-    """Return 1 if both are equal as JSON documents, whatever the order of keys and the spacing, else 0."""
-    found = _parsed(answer)
+    """Return 1 if both are equal as JSON documents, whatever the order of keys and the spacing, else 0.
+
+    An answer with a key twice equals nothing: readers disagree about its value (RFC 8259, section 4), and a model that
+    is rewarded for it learns to write several values.
+    """
+    found = _parsed(answer, object_pairs_hook=_without_doubles)
     return float(isinstance(found, (dict, list)) and _is_same(found, _parsed(expected)))
 
 
@@ -54,11 +59,18 @@ def token_f1(answer: str, expected: str) -> float:
     return 2 * common / (len(found) + len(wanted))
 
 
-def _parsed(text: str) -> object:
+def _parsed(text: str, **how: Any) -> object:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant, **how)
     except (ValueError, RecursionError):
         return None
+
+
+def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key comes twice")
+    return found
 
 
 def _refuse_constant(word: str) -> NoReturn:
@@ -97,8 +109,15 @@ def resolve_metrics(
     Raises:
         ConfigError: an unknown name, a module that is not allowed or not installed, or a name that is not a function.
     """
+    return resolve_functions(names, METRICS, allowed_modules, asked_by=asked_by)
+
+
+def resolve_functions(
+    names: Sequence[str], known: Mapping[str, Function], allowed_modules: Sequence[str] = (), *, asked_by: str
+) -> dict[str, Function]:
+    """Look up functions by name, as `resolve_metrics` looks up metrics; `known` has the built-in ones."""
     allowed_by = "--metrics-from " if asked_by == "--metric" else f"{asked_by}_from="
-    return {name: _resolve(name, allowed_modules, asked_by, allowed_by) for name in dict.fromkeys(names)}
+    return {name: _resolve(name, known, allowed_modules, asked_by, allowed_by) for name in dict.fromkeys(names)}
 
 
 def measure(name: str, metric: Metric, answer: str, expected: str) -> float:
@@ -116,27 +135,28 @@ def measure(name: str, metric: Metric, answer: str, expected: str) -> float:
     return value
 
 
-def _resolve(name: str, allowed_modules: Sequence[str], asked_by: str, allowed_by: str) -> Metric:
-    if name in METRICS:
-        return METRICS[name]
+def _resolve(
+    name: str, known: Mapping[str, Function], allowed_modules: Sequence[str], asked_by: str, allowed_by: str
+) -> Function:
+    if name in known:
+        return known[name]
     module, _, attribute = name.rpartition(".")
     if not module:
         asking = asked_by + (" " if asked_by == "--metric" else "=")
-        close = did_you_mean(name, METRICS)
+        close = did_you_mean(name, known)
         raise ConfigError(
-            f"{asked_by} is {name}; expected one of {', '.join(METRICS)}, or a function of your own "
+            f"{asked_by} is {name}; expected one of {', '.join(known)}, or a function of your own "
             f"installed package: {asking}my_package.scores.{name} {allowed_by}my_package.scores. {close}".rstrip()
         )
     if module not in allowed_modules:
         raise ConfigError(
-            f"{asked_by} is {name}, but {module} is not allowed: a metric is code that runs here. If you trust the "
+            f"{asked_by} is {name}, but {module} is not allowed: a function is code that runs here. If you trust the "
             f"package, allow it with {allowed_by}{module}."
         )
     found = getattr(_import_installed(module, allowed_by.rstrip(" =")), attribute, None)
     if not callable(found):
         raise ConfigError(f"{asked_by} is {name}, but {module} has no function {attribute}.")
-    metric: Metric = found
-    return metric
+    return cast(Function, found)
 
 
 def _import_installed(module: str, allowed_by: str) -> object:

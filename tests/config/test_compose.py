@@ -293,7 +293,7 @@ def test_values_that_are_refused_with_a_reason(word: str, part: str) -> None:
     [
         ("optim.learning_rat=1", "Did you mean optim.learning_rate?"),
         ("training.learning_rate=1", "Did you mean optim.learning_rate?"),
-        ("batch_size=1", "Did you mean training.batch_size or validation.batch_size or testing.batch_size?"),
+        ("batch_size=1", "Did you mean training.batch_size or rollout.batch_size or validation.batch_size"),
         ("sed=1", "Did you mean seed?"),
         ("xyz.abc=1", "There is: ddp, seed, output_dir,"),
         ("seed.x=1", "seed has no keys of its own: it takes a whole number"),

@@ -10,7 +10,7 @@ from finetune.config.keys import fields
 from finetune.config.shipped_files import shipped_folder
 
 SHIPPED = {
-    "run": ["quickstart", "train_ddp"],
+    "run": ["grpo_quickstart", "quickstart", "train_ddp"],
     "model": [
         *("phi1", "phi1_5", "phi2", "phi3_5_mini", "phi3_5_moe"),
         *("phi3_medium", "phi3_medium_128k", "phi3_mini", "phi3_mini_128k"),
@@ -21,6 +21,7 @@ SHIPPED = {
         "continue_pretraining",
         "debug",
         "finetune_full",
+        "finetune_grpo",
         "finetune_kto",
         "finetune_lora",
         "finetune_new_tokens",
@@ -31,7 +32,7 @@ SHIPPED = {
     ],
     "parallel": ["auto", "ddp", "sharded", "sharded_by_node", "single"],
 }
-NUM_FILES = 34
+NUM_FILES = 36
 
 LOADER_KEYS = "batch_size num_workers pin_memory prefetch_factor drop_last"
 KEYS = {
@@ -49,6 +50,10 @@ KEYS = {
     "device deterministic debug "
     "log_every profile report_to on_nonfinite max_skipped_steps",
     "preference": "beta gamma desirable_weight undesirable_weight",
+    "grpo": "loss_type scale_rewards epsilon epsilon_high importance_sampling_level beta num_iterations "
+    "mask_truncated_completions",
+    "rollout": "num_generations max_completion_length temperature top_p top_k batch_size",
+    "reward": "functions functions_from weights pattern timeout_seconds",
     "validation": f"{LOADER_KEYS} validate_every metrics metrics_from num_samples max_new_tokens",
     "testing": f"{LOADER_KEYS} metrics compare_base max_new_tokens num_samples",
     "early_stopping": "patience min_delta metric",

@@ -23,6 +23,7 @@ from finetune.inference.answer_metrics import METRICS, measure, resolve_metrics
         ("json_equal", '{"a": Infinity}', '{"a": Infinity}', 0),
         ("json_valid", '{"a": NaN}', "x", 0),
         ("json_equal", "3", "3", 0),
+        ("json_equal", '{"a": 2, "a": 1}', '{"a": 1}', 0),
         ("json_equal", "{", "{", 0),
         ("token_f1", "the red fox", "The fox", 0.8),
         ("token_f1", "a a", "a", 2 / 3),
@@ -57,7 +58,7 @@ def test_a_metric_of_ones_own_needs_its_module_allowed(packages):
     with pytest.raises(ConfigError, match=f"--metrics-from {packages}"):
         resolve_metrics([f"{packages}.length"])
     assert "scores_of_mine" not in sys.modules
-    with pytest.raises(ConfigError, match="is not allowed: a metric is code"):
+    with pytest.raises(ConfigError, match="is not allowed: a function is code"):
         resolve_metrics([f"{packages}.length"], ["scores_of_mine"])
     found = resolve_metrics(["exact_match", f"{packages}.length"], [packages])
     assert list(found) == ["exact_match", f"{packages}.length"]
@@ -75,7 +76,7 @@ def test_what_lies_in_the_current_folder_is_not_imported(packages):
     ("name", "why"),
     [
         ("exactmatch", "expected one of exact_match"),
-        ("os.system", "is not allowed: a metric is code"),
+        ("os.system", "is not allowed: a function is code"),
         ("{own}.gone", "no function gone"),
         ("{own}.LIMIT", "no function LIMIT"),
     ],

@@ -103,8 +103,8 @@ def config_of(*words):
         ),
         (
             ["validation.metrics=json.dumps"],
-            "validation.metrics is json.dumps, but json is not allowed: a metric is code that runs here. If you trust "
-            "the package, allow it with validation.metrics_from=json.",
+            "validation.metrics is json.dumps, but json is not allowed: a function is code that runs here. If you "
+            "trust the package, allow it with validation.metrics_from=json.",
         ),
         (
             ["task=finetune_preferences", "validation.metrics=exact_match"],

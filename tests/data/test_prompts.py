@@ -1,0 +1,201 @@
+"""Rows of prompts, for answers that are generated and rewarded: what they may look like, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from datasets import Dataset
+
+from finetune.config.schema import DataSection
+from finetune.data.encode import encode_examples
+from finetune.data.encoded import EncodedExamples
+from finetune.data.examples import load_examples
+from finetune.data.formats import Example
+from finetune.data.objective import rows_with_prompts
+from finetune.errors import DataError
+from finetune.inference.evaluation import Dialogues
+from finetune.training.rollouts import PromptRows, read_rows
+from tests.data.test_formats import ANSWER, MORE, ONE_TURN, SYSTEM, TOOLS, USER
+from tests.tiny import Style, tiny_tokenizer
+
+Make = Callable[..., DataSection]
+Write = Callable[..., str]
+HEADER = "<|user|>Hi<|end|><|assistant|>"
+
+
+def read(section: DataSection) -> list[Example]:
+    (part,) = load_examples(rows_with_prompts(section)).train.parts
+    return list(part.whole.read())
+
+
+def encode(section: DataSection, style: Style = "phi4_mini") -> EncodedExamples:
+    section = rows_with_prompts(section)
+    return encode_examples(load_examples(section), tiny_tokenizer(style), section).train
+
+
+def prompts_of(examples: EncodedExamples) -> list[tuple[str, str]]:
+    """Each prompt as generation starts from it, and the expected answer."""
+    tokenizer = tiny_tokenizer()
+    dialogues = Dialogues(examples, tokenizer)
+    texts = [str(tokenizer.decode(prompt)) for prompt in dialogues.prompts]
+    return list(zip(texts, dialogues.expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": [USER]}, (HEADER, "")),
+        ({"messages": [USER]}, (HEADER, "")),
+        ({"prompt": [SYSTEM, USER]}, (f"<|system|>Be brief.<|end|>{HEADER}", "")),
+        ({"messages": [SYSTEM, USER]}, (f"<|system|>Be brief.<|end|>{HEADER}", "")),
+        ({"prompt": [USER, ANSWER, MORE[0]]}, (f"{HEADER}yes<|end|><|user|>And?<|end|><|assistant|>", "")),
+        ({"messages": [USER, ANSWER, MORE[0]]}, (f"{HEADER}yes<|end|><|user|>And?<|end|><|assistant|>", "")),
+        ({"messages": [USER, ANSWER, *MORE]}, (f"{HEADER}yes<|end|><|user|>And?<|end|><|assistant|>", "no")),
+        (
+            {"conversations": [{"from": "human", "value": "Hi"}], "system": "Be brief."},
+            (f"<|system|>Be brief.<|end|>{HEADER}", ""),
+        ),
+        *[(row, (HEADER, "yes")) for name, row in ONE_TURN.items() if name != "prompt_completion"],
+        ({"prompt": [USER], "completion": "yes"}, (HEADER, "yes")),
+        ({"instruction": "Hi", "output": "yes", "system": "Be brief."}, (f"<|system|>Be brief.<|end|>{HEADER}", "yes")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_generation_starts_after_the_prompt_and_the_last_answer_is_the_expected_one(
+    make_section: Make, write_jsonl: Write, tmp_path: Path, row: dict[str, Any], expected: tuple[str, str], ending: str
+) -> None:
+    path = write_jsonl([row])
+    if ending == "parquet":
+        path = str(tmp_path / "rows.parquet")
+        Dataset.from_list([row]).to_parquet(path)
+    assert prompts_of(encode(make_section(path=path))) == [expected]
+
+
+@pytest.mark.parametrize(("row", "expected"), [({"prompt": "Hi"}, ""), (ONE_TURN["prompt_completion"], "yes")], ids=str)
+def test_a_prompt_of_text_begins_as_a_row_of_text_does(
+    make_section: Make, write_jsonl: Write, row: dict[str, Any], expected: str
+) -> None:
+    ((text, answer),) = prompts_of(encode(make_section(path=write_jsonl([row]))))
+    whole = encode_examples(
+        load_examples(section := make_section(path=write_jsonl([ONE_TURN["prompt_completion"]], "whole.jsonl"))),
+        tiny_tokenizer(),
+        section,
+    ).train
+    assert (text, answer) == (prompts_of(whole)[0][0], expected)
+    assert "Hi" in text
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *[row for name, row in ONE_TURN.items() if name != "prompt_completion"],
+        {"prompt": [USER]},
+        {"messages": [USER]},
+        {"conversations": [{"from": "human", "value": "Hi"}]},
+        {"messages": [USER, ANSWER, MORE[0], {**MORE[1], "weight": 0}]},
+        {"prompt": [USER], "completion": [ANSWER, MORE[0]]},
+    ],
+    ids=str,
+)
+def test_a_reward_function_sees_the_turns_that_were_answered(
+    make_section: Make, write_jsonl: Write, row: dict[str, Any]
+) -> None:
+    """Never the expected answer, nor turns after it."""
+    section = make_section(path=write_jsonl([{**row, "unit": "km"}]))
+    rows = PromptRows(encode(section), tiny_tokenizer(), read_rows(section))
+    assert tiny_tokenizer().decode(rows.prompts[0]) == HEADER
+    found = rows.answer(
+        0, tiny_tokenizer()("no<|end|>")["input_ids"], [tiny_tokenizer().convert_tokens_to_ids("<|end|>")]
+    )
+    assert found.prompt == [USER]
+    assert found.columns["unit"] == "km"
+    assert not found.columns.keys() & {"prompt", "completion", "messages", "conversations"}
+    assert (found.text, found.whole, tiny_tokenizer().decode(found.ids)) == ("no", "no", "no")
+
+
+def test_tools_stand_in_the_prompt(make_section: Make, write_jsonl: Write) -> None:
+    rows = [{"prompt": [USER], "tools": TOOLS}, {"messages": [USER], "tools": TOOLS}]
+    first, second = prompts_of(encode(make_section(path=write_jsonl(rows))))
+    assert first == second
+    assert first[0].startswith('<|system|><|tool|>[{"name": "weather"')
+
+
+def test_rows_with_and_without_an_expected_answer_stand_in_one_file(make_section: Make, write_jsonl: Write) -> None:
+    rows = [{"prompt": [USER]}, {"prompt": [USER], "completion": [ANSWER]}, {"messages": [USER, ANSWER]}]
+    found = prompts_of(encode(make_section(path=write_jsonl(rows))))
+    assert found == [(HEADER, ""), (HEADER, "yes"), (HEADER, "yes")]
+
+
+def test_an_example_keeps_the_whole_row_for_reward_functions(make_section: Make, write_jsonl: Write) -> None:
+    rows = [
+        {"prompt": "Hi", "solution": "4", "level": 2, "tests": [{"in": 1}]},
+        {"prompt": "And?", "solution": None},
+    ]
+    section = make_section(path=write_jsonl(rows))
+    examples = read(section)
+    assert [example.columns for example in examples] == rows
+    assert [example.source for example in examples] == [f"{section.path}:1", f"{section.path}:2"]
+    assert [(example.prompt, example.completion) for example in examples] == [("Hi", ""), ("And?", "")]
+    other = load_examples(make_section(path=write_jsonl([{**ONE_TURN["messages"], "id": 3}], "other.jsonl")))
+    assert other.train[0].columns is None
+
+
+def test_the_columns_of_a_prompt_may_have_other_names(make_section: Make, write_jsonl: Write) -> None:
+    row = {"question": "Hi", "reply": "yes", "id": 3}
+    columns = {"prompt": "question", "completion": "reply"}
+    (example,) = read(make_section(path=write_jsonl([row]), columns=columns))
+    assert (example.prompt, example.completion, example.columns) == ("Hi", "yes", row)
+
+
+def test_the_format_of_a_configuration_does_not_matter(make_section: Make, write_jsonl: Write) -> None:
+    (example,) = read(make_section(path=write_jsonl([{"prompt": "Hi"}]), format="messages"))
+    assert example.prompt == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"question": "Hi"}, "no column prompt or messages"),
+        ({"text": "All of this is text."}, "no column prompt or messages"),
+        ({"prompt": [USER, ANSWER]}, "prompt ends with a turn of the assistant, so there is nothing to answer"),
+        ({"prompt": "Hi", "tools": TOOLS}, "there is a column tools, but the prompt is text; expected a list of turns"),
+        ({"prompt": " \n"}, "prompt is blank (' \\n')"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"messages": []}, "messages is empty"),
+        ({"prompt": 3}, "prompt is 3; expected a list of objects with role and content"),
+        ({"prompt": [{"role": "bot", "content": "a"}]}, "prompt[0].role is 'bot'; expected system"),
+        ({"prompt": "Hi", "completion": ""}, "completion is blank ('')"),
+        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "every assistant turn has weight 0"),
+        (["Hi"], "got ['Hi']; expected an object"),
+    ],
+    ids=str,
+)
+def test_a_row_that_is_no_prompt_says_why(make_section: Make, write_jsonl: Write, row: object, problem: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read(make_section(path=write_jsonl([row])))
+    assert f"train.jsonl:1: {problem}" in str(caught.value)
+
+
+def test_prompts_of_text_and_of_turns_are_not_mixed(make_section: Make, write_jsonl: Write) -> None:
+    with pytest.raises(DataError, match=r"train.jsonl:2: .* while .*:1 has it as"):
+        read(make_section(path=write_jsonl([{"prompt": "Hi"}, {"prompt": [USER]}])))
+
+
+def test_other_objectives_refuse_prompts_alone(make_section: Make, write_jsonl: Write) -> None:
+    section = make_section(path=write_jsonl([{"prompt": "Hi"}]))
+    with pytest.raises(DataError, match="prompt"):
+        encode_examples(load_examples(section), tiny_tokenizer(), section)
+
+
+@pytest.mark.parametrize("style", get_args(Style))
+def test_a_prompt_alone_begins_as_with_its_answer_under_every_template(
+    make_section: Make, write_jsonl: Write, style: Style
+) -> None:
+    rows = [{"prompt": "Hi"}, ONE_TURN["prompt_completion"]]
+    dialogues = Dialogues(encode(make_section(path=write_jsonl(rows)), style), tiny_tokenizer(style))
+    assert dialogues.prompts[0] == dialogues.prompts[1] != []
+    assert dialogues.expected == ["", "yes"]
