@@ -116,7 +116,7 @@ def _refuse_rows_without_one_answer(run: FinishedRun) -> None:
     rows = OBJECTIVES[run.config.training.objective].rows
     origins = [run.config.origin(f"data.{key}") for key in ("path", "mixture", "train", "validation", "test")]
     is_of_the_run = all(origin.startswith(("default", str(run.folder.config_file))) for origin in origins)
-    if rows != "answers" and is_of_the_run:
+    if rows in ("pairs", "labelled") and is_of_the_run:
         what = "pairs of answers" if rows == "pairs" else "labelled answers"
         raise ConfigError(
             f"{run.folder.path} was trained on {what}, and evaluate measures rows with one answer. Give such rows "

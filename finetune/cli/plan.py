@@ -80,7 +80,8 @@ def _model(plan: Plan) -> Iterator[str]:
     share = plan.trainable_parameters / plan.parameters
     yield f"{plan.model_type}, {plan.layers} layers, {plan.parameters:,} parameters"
     what = f"LoRA on {', '.join(plan.targets)}" if plan.targets else "full fine-tuning"
-    what += "" if plan.objective == "sft" else f", on preferences ({OBJECTIVES[plan.objective].title})"
+    learns_from = "rewards" if OBJECTIVES[plan.objective].rows == "prompts" else "preferences"
+    what += "" if plan.objective == "sft" else f", on {learns_from} ({OBJECTIVES[plan.objective].title})"
     yield f"{plan.trainable_parameters:,} parameters train ({share:.2%}): {what}"
     yield f"{plan.precision} (trained weights in fp32)"
     yield f"forward: {plan.forward}"

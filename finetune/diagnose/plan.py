@@ -235,6 +235,7 @@ class _Planner:
         self.why_not_engine = forward.why_not_engine
         self.called_layers = {why: len(names) for why, names in forward.called_layers.items()}
         self._warn_of_fallback()
+        self._warn_of_rollouts()
         if _is_quantized(config):
             self._quantize()
         if wants_fp8(config):
@@ -290,6 +291,20 @@ class _Planner:
         what = "the engine does not compute all of this model, so steps take longer: `forward` says why"
         fix = "none needed; a run with strict=true refuses it, unless training.kernels=reference asks for it"
         self.findings.append(warning("Engine", what, fix))
+
+    def _warn_of_rollouts(self) -> None:
+        """Add a finding if the run generates its rows, which no plan knows."""
+        config = self._config
+        if OBJECTIVES[config.training.objective].rows != "prompts":
+            return
+        rollout = config.rollout
+        what = (
+            f"this plan counts prompts with their expected answers, but the run learns from {rollout.num_generations} "
+            f"answers of up to {rollout.max_completion_length} tokens to each prompt; generating them takes memory and "
+            "time that are not in it"
+        )
+        fix = "train a few steps: training.max_steps=3"
+        self.findings.append(warning("Rewards", what, fix))
 
     def _quantize(self) -> None:
         """Keep the base in 4 bits, if the engine computes all of it; else add a finding."""

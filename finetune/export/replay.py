@@ -29,6 +29,7 @@ from finetune.training.checks import named_splits
 from finetune.training.loop import Cadence
 from finetune.training.memory.choice import MemoryChoice, masks_follow_microbatches
 from finetune.training.optim import build_optimizer
+from finetune.training.rollouts import RolloutLoader
 from finetune.training.step import StepSettings, train_step
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
@@ -122,6 +123,8 @@ def replay(path: Path, num_steps: int) -> Replay:
             if folder.base.is_dir():
                 load_model(without_adapter(trainer.model), folder.base)
             loader, *_ = trainer.prepare_dataloaders()
+            if isinstance(loader, RolloutLoader):
+                loader.recorded = folder
             cadence = Cadence.of(config, loader.rule.steps_per_epoch)
             reach = _save_interval(cadence)
             chosen, notes = _choose(sorted(losses), sorted(starts), reach, num_steps)

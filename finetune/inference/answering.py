@@ -78,6 +78,7 @@ class Answering:
 
     def __init__(self, runtime: Runtime, loaded: LoadedRun, run: FinishedRun, settings: AnswerSettings) -> None:
         from finetune.data.labelled import rows_with_labels
+        from finetune.data.objective import rows_with_prompts
         from finetune.data.preferences import side_of_pairs
         from finetune.data.templates import AnswerTokens, stop_ids
         from finetune.inference.answer_reader import AnswerReader
@@ -90,8 +91,12 @@ class Answering:
         self._settings = settings
         self._data = run.config.data
         rows = OBJECTIVES[run.config.training.objective].rows
-        if rows != "answers":
-            self._data = side_of_pairs(self._data, "chosen") if rows == "pairs" else rows_with_labels(self._data)
+        if rows == "pairs":
+            self._data = side_of_pairs(self._data, "chosen")
+        elif rows == "labelled":
+            self._data = rows_with_labels(self._data)
+        elif rows == "prompts":
+            self._data = rows_with_prompts(self._data)
 
     @property
     def has_base(self) -> bool:

@@ -193,6 +193,18 @@ _CONFIG: dict[str, Any] = {
 }
 
 
+_OF_ANSWERS = (
+    ("reward_std", "Spread of rewards", "standard deviation in a group, mean over groups"),
+    ("equal_groups", "Groups of equal rewards", "share of prompts"),
+    ("answer_length", "Length of answers", "tokens"),
+    ("truncated", "Truncated answers", "share of answers"),
+    ("entropy", "Entropy", "nats per token"),
+    ("clipped", "Clipped ratios", "share of tokens"),
+    ("kl", "KL divergence from the reference", "nats"),
+)
+"""Metrics of steps, each with the title and the unit of its chart."""
+
+
 def build_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     """Make every chart for which a run has points."""
     objectives = list(dict.fromkeys(run.objective for run in runs))
@@ -204,6 +216,7 @@ def build_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
         Chart(name="loss", title="Loss", unit=unit, curves=list(_losses(runs)), is_large=True),
         _chart(runs, "reward-accuracy", "Reward accuracy", shares, "step", "reward_accuracy"),
         _chart(runs, "reward-margin", "Reward margin", margin, "step", "reward_margin"),
+        *_rewards(runs),
         *_metrics(runs),
         _chart(runs, "learning-rate", "Learning rate", "", "step", "learning_rate", smooth=False),
         _chart(runs, "grad-norm", "Gradient norm", "before clipping", "step", "grad_norm"),
@@ -211,6 +224,24 @@ def build_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
         *_resources(runs),
     ]
     return [chart for chart in charts if any(curve.drawn() for curve in chart.curves)]
+
+
+def _rewards(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
+    """Yield the charts of runs that learn from rewards: the rewards first, then what the answers are like."""
+    prefix = "reward_"
+    names = dict.fromkeys(
+        name
+        for run in runs
+        if run.objective.rows == "prompts"
+        for event in run.of("validation")
+        for name in measured_beside_loss(event)
+        if name.startswith(prefix)
+    )
+    yield _chart(runs, "reward", "Reward", "weighted sum, mean over answers", "step", "reward")
+    for index, name in enumerate(names):
+        yield _chart(runs, f"reward-{index}", visible(name.removeprefix(prefix)), "mean over answers", "step", name)
+    for name, title, unit in _OF_ANSWERS:
+        yield _chart(runs, name.replace("_", "-"), title, unit, "step", name)
 
 
 def _metrics(runs: Sequence[RecordedRun]) -> Iterator[Chart]:

@@ -16,6 +16,7 @@ LOCK_TIMEOUT_SECONDS = 30.0
 
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _PROFILE_FILE = re.compile(r"(trace|memory)-steps-\d+-\d+-rank\d+\.json(\.gz)?")
+_ROLLOUT_FILE = re.compile(r"step-(\d{6,})\.json\.gz")
 _LEFT_BY_OTHERS = {".DS_Store", ".gitignore", ".gitkeep", "lost+found"}
 
 
@@ -41,12 +42,22 @@ class RunFolder:
         self.adapter = self.path / "adapter"
         self.base = self.path / "base"
         self.profile = self.path / "profile"
+        self.rollouts = self.path / "rollouts"
         self.lock_file = self.path / ".lock"
         self._lock: FileLock | None = None
 
     def checkpoint(self, step: int) -> Path:
         """Return the path of a step's checkpoint, whether it exists or not."""
         return self.checkpoints / f"step-{step:06d}"
+
+    def rollout(self, step: int) -> Path:
+        """Return the path of the rollout that a step was the first to learn from, whether it exists or not."""
+        return self.rollouts / f"step-{step:06d}.json.gz"
+
+    def rollout_steps(self) -> list[int]:
+        """Return the steps that have a rollout, in ascending order."""
+        names = (path.name for path in self.rollouts.iterdir()) if self.rollouts.is_dir() else ()
+        return sorted(int(match[1]) for name in names if (match := _ROLLOUT_FILE.fullmatch(name)))
 
     def holds_run(self) -> bool:
         """Whether the folder has files that only a run writes; the lock does not count."""
@@ -126,6 +137,7 @@ class RunFolder:
             clear_leftovers(self.path, self._our_names().__contains__)
             clear_leftovers(self.checkpoints, lambda name: _STEP_FOLDER.fullmatch(name) is not None)
             clear_leftovers(self.profile, lambda name: _PROFILE_FILE.fullmatch(name) is not None)
+            clear_leftovers(self.rollouts, lambda name: _ROLLOUT_FILE.fullmatch(name) is not None)
         except TimeoutError as error:
             raise CheckpointError(
                 f"output_dir={self.path} is being written: {error}. Wait for it to end or stop it, "
@@ -182,6 +194,7 @@ class RunFolder:
             self.adapter,
             self.base,
             self.profile,
+            self.rollouts,
         )
         return {path.name: path for path in paths}
 

@@ -135,6 +135,8 @@ class RunView:
         rows.append(("step", self._progress()))
         if self._last:
             rows.append(("loss", self._loss()))
+        if "reward" in self._last:
+            rows.append(("reward", self._reward()))
         if self._validation:
             rows.append(("validation", self._validated()))
         if self._last:
@@ -164,6 +166,12 @@ class RunView:
         trend = self.trend()
         parts = [_format_metric(self._last, "loss", ".4f"), *([] if trend is None else [str(trend)])]
         return f"{_SEPARATOR.join(parts)}  {curve(list(self._losses), _CURVE_WIDTH)}".rstrip()
+
+    def _reward(self) -> str:
+        parts = [_format_metric(self._last, "reward", ".3f")]
+        lengths = _format_metric(self._last, "answer_length", ".0f")
+        truncated = _format_metric(self._last, "truncated", ".0%")
+        return _SEPARATOR.join([*parts, f"{lengths} tokens an answer", f"{truncated} truncated"])
 
     def _validated(self) -> str:
         parts = [

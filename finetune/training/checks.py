@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.hub import Repository
+from finetune.config.objectives import OBJECTIVES
 from finetune.data.examples import check_local_rows, missing_here
 from finetune.data.labelled import EncodedLabelled
 from finetune.errors import ConfigError, DataError, ModelError
@@ -73,10 +74,12 @@ def check_fit(config: Config, model: Any, splits: Any, *, trainer: str, objectiv
         ConfigError: names both sides.
     """
     if config.training.objective not in objectives:
+        is_rewarded = OBJECTIVES[config.training.objective].rows == "prompts"
+        other = "RewardTrainer" if is_rewarded else "PreferenceTrainer (recipes/finetune_preferences.py)"
         raise ConfigError(
             f"training.objective is {config.training.objective} ({config.origin('training.objective')}), but "
-            f"{trainer} trains {objectives[0]}. Use PreferenceTrainer (recipes/finetune_preferences.py) or "
-            f"`finetune train`, or set training.objective={objectives[0]}."
+            f"{trainer} trains {objectives[0]}. Use {other} or `finetune train`, or set "
+            f"training.objective={objectives[0]}."
         )
     has_adapter = hasattr(model, "peft_config")
     if has_adapter != (config.training.method == "lora"):

@@ -58,7 +58,7 @@ class PreferenceTrainer(Trainer):
         DataError: a LongRoPE model would use different factors for answers that are compared with each other.
     """
 
-    objectives: ClassVar = tuple(name for name in OBJECTIVES if name != "sft")
+    objectives: ClassVar = tuple(name for name, each in OBJECTIVES.items() if each.rows in ("pairs", "labelled"))
 
     def __init__(
         self,

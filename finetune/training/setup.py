@@ -82,6 +82,10 @@ class Objective(Protocol):
     def collation_of(config: Config, collate: Collate) -> Any:
         """Return the collate function for the loaders, given the one for plain rows."""
 
+    @staticmethod
+    def longest_row(config: Config, splits: Any) -> int:
+        """Return the tokens of the longest row of a micro-batch."""
+
     def measure(self, loader: EvaluationLoader) -> LossSums:
         """Measure this rank's rows of the validation split. Collective."""
 
@@ -181,7 +185,7 @@ def set_up(
         config,
         measured,
         how,
-        longest=int(splits.train.lengths.max()),
+        longest=objective.longest_row(config, splits),
         collate=collate,
         recorded=None if journal is None else journal.recorded_memory(),
     )

@@ -9,6 +9,7 @@ from finetune.data.objective import encode_for_objective
 from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
+from finetune.inference.rewards import Rewards
 from finetune.model.base import build_base_model
 from finetune.model.fp8_base import refuse_where_fp8_is_impossible
 from finetune.model.lora import add_lora
@@ -17,6 +18,7 @@ from finetune.model.quantized import build_quantized_base, refuse_where_quantizi
 from finetune.runs.folder import RunFolder
 from finetune.training.checks import check_inputs, check_paths
 from finetune.training.preference_trainer import PreferenceTrainer, check_preferences
+from finetune.training.reward_trainer import RewardTrainer, check_rewards, refuse_reward_keys
 from finetune.training.trainer import Trainer
 from finetune.training.validation import check_metrics
 
@@ -55,9 +57,15 @@ def trainer_for(config: Config) -> type[Trainer]:
     Raises:
         ConfigError: the configuration does not suit the objective.
     """
-    trainer = Trainer if config.training.objective in Trainer.objectives else PreferenceTrainer
+    trainers = (Trainer, PreferenceTrainer, RewardTrainer)
+    trainer = next(each for each in trainers if config.training.objective in each.objectives)
     if trainer is PreferenceTrainer:
         check_preferences(config)
+    if trainer is RewardTrainer:
+        check_rewards(config)
+        Rewards.of(config)
+    else:
+        refuse_reward_keys(config)
     check_metrics(config, trainer.metrics_of(config))
     return trainer
 

@@ -136,6 +136,12 @@ class Trainer:
         del config  # rows are plain here
         return collate
 
+    @staticmethod
+    def longest_row(config: Config, splits: Any) -> int:
+        """Return the tokens of the longest row of a micro-batch."""
+        del config
+        return int(splits.train.lengths.max())
+
     def prepare_dataloaders(self) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:
         """Build the loaders of this rank. Rank 0 has all test rows, unless the model is sharded.
 

@@ -80,7 +80,7 @@ class TrainingRun:
         self._profiler = profiler
         self._loss_scale = loss_scale
         self._is_memory_tried = False
-        self._data_wait_seconds = 0.0
+        self._data_wait_seconds: float | None = None
 
     @property
     def validates(self) -> bool:
@@ -97,7 +97,7 @@ class TrainingRun:
                 self._runtime.at("data", step)
                 asked = time.monotonic()
                 microbatches = next(self._batches, None)
-                self._data_wait_seconds = time.monotonic() - asked
+                self._data_wait_seconds = None if self._train_loader.generates else time.monotonic() - asked
                 if microbatches is None:
                     return
                 yield microbatches
@@ -116,9 +116,12 @@ class TrainingRun:
                 error = too_large.error
             else:
                 self._is_memory_tried = True
-                return result
+                return self._with_loader_metrics(result)
             microbatches = self._halve_microbatches(step, error)
-        return self._take_step(step, microbatches, may_be_too_large=False)
+        return self._with_loader_metrics(self._take_step(step, microbatches, may_be_too_large=False))
+
+    def _with_loader_metrics(self, result: StepResult) -> StepResult:
+        return result._replace(metrics={**self._train_loader.metrics, **result.metrics})
 
     def validate(self, state: TrainerState) -> Validated | None:
         """Validate and return the metrics. If the run is preempted meanwhile, record nothing and return None."""
@@ -211,21 +214,20 @@ class TrainingRun:
         """
         setup, loader = self._setup, self._train_loader
         epoch, place = divmod(step - 1, loader.rule.steps_per_epoch)
-        smaller = loader.rule.halved(epoch, place)
-        if smaller is None or smaller.max_tokens is None:
+        max_tokens = loader.halve(epoch, place)
+        if max_tokens is None:
             self._runtime.agree(error, f"training, step {step}")
             raise AssertionError("a rank ran out of memory")
-        setup.memory = setup.memory.after_out_of_memory(smaller.max_tokens, step)
+        setup.memory = setup.memory.after_out_of_memory(max_tokens, step)
         if masks_follow_microbatches(self._config):
-            used = f"at most {smaller.max_tokens} tokens, so that other tokens are dropped"
+            used = f"at most {max_tokens} tokens, so that other tokens are dropped"
             why = f"memory ran out in step {step}"
             fallback = Fallback(what="training.max_tokens_per_microbatch", wanted="larger", used=used, why=why)
             self._runtime.fallbacks.take(fallback)
         else:
             _log.warning("out of memory in step %d, which is tried again: %s", step, setup.memory)
         setup.record_memory()
-        log_cut_examples(smaller)
-        loader.rule = smaller
+        log_cut_examples(loader.rule)
         self._batches = loader.steps(epoch, place)
         return next(self._batches)
 

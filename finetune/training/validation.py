@@ -123,7 +123,7 @@ def check_metrics(config: Config, measured: Sequence[str]) -> dict[str, Metric]:
         raise ConfigError(
             f"validation.metrics is {', '.join(wanted)} ({config.origin('validation.metrics')}), but the rows of "
             f"training.objective={config.training.objective} have no expected answer. Remove it; early_stopping.metric "
-            f"and checkpoint.best_metric may be {' or '.join(_HIGHER_IS_BETTER)}."
+            f"and checkpoint.best_metric may be {' or '.join(each for each in _HIGHER_IS_BETTER if each in measured)}."
         )
     origin = config.origin("validation.metrics_from")
     if config.validation.metrics_from and origin != "command line":
@@ -162,5 +162,5 @@ def refuse_rows_without_answers(config: Config, row_type: str) -> None:
         )
 
 
-_HIGHER_IS_BETTER = ("reward_accuracy", "reward_margin")
-"""Metrics of preference tuning that may be a criterion."""
+_HIGHER_IS_BETTER = ("reward_accuracy", "reward_margin", "reward")
+"""Metrics of objectives that may be a criterion."""

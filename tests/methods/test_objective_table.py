@@ -15,7 +15,7 @@ from tests.launches import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "methods.md"
 BEGIN, END = "<!-- table of objectives: written by the tests -->\n", "<!-- end of table -->"
-ROWS = {"answers": "answers", "pairs": "pairs", "labelled": "answers with a `label`"}
+ROWS = {"answers": "answers", "pairs": "pairs", "labelled": "answers with a `label`", "prompts": "prompts"}
 
 
 def row_of(objective: Objective) -> str:
@@ -39,6 +39,6 @@ def test_the_page_has_the_table_of_the_code() -> None:
 
 def test_every_objective_is_a_value_of_its_key_and_has_a_loss() -> None:
     assert get_args(TrainingSection.model_fields["objective"].annotation) == tuple(OBJECTIVES)
-    assert OBJECTIVES.keys() - {"sft"} == _LOSSES.keys()
+    assert OBJECTIVES.keys() - {"sft", "grpo"} == _LOSSES.keys()
     read = {key for objective in OBJECTIVES.values() for key in objective.keys}
     assert read == PreferenceSection.model_fields.keys()

@@ -13,7 +13,6 @@ import torch
 from accelerate import Accelerator
 
 from finetune import launch, load_config
-from finetune.config.objectives import OBJECTIVES
 from finetune.config.schema import Config, PreferenceSection
 from finetune.data.batches import pad
 from finetune.data.encoded import EncodedExamples
@@ -191,7 +190,7 @@ def test_loss_gradient_and_rewards_are_those_of_trl(name, way):
         assert figures["kl"] > 0
 
 
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name != "sft"])
+@pytest.mark.parametrize("name", SECTIONS)
 def test_a_global_batch_has_the_same_loss_and_gradient_however_it_is_cut(name):
     rows = whole_batch(name)
     one, gradients = ours(name, adapted(), [rows])

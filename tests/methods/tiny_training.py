@@ -142,7 +142,8 @@ def events(run: Path, kind: str) -> list[dict]:
 
 
 def curve(run: Path) -> list[dict]:
-    return [{key: value for key, value in e.items() if key != "tokens_per_second"} for e in events(run, "step")]
+    measured = ("tokens_per_second", "rollout_seconds")
+    return [{key: value for key, value in e.items() if key not in measured} for e in events(run, "step")]
 
 
 def record(run: Path) -> dict:

@@ -275,7 +275,7 @@ def longest_rows(objective: str, number: int, length: int) -> EncodedExamples | 
     row_type = OBJECTIVES[objective].rows
     if row_type == "labelled":
         return EncodedLabelled(side(0, least=2), "train", max_length=length)
-    return side(0) if row_type == "answers" else EncodedPairs(side(0), side(number), "train")
+    return side(0) if row_type in ("answers", "prompts") else EncodedPairs(side(0), side(number), "train")
 
 
 def _bytes_of_own_head(model: Any) -> int:

@@ -1,4 +1,4 @@
-"""Warn of a loss that is flat or explodes, and of a data loader that slows training down.
+"""Warn of a loss that is flat or explodes, of rewards that go wrong, and of a data loader that slows training down.
 
 The thresholds for the loss scale with the curve's own noise, so that a noisy data set raises no alarm.
 """
@@ -11,6 +11,7 @@ from collections import deque
 from typing import NamedTuple
 
 from finetune.runs.metrics import Event, number_in
+from finetune.training.reporting.reward_warnings import RewardWarnings
 
 _WINDOW = 10
 """Steps averaged for a comparison: the mean of 10 has a third of one step's noise."""
@@ -40,7 +41,7 @@ class CurveWarning(NamedTuple):
     """A warning about a run."""
 
     name: str
-    """`flat`, `exploding` or `data`."""
+    """`flat`, `exploding`, `data`, or a kind of `RewardWarnings`."""
     text: str
 
 
@@ -57,20 +58,28 @@ class CurveWarnings:
         self._lowest = math.inf
         self._flats = self._waits = 0
         self._has_learning_rate = False
+        self._rewards = RewardWarnings()
 
     def take(self, event: Event) -> list[CurveWarning]:
         """Return the warnings that this event causes, at most one."""
         if event["event"] == "warning":
             self._said.add(str(event.get("kind")))
         found: CurveWarning | None = None
-        if event["event"] == "step":
+        if event["event"] == "step" and "reward" in event:  # its loss is near 0, whatever is learnt
+            found = self._of_rewards(self._rewards.after_step(event))
+        elif event["event"] == "step":
             found = self._after_step(event)
+        elif event["event"] == "validation":
+            found = self._of_rewards(self._rewards.after_validation(event))
         elif event["event"] == "resources":
             found = self._after_interval(event)
         if found is None or found.name in self._said:
             return []
         self._said.add(found.name)
         return [found]
+
+    def _of_rewards(self, reason: tuple[str, str] | None) -> CurveWarning | None:
+        return None if reason is None else CurveWarning(*reason)
 
     def _after_step(self, event: Event) -> CurveWarning | None:
         loss = number_in(event, "loss")

@@ -1,0 +1,251 @@
+"""Functions that reward generated answers: built-in ones and the user's own, with TRL's signature.
+
+Security: a function is code, so it is looked up like a metric (`finetune.inference.answer_metrics`): a module must be
+installed and allowed by the command line.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from threading import Thread
+from typing import TYPE_CHECKING, Any
+
+from finetune.data.values import quote
+from finetune.errors import ConfigError, DataError
+from finetune.inference.answer_metrics import exact_match, json_equal, json_valid, resolve_functions, token_f1
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config, RewardSection
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedAnswer:
+    """An answer to reward."""
+
+    source: str
+    """The file and line of its prompt."""
+    prompt: Any
+    """The turns of the prompt, or its text."""
+    expected: str
+    """The expected answer after its thinking; empty if the row has none."""
+    columns: Mapping[str, Any]
+    """The other columns of the row."""
+    text: str
+    """The answer after its thinking."""
+    whole: str
+    """The whole answer, without special tokens."""
+    marked: str
+    """The whole answer with special tokens, but for the one that ends it: the marks of thinking may be such tokens."""
+    ids: Sequence[int]
+    """Its tokens."""
+
+
+Score = Callable[[GeneratedAnswer], float]
+RewardFunction = Callable[..., Any]
+"""(prompts, completions, completion_ids, and each other column of the rows, all by name) to a list of numbers, one for
+each completion; None where a completion has no reward. As in TRL, prompt and completion are lists of turns where the
+row has turns, and text where it has text."""
+
+_THINKS_FIRST = re.compile(r"\s*<think>(?!.*<think>).*?</think>\s*\S.*", flags=re.DOTALL)
+
+
+def built_in_functions(section: RewardSection, *, longest: int) -> dict[str, Score]:
+    """Return the built-in functions, by name.
+
+    Args:
+        section: holds the pattern of `regex`.
+        longest: `rollout.max_completion_length`, for `length`.
+    """
+    pattern = None if section.pattern is None else re.compile(section.pattern, flags=re.DOTALL)
+
+    def regex(answer: GeneratedAnswer) -> float:
+        return float(pattern is not None and pattern.fullmatch(answer.text.strip()) is not None)
+
+    return {
+        "exact_match": lambda answer: exact_match(answer.text, answer.expected),
+        "json_equal": lambda answer: json_equal(answer.text, answer.expected),
+        "json_valid": lambda answer: json_valid(answer.text, answer.expected),
+        "token_f1": lambda answer: token_f1(answer.text, answer.expected),
+        "regex": regex,
+        "format_think": lambda answer: float(_THINKS_FIRST.fullmatch(answer.marked) is not None),
+        "length": lambda answer: 1 - len(answer.ids) / longest,
+    }
+
+
+_NEED_EXPECTED = ("exact_match", "json_equal", "token_f1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rewards:
+    """The reward functions of a run.
+
+    Attributes:
+        names: of the functions, as metrics name them.
+        weights: of the functions.
+        timeout_seconds: the longest that one may take.
+    """
+
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    timeout_seconds: float
+    _scores: Mapping[str, Score] = field(repr=False)
+    _own: Mapping[str, RewardFunction] = field(repr=False)
+
+    @classmethod
+    def of(cls, config: Config) -> Rewards:
+        """Look up the functions of a configuration.
+
+        Raises:
+            ConfigError: there is no function, or as many weights; a name is unknown or not allowed; `regex` has no
+                pattern, or one that is no regular expression.
+        """
+        section = config.reward
+        if not section.functions:
+            raise ConfigError(
+                "reward.functions is empty, but training.objective=grpo learns from rewards. Name functions: "
+                "reward.functions=json_equal."
+            )
+        weights = section.weights or [1.0] * len(section.functions)
+        if len(weights) != len(section.functions) or not all(map(math.isfinite, weights)) or not any(weights):
+            raise ConfigError(
+                f"reward.weights is {weights}, but reward.functions names {len(section.functions)}: "
+                f"{', '.join(section.functions)}. Give one finite number for each, at least one of them not 0."
+            )
+        if len(set(section.functions)) < len(section.functions):
+            raise ConfigError(f"reward.functions names one twice: {', '.join(section.functions)}. Name each once.")
+        origin = config.origin("reward.functions_from")
+        if section.functions_from and origin != "command line":
+            modules = ",".join(section.functions_from)
+            raise ConfigError(
+                f"reward.functions_from is {modules} ({origin}): a function is code that runs here, so only the "
+                f"command line may allow a module. If you trust it, add reward.functions_from={modules} to the command."
+            )
+        _refuse_bad_pattern(section)
+        known = built_in_functions(section, longest=config.rollout.max_completion_length)
+        own = resolve_functions(
+            [name for name in section.functions if name not in known],
+            known,
+            section.functions_from,
+            asked_by="reward.functions",
+        )
+        return cls(
+            names=tuple(section.functions),
+            weights=tuple(weights),
+            timeout_seconds=section.timeout_seconds,
+            _scores={name: known[name] for name in section.functions if name in known},
+            _own=own,
+        )
+
+    @property
+    def metrics(self) -> dict[str, str]:
+        """The name of each function's metric: `reward_` and the last part of its name, or all if two are alike."""
+        short = [name.rpartition(".")[2] for name in self.names]
+        return {
+            name: f"reward_{last if short.count(last) == 1 else name}"
+            for name, last in zip(self.names, short, strict=True)
+        }
+
+    @property
+    def need_columns(self) -> bool:
+        """Whether a function reads the prompts and the columns of the rows."""
+        return bool(self._own)
+
+    @property
+    def needing_expected(self) -> tuple[str, ...]:
+        """The functions that compare with expected answers."""
+        return tuple(name for name in self.names if name in _NEED_EXPECTED)
+
+    def __call__(self, answers: Sequence[GeneratedAnswer]) -> list[list[float]]:
+        """Reward answers: for each answer the rewards of all functions; nan where a function gives none.
+
+        Raises:
+            DataError: a function failed, took too long or returned something else than one number for each answer.
+        """
+        by_function = [
+            [self._scores[name](answer) for answer in answers] if name in self._scores else self._ask(name, answers)
+            for name in self.names
+        ]
+        return [list(of_answer) for of_answer in zip(*by_function, strict=True)]
+
+    def _ask(self, name: str, answers: Sequence[GeneratedAnswer]) -> list[float]:
+        """Call a function of the user's."""
+        columns = {column for answer in answers for column in answer.columns}
+        given = {column: [answer.columns.get(column) for answer in answers] for column in sorted(columns)}
+        given |= {
+            "prompts": [answer.prompt for answer in answers],
+            "completions": [_like_prompt(answer) for answer in answers],
+            "completion_ids": [list(answer.ids) for answer in answers],
+            "expected": [answer.expected for answer in answers],
+        }
+        values = self._in_time(name, given, answers)
+        values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
+        is_list = isinstance(values, Sequence) and not isinstance(values, str)
+        if not is_list or len(values) != len(answers):
+            got = f"{len(values)} values" if is_list else quote(values)
+            raise DataError(
+                f"the reward function {name} returned {got} for {len(answers)} answers; expected a list with one "
+                "number, or None, for each."
+            )
+        return [_as_number(name, value, answer) for value, answer in zip(values, answers, strict=True)]
+
+    def _in_time(self, name: str, given: Mapping[str, Any], answers: Sequence[GeneratedAnswer]) -> Any:
+        found: list[Any] = []
+        problems: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                found.append(self._own[name](**given))
+            except BaseException as error:  # it is the user's own code, which may call sys.exit
+                problems.append(error)
+
+        # A thread that does not end cannot be stopped, but a daemon does not keep the process from ending.
+        thread = Thread(target=call, name=f"reward function {name}", daemon=True)
+        thread.start()
+        thread.join(self.timeout_seconds)
+        first = f"{len(answers)} answers, the first to {answers[0].source}"
+        if thread.is_alive():
+            raise DataError(
+                f"the reward function {name} has not returned after {self.timeout_seconds:g} s for {first}. Make it "
+                "faster, or raise reward.timeout_seconds."
+            )
+        if problems:
+            error = problems[0]
+            raise DataError(f"the reward function {name} failed on {first}: {error!r}. Correct it.") from error
+        return found[0]
+
+
+def _refuse_bad_pattern(section: RewardSection) -> None:
+    wants = "regex" in section.functions
+    if wants and section.pattern is None:
+        raise ConfigError("reward.functions names regex, but reward.pattern is not set. Set the expression to match.")
+    if section.pattern is None:
+        return
+    if not wants:
+        raise ConfigError("reward.pattern is set, but reward.functions does not name regex. Add regex, or remove it.")
+    try:
+        re.compile(section.pattern)
+    except re.error as error:
+        raise ConfigError(f"reward.pattern is {section.pattern!r}, which is no regular expression: {error}.") from None
+
+
+def _like_prompt(answer: GeneratedAnswer) -> Any:
+    return answer.whole if isinstance(answer.prompt, str) else [{"role": "assistant", "content": answer.whole}]
+
+
+def _as_number(name: str, value: object, answer: GeneratedAnswer) -> float:
+    if value is None:
+        return math.nan
+    try:
+        # What is no number raises an error, except for text of one.
+        number = math.nan if isinstance(value, str) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(
+            f"the reward function {name} gave {quote(value)} for the answer {answer.whole[:60]!r} to {answer.source}; "
+            "expected a finite number, or None for no reward."
+        )
+    return number

@@ -1,0 +1,211 @@
+"""The trainer that learns from rewards of the model's own answers. `Trainer` learns from answers that are given."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from finetune.data.batches import EvaluationLoader, TrainLoader
+from finetune.data.encoded import EncodedExamples, EncodedSplits
+from finetune.data.held_out import shuffled
+from finetune.distributed.gradients import LossFunction
+from finetune.distributed.runtime import Runtime
+from finetune.engine.loss import BY_DEVICE, Choices
+from finetune.errors import ConfigError
+from finetune.inference.decoding import Decoding, generate_answers
+from finetune.inference.losses import LossSums
+from finetune.inference.rewards import Rewards
+from finetune.runs.rollouts import remove_rollouts_after
+from finetune.runs.state import TrainerState
+from finetune.training.loop import Cadence
+from finetune.training.objectives.group_loss import METRICS, GroupLoss, advantages_of
+from finetune.training.objectives.groups import summed_group_loss
+from finetune.training.reporting.journal import Journal
+from finetune.training.rollouts import (
+    PromptRows,
+    RolloutLoader,
+    check_expected,
+    read_rows,
+    reward_on_main,
+    stops_of,
+)
+from finetune.training.step import LossWithMetrics
+from finetune.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.config.schema import Config
+
+_log = logging.getLogger(__name__)
+
+
+class RewardTrainer(Trainer):
+    """Trains a model on its own answers, by what reward functions give them: `training.objective=grpo`.
+
+    Each row of a batch is a prompt. The loss of a validation is minus the mean reward of greedy answers.
+
+    Collective: every rank makes one and calls the same methods in the same order.
+
+    Args:
+        runtime: this process's place in the world.
+        config: the whole run.
+        model: on the CPU; a PEFT model if `grpo.beta` is not 0.
+        tokenizer: the model's.
+        splits: encoded rows, as `encode_for_objective` reads them.
+
+    Raises:
+        ConfigError: a reward function is unknown, or the run trains every weight although its loss has a reference.
+        DataError: a prompt is too long, or rows lack the expected answer that a function compares with.
+    """
+
+    objectives: ClassVar = ("grpo",)
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: Config,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        splits: EncodedSplits,
+    ) -> None:
+        check_rewards(config)
+        self._rewards = Rewards.of(config)
+        rows = read_rows(config.data) if self._rewards.need_columns else None
+        self._train_prompts = PromptRows(splits.train, tokenizer, rows)
+        check_expected(config, self._rewards, self._train_prompts)
+        self._validation_prompts: PromptRows | None = None
+        if splits.validation is not None:
+            self._validation_prompts = PromptRows(_sample(config, splits.validation), tokenizer, rows)
+            check_expected(config, self._rewards, self._validation_prompts)
+        super().__init__(runtime, config, model, tokenizer, _with_testable_rows(splits))
+
+    @staticmethod
+    def loss_of(config: Config, choices: Choices = BY_DEVICE) -> LossFunction:
+        """See `Trainer.loss_of`."""
+        loss = GroupLoss(config.grpo, config.rollout.max_completion_length)
+        compute = partial(summed_group_loss, loss=loss, temperature=config.rollout.temperature, choices=choices)
+        return LossWithMetrics(compute, METRICS)
+
+    @staticmethod
+    def metrics_of(config: Config) -> tuple[str, ...]:
+        """See `Trainer.metrics_of`."""
+        del config
+        return ("reward",)
+
+    @staticmethod
+    def longest_row(config: Config, splits: Any) -> int:
+        """See `Trainer.longest_row`: no prompt with its answer is longer."""
+        return int(splits.train.lengths.max()) + config.rollout.max_completion_length
+
+    def prepare_dataloaders(self) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:
+        """See `Trainer.prepare_dataloaders`. The first one generates the answers to learn from."""
+        train, validation, test = super().prepare_dataloaders()
+        rollouts: Any = RolloutLoader(self._setup, train.rule, self._train_prompts, self._rewards)
+        return rollouts, validation, test
+
+    def measure(self, loader: EvaluationLoader) -> LossSums:
+        """Reward greedy answers to the sample of the validation split. Collective."""
+        del loader
+        prompts, setup, config = self._validation_prompts, self._setup, self.config
+        assert prompts is not None
+        is_cut = False
+
+        def is_to_stop() -> bool:
+            nonlocal is_cut
+            is_cut = is_cut or self.runtime.stop_requested_on_any_rank()
+            return is_cut
+
+        answers = generate_answers(
+            self.model,
+            prompts.prompts,
+            Decoding(stop_ids=stops_of(setup), max_new_tokens=config.rollout.max_completion_length, keeps_stop=True),
+            batch_size=config.rollout.batch_size,
+            runtime=self.runtime if self.runtime.world_size > 1 else None,
+            is_to_stop=is_to_stop,
+        )
+        if sum(self.runtime.sum([float(is_cut)])):
+            return LossSums(num_cut_short=float(is_cut))
+        rewards = reward_on_main(setup, self._rewards, prompts, range(len(prompts)), answers)
+        return self._as_sums(rewards)
+
+    def _as_sums(self, rewards: list[list[float]]) -> LossSums:
+        """Set the metrics, and return the sums of the main process; those of all ranks are added up."""
+        import torch
+
+        table = torch.tensor(rewards, dtype=torch.float64)
+        total = advantages_of(table, self._rewards.weights, "none", num_generations=1).rewards[:, 0]
+        given = total[total.isnan().logical_not()]
+        names = self._rewards.metrics
+        self.validation_metrics = {
+            "reward": float(given.mean()),
+            **{names[name]: float(table[:, place].nanmean()) for place, name in enumerate(self._rewards.names)},
+        }
+        shown = ", ".join(f"{name}={mean:.3f}" for name, mean in self.validation_metrics.items())
+        _log.info("Validation: %s", shown)
+        if not self.runtime.is_main_process:
+            return LossSums()
+        nats, count, squares = -float(given.sum()), float(len(given)), float(given.square().sum())
+        return LossSums(nats, count, count, nats, squares)
+
+    def _start_journal(
+        self, journal: Journal, state: TrainerState, cadence: Cadence, optimizer: torch.optim.Optimizer
+    ) -> None:
+        remove_rollouts_after(journal.folder, state.step)
+        super()._start_journal(journal, state, cadence, optimizer)
+
+
+def check_rewards(config: Config) -> None:
+    """Refuse a run whose reference would not be the base.
+
+    Raises:
+        ConfigError: the run trains every weight or starts from another adapter, although `grpo.beta` is not 0.
+    """
+    if not config.grpo.beta:
+        return
+    if config.training.method != "lora":
+        raise ConfigError(
+            f"grpo.beta is {config.grpo.beta:g} and training.method is {config.training.method}, but the reference is "
+            "the base with its adapter switched off. Set grpo.beta=0 or training.method=lora."
+        )
+    if config.lora.start_from is not None:
+        raise ConfigError(
+            f"grpo.beta is {config.grpo.beta:g} and lora.start_from is {config.lora.start_from}, but the reference is "
+            "the base without any adapter. Set grpo.beta=0, or merge that adapter into its base first."
+        )
+
+
+def refuse_reward_keys(config: Config) -> None:
+    """Refuse keys that only grpo reads.
+
+    Raises:
+        ConfigError: one is set, and the objective is another.
+    """
+    for section in ("grpo", "rollout", "reward"):
+        values = getattr(config, section)
+        for key, field in type(values).model_fields.items():
+            origin = config.origin(f"{section}.{key}")
+            default = field.get_default(call_default_factory=True)
+            # A run's config.yaml names every key, those that it did not set with their defaults.
+            if origin != "default" and getattr(values, key) != default:
+                raise ConfigError(
+                    f"{section}.{key} is {getattr(values, key)} ({origin}), but training.objective is "
+                    f"{config.training.objective}, which does not read it. Remove it, or set training.objective=grpo."
+                )
+
+
+def _with_testable_rows(splits: EncodedSplits) -> EncodedSplits:
+    """Leave out the test phase, which compares with expected answers, if its rows have none."""
+    test = splits.test
+    if test is None or any(test.prompt_and_answer(row).answer for row in range(len(test))):
+        return splits
+    _log.info("test is off: its rows have no expected answer")
+    return replace(splits, test=None)
+
+
+def _sample(config: Config, rows: EncodedExamples) -> EncodedExamples:
+    """Return the rows that validations answer, the same in every validation."""
+    return rows.select(sorted(shuffled(len(rows), config.data.split_seed)[: config.validation.num_samples]))

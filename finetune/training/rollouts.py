@@ -1,0 +1,425 @@
+"""Generate the answers that a run learns from, reward them, and cut them into micro-batches.
+
+Answers and rewards are a function of the weights, the seed and the step. All ranks know the answers to all prompts of a
+global batch, so that neither the number of ranks nor the cut into micro-batches changes the loss.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.data.batches import BatchRule, derived_seed
+from finetune.data.encoded import EncodedExample, EncodedExamples
+from finetune.data.examples import load_examples
+from finetune.data.formats import Example
+from finetune.data.objective import rows_with_prompts
+from finetune.data.templates import stop_ids
+from finetune.engine.microbatch import EMPTY_MICROBATCH
+from finetune.engine.prefixes import RowGroup, assign_to_ranks
+from finetune.errors import DataError
+from finetune.inference.decoding import Decoding, Sampling, generate_answers
+from finetune.inference.evaluation import Dialogues
+from finetune.inference.rewards import GeneratedAnswer, Rewards
+from finetune.model.base import evaluation_mode, longrope_boundary
+from finetune.runs.folder import RunFolder
+from finetune.runs.rollouts import read_rollout, write_rollout
+from finetune.training.objectives.group_loss import GroupLoss, advantages_of
+from finetune.training.objectives.groups import (
+    GroupMicrobatch,
+    ScoredAnswer,
+    nats_of_tokens,
+    put_answers_together,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.config.schema import Config, DataSection
+    from finetune.training.setup import Setup
+
+_NOT_COLUMNS = frozenset({"prompt", "completion", "messages", "conversations", "expected"})
+"""Columns that reward functions get in another form."""
+
+
+class PromptRows:
+    """The prompts of a split, and what its rows tell a reward function.
+
+    Args:
+        examples: encoded rows.
+        tokenizer: the model's.
+        rows: the rows as they were read, by their origin; None if no function reads them.
+
+    Attributes:
+        prompts: token ids of each prompt, with the header of the assistant's turn.
+        expected: the expected answer of each row, empty if it has none.
+        sources: file and line of each row.
+
+    Raises:
+        DataError: `data.max_length` cuts a prompt.
+    """
+
+    def __init__(
+        self, examples: EncodedExamples, tokenizer: PreTrainedTokenizerBase, rows: Mapping[str, Example] | None
+    ) -> None:
+        cut = examples.has_answer.logical_not().nonzero()[:, 0].tolist()
+        if cut:
+            raise DataError(
+                f"{len(cut)} prompts are longer than data.max_length, the first is {examples.source(cut[0])}. Raise "
+                "data.max_length, or remove them."
+            )
+        dialogues = Dialogues(examples, tokenizer)
+        self.prompts, self.expected, self.sources = dialogues.prompts, dialogues.expected, dialogues.sources
+        self._reader, self._tokenizer, self._rows = dialogues.reader, tokenizer, rows
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def answer(self, row: int, ids: Sequence[int], stops: Sequence[int]) -> GeneratedAnswer:
+        """Describe an answer to a row's prompt for reward functions."""
+        kept = list(ids[:-1]) if ids and ids[-1] in stops else list(ids)
+        source = self.sources[row]
+        read = None if self._rows is None else self._rows[source]
+        columns = (read.columns if read is not None else None) or {}
+        return GeneratedAnswer(
+            source=source,
+            prompt="" if read is None else read.prompt or list(read.messages[:-1]),
+            expected=self.expected[row],
+            columns={name: value for name, value in columns.items() if name not in _NOT_COLUMNS},
+            text=self._reader.read(kept).text,
+            whole=str(self._tokenizer.decode(kept, skip_special_tokens=True)),
+            marked=str(self._tokenizer.decode(kept, skip_special_tokens=False)),
+            ids=kept,
+        )
+
+
+def read_rows(section: DataSection) -> dict[str, Example]:
+    """Read all rows of training and validation, by their origin."""
+    splits = load_examples(rows_with_prompts(section))
+    parts = [part.whole for split in (splits.train, splits.validation) if split is not None for part in split.parts]
+    return {row.source: row for part in parts for row in part.read()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """The answers of a step, the same on all ranks. Answers follow each other prompt after prompt.
+
+    Attributes:
+        step: the first step that learns from it.
+        rows: the row of each prompt.
+        answers: token ids of each answer, with the token that ends it.
+        rewards: of each answer by function; nan: none.
+        advantages: of each answer.
+        metrics: of the step.
+        old_nats: -log p of the tokens of each answer that is in the loss; None if they are those of the first step.
+    """
+
+    step: int
+    rows: list[int]
+    answers: list[list[int]]
+    rewards: list[list[float]]
+    advantages: list[float]
+    metrics: Mapping[str, float]
+    old_nats: list[list[float]] | None = None
+
+
+class RolloutLoader:
+    """Yields this rank's micro-batches of answers, step by step, as `TrainLoader` yields those of rows.
+
+    Collective: every rank makes one and takes its steps in the same order. The answers to a step are generated when it
+    is asked for, with the weights of the step before.
+
+    Args:
+        setup: the run.
+        rule: assigns the prompts to steps.
+        prompts: of the training split.
+        rewards: the functions of the run.
+
+    Attributes:
+        recorded: a folder whose rollouts are learnt from instead of new ones; None: answers are generated.
+    """
+
+    generates = True
+    recorded: RunFolder | None = None
+
+    def __init__(self, setup: Setup, rule: BatchRule, prompts: PromptRows, rewards: Rewards) -> None:
+        config = setup.config
+        self.rule = replace(rule, repeats=config.grpo.num_iterations)
+        self.loss = GroupLoss(config.grpo, config.rollout.max_completion_length)
+        self._setup = setup
+        self._runtime = setup.runtime
+        self._config = config
+        self._prompts = prompts
+        self._rewards = rewards
+        self._stops = stops_of(setup)
+        self._training = setup.memory.resolve(config).training
+        self._max_tokens = self._training.max_tokens_per_microbatch
+        self._rollout: Rollout | None = None
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """See `TrainLoader`."""
+        return {} if self._rollout is None else self._rollout.metrics
+
+    def steps(self, epoch: int, first_step: int = 0) -> Iterator[list[tuple[int, GroupMicrobatch]]]:
+        """Yield for each step of an epoch the (index in the global batch, micro-batch) pairs of this rank, if any."""
+        order = self.rule.order(epoch)
+        for place in range(first_step, self.rule.steps_per_epoch):
+            step = epoch * self.rule.steps_per_epoch + place + 1
+            first = step - place % self.rule.repeats
+            if self._rollout is None or self._rollout.step != first:
+                rows = self.rule.examples_of_step(order, place)
+                is_new = first == step and self.recorded is None
+                self._rollout = self._generate(step, rows) if is_new else self._read(first, rows)
+            yield self._microbatches(self._rollout)
+
+    def halve(self, epoch: int, step: int) -> int | None:
+        """See `TrainLoader`."""
+        del epoch, step  # the answers of the step are at hand
+        assert self._rollout is not None
+        rule = self._rule_of_answers(self._rollout, self._in_loss(self._rollout))
+        smaller = rule.halved(0, 0) if rule.lengths else None
+        if smaller is None:
+            return None
+        self._max_tokens = smaller.max_tokens
+        return self._max_tokens
+
+    def _generate(self, step: int, rows: list[int]) -> Rollout:
+        """Generate the answers to a step's prompts, reward and record them."""
+        runtime, section = self._runtime, self._config.rollout
+        runtime.at("rollout", step)
+        started = time.monotonic()
+        sampling = Sampling(
+            temperature=section.temperature,
+            top_k=section.top_k or None,
+            top_p=None if section.top_p == 1 else section.top_p,
+            seed=derived_seed(self._config.seed, "rollout", step),
+        )
+        of_answers = [row for row in rows for _ in range(section.num_generations)]
+        answers = generate_answers(
+            self._setup.model,
+            [self._prompts.prompts[row] for row in of_answers],
+            Decoding(
+                stop_ids=self._stops,
+                max_new_tokens=section.max_completion_length,
+                sampling=sampling,
+                keeps_stop=True,
+            ),
+            batch_size=section.batch_size,
+            runtime=runtime if runtime.world_size > 1 else None,
+        )
+        runtime.at("rewards", step)
+        rewards = reward_on_main(self._setup, self._rewards, self._prompts, of_answers, answers)
+        rollout = self._compare(step, rows, answers, rewards)
+        if self._config.grpo.num_iterations > 1:
+            rollout = replace(rollout, old_nats=self._old_nats(rollout))
+        rollout = replace(rollout, metrics={**rollout.metrics, "rollout_seconds": time.monotonic() - started})
+        self._setup.on_main(
+            lambda journal: write_rollout(journal.folder, self._as_record(rollout)), f"recording the rollout of {step}"
+        )
+        return rollout
+
+    def _compare(self, step: int, rows: list[int], answers: list[list[int]], rewards: list[list[float]]) -> Rollout:
+        """Compute advantages and the metrics of a rollout."""
+        names = self._rewards.metrics
+        table = torch.tensor(rewards, dtype=torch.float64)
+        group = self._config.rollout.num_generations
+        found = advantages_of(table, self._rewards.weights, self._config.grpo.scale_rewards, num_generations=group)
+        metrics = {
+            "reward": float(found.rewards.nanmean()),
+            "reward_std": float(found.deviations.mean()),
+            **{names[name]: float(table[:, k].nanmean()) for k, name in enumerate(self._rewards.names)},
+            "equal_groups": float((found.values == 0).all(1).double().mean()),
+            "answer_length": math.fsum(map(len, answers)) / len(answers),
+            "truncated": sum(map(self._is_truncated, answers)) / len(answers),
+        }
+        return Rollout(
+            step=step,
+            rows=rows,
+            answers=answers,
+            rewards=rewards,
+            advantages=found.values.flatten().tolist(),
+            metrics={name: value for name, value in metrics.items() if not math.isnan(value)},
+        )
+
+    def _read(self, step: int, rows: list[int]) -> Rollout:
+        """Read a rollout on the main process, and return it on every rank. Collective."""
+        found: Any = None
+        with self._runtime.failing_together("reading the rollout"):
+            if self._setup.journal is not None:
+                found = read_rollout(self.recorded or self._setup.journal.folder, step)
+        found = self._runtime.broadcast_from_main(found)
+        answers = [answer for group in found["groups"] for answer in group["answers"]]
+        rewards = [
+            [math.nan if (value := answer["rewards"][name]) is None else value for name in self._rewards.names]
+            for answer in answers
+        ]
+        rollout = self._compare(step, rows, [answer["ids"] for answer in answers], rewards)
+        return replace(rollout, old_nats=[answer.get("nats", []) for answer in answers])
+
+    def _as_record(self, rollout: Rollout) -> dict[str, Any]:
+        names = self._rewards.names
+        old: Sequence[Sequence[float]] = rollout.old_nats or [[]] * len(rollout.answers)
+        answers = [
+            {
+                "ids": ids,
+                "rewards": {
+                    name: None if math.isnan(value) else value for name, value in zip(names, each, strict=True)
+                },
+                "advantage": advantage,
+                **({"nats": nats} if nats else {}),
+            }
+            for ids, each, advantage, nats in zip(
+                rollout.answers, rollout.rewards, rollout.advantages, old, strict=True
+            )
+        ]
+        size = self._config.rollout.num_generations
+        return {
+            "step": rollout.step,
+            "groups": [
+                {
+                    "source": self._prompts.sources[row],
+                    "prompt": self._prompts.prompts[row],
+                    "answers": answers[place * size : (place + 1) * size],
+                }
+                for place, row in enumerate(rollout.rows)
+            ],
+        }
+
+    def _is_truncated(self, answer: Sequence[int]) -> bool:
+        return not answer or answer[-1] not in self._stops
+
+    def _counts(self, answer: Sequence[int]) -> bool:
+        """Whether an answer's tokens count in the loss."""
+        return not (self._config.grpo.mask_truncated_completions and self._is_truncated(answer))
+
+    def _in_loss(self, rollout: Rollout) -> list[int]:
+        """Return the answers that have a gradient: with an advantage of 0 they have none, unless there is a KL term."""
+        has_gradient = [bool(advantage) or self._config.grpo.beta > 0 for advantage in rollout.advantages]
+        return [n for n, answer in enumerate(rollout.answers) if has_gradient[n] and self._counts(answer)]
+
+    def _microbatches(self, rollout: Rollout) -> list[tuple[int, GroupMicrobatch]]:
+        """Cut the answers of a rollout into micro-batches, and return this rank's."""
+        chosen = self._in_loss(rollout)
+        num_tokens = sum(len(answer) for answer in rollout.answers if self._counts(answer))
+        whole = self.loss.denominator(len(rollout.answers), num_tokens)
+        in_loss = sum(len(rollout.answers[n]) for n in chosen)
+        groups, ours = self._split(rollout, chosen)
+        made = [
+            (
+                n,
+                put_answers_together(
+                    [self._scored(rollout, chosen[index]) for index in groups[n].rows],
+                    rows=self._setup.collate,
+                    # The first one stands for all of them: they have one denominator.
+                    num_targets=whole if n == 0 else 0,
+                    per_token=whole / in_loss,
+                ),
+            )
+            for n in ours
+        ]
+        if not groups and self._runtime.is_main_process:
+            nothing = torch.zeros(EMPTY_MICROBATCH.num_rows, dtype=torch.float64)
+            made = [(0, GroupMicrobatch(rows=EMPTY_MICROBATCH, advantages=nothing, num_targets=whole))]
+        return made
+
+    def _split(self, rollout: Rollout, chosen: Sequence[int]) -> tuple[list[RowGroup], list[int]]:
+        """Return the micro-batches of these answers, as indices in `chosen`, and which of them are this rank's."""
+        rule = self._rule_of_answers(rollout, chosen)
+        groups = rule.split(range(len(chosen))) if chosen else []
+        runtime = self._runtime
+        return groups, assign_to_ranks([group.num_tokens for group in groups], runtime.world_size)[runtime.rank]
+
+    def _rule_of_answers(self, rollout: Rollout, chosen: Sequence[int]) -> BatchRule:
+        training = self._training
+        rows = [torch.tensor(self._whole(rollout, n), dtype=torch.int32).numpy() for n in chosen]
+        return BatchRule(
+            lengths=list(map(len, rows)),
+            global_batch_size=max(1, len(rows)),
+            batch_size=training.batch_size,
+            max_tokens=self._max_tokens,
+            boundary=longrope_boundary(self._setup.model),
+            tokens=rows.__getitem__ if self._setup.is_packed and training.packing else None,
+            share_prefixes=training.share_prefixes,
+        )
+
+    def _whole(self, rollout: Rollout, n: int) -> list[int]:
+        row = rollout.rows[n // self._config.rollout.num_generations]
+        return [*self._prompts.prompts[row], *rollout.answers[n]]
+
+    def _scored(self, rollout: Rollout, n: int) -> ScoredAnswer:
+        ids = torch.tensor(self._whole(rollout, n))
+        is_target = torch.zeros(len(ids), dtype=torch.bool)
+        is_target[len(ids) - len(rollout.answers[n]) :] = True
+        old = None if rollout.old_nats is None else rollout.old_nats[n]
+        return ScoredAnswer(EncodedExample(ids, is_target), rollout.advantages[n], old)
+
+    def _old_nats(self, rollout: Rollout) -> list[list[float]]:
+        """Compute -log p of the tokens of answers in the loss, the same on all ranks. Collective."""
+        runtime = self._runtime
+        chosen = self._in_loss(rollout)
+        groups, ours = self._split(rollout, chosen)
+        rounds = -(-len(groups) // runtime.world_size) if runtime.needs_equal_microbatches else len(ours)
+        compute = partial(nats_of_tokens, temperature=self._config.rollout.temperature)
+        found: list[list[float]] = [[0.0] * len(answer) for answer in rollout.answers]
+        with evaluation_mode(self._setup.model):
+            for place in range(rounds):
+                if place >= len(ours):
+                    runtime.forward(compute, self._setup.model, EMPTY_MICROBATCH)
+                    continue
+                answers = [chosen[index] for index in groups[ours[place]].rows]
+                rows = self._setup.collate([self._scored(rollout, n).row for n in answers])
+                nats = iter(runtime.forward(compute, self._setup.model, rows).tolist())
+                for n in answers:
+                    found[n] = [next(nats) for _ in rollout.answers[n]]
+        shared = iter(runtime.sum(value for answer in found for value in answer))
+        return [[next(shared) for _ in answer] for answer in found]
+
+
+def stops_of(setup: Setup) -> list[int]:
+    """Return the tokens that end an answer."""
+    return stop_ids(setup.tokenizer, setup.model.generation_config.eos_token_id)
+
+
+def reward_on_main(
+    setup: Setup, rewards: Rewards, prompts: PromptRows, rows: Sequence[int], answers: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """Reward all answers on the main process, so that a function sees them together. Collective.
+
+    Args:
+        setup: the run.
+        rewards: its functions.
+        prompts: of the split.
+        rows: the row of each answer.
+        answers: token ids.
+
+    Raises:
+        DataError: on all ranks, if a function failed.
+    """
+    found: list[list[float]] = []
+    with setup.runtime.failing_together("rewarding answers"):
+        if setup.runtime.is_main_process:
+            stops = stops_of(setup)
+            found = rewards([prompts.answer(row, ids, stops) for row, ids in zip(rows, answers, strict=True)])
+    return setup.runtime.broadcast_from_main(found)
+
+
+def check_expected(config: Config, rewards: Rewards, prompts: PromptRows) -> None:
+    """Refuse functions that compare with expected answers where rows have none.
+
+    Raises:
+        DataError: names the first row without one.
+    """
+    without = [row for row, expected in enumerate(prompts.expected) if not expected]
+    if rewards.needing_expected and without:
+        raise DataError(
+            f"reward.functions is {', '.join(config.reward.functions)}, but {', '.join(rewards.needing_expected)} "
+            f"compares with the expected answer, and {len(without)} rows have none; the first is "
+            f"{prompts.sources[without[0]]}. Add a column completion, or name the column in data.columns.completion."
+        )

@@ -1,0 +1,280 @@
+"""Reward functions: the built-in ones, the user's own with TRL's signature, and what is refused about either."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+
+import pytest
+
+from finetune import load_config
+from finetune.config.schema import RewardSection
+from finetune.errors import ConfigError, DataError
+from finetune.inference.rewards import GeneratedAnswer, Rewards, built_in_functions
+
+MODULE = "rewards_of_mine.orders"
+SOURCE = """
+import threading
+seen, waits = [], threading.Event()
+
+def shorter(prompts, completions, completion_ids, **columns):
+    seen.append({"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns})
+    return [-len(ids) for ids in completion_ids]
+
+def some(completions, **columns): return [None, *[1] * (len(completions) - 1)]
+def truth(completions, **columns): return tuple(len(completion) > 1 for completion in completions)
+def fails(completions, **columns): return [1 / 0 for _ in completions]
+def leaves(completions, **columns): raise SystemExit(3)
+def returns_nan(completions, **columns): return [0.5, float("nan"), 1.0][: len(completions)]
+def returns_infinity(completions, **columns): return [0.5, float("-inf"), 1.0][: len(completions)]
+def returns_huge(completions, **columns): return [0, 10**400, 1][: len(completions)]
+def returns_word(completions, **columns): return [0, "0.5", 1][: len(completions)]
+def returns_list(completions, **columns): return [0, [1.0], 1][: len(completions)]
+def returns_fewer(completions, **columns): return [1.0] * (len(completions) - 1)
+def returns_more(completions, **columns): return [1.0] * (len(completions) + 1)
+def returns_number(completions, **columns): return 0.5
+def returns_text(completions, **columns): return "x" * len(completions)
+def returns_names(completions, **columns): return {str(place): 1.0 for place in range(len(completions))}
+def returns_nothing(completions, **columns): return None
+def takes_no_columns(completions): return [1.0] * len(completions)
+def hangs(completions, **columns):
+    waits.wait()
+    return [0.0] * len(completions)
+LIMIT = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """An installed module with reward functions."""
+    package = tmp_path / "site" / "rewards_of_mine"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "orders.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(package.parent))
+    yield MODULE
+    for name in [name for name in sys.modules if name.startswith("rewards_of_mine")]:
+        del sys.modules[name]
+
+
+def config_of(*overrides):
+    return load_config(["model=phi_tiny", "data.path=rows.jsonl", *overrides], task="finetune_grpo")
+
+
+def rewards_of(*names, words=()):
+    """The functions of a run; names that begin with a dot are the module's."""
+    full = ",".join(f"{MODULE}{name}" if name.startswith(".") else name for name in names)
+    allowed = [f"reward.functions_from={MODULE}"] if any(name.startswith(".") for name in names) else []
+    return Rewards.of(config_of(f"reward.functions={full}", *allowed, *words))
+
+
+def answer(text, *, expected="", whole=None, prompt="Say it.", columns=None, ids=(5, 6), number=1):
+    return GeneratedAnswer(
+        source=f"rows.jsonl:{number}",
+        prompt=prompt,
+        expected=expected,
+        columns=columns or {},
+        text=text,
+        whole=text if whole is None else whole,
+        marked=text if whole is None else whole,
+        ids=ids,
+    )
+
+
+THREE = [answer(text, number=number) for number, text in enumerate(("a", "bb", "ccc"), 1)]
+
+# --- built-in functions -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "reward"),
+    [
+        ("exact_match", answer(" yes\n", expected="yes"), 1),
+        ("exact_match", answer("yes.", expected="yes"), 0),
+        ("exact_match", answer("yes", expected="yes", whole="<think>no</think>yes"), 1),
+        ("json_equal", answer('{"a": 1, "b": 2}', expected='{"b":2,"a":1}'), 1),
+        ("json_equal", answer('{"a": 1}', expected='{"a": 2}'), 0),
+        ("json_valid", answer("[1]"), 1),
+        ("json_valid", answer("[1"), 0),
+        ("regex", answer(" 12\n34 "), 1),
+        ("regex", answer("12 apples"), 0),
+        ("regex", answer("12", whole="<think>a</think>12"), 1),
+        ("format_think", answer("b", whole="<think>\na\n</think>\nb"), 1),
+        ("format_think", answer("b", whole=" <think></think>b\nc"), 1),
+        ("format_think", answer("", whole="<think>a</think> \n"), 0),
+        ("format_think", answer("b", whole="Well, <think>a</think>b"), 0),
+        ("format_think", answer("b", whole="<think>a<think>c</think>b"), 0),
+        ("format_think", answer("", whole="<think>a"), 0),
+        ("format_think", answer("b"), 0),
+        ("length", answer("a", ids=(1,) * 8), 0),
+        ("length", answer("a", ids=(1, 2)), 0.75),
+        ("length", answer("", ids=()), 1),
+    ],
+)
+def test_the_functions_that_come_along(name, given, reward):
+    functions = built_in_functions(RewardSection(pattern=r"\d+.?\d*"), longest=8)
+    assert functions[name](given) == reward
+
+
+def test_each_answer_gets_the_rewards_of_all_functions_in_their_order():
+    rewards = rewards_of("length", "exact_match", words=["rollout.max_completion_length=4"])
+    answers = [answer("yes", expected="yes", ids=(1,)), answer("no", expected="yes", ids=(1, 2, 3))]
+    assert rewards(answers) == [[0.75, 1], [0.25, 0]]
+    assert rewards.names == ("length", "exact_match")
+    assert rewards.weights == (1, 1)
+    assert rewards.metrics == {"length": "reward_length", "exact_match": "reward_exact_match"}
+    assert rewards.needing_expected == ("exact_match",)
+    assert not rewards.need_columns
+
+
+# --- functions of one's own ---------------------------------------------------------------------------------------
+
+
+def test_a_function_gets_turns_where_rows_have_turns_and_all_columns_by_name(own):
+    rewards = rewards_of(".shorter")
+    turns = [{"role": "user", "content": "How many?"}]
+    answers = [
+        answer("4", expected="4", whole="<think>a</think>4", prompt=turns, columns={"unit": "km"}, ids=(1, 2, 3)),
+        answer("5", prompt="Text?", columns={"level": 2}, ids=(1,), number=2),
+    ]
+    assert rewards(answers) == [[-3], [-1]]
+    (given,) = sys.modules[own].seen
+    assert given == {
+        "prompts": [turns, "Text?"],
+        "completions": [[{"role": "assistant", "content": "<think>a</think>4"}], "5"],
+        "completion_ids": [[1, 2, 3], [1]],
+        "expected": ["4", ""],
+        "unit": ["km", None],
+        "level": [None, 2],
+    }
+    assert rewards.need_columns
+    assert rewards.metrics == {f"{own}.shorter": "reward_shorter"}
+
+
+def test_columns_do_not_hide_what_was_generated(own):
+    given = answer("a", columns={"prompts": "x", "completions": "y", "completion_ids": "z", "expected": "w"})
+    rewards_of(".shorter")([given])
+    (seen,) = sys.modules[own].seen
+    assert seen == {"prompts": ["Say it."], "completions": ["a"], "completion_ids": [[5, 6]], "expected": [""]}
+
+
+def test_none_is_no_reward_and_truth_is_a_number(own):
+    found = rewards_of(".some", ".truth")(THREE)
+    assert math.isnan(found[0][0])
+    assert [row[0] for row in found[1:]] == [1, 1]
+    assert [row[1] for row in found] == [0, 1, 1]
+    assert all(type(value) is float for row in found for value in row)
+
+
+@pytest.mark.needs("trl")
+def test_a_function_of_trl_is_called_as_trl_calls_it():
+    words = ["reward.functions=trl.rewards.think_format_reward", "reward.functions_from=trl.rewards"]
+    turns = [{"role": "user", "content": "?"}]
+    answers = [answer("b", whole=whole, prompt=turns) for whole in ("<think>a</think>b", "b")]
+    assert Rewards.of(config_of(*words))(answers) == [[1], [0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("fails", r"failed on 3 answers, the first to rows.jsonl:1: ZeroDivisionError\('division by zero'\)"),
+        ("leaves", r"failed on 3 answers, the first to rows.jsonl:1: SystemExit\(3\)"),
+        ("takes_no_columns", "failed on 3 answers.*TypeError.*unexpected keyword argument"),
+        ("returns_nan", "gave nan for the answer 'bb' to rows.jsonl:2; expected a finite number, or None"),
+        ("returns_infinity", "gave -inf for the answer 'bb' to rows.jsonl:2"),
+        ("returns_huge", "gave 10+… for the answer 'bb' to rows.jsonl:2"),
+        ("returns_word", "gave '0.5' for the answer 'bb' to rows.jsonl:2"),
+        ("returns_list", r"gave \[1.0\] for the answer 'bb' to rows.jsonl:2"),
+        ("returns_fewer", "returned 2 values for 3 answers; expected a list with one number, or None, for each"),
+        ("returns_more", "returned 4 values for 3 answers"),
+        ("returns_number", "returned 0.5 for 3 answers"),
+        ("returns_text", "returned 'xxx' for 3 answers"),
+        ("returns_names", "returned {'0': 1.0, .* for 3 answers"),
+        ("returns_nothing", "returned None for 3 answers"),
+    ],
+)
+def test_a_function_that_goes_wrong_is_named_with_the_row(own, name, why):
+    with pytest.raises(DataError, match=rf"^the reward function {own}.{name} {why}"):
+        rewards_of(f".{name}")(THREE)
+
+
+def test_a_function_may_not_take_longer_than_it_is_given(own):
+    rewards = rewards_of(".hangs", words=["reward.timeout_seconds=0.01"])
+    try:
+        with pytest.raises(
+            DataError,
+            match=rf"^the reward function {own}.hangs has not returned after 0.01 s for 3 answers, the first to "
+            "rows.jsonl:1. Make it faster, or raise reward.timeout_seconds",
+        ):
+            rewards(THREE)
+        (left,) = [thread for thread in threading.enumerate() if thread.name == f"reward function {own}.hangs"]
+        assert left.daemon, "it would keep the process from ending"
+    finally:
+        sys.modules[own].waits.set()
+    left.join(60)
+    assert rewards_of(".hangs")(THREE) == [[0], [0], [0]]
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([], "reward.functions is empty, but training.objective=grpo learns from rewards"),
+        (
+            ["reward.functions=json_eqal"],
+            r"reward.functions is json_eqal; expected one of .*Did you mean json_equal\?$",
+        ),
+        (["reward.functions=os.system"], "os is not allowed: .* allow it with reward.functions_from=os"),
+        (
+            ["reward.functions=no_such_package.f", "reward.functions_from=no_such_package"],
+            "reward.functions_from is no_such_package, but no_such_package is not installed",
+        ),
+        (["reward.functions=length,json_valid,length"], "names one twice: length, json_valid, length. Name each once"),
+        (["reward.functions=length", "reward.weights=[1, 2]"], r"weights is \[1.0, 2.0\], but .* names 1: length"),
+        (["reward.functions=length,json_valid", "reward.weights=[1]"], "names 2: length, json_valid. Give one finite"),
+        (["reward.functions=length", "reward.weights=[0]"], "at least one of them not 0"),
+        (["reward.functions=regex"], "names regex, but reward.pattern is not set"),
+        (["reward.functions=length", "reward.pattern=a+"], "reward.pattern is set, but .* does not name regex"),
+        (["reward.functions=regex", "reward.pattern='(a'"], r"is '\(a', which is no regular expression: missing \)"),
+    ],
+)
+def test_settings_that_have_no_meaning_are_refused(words, why):
+    with pytest.raises(ConfigError, match=why):
+        Rewards.of(config_of(*words))
+
+
+@pytest.mark.parametrize("name", ["gone", "LIMIT"])
+def test_what_is_no_function_is_refused(own, name):
+    with pytest.raises(ConfigError, match=f"reward.functions is {own}.{name}, but {own} has no function {name}"):
+        rewards_of(f".{name}")
+
+
+def test_a_module_that_is_not_allowed_is_not_imported(own):
+    with pytest.raises(ConfigError, match=f"allow it with reward.functions_from={own}"):
+        Rewards.of(config_of(f"reward.functions={own}.shorter"))
+    assert own not in sys.modules
+
+
+def test_only_the_command_line_may_allow_a_module(own, tmp_path):
+    run = tmp_path / "run.yaml"
+    run.write_text(f"reward:\n  functions: [{own}.shorter]\n  functions_from: [{own}]\n")
+    config = config_of(f"run={run}")
+    with pytest.raises(ConfigError, match=rf"functions_from is {own} \(.*run.yaml:3\): a function is code"):
+        Rewards.of(config)
+    assert own not in sys.modules
+    allowed = Rewards.of(config_of(f"run={run}", f"reward.functions_from={own}"))
+    assert allowed.names == (f"{own}.shorter",)
+
+
+def test_functions_with_one_last_name_have_metrics_of_their_own(own, tmp_path):
+    (tmp_path / "site" / "rewards_of_mine" / "other.py").write_text("def shorter(completions, **columns): return []\n")
+    other = "rewards_of_mine.other"
+    words = [f"reward.functions={own}.shorter,{other}.shorter,length", f"reward.functions_from={own},{other}"]
+    assert Rewards.of(config_of(*words)).metrics == {
+        f"{own}.shorter": f"reward_{own}.shorter",
+        f"{other}.shorter": f"reward_{other}.shorter",
+        "length": "reward_length",
+    }

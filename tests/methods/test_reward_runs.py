@@ -1,0 +1,223 @@
+"""GRPO as whole runs: exact on resume, one curve, rollouts on record, and checks that say what to do."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+
+import pytest
+
+from finetune.cli.train import train_from_overrides
+from finetune.errors import CheckpointError, ConfigError, DataError
+from finetune.export.replay import MOST_APART, replay
+from finetune.training import rollouts as training_rollouts
+from finetune.training.objectives.group_loss import METRICS
+from tests.in_process import run_finetune
+from tests.launches import run_launched
+from tests.methods import tiny_training
+from tests.methods.tiny_training import (
+    break_at,
+    contents,
+    curve,
+    events,
+    record,
+    refuse_to_differ_after_a_break,
+    words_for,
+)
+from tests.tiny_runs import write_base
+
+pytestmark = [pytest.mark.trains, pytest.mark.warm]
+
+ROLLOUT = ("reward", "reward_std", "reward_regex", "equal_groups", "answer_length", "truncated")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inputs")
+    write_base(folder / "base")
+    (folder / "rows").mkdir()
+    for split, count in (("train", 12), ("validation", 3)):
+        rows = [{"prompt": f"{split} {n}: three crates to Porto by Friday?", "limit": n} for n in range(count)]
+        (folder / "rows" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def words(inputs, run, *more):
+    return [
+        *words_for(inputs, run),
+        *("task=finetune_grpo", "reward.functions=regex", "reward.pattern=[^aet]*", "lora.r=4"),
+        "optim.learning_rate=3e-2",
+        *("training.global_batch_size=4", "training.batch_size=6", "optim.warmup_steps=0", "training.max_steps=6"),
+        *("rollout.num_generations=4", "rollout.max_completion_length=8", "rollout.batch_size=6"),
+        *more,
+    ]
+
+
+WAYS = {"once": (), "twice": ("grpo.num_iterations=2", "grpo.beta=0.05", "lora.dropout=0.1")}
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def trained(request, inputs, tmp_path_factory):
+    run = tmp_path_factory.mktemp(request.param) / "run"
+    train_from_overrides(words(inputs, run, *WAYS[request.param]))
+    return request.param, run
+
+
+def rollouts(run):
+    return {path.name: path.read_bytes() for path in sorted((run / "rollouts").iterdir())}
+
+
+def test_a_run_learns_and_records_its_figures(trained):
+    way, run = trained
+    steps, validations = curve(run), events(run, "validation")
+    assert {*ROLLOUT, *METRICS[: 3 if way == "twice" else 2]} <= steps[0].keys()
+    assert validations[-1]["reward"] == pytest.approx(-validations[-1]["loss"])
+    assert list(rollouts(run)) == [f"step-{step:06}.json.gz" for step in ((1, 3, 5) if way == "twice" else range(1, 7))]
+    if way == "twice":
+        assert steps[0]["kl"] == 0, "an untrained adapter is the base"
+        assert steps[0]["reward"] == steps[1]["reward"]
+
+
+def test_rollouts_are_on_record(trained):
+    way, run = trained
+    first = json.loads(gzip.decompress((run / "rollouts/step-000001.json.gz").read_bytes()))
+    assert [len(group["answers"]) for group in first["groups"]] == [4] * 4
+    answers = [answer for group in first["groups"] for answer in group["answers"]]
+    assert sum(answer["rewards"]["regex"] for answer in answers) / 16 == pytest.approx(curve(run)[0]["reward"])
+    assert all(("nats" in answer) == (way == "twice") for answer in answers if answer["advantage"])
+    assert replay(run, 3).most_apart <= MOST_APART["fp32"]
+
+
+def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, monkeypatch):
+    way, run = trained
+    monkeypatch.setattr(tiny_training, "train", train_from_overrides)
+    refuse_to_differ_after_a_break(words(inputs, tmp_path, *WAYS[way]), run, tmp_path / "broken")
+    assert rollouts(tmp_path / "broken") == rollouts(run)
+
+
+def test_a_run_that_broke_in_its_rollout_generates_it_again(trained, inputs, tmp_path, monkeypatch):
+    way, run = trained
+
+    def break_in(name, call):
+        """The call of a function in that order is interrupted."""
+        calls, whole = itertools.count(1), getattr(training_rollouts, name)
+
+        def breaking(*given):
+            if next(calls) == call:
+                raise RuntimeError("power cut")
+            return whole(*given)
+
+        return breaking
+
+    for name, call in (("reward_on_main", 1), ("write_rollout", 3)):
+        with monkeypatch.context() as patch:
+            patch.setattr(training_rollouts, name, break_in(name, call))
+            with pytest.raises(RuntimeError, match="power cut"):
+                train_from_overrides(words(inputs, tmp_path / "broken", *WAYS[way]))
+    train_from_overrides(words(inputs, tmp_path / "broken", *WAYS[way]))
+    assert contents(tmp_path / "broken/adapter") == contents(run / "adapter")
+    assert rollouts(tmp_path / "broken") == rollouts(run)
+
+
+def test_a_run_that_broke_between_two_steps_on_one_rollout_learns_from_it_again(inputs, tmp_path, monkeypatch):
+    more = [*WAYS["twice"], "checkpoint.save_every=3"]
+    train_from_overrides(words(inputs, tmp_path / "whole", *more))
+    with monkeypatch.context() as patch:
+        break_at(patch, 4)
+        with pytest.raises(RuntimeError, match="power cut"):
+            train_from_overrides(words(inputs, tmp_path / "broken", *more))
+    train_from_overrides(words(inputs, tmp_path / "broken", *more))
+    assert "resumed from step=3" in (tmp_path / "broken/log.txt").read_text()
+    assert contents(tmp_path / "broken/adapter") == contents(tmp_path / "whole/adapter")
+    again = replay(tmp_path / "whole", 4)
+    assert [one.step for one in again.steps] == [1, 2, 4, 5]
+    assert again.most_apart <= MOST_APART["fp32"], "step 4 learns from the rollout of step 3, which is before its start"
+    assert rollouts(tmp_path / "broken") == rollouts(tmp_path / "whole")
+
+
+def test_rewards_rise(inputs, tmp_path):
+    """Four tenths of the answers are rewarded at first. The mean of 64 rewards has a standard error of 0.06."""
+    more = ["training.max_steps=24", "rollout.num_generations=16", "training.batch_size=64", "rollout.batch_size=64"]
+    more += ["training.method=full", "optim.learning_rate=1e-2"]  # the random base has a head that no adapter moves
+    train_from_overrides(words(inputs, tmp_path / "run", *more, "checkpoint.save_every=24"))
+    rewards = [step["reward"] for step in curve(tmp_path / "run")]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2, rewards
+
+
+def test_a_run_has_one_curve_however_it_is_cut_and_computed(inputs, tmp_path):
+    for name, more in {"one": (), "other": ("training.batch_size=1", "training.kernels=reference")}.items():
+        train_from_overrides(words(inputs, tmp_path / name, "grpo.num_iterations=2", *more))
+    refuse_to_differ(tmp_path / "one", tmp_path / "other")
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("way", ["parallel.gradient_sync=flat", "parallel.sharding=fsdp2"])
+def test_two_processes_have_the_curve_of_one(trained, inputs, tmp_path, way):
+    name, run = trained
+    two = tmp_path / "two"
+    done = run_launched("torchrun", ["-m", "finetune", "train", *words(inputs, two, *WAYS[name]), way])
+    assert done.returncode == 0, done.stdout
+    assert record(two)["world_size"] == 2
+    refuse_to_differ(run, two)
+
+
+def refuse_to_differ(one, other):
+    for mine, theirs in zip(curve(one), curve(other), strict=True):
+        assert theirs["loss"] == pytest.approx(mine["loss"], rel=1e-5, abs=1e-6)
+        assert [theirs[name] for name in ROLLOUT] == [mine[name] for name in ROLLOUT]
+    for mine, theirs in zip(events(one, "validation"), events(other, "validation"), strict=True):
+        assert theirs["loss"] == mine["loss"]
+
+
+def test_a_group_of_equal_rewards_has_no_gradient_and_ends_no_run(inputs, tmp_path):
+    more = ["reward.pattern=never", "optim.weight_decay=0", "training.max_steps=2"]
+    train_from_overrides(words(inputs, tmp_path / "run", *more))
+    steps = curve(tmp_path / "run")
+    assert [step["equal_groups"] for step in steps] == [1, 1]
+    assert [step["grad_norm"] for step in steps] == [0, 0]
+    assert "entropy" not in steps[0], "no token was computed"
+
+
+def test_a_lost_rollout_ends_a_resume_that_needs_it(inputs, tmp_path, monkeypatch):
+    more = ["grpo.num_iterations=2", "checkpoint.save_every=3"]
+    train_from_overrides(words(inputs, tmp_path / "run", *more, "training.max_steps=3"))
+    (tmp_path / "run/rollouts/step-000003.json.gz").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match=r"step-000003\.json\.gz cannot be read"):
+        train_from_overrides(words(inputs, tmp_path / "run", *more, "resume.allow=training.max_steps"))
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "message"),
+    [
+        (["reward.functions=[]", "reward.pattern=null"], ConfigError, "reward.functions is empty"),
+        (["reward.functions=exact_match", "reward.pattern=null"], DataError, "12 rows have none; the first is"),
+        (["data.max_length=4"], DataError, "data.max_length"),
+        (["training.objective=sft"], ConfigError, "but training.objective is sft, which does not read it"),
+        (["validation.metrics=exact_match"], ConfigError, "have no expected answer"),
+        (["checkpoint.best_metric=reward_margin"], ConfigError, "measures loss, reward"),
+        (["grpo.beta=0.1", "training.method=full"], ConfigError, "Set grpo.beta=0 or training.method=lora"),
+        (["data.train_on=each_turn"], ConfigError, "each_turn"),
+    ],
+)
+def test_a_run_that_cannot_learn_from_rewards_is_refused(inputs, tmp_path, more, error, message):
+    with pytest.raises(error, match=message):
+        train_from_overrides(words(inputs, tmp_path / "run", *more))
+
+
+def test_one_answer_has_nothing_to_be_compared_with(inputs, tmp_path):
+    done = run_finetune("train", *words(inputs, tmp_path / "run", "rollout.num_generations=1"))
+    assert done.returncode == 2
+    assert "rollout.num_generations" in done.errors
+    assert "expected a whole number of at least 2" in done.errors
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(0)
+def test_the_quickstart_gains_20_points_of_exact_answers(tmp_path, monkeypatch):
+    """As docs/tasks/rewards.md has it, for 5 minutes or more."""
+    monkeypatch.chdir(tmp_path)
+    train_from_overrides(["quickstart", "training.max_steps=40", "output_dir=runs/orders"])
+    train_from_overrides(["grpo_quickstart", "lora.start_from=runs/orders", "output_dir=runs/rewarded"])
+    before, after = (record(tmp_path / "runs" / name)["result"]["test_tuned"] for name in ("orders", "rewarded"))
+    assert after["exact_match"] >= before["exact_match"] + 0.2, (before, after)
