@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,19 +19,22 @@ from typing import Any, NamedTuple
 
 from finetune.config.keys import fields, values
 from finetune.config.schema import Config
-from finetune.errors import ConfigError
+from finetune.errors import CheckpointError, ConfigError
 from finetune.report import sentences
 from finetune.report.curves import COLOURS, build_charts
 from finetune.report.data_preview import PreviewedData
 from finetune.runs.comparison import compare_runs, format_value
 from finetune.runs.metrics import number_in
 from finetune.runs.recorded_run import RecordedRun, mapping, step_of
+from finetune.runs.rollouts import read_rollout
 from finetune.terminal import visible
 from finetune.units import format_bytes
 
 MARK = "<!-- written by finetune report -->"
 """Marks the first line of each page, so that only a page of ours is overwritten."""
 _FOLDER = Path(__file__).parent
+_SHOWN_GROUPS = 4
+"""Shown prompts of a rollout."""
 _DIGITS = 16
 """Shown digits of a digest, enough to tell two apart."""
 _NEEDED = {"vl_convert": "vl-convert-python", "jinja2": "jinja2"}
@@ -165,6 +168,7 @@ def _run_values(run: RecordedRun, index: int, *, is_best: bool) -> dict[str, Any
         "resume_changes": [mapping(one) for one in run.entries("resume_changes")],
         "has_scores": bool(summary.base or summary.tuned),
         "answers": _answers(run),
+        "rollouts": _rollouts(run),
         "checkpoints": _checkpoints(run),
         "versions": {str(name): str(value) for name, value in run.part("versions").items()},
         "facts": _facts(run),
@@ -192,6 +196,40 @@ def _answers(run: RecordedRun) -> list[dict[str, str | None]]:
     found = [mapping(answer) for answer in answers] if isinstance(answers, list) else []
     names = ("prompt", "expected", "base", "tuned")
     return [{name: None if (text := one.get(name)) is None else str(text) for name in names} for one in found]
+
+
+def _rollouts(run: RecordedRun) -> list[dict[str, Any]]:
+    """Return some groups of the first, the middle and the last rollout, each with its best and its worst answer."""
+    steps = run.folder.rollout_steps()
+    found = []
+    for step in dict.fromkeys([steps[0], steps[len(steps) // 2], steps[-1]] if steps else []):
+        try:
+            groups = read_rollout(run.folder, step).get("groups", [])
+        except CheckpointError:
+            continue
+        shown = (
+            [_best_and_worst(mapping(group)) for group in groups[:_SHOWN_GROUPS]] if isinstance(groups, list) else []
+        )
+        found.append({"step": step, "groups": shown})
+    return found
+
+
+def _best_and_worst(group: Mapping[str, Any]) -> dict[str, Any]:
+    listed = group.get("answers")
+    answers = [mapping(answer) for answer in listed] if isinstance(listed, list) else []
+    ordered = sorted(answers, key=lambda answer: number_in(answer, "advantage") or 0.0)
+    ends = {"best": ordered[-1], "worst": ordered[0]} if ordered else {}
+    return {
+        "prompt": str(group.get("text", "")),
+        "answers": [
+            {"name": name, "text": str(answer.get("text", "")), "rewards": _shown_rewards(answer.get("rewards"))}
+            for name, answer in ends.items()
+        ],
+    }
+
+
+def _shown_rewards(rewards: object) -> str:
+    return ", ".join(f"{name} {'none' if value is None else value}" for name, value in mapping(rewards).items())
 
 
 def _checkpoints(run: RecordedRun) -> list[dict[str, Any]]:

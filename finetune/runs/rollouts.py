@@ -14,8 +14,9 @@ from finetune.runs.folder import RunFolder
 
 Rollout = Mapping[str, Any]
 """`step`: the first step that learned from it. `groups`: for each prompt `source`, the file and line of its row,
-`prompt`, its tokens, and `answers`. Each answer has its tokens `ids`, its `rewards` by function (null: none), its
-`advantage`, and where later steps need it `nats`, -log p of each token when it was generated."""
+`prompt`, its tokens, `text`, the same as text, and `answers`. Each answer has its tokens `ids`, its `text`, its
+`rewards` by function (null: none), its `advantage`, and where later steps need it `nats`, -log p of each token when it
+was generated."""
 
 
 def write_rollout(folder: RunFolder, rollout: Rollout) -> None:

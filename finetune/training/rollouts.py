@@ -81,6 +81,10 @@ class PromptRows:
     def __len__(self) -> int:
         return len(self.prompts)
 
+    def text(self, ids: Sequence[int]) -> str:
+        """Decode tokens, special tokens included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
     def answer(self, row: int, ids: Sequence[int], stops: Sequence[int]) -> GeneratedAnswer:
         """Describe an answer to a row's prompt for reward functions."""
         kept = list(ids[:-1]) if ids and ids[-1] in stops else list(ids)
@@ -94,7 +98,7 @@ class PromptRows:
             columns={name: value for name, value in columns.items() if name not in _NOT_COLUMNS},
             text=self._reader.read(kept).text,
             whole=str(self._tokenizer.decode(kept, skip_special_tokens=True)),
-            marked=str(self._tokenizer.decode(kept, skip_special_tokens=False)),
+            marked=self.text(kept),
             ids=kept,
         )
 
@@ -269,6 +273,7 @@ class RolloutLoader:
         answers = [
             {
                 "ids": ids,
+                "text": self._prompts.text(ids),
                 "rewards": {
                     name: None if math.isnan(value) else value for name, value in zip(names, each, strict=True)
                 },
@@ -286,6 +291,7 @@ class RolloutLoader:
                 {
                     "source": self._prompts.sources[row],
                     "prompt": self._prompts.prompts[row],
+                    "text": self._prompts.text(self._prompts.prompts[row]),
                     "answers": answers[place * size : (place + 1) * size],
                 }
                 for place, row in enumerate(rollout.rows)

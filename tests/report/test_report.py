@@ -23,6 +23,7 @@ from finetune.runs.file_lock import file_lock
 from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import MetricsWriter
 from finetune.runs.recorded_run import open_runs
+from finetune.runs.rollouts import write_rollout
 from tests.report.runs import HOSTILE, Parsed, loss_at, write_run
 from tests.tiny import tiny_tokenizer
 from tests.tiny_runs import random_model_words, write_rows
@@ -303,6 +304,29 @@ def test_answers_of_both_models_stand_side_by_side(tmp_path):
     text = page_of(write_run(tmp_path / "a", result={"answers": answers})).text
     assert [text.count(words) for words in ("Three crates?", "crates crates")] == [1, 1]
     assert re.search(r"exactly right\s*12\.5 %\s*87\.5 %", text)
+
+
+def test_rollouts_show_their_best_and_worst_answers(tmp_path):
+    run = write_run(tmp_path / "a", ["model.path=none", "data.path=none", "training.objective=grpo"], num_steps=9)
+    for step in range(1, 10):
+        answers = [
+            {
+                "ids": [5],
+                "text": f"answer {n} of {step} {HOSTILE}",
+                "rewards": {"solves": n, "other": None},
+                "advantage": n,
+            }
+            for n in range(3)
+        ]
+        write_rollout(RunFolder(run), {"step": step, "groups": [{"text": f"prompt of {step}", "answers": answers}]})
+    RunFolder(run).rollout(9).write_bytes(b"torn")
+    page = page_of(run)
+    assert re.findall(r"(?:prompt|answer \d) of \d", page.text) == [
+        *("prompt of 1", "answer 2 of 1", "answer 0 of 1"),
+        *("prompt of 5", "answer 2 of 5", "answer 0 of 5"),
+    ]
+    assert "best: solves 2, other none" in page.text
+    assert "img" not in {tag for tag, _ in page.elements}, "what the model wrote stays text"
 
 
 def test_what_is_no_run_is_refused_and_nothing_of_others_is_replaced(tmp_path, monkeypatch):
