@@ -31,6 +31,10 @@ REFUSED = {
     "lora": "r alpha dropout target_modules rslora dora init start_from quantize new_tokens",
     "optim": "optimizer learning_rate weight_decay args schedule warmup_steps max_grad_norm lora_plus_ratio",
     "training": "method objective max_steps num_epochs drop_last precision neftune_alpha",
+    "grpo": "loss_type scale_rewards epsilon epsilon_high importance_sampling_level beta num_iterations "
+    "mask_truncated_completions",
+    "rollout": "num_generations max_completion_length temperature top_p top_k batch_size",
+    "reward": "functions weights pattern",
     "preference": "beta gamma desirable_weight undesirable_weight",
     "validation": "drop_last num_samples max_new_tokens",
     "early_stopping": "metric",
