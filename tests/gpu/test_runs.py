@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from finetune import load_config
+from finetune.export.replay import MOST_APART, replay
 from finetune.training.train import train
 from tests.gpu.models import PRECISIONS, write_inputs
 from tests.in_process import run_finetune
@@ -130,6 +131,25 @@ def test_a_run_that_breaks_ends_close_to_the_whole_one(
     tiny_training.train(words)
     assert "resumed from step=2" in (broken / "log.txt").read_text()
     assert losses_of(broken) == pytest.approx(losses_of(whole), rel=1e-4 if precision == "fp32" else 1e-3)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_learning_from_rewards_is_computed_again_from_its_rollouts(
+    precision: str, device: torch.device, inputs: Path, tmp_path: Path
+) -> None:
+    """Two steps on each rollout, so that the second one has a ratio to the weights that generated the answers."""
+    run = tmp_path / "run"
+    words = [*words_on(device, precision, inputs, run), "task=finetune_grpo", "optim.learning_rate=1e-2"]
+    words += ["reward.functions=regex", "reward.pattern=[^aet]*", "grpo.num_iterations=2", "optim.warmup_steps=0"]
+    words += ["rollout.num_generations=4", "rollout.max_completion_length=8"]
+    train(load_config(words))
+    steps = events(run, "step")
+    assert len({step["reward"] for step in steps}) > 1
+    assert steps[0]["clipped"] == 0
+    assert sum(step["grad_norm"] for step in steps) > 0
+    again = replay(run, 4)
+    assert again.device == device.type
+    assert again.most_apart <= MOST_APART[precision]
 
 
 def test_the_shipped_model_trains_and_answers(device: torch.device, tmp_path: Path) -> None:
