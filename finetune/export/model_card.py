@@ -24,7 +24,8 @@ from finetune.inference.finished_run import FinishedRun
 from finetune.runs.recorded_run import RecordedRun
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_SETTINGS = ("training", "preference", "optim", "lora", "data")
+_SETTINGS = ("training", "preference", "grpo", "rollout", "reward", "optim", "lora", "data")
+_OF_REWARDS = ("grpo", "rollout", "reward")
 _LEFT_OUT = {"device", "debug", "num_workers", "pin_memory", "prefetch_factor", "cache_dir", "log_every", "path"}
 
 
@@ -131,6 +132,8 @@ def _settings(config: Config) -> str:
     values = config.model_dump()
     if config.training.method == "full":
         values.pop("lora")
+    if OBJECTIVES[config.training.objective].rows != "prompts":
+        values = {section: keys for section, keys in values.items() if section not in _OF_REWARDS}
     used = OBJECTIVES[config.training.objective].keys
     values["preference"] = {key: value for key, value in values["preference"].items() if key in used}
     if not used:

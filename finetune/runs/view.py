@@ -91,6 +91,7 @@ class RunView:
             f"step {self._of_all()}",
             *self._epoch(),
             f"loss {_format_metric(self._last, 'loss', '.4f')}",
+            *([f"reward {_format_metric(self._last, 'reward', '.3f')}"] if "reward" in self._last else []),
             *([] if speed is None else [f"{speed:,.0f} tokens/s"]),
         ]
         return _SEPARATOR.join([*facts, *self._left()])

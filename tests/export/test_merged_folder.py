@@ -118,6 +118,14 @@ def test_a_card_has_the_beta_of_preference_tuning_where_it_was_used(tmp_path, ob
     assert ("preference:\n  beta: 0.25\n" in card) is has_beta
 
 
+@pytest.mark.parametrize(("objective", "has_them"), [("sft", False), ("grpo", True)])
+def test_a_card_has_the_settings_of_rewards_where_they_were_used(tmp_path, objective, has_them):
+    words = (f"training.objective={objective}", "rollout.num_generations=4", "reward.functions=length")
+    settings = adapter_card(write_run(tmp_path / "run", words=words), "owner/base")
+    assert ("rollout:\n  num_generations: 4\n" in settings) is has_them
+    assert ("functions:\n  - length\n" in settings) is has_them
+
+
 def test_a_card_has_no_path_of_this_machine(tmp_path):
     sources = f"data.mixture=[{{path: {tmp_path}/rows.jsonl, weight: 2}}, {{path: owner/chats}}]"
     card = adapter_card(write_run(tmp_path / "run", words=("data.path=null", sources)), "owner/base")

@@ -86,3 +86,10 @@ def test_a_curve_is_as_wide_as_it_may_be():
     assert curve([1.0], 8) == ""
     assert curve([2.0, 2.0], 8) == "▁▁"
     assert curve([float(n) for n in range(80)], 8) == "▁▂▃▄▅▆▇█"
+
+
+def test_rewards_stand_beside_the_loss():
+    view = RunView(4)
+    view.take({"event": "step", "step": 2, "loss": 0.01, "reward": 0.625, "answer_length": 31.6, "truncated": 0.25})
+    assert view.line() == "step 2/4 · loss 0.0100 · reward 0.625"
+    assert ("reward", "0.625 · 32 tokens an answer · 25% truncated") in view._rows()
