@@ -117,7 +117,7 @@ def replay(path: Path, num_steps: int) -> Replay:
         config = config.model_copy(update={"output_dir": str(Path(scratch, "run"))})
         with launch(config, trains=False) as runtime:
             _refuse_other_device(run, config, runtime.device.type)
-            trainer = build_trainer(runtime, config)
+            trainer = build_trainer(runtime, config, rewards_answers=False)
             assert trainer.journal is not None  # one process is the main one
             _refuse_other_rows(run, trainer)
             if folder.base.is_dir():

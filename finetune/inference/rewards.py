@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ class GeneratedAnswer:
     marked: str
     """The whole answer with special tokens, but for the one that ends it: the marks of thinking may be such tokens."""
     ids: Sequence[int]
-    """Its tokens."""
+    """Its tokens, with the one that ends it."""
 
 
 Score = Callable[[GeneratedAnswer], float]
@@ -80,7 +81,7 @@ _NEED_EXPECTED = ("exact_match", "json_equal", "token_f1")
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """The reward functions of a run.
+    """The reward functions of a run. The user's own are imported by `check`, or when they are first called.
 
     Attributes:
         names: of the functions, as metrics name them.
@@ -92,15 +93,15 @@ class Rewards:
     weights: tuple[float, ...]
     timeout_seconds: float
     _scores: Mapping[str, Score] = field(repr=False)
-    _own: Mapping[str, RewardFunction] = field(repr=False)
+    _config: Config = field(repr=False)
 
     @classmethod
     def of(cls, config: Config) -> Rewards:
-        """Look up the functions of a configuration.
+        """Make the functions of a configuration.
 
         Raises:
-            ConfigError: there is no function, or as many weights; a name is unknown or not allowed; `regex` has no
-                pattern, or one that is no regular expression.
+            ConfigError: there is no function, or not as many weights; `regex` has no pattern, or one that is no regular
+                expression.
         """
         section = config.reward
         if not section.functions:
@@ -116,28 +117,36 @@ class Rewards:
             )
         if len(set(section.functions)) < len(section.functions):
             raise ConfigError(f"reward.functions names one twice: {', '.join(section.functions)}. Name each once.")
-        origin = config.origin("reward.functions_from")
+        _refuse_bad_pattern(section)
+        known = built_in_functions(section, longest=config.rollout.max_completion_length)
+        return cls(
+            names=tuple(section.functions),
+            weights=tuple(weights),
+            timeout_seconds=section.timeout_seconds,
+            _scores={name: known[name] for name in section.functions if name in known},
+            _config=config,
+        )
+
+    def check(self) -> None:
+        """Import the user's own functions.
+
+        Raises:
+            ConfigError: a name is unknown, not allowed or not that of a function.
+        """
+        self._own  # noqa: B018  # looked up here
+
+    @cached_property
+    def _own(self) -> dict[str, RewardFunction]:
+        section, origin = self._config.reward, self._config.origin("reward.functions_from")
         if section.functions_from and origin != "command line":
             modules = ",".join(section.functions_from)
             raise ConfigError(
                 f"reward.functions_from is {modules} ({origin}): a function is code that runs here, so only the "
                 f"command line may allow a module. If you trust it, add reward.functions_from={modules} to the command."
             )
-        _refuse_bad_pattern(section)
-        known = built_in_functions(section, longest=config.rollout.max_completion_length)
-        own = resolve_functions(
-            [name for name in section.functions if name not in known],
-            known,
-            section.functions_from,
-            asked_by="reward.functions",
-        )
-        return cls(
-            names=tuple(section.functions),
-            weights=tuple(weights),
-            timeout_seconds=section.timeout_seconds,
-            _scores={name: known[name] for name in section.functions if name in known},
-            _own=own,
-        )
+        known: dict[str, RewardFunction] = built_in_functions(section, longest=1)
+        names = [name for name in self.names if name not in self._scores]
+        return resolve_functions(names, known, section.functions_from, asked_by="reward.functions")
 
     @property
     def metrics(self) -> dict[str, str]:
@@ -151,7 +160,7 @@ class Rewards:
     @property
     def need_columns(self) -> bool:
         """Whether a function reads the prompts and the columns of the rows."""
-        return bool(self._own)
+        return any(name not in self._scores for name in self.names)
 
     @property
     def needing_expected(self) -> tuple[str, ...]:

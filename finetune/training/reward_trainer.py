@@ -32,7 +32,7 @@ from finetune.training.rollouts import (
     stops_of,
 )
 from finetune.training.step import LossWithMetrics
-from finetune.training.trainer import Trainer
+from finetune.training.trainer import Trainer, TrainingResults
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,8 @@ class RewardTrainer(Trainer):
         splits: encoded rows, as `encode_for_objective` reads them.
 
     Raises:
-        ConfigError: a reward function is unknown, or the run trains every weight although its loss has a reference.
+        ConfigError: the reward functions and their weights do not fit, or the run trains every weight although its loss
+            has a reference.
         DataError: a prompt is too long, or rows lack the expected answer that a function compares with.
     """
 
@@ -106,6 +107,17 @@ class RewardTrainer(Trainer):
         train, validation, test = super().prepare_dataloaders()
         rollouts: Any = RolloutLoader(self._setup, train.rule, self._train_prompts, self._rewards)
         return rollouts, validation, test
+
+    def run_training(
+        self, train_loader: TrainLoader, val_loader: EvaluationLoader | None = None
+    ) -> tuple[TrainingResults, LossSums | None]:
+        """See `Trainer.run_training`.
+
+        Raises:
+            ConfigError: a reward function is unknown or not allowed.
+        """
+        self._rewards.check()
+        return super().run_training(train_loader, val_loader)
 
     def measure(self, loader: EvaluationLoader) -> LossSums:
         """Reward greedy answers to the sample of the validation split. Collective."""

@@ -99,7 +99,7 @@ class PromptRows:
             text=self._reader.read(kept).text,
             whole=str(self._tokenizer.decode(kept, skip_special_tokens=True)),
             marked=self.text(kept),
-            ids=kept,
+            ids=list(ids),
         )
 
 

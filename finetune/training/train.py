@@ -42,17 +42,26 @@ def train(config: Config) -> None:
         trainer.run_test(test_loader)
 
 
-def build_trainer(runtime: Runtime, config: Config) -> Trainer:
+def build_trainer(runtime: Runtime, config: Config, *, rewards_answers: bool = True) -> Trainer:
     """Build the trainer for the configuration's objective, with its model and rows.
 
     Collective: every rank.
+
+    Args:
+        runtime: this process's place in the world.
+        config: the whole run.
+        rewards_answers: whether reward functions will be called; a replay has their recorded rewards.
     """
-    trainer = trainer_for(config)  # checks the configuration before anything slow
+    trainer = trainer_for(config, rewards_answers=rewards_answers)  # checks the configuration before anything slow
     return trainer(runtime, config, *build_parts(runtime, config))
 
 
-def trainer_for(config: Config) -> type[Trainer]:
+def trainer_for(config: Config, *, rewards_answers: bool = True) -> type[Trainer]:
     """Choose the trainer for the configuration's objective.
+
+    Args:
+        config: the whole run.
+        rewards_answers: see `build_trainer`.
 
     Raises:
         ConfigError: the configuration does not suit the objective.
@@ -63,7 +72,9 @@ def trainer_for(config: Config) -> type[Trainer]:
         check_preferences(config)
     if trainer is RewardTrainer:
         check_rewards(config)
-        Rewards.of(config)
+        rewards = Rewards.of(config)
+        if rewards_answers:
+            rewards.check()
     else:
         refuse_reward_keys(config)
     check_metrics(config, trainer.metrics_of(config))

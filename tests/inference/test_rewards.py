@@ -243,18 +243,18 @@ def test_a_function_may_not_take_longer_than_it_is_given(own):
 )
 def test_settings_that_have_no_meaning_are_refused(words, why):
     with pytest.raises(ConfigError, match=why):
-        Rewards.of(config_of(*words))
+        Rewards.of(config_of(*words)).check()
 
 
 @pytest.mark.parametrize("name", ["gone", "LIMIT"])
 def test_what_is_no_function_is_refused(own, name):
     with pytest.raises(ConfigError, match=f"reward.functions is {own}.{name}, but {own} has no function {name}"):
-        rewards_of(f".{name}")
+        rewards_of(f".{name}").check()
 
 
 def test_a_module_that_is_not_allowed_is_not_imported(own):
     with pytest.raises(ConfigError, match=f"allow it with reward.functions_from={own}"):
-        Rewards.of(config_of(f"reward.functions={own}.shorter"))
+        Rewards.of(config_of(f"reward.functions={own}.shorter")).check()
     assert own not in sys.modules
 
 
@@ -263,9 +263,12 @@ def test_only_the_command_line_may_allow_a_module(own, tmp_path):
     run.write_text(f"reward:\n  functions: [{own}.shorter]\n  functions_from: [{own}]\n")
     config = config_of(f"run={run}")
     with pytest.raises(ConfigError, match=rf"functions_from is {own} \(.*run.yaml:3\): a function is code"):
-        Rewards.of(config)
+        Rewards.of(config).check()
+    # A replay needs no more than the names, and runs no code of the configuration.
+    assert Rewards.of(config).metrics == {f"{own}.shorter": "reward_shorter"}
     assert own not in sys.modules
     allowed = Rewards.of(config_of(f"run={run}", f"reward.functions_from={own}"))
+    allowed.check()
     assert allowed.names == (f"{own}.shorter",)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import sys
 
 import pytest
 
@@ -168,6 +169,22 @@ def refuse_to_differ(one, other):
         assert [theirs[name] for name in ROLLOUT] == [mine[name] for name in ROLLOUT]
     for mine, theirs in zip(events(one, "validation"), events(other, "validation"), strict=True):
         assert theirs["loss"] == mine["loss"]
+
+
+def test_a_function_of_ones_own_gets_columns_and_is_not_called_by_a_replay(inputs, tmp_path, monkeypatch):
+    (tmp_path / "rewards_of_a_test.py").write_text(
+        "def solves(prompts, completions, completion_ids, limit, expected, **columns):\n"
+        "    assert expected == [''] * len(limit) and columns == {} and prompts[0].endswith('Friday?')\n"
+        "    return [float(n % 2 == len(ids) % 2 == 0) for n, ids in zip(limit, completion_ids)]\n"
+    )
+    run, own = tmp_path / "run", ["reward.functions=rewards_of_a_test.solves", "reward.pattern=null"]
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(tmp_path))
+        train_from_overrides(words(inputs, run, *own, "reward.functions_from=rewards_of_a_test"))
+    del sys.modules["rewards_of_a_test"]
+    assert {"reward", "reward_solves"} <= curve(run)[0].keys()
+    assert replay(run, 2).most_apart <= MOST_APART["fp32"]
+    assert "rewards_of_a_test" not in sys.modules
 
 
 def test_a_group_of_equal_rewards_has_no_gradient_and_ends_no_run(inputs, tmp_path):
