@@ -22,15 +22,9 @@ from finetune.runs.state import TrainerState
 from finetune.training.loop import Cadence
 from finetune.training.objectives.group_loss import METRICS, GroupLoss, advantages_of
 from finetune.training.objectives.groups import summed_group_loss
+from finetune.training.prompt_rows import PromptRows, check_expected, read_rows
 from finetune.training.reporting.journal import Journal
-from finetune.training.rollouts import (
-    PromptRows,
-    RolloutLoader,
-    check_expected,
-    read_rows,
-    reward_on_main,
-    stops_of,
-)
+from finetune.training.rollouts import RolloutLoader, reward_on_main, stops_of
 from finetune.training.step import LossWithMetrics
 from finetune.training.trainer import Trainer, TrainingResults
 

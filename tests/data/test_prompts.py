@@ -17,7 +17,7 @@ from finetune.data.formats import Example
 from finetune.data.objective import rows_with_prompts
 from finetune.errors import DataError
 from finetune.inference.evaluation import Dialogues
-from finetune.training.rollouts import PromptRows, read_rows
+from finetune.training.prompt_rows import PromptRows, read_rows
 from tests.data.test_formats import ANSWER, MORE, ONE_TURN, SYSTEM, TOOLS, USER
 from tests.tiny import Style, tiny_tokenizer
 

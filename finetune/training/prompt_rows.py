@@ -1,0 +1,99 @@
+"""The prompts of a split, and what their rows tell reward functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from finetune.data.encoded import EncodedExamples
+from finetune.data.examples import load_examples
+from finetune.data.formats import Example
+from finetune.data.objective import rows_with_prompts
+from finetune.errors import DataError
+from finetune.inference.evaluation import Dialogues
+from finetune.inference.rewards import GeneratedAnswer, Rewards
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.config.schema import Config, DataSection
+
+_NOT_COLUMNS = frozenset({"prompt", "completion", "messages", "conversations", "expected"})
+"""Columns that reward functions get in another form."""
+
+
+class PromptRows:
+    """The prompts of a split, and what its rows tell a reward function.
+
+    Args:
+        examples: encoded rows.
+        tokenizer: the model's.
+        rows: the rows as they were read, by their origin; None if no function reads them.
+
+    Attributes:
+        prompts: token ids of each prompt, with the header of the assistant's turn.
+        expected: the expected answer of each row, empty if it has none.
+        sources: file and line of each row.
+
+    Raises:
+        DataError: `data.max_length` cuts a prompt.
+    """
+
+    def __init__(
+        self, examples: EncodedExamples, tokenizer: PreTrainedTokenizerBase, rows: Mapping[str, Example] | None
+    ) -> None:
+        cut = examples.has_answer.logical_not().nonzero()[:, 0].tolist()
+        if cut:
+            raise DataError(
+                f"{len(cut)} prompts are longer than data.max_length, the first is {examples.source(cut[0])}. Raise "
+                "data.max_length, or remove them."
+            )
+        dialogues = Dialogues(examples, tokenizer)
+        self.prompts, self.expected, self.sources = dialogues.prompts, dialogues.expected, dialogues.sources
+        self._reader, self._tokenizer, self._rows = dialogues.reader, tokenizer, rows
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Decode tokens, special tokens included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def answer(self, row: int, ids: Sequence[int], stops: Sequence[int]) -> GeneratedAnswer:
+        """Describe an answer to a row's prompt for reward functions."""
+        kept = list(ids[:-1]) if ids and ids[-1] in stops else list(ids)
+        source = self.sources[row]
+        read = None if self._rows is None else self._rows[source]
+        columns = (read.columns if read is not None else None) or {}
+        return GeneratedAnswer(
+            source=source,
+            prompt="" if read is None else read.prompt or list(read.messages[:-1]),
+            expected=self.expected[row],
+            columns={name: value for name, value in columns.items() if name not in _NOT_COLUMNS},
+            text=self._reader.read(kept).text,
+            whole=str(self._tokenizer.decode(kept, skip_special_tokens=True)),
+            marked=self.text(kept),
+            ids=list(ids),
+        )
+
+
+def read_rows(section: DataSection) -> dict[str, Example]:
+    """Read all rows of training and validation, by their origin."""
+    splits = load_examples(rows_with_prompts(section))
+    parts = [part.whole for split in (splits.train, splits.validation) if split is not None for part in split.parts]
+    return {row.source: row for part in parts for row in part.read()}
+
+
+def check_expected(config: Config, rewards: Rewards, prompts: PromptRows) -> None:
+    """Refuse functions that compare with expected answers where rows have none.
+
+    Raises:
+        DataError: names the first row without one.
+    """
+    without = [row for row, expected in enumerate(prompts.expected) if not expected]
+    if rewards.needing_expected and without:
+        raise DataError(
+            f"reward.functions is {', '.join(config.reward.functions)}, but {', '.join(rewards.needing_expected)} "
+            f"compares with the expected answer, and {len(without)} rows have none; the first is "
+            f"{prompts.sources[without[0]]}. Add a column completion, or name the column in data.columns.completion."
+        )
