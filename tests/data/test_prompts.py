@@ -114,7 +114,7 @@ def test_a_reward_function_sees_the_turns_that_were_answered(
     assert found.prompt == [USER]
     assert found.columns["unit"] == "km"
     assert not found.columns.keys() & {"prompt", "completion", "messages", "conversations"}
-    assert (found.text, found.whole, tiny_tokenizer().decode(found.ids)) == ("no", "no", "no")
+    assert (found.text, found.whole, tiny_tokenizer().decode(found.ids)) == ("no", "no", "no<|end|>")
 
 
 def test_tools_stand_in_the_prompt(make_section: Make, write_jsonl: Write) -> None:
