@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from finetune.config.keys import values
+from finetune.config.objectives import OBJECTIVES
 from finetune.distributed.device import accelerator_type
 from finetune.threads import num_cores
 from finetune.training.loaders import global_batch_size
@@ -150,8 +151,14 @@ def _lengths(config: Config, scale: Scale) -> Iterator[_Setting]:
     if scale.measured_rows > most and not has_held_out_rows:
         yield _Setting("data.max_rows", min(data.max_rows or most, most))
     yield _Setting("testing.max_new_tokens", min(config.testing.max_new_tokens, MOST_NEW_TOKENS))
+    is_rewarded = OBJECTIVES[config.training.objective].rows == "prompts"
+    if is_rewarded:
+        length = min(config.rollout.max_completion_length, MOST_NEW_TOKENS)
+        limit = "a random model's answers have no end and are worth little: rewards are computed, but not judged"
+        yield _Setting("rollout.max_completion_length", length, limit)
     if validation.metrics:
         yield _Setting("validation.max_new_tokens", min(validation.max_new_tokens, MOST_NEW_TOKENS))
+    if validation.metrics or is_rewarded:
         yield _Setting("validation.num_samples", min(validation.num_samples, MOST_SAMPLES))
 
 

@@ -124,6 +124,12 @@ def test_what_is_counted_in_steps_is_scaled_and_the_rest_is_kept() -> None:
     assert "data.max_rows" not in changed("data.validation=500", scale=SCALE._replace(measured_rows=10_000))
 
 
+def test_answers_to_learn_from_are_short() -> None:
+    found = changed("task=finetune_grpo", "reward.functions=length", "checkpoint.save_every=2")
+    assert (found["rollout.max_completion_length"], found["validation.num_samples"]) == (16, 8)
+    assert "rollout.max_completion_length" not in changed()
+
+
 def test_a_world_that_this_machine_cannot_start_is_smaller_and_keeps_the_global_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
