@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+LOST_IN_ROUNDING = "takes away most of what the adapter learned"
+"""Words of the error that ends `finetune merge` if the type of the weights is too coarse; `rehearse` looks for them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:

@@ -22,7 +22,7 @@ from finetune.diagnose.plan import Plan, make_plan
 from finetune.diagnose.rehearsal_commands import Commands, StageError
 from finetune.diagnose.rehearsal_overrides import Change, Scale, changes, override
 from finetune.distributed.device import accelerator_type
-from finetune.errors import CheckpointError, FinetuneError, RunFailedError
+from finetune.errors import LOST_IN_ROUNDING, CheckpointError, FinetuneError, RunFailedError
 from finetune.logs import waiting
 from finetune.model.fp8_base import wants_fp8
 from finetune.model.stand_in import write_stand_in
@@ -276,7 +276,14 @@ def _resume(rehearsal: Rehearsal, log: Path) -> str:
 
 
 def _merge(rehearsal: Rehearsal, log: Path) -> str:
-    rehearsal.commands.run(log, "merge", str(rehearsal.folder / "killed"), str(rehearsal.folder / "merged"))
+    words = ("merge", str(rehearsal.folder / "killed"), str(rehearsal.folder / "merged"))
+    try:
+        rehearsal.commands.run(log, *words)
+    except StageError as error:
+        if LOST_IN_ROUNDING not in str(error):
+            raise
+        rehearsal.limits.append("whether `merge` may round: after so few steps, an adapter is smaller than a rounding")
+        rehearsal.commands.run(log, *words, "--dtype", "float32")
     return next((line for line in log.read_text().splitlines() if line.startswith("Reloaded by")), "merged")
 
 

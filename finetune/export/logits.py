@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from finetune.errors import RunFailedError
+from finetune.errors import LOST_IN_ROUNDING, RunFailedError
 
 MOST_DIFFERENCE = {"float64": 1e-4, "float32": 1e-4, "float16": 2e-2, "bfloat16": 1.25e-1}
 """The largest relative difference for each type of the stored weights. For 16-bit types it is 16 steps of the type at 1
@@ -91,7 +91,7 @@ def refuse_far(difference: LogitDifference, dtype: str, most: float | None = Non
         )
     if difference.lost is not None and difference.lost > MOST_LOST:
         raise RunFailedError(
-            f"rounding to {dtype} takes away most of what the adapter learned: {difference}; expected to lose at most "
+            f"rounding to {dtype} {LOST_IN_ROUNDING}: {difference}; expected to lose at most "
             f"{MOST_LOST:.0%} of its effect. Merge with --dtype float32, or use the adapter as it is."
         )
 

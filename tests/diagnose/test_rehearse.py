@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.config.compose import compose, list_configs
 from finetune.config.schema import LoraSection
 from finetune.diagnose.plan_devices import find_device, read_device
-from finetune.diagnose.rehearsal import Rehearsal, _plan, rehearsal_folder
+from finetune.diagnose.rehearsal import Rehearsal, _merge, _plan, rehearsal_folder
 from finetune.diagnose.rehearsal_overrides import MOST_ROWS, Change, Scale, changes
 from finetune.errors import ModelError
 from finetune.model.base import build_base_model, longrope_boundary
@@ -315,6 +315,23 @@ def test_a_command_that_does_not_end_in_time_is_ended(job: Job) -> None:
     ended, stages = rehearse(job(), "--minutes", "0.01")
     assert ended.returncode == stages["data"]["exit_code"] == 3
     assert "finetune preview had not ended 0.01 minutes after the start" in stages["data"]["what"]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_an_adapter_that_has_learned_little_is_merged_in_float32(job: Job, tmp_path: Path) -> None:
+    """In the type of the base, bfloat16, nothing would be left of it."""
+    words = job("optim.learning_rate=1e-7", "training.max_steps=1", "training.precision=fp32")
+    config = json.loads((tmp_path / "base/config.json").read_text())
+    (tmp_path / "base/config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    folder = tmp_path / "rehearsal"
+    assert run_finetune("train", *words, f"output_dir={folder / 'killed'}").returncode == 0
+    rehearsal = Rehearsal(
+        config=compose(words), arguments=words, folder=folder, device=find_device("cpu"), steps=1, minutes=15.0
+    )
+    assert _merge(rehearsal, tmp_path / "merge.log").startswith("Reloaded by")
+    assert rehearsal.limits == ["whether `merge` may round: after so few steps, an adapter is smaller than a rounding"]
+    assert json.loads((folder / "merged/config.json").read_text())["dtype"] == "float32"
 
 
 @pytest.mark.slow
