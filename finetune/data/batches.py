@@ -8,11 +8,10 @@ tokens as the others. So a step has the same micro-batches at every world size, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy
@@ -212,15 +211,7 @@ class TrainLoader(DataLoader[Microbatch]):
         rank: this process.
         world_size: the number of processes that share the micro-batches.
         collate: makes a micro-batch of rows; None: `pad`.
-
-    Attributes:
-        rule: see above.
-        metrics: what was measured while the last yielded step was prepared, by name.
-        generates: whether a step's rows are generated, so that waiting for them is not waiting for data.
     """
-
-    metrics: Mapping[str, float] = MappingProxyType({})
-    generates = False
 
     def __init__(
         self,
@@ -252,18 +243,6 @@ class TrainLoader(DataLoader[Microbatch]):
         loaded = iter(self)
         for step in steps():
             yield [(part.microbatch, next(loaded)) for part in step]
-
-    def halve(self, epoch: int, step: int) -> int | None:
-        """Halve the micro-batches of this and all later steps; `steps` has to be called again.
-
-        Returns:
-            Their limit in tokens; None, and no change, if those of this step cannot be smaller.
-        """
-        smaller = self.rule.halved(epoch, step)
-        if smaller is None:
-            return None
-        self.rule = smaller
-        return smaller.max_tokens
 
 
 class _EpochSampler(Sampler[Any]):

@@ -77,7 +77,6 @@ class RolloutLoader:
         recorded: a folder whose rollouts are learnt from instead of new ones; None: answers are generated.
     """
 
-    generates = True
     recorded: RunFolder | None = None
 
     def __init__(self, setup: Setup, rule: BatchRule, prompts: PromptRows, rewards: Rewards) -> None:
@@ -96,7 +95,7 @@ class RolloutLoader:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """See `TrainLoader`."""
+        """What was measured of the answers of the last yielded step, by name."""
         return {} if self._rollout is None else self._rollout.metrics
 
     def steps(self, epoch: int, first_step: int = 0) -> Iterator[list[tuple[int, GroupMicrobatch]]]:
@@ -111,9 +110,12 @@ class RolloutLoader:
                 self._rollout = self._generate(step, rows) if is_new else self._read(first, rows)
             yield self._microbatches(self._rollout)
 
-    def halve(self, epoch: int, step: int) -> int | None:
-        """See `TrainLoader`."""
-        del epoch, step  # the answers of the step are at hand
+    def halve(self) -> int | None:
+        """Halve the micro-batches of the last yielded step and of all later ones; `steps` has to be called again.
+
+        Returns:
+            Their limit in tokens; None, and no change, if those of this step cannot be smaller.
+        """
         assert self._rollout is not None
         rule = self._rule_of_answers(self._rollout, self._in_loss(self._rollout))
         smaller = rule.halved(0, 0) if rule.lengths else None

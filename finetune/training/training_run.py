@@ -45,7 +45,8 @@ class TrainingRun:
         objective: its loss and how it validates.
         optimizer: prepared by the runtime.
         cadence: which steps save and validate.
-        train_loader: yields this rank's micro-batches.
+        train_loader: yields this rank's micro-batches. One that generates its rows, as `RolloutLoader` does, has
+            `metrics` of the last step and a method `halve`.
         val_loader: the validation split; None without one.
         profiler: sees each step.
         loss_scale: for the first step, in fp16; None in other precisions.
@@ -97,7 +98,7 @@ class TrainingRun:
                 self._runtime.at("data", step)
                 asked = time.monotonic()
                 microbatches = next(self._batches, None)
-                self._data_wait_seconds = None if self._train_loader.generates else time.monotonic() - asked
+                self._data_wait_seconds = None if hasattr(self._train_loader, "metrics") else time.monotonic() - asked
                 if microbatches is None:
                     return
                 yield microbatches
@@ -121,7 +122,7 @@ class TrainingRun:
         return self._with_loader_metrics(self._take_step(step, microbatches, may_be_too_large=False))
 
     def _with_loader_metrics(self, result: StepResult) -> StepResult:
-        return result._replace(metrics={**self._train_loader.metrics, **result.metrics})
+        return result._replace(metrics={**getattr(self._train_loader, "metrics", {}), **result.metrics})
 
     def validate(self, state: TrainerState) -> Validated | None:
         """Validate and return the metrics. If the run is preempted meanwhile, record nothing and return None."""
@@ -214,7 +215,7 @@ class TrainingRun:
         """
         setup, loader = self._setup, self._train_loader
         epoch, place = divmod(step - 1, loader.rule.steps_per_epoch)
-        max_tokens = loader.halve(epoch, place)
+        max_tokens = _halve(loader, epoch, place)
         if max_tokens is None:
             self._runtime.agree(error, f"training, step {step}")
             raise AssertionError("a rank ran out of memory")
@@ -257,3 +258,18 @@ class TrainingRun:
         answered = rows.has_answer.nonzero()[:, 0]
         chosen = sorted(shuffled(len(answered), self._config.data.split_seed)[: self._config.validation.num_samples])
         return Dialogues(rows.select(answered[chosen]), self._setup.tokenizer)
+
+
+def _halve(loader: TrainLoader, epoch: int, step: int) -> int | None:
+    """Halve the micro-batches of this and all later steps; return their limit in tokens, or None if that is impossible.
+
+    The loader's `steps` has to be called again.
+    """
+    if (halve := getattr(loader, "halve", None)) is not None:
+        found: int | None = halve()
+        return found
+    smaller = loader.rule.halved(epoch, step)
+    if smaller is None:
+        return None
+    loader.rule = smaller
+    return smaller.max_tokens

@@ -13,7 +13,9 @@ from finetune.cli.train import train_from_overrides
 from finetune.errors import CheckpointError, ConfigError, DataError
 from finetune.export.replay import MOST_APART, replay
 from finetune.training import rollouts as training_rollouts
+from finetune.training import training_run
 from finetune.training.objectives.group_loss import METRICS
+from finetune.training.step import StepTooLargeError
 from tests.in_process import run_finetune
 from tests.launches import run_launched
 from tests.methods import tiny_training
@@ -150,6 +152,22 @@ def test_a_run_has_one_curve_however_it_is_cut_and_computed(inputs, tmp_path):
     for name, more in {"one": (), "other": ("training.batch_size=1", "training.kernels=reference")}.items():
         train_from_overrides(words(inputs, tmp_path / name, "grpo.num_iterations=2", *more))
     refuse_to_differ(tmp_path / "one", tmp_path / "other")
+
+
+def test_answers_that_are_too_many_for_memory_are_cut_and_not_generated_again(inputs, tmp_path, monkeypatch):
+    train_from_overrides(words(inputs, tmp_path / "one"))
+    whole, attempts = training_run.train_step, itertools.count(1)
+
+    def too_large(*given, **named):
+        if named["may_be_too_large"] and next(attempts) == 1:
+            raise StepTooLargeError(None)
+        return whole(*given, **named)
+
+    monkeypatch.setattr(training_run, "train_step", too_large)
+    train_from_overrides(words(inputs, tmp_path / "cut"))
+    assert next(attempts) == 3
+    assert "out of memory in step 1, which is tried again" in (tmp_path / "cut/log.txt").read_text()
+    refuse_to_differ(tmp_path / "one", tmp_path / "cut")
 
 
 @pytest.mark.launch
