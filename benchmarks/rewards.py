@@ -222,7 +222,9 @@ def main() -> None:
                 done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
                 if done.returncode:
                     raise SystemExit(f"{engine} failed:\n{done.stderr[-2000:]}")
-                speeds[engine].append(_speeds(json.loads(done.stdout.splitlines()[-1])))
+                speed = _speeds(json.loads(done.stdout.splitlines()[-1]))
+                speeds[engine].append(speed)
+                sys.stderr.write(f"{engine}: update {speed['update']:,.0f} tokens/s, step {speed['step']:,.0f}\n")
     for engine, found in speeds.items():
         medians = {what: statistics.median(one[what] for one in found) for what in ("update", "step")}
         sys.stdout.write(f"{engine:<14} update {medians['update']:>8,.0f} tokens/s   step {medians['step']:>8,.0f}\n")
