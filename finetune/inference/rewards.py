@@ -39,9 +39,9 @@ class GeneratedAnswer:
     whole: str
     """The whole answer, without special tokens."""
     marked: str
-    """The whole answer with special tokens, but for the one that ends it: the marks of thinking may be such tokens."""
+    """The whole answer with special tokens, because the marks of thinking may be some. The end token is left out."""
     ids: Sequence[int]
-    """Its tokens, with the one that ends it."""
+    """Its tokens, including the end token."""
 
 
 Score = Callable[[GeneratedAnswer], float]

@@ -114,7 +114,7 @@ class RolloutLoader:
         """Halve the micro-batches of the last yielded step and of all later ones; `steps` has to be called again.
 
         Returns:
-            Their limit in tokens; None, and no change, if those of this step cannot be smaller.
+            The new limit in tokens; None if the micro-batches cannot be smaller, and then nothing changes.
         """
         assert self._rollout is not None
         rule = self._rule_of_answers(self._rollout, self._in_loss(self._rollout))
