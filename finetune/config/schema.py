@@ -470,7 +470,7 @@ class RewardSection(Section):
     functions: UpdateKey[list[str]] = Field(default_factory=list)
     """exact_match, json_equal, json_valid, token_f1, regex, format_think, length, or `my_package.rewards.solves`."""
     functions_from: Free[list[str]] = Field(default_factory=list)
-    """Installed modules whose functions `functions` may name. Only the command line may set it: a function is code."""
+    """Installed modules that `functions` may name. Only the command line may set it, because a function is code."""
     weights: UpdateKey[list[float] | None] = None
     """The weight of each function in the sum; null: 1 for each. One of weight 0 is only measured."""
     pattern: UpdateKey[str | None] = None

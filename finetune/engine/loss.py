@@ -100,7 +100,7 @@ def function_of_nats(
     if not isinstance(microbatch, PackedMicrobatch):
         return function(in_float64(cross_entropy_of_padded(model, microbatch, temperature)))
     before = _BeforeHead.of(model, microbatch, choices, temperature)
-    # The values are computed first, then one weighted sum whose gradient is that of the function.
+    # First compute the nats, then a weighted sum of them. Its weights are the derivatives of the function.
     nats = in_float64(before.nats()).requires_grad_()
     with torch.enable_grad():
         loss, others = function(nats)

@@ -136,6 +136,23 @@ def measure_answers(
     Raises:
         DataError: on all ranks, if a user's own metric failed.
     """
+    stops = stop_ids(tokenizer, model.generation_config.eos_token_id)
+    decoding = Decoding(stop_ids=stops, max_new_tokens=max_new_tokens)
+    ids = answer_unless_stopped(runtime, model, dialogue.prompts, decoding, batch_size=batch_size)
+    if ids is None:
+        return None
+    found: dict[str, float] = {}
+    with runtime.failing_together("measuring answers"):
+        if runtime.is_main_process:
+            answers = [dialogue.reader.read(row).text for row in ids]
+            found = _means(_measure(metrics, answers, dialogue.expected))
+    return runtime.broadcast_from_main(found)
+
+
+def answer_unless_stopped(
+    runtime: Runtime, model: Any, prompts: Sequence[Sequence[int]], decoding: Decoding, *, batch_size: int
+) -> list[list[int]] | None:
+    """Answer prompts with all ranks; None if a rank was asked to stop meanwhile. Collective: every rank."""
     is_cut_short = False
 
     def is_to_stop() -> bool:
@@ -145,20 +162,13 @@ def measure_answers(
 
     ids = generate_answers(
         model,
-        dialogue.prompts,
-        Decoding(stop_ids=stop_ids(tokenizer, model.generation_config.eos_token_id), max_new_tokens=max_new_tokens),
+        prompts,
+        decoding,
         batch_size=batch_size,
         runtime=runtime if runtime.world_size > 1 else None,
         is_to_stop=is_to_stop,
     )
-    if sum(runtime.sum([float(is_cut_short)])):
-        return None
-    found: dict[str, float] = {}
-    with runtime.failing_together("measuring answers"):
-        if runtime.is_main_process:
-            answers = [dialogue.reader.read(row).text for row in ids]
-            found = _means(_measure(metrics, answers, dialogue.expected))
-    return runtime.broadcast_from_main(found)
+    return None if sum(runtime.sum([float(is_cut_short)])) else ids
 
 
 class Dialogues:

@@ -204,13 +204,10 @@ def _rollouts(run: RecordedRun) -> list[dict[str, Any]]:
     found = []
     for step in dict.fromkeys([steps[0], steps[len(steps) // 2], steps[-1]] if steps else []):
         try:
-            groups = read_rollout(run.folder, step).get("groups", [])
+            groups = read_rollout(run.folder, step)["groups"][:_SHOWN_GROUPS]
         except CheckpointError:
             continue
-        shown = (
-            [_best_and_worst(mapping(group)) for group in groups[:_SHOWN_GROUPS]] if isinstance(groups, list) else []
-        )
-        found.append({"step": step, "groups": shown})
+        found.append({"step": step, "groups": [_best_and_worst(mapping(group)) for group in groups]})
     return found
 
 

@@ -40,7 +40,9 @@ def read_rollout(folder: RunFolder, step: int) -> Rollout:
     """
     path = folder.rollout(step)
     try:
-        found: Rollout = json.loads(gzip.decompress(path.read_bytes()))
+        found = json.loads(gzip.decompress(path.read_bytes()))
+        if not isinstance(found, dict) or not isinstance(found.get("groups"), list):
+            raise ValueError("it holds no rollout")
     except OSError as error:  # gzip's errors are among them
         raise CheckpointError(_damaged(path, describe_os_error(error))) from error
     except (EOFError, ValueError, zlib.error) as error:

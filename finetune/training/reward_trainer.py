@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from finetune.data.batches import EvaluationLoader, TrainLoader
 from finetune.data.encoded import EncodedExamples, EncodedSplits
 from finetune.data.held_out import shuffled
@@ -14,7 +16,8 @@ from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE, Choices
 from finetune.errors import ConfigError
-from finetune.inference.decoding import Decoding, generate_answers
+from finetune.inference.decoding import Decoding
+from finetune.inference.evaluation import answer_unless_stopped
 from finetune.inference.losses import LossSums
 from finetune.inference.rewards import Rewards
 from finetune.runs.rollouts import remove_rollouts_after
@@ -29,7 +32,6 @@ from finetune.training.step import LossWithMetrics
 from finetune.training.trainer import Trainer, TrainingResults
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
@@ -118,30 +120,16 @@ class RewardTrainer(Trainer):
         del loader
         prompts, setup, config = self._validation_prompts, self._setup, self.config
         assert prompts is not None
-        is_cut = False
-
-        def is_to_stop() -> bool:
-            nonlocal is_cut
-            is_cut = is_cut or self.runtime.stop_requested_on_any_rank()
-            return is_cut
-
-        answers = generate_answers(
-            self.model,
-            prompts.prompts,
-            Decoding(stop_ids=stops_of(setup), max_new_tokens=config.rollout.max_completion_length, keeps_stop=True),
-            batch_size=config.rollout.batch_size,
-            runtime=self.runtime if self.runtime.world_size > 1 else None,
-            is_to_stop=is_to_stop,
-        )
-        if sum(self.runtime.sum([float(is_cut)])):
-            return LossSums(num_cut_short=float(is_cut))
+        length, size = config.rollout.max_completion_length, config.rollout.batch_size
+        decoding = Decoding(stop_ids=stops_of(setup), max_new_tokens=length, keeps_stop=True)
+        answers = answer_unless_stopped(self.runtime, self.model, prompts.prompts, decoding, batch_size=size)
+        if answers is None:
+            return LossSums(num_cut_short=1.0)
         rewards = reward_on_main(setup, self._rewards, prompts, range(len(prompts)), answers)
         return self._as_sums(rewards)
 
     def _as_sums(self, rewards: list[list[float]]) -> LossSums:
-        """Set the metrics, and return the sums of the main process; those of all ranks are added up."""
-        import torch
-
+        """Set the metrics. Return the sums on the main process and zeros elsewhere: the caller adds up all ranks."""
         table = torch.tensor(rewards, dtype=torch.float64)
         total = advantages_of(table, self._rewards.weights, "none", num_generations=1).rewards[:, 0]
         given = total[total.isnan().logical_not()]
@@ -165,7 +153,7 @@ class RewardTrainer(Trainer):
 
 
 def check_rewards(config: Config) -> None:
-    """Refuse a run whose reference would not be the base.
+    """Refuse a run in which the model with its adapter switched off is not the base.
 
     Raises:
         ConfigError: the run trains every weight or starts from another adapter, although `grpo.beta` is not 0.

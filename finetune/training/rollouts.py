@@ -62,7 +62,7 @@ class Rollout:
 
 
 class RolloutLoader:
-    """Yields this rank's micro-batches of answers, step by step, as `TrainLoader` yields those of rows.
+    """A loader like `TrainLoader`, whose rows are answers that the model generates.
 
     Collective: every rank makes one and takes its steps in the same order. The answers to a step are generated when it
     is asked for, with the weights of the step before.
@@ -82,7 +82,7 @@ class RolloutLoader:
     def __init__(self, setup: Setup, rule: BatchRule, prompts: PromptRows, rewards: Rewards) -> None:
         config = setup.config
         self.rule = replace(rule, repeats=config.grpo.num_iterations)
-        self.loss = GroupLoss(config.grpo, config.rollout.max_completion_length)
+        self._loss = GroupLoss(config.grpo, config.rollout.max_completion_length)
         self._setup = setup
         self._runtime = setup.runtime
         self._config = config
@@ -244,7 +244,7 @@ class RolloutLoader:
         """Cut the answers of a rollout into micro-batches, and return this rank's."""
         chosen = self._in_loss(rollout)
         num_tokens = sum(len(answer) for answer in rollout.answers if self._counts(answer))
-        whole = self.loss.denominator(len(rollout.answers), num_tokens)
+        whole = self._loss.denominator(len(rollout.answers), num_tokens)
         in_loss = sum(len(rollout.answers[n]) for n in chosen)
         groups, ours = self._split(rollout, chosen)
         made = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
@@ -326,6 +327,8 @@ def test_rollouts_show_their_best_and_worst_answers(tmp_path):
         *("prompt of 5", "answer 2 of 5", "answer 0 of 5"),
     ]
     assert "best: solves 2, other none" in page.text
+    RunFolder(run).rollout(9).write_bytes(gzip.compress(b"[1]"))
+    assert page_of(run).text == page.text
     assert "img" not in {tag for tag, _ in page.elements}, "what the model wrote stays text"
 
 

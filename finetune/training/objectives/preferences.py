@@ -144,7 +144,7 @@ def measure_preferences(
         return found.losses.sum(), found
 
     total, found = function_of_nats(model, given.rows, summed, choices)
-    # The gradient is that of the sum. Any split over the pairs will do: only the sum of losses is used.
+    # Only the sum of the losses is used, so it does not matter how its gradient is divided among the pairs.
     losses = found.losses.detach()
     return found._replace(losses=losses + (total - total.detach()) / max(1, len(losses)))
 

@@ -20,7 +20,7 @@ _MOST_TRUNCATED = 0.5
 _LEAST_ENTROPY = 0.1
 """Of the entropy of the first steps."""
 _RISES_BY = 0.02
-"""Rewards are rarely more exact: 0.02 is twice the standard error of 2,500 answers of which half are rewarded."""
+"""Smaller changes may be noise: if half of 2,500 answers are rewarded, twice the standard error of the mean is 0.02."""
 
 
 class RewardWarnings:
@@ -53,9 +53,9 @@ class RewardWarnings:
         if not (now > before + _RISES_BY and last < middle < best and last < best - _RISES_BY):
             return None
         text = (
-            f"rewards rise from {before:.3f} to {now:.3f} over the last validations, but those of the validation split "
-            f"fall from {best:.3f} to {last:.3f}: the model learns its training prompts by heart, or exploits a "
-            "reward function. Set grpo.beta, lower optim.learning_rate, or look at the answers in rollouts/"
+            f"over the last validations, the training reward rises from {before:.3f} to {now:.3f}, but the validation "
+            f"reward falls from {best:.3f} to {last:.3f}: the model learns its training prompts by heart, or exploits "
+            "a reward function. Set grpo.beta, lower optim.learning_rate, or look at the answers in rollouts/"
         )
         return "overfitted", text
 
