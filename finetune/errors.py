@@ -86,6 +86,18 @@ class RunFailedError(FinetuneError):
         self.fault = fault
 
 
+class ServerLostError(RunFailedError):
+    """The server that answers prompts was gone for too long. The loop saves a checkpoint before it ends with it.
+
+    Attributes:
+        is_preempted: the run was asked to stop while it waited for the server.
+    """
+
+    def __init__(self, message: str, *, is_preempted: bool = False) -> None:
+        super().__init__(message)
+        self.is_preempted = is_preempted
+
+
 class PreemptedError(FinetuneError):
     """A signal asked the run to stop, and its progress is saved in a checkpoint: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C."""
 

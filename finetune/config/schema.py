@@ -461,7 +461,13 @@ class RolloutSection(Section):
     top_k: UpdateKey[NonNegativeInt] = 0
     """Sample only from this many of the most likely tokens; 0: from all."""
     batch_size: UpdateKey[PositiveInt] = 64
-    """Maximum number of answers that a process generates at once."""
+    """Maximum number of answers that a process, or the server, generates at once."""
+    server: Free[str | None] = None
+    """Address of a vLLM server that generates the answers, for example http://localhost:8000; null: this run does."""
+    max_difference: Free[PositiveFloat] = 0.05
+    """server: end the run if its log-probabilities differ from the run's own by more nats per token, on average."""
+    server_timeout_minutes: Free[PositiveFloat] = 10.0
+    """server: how long to wait if it is gone, before the run saves a checkpoint and ends."""
 
 
 class RewardSection(Section):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -60,6 +60,15 @@ class Decoding:
     """Whether transformers' `generate` computes the answers even if the engine could."""
 
 
+class SampledAnswer(NamedTuple):
+    """An answer, and how likely the model took it to be."""
+
+    ids: list[int]
+    """Its tokens."""
+    nats: list[float]
+    """-log p of each token, before temperature and filters; empty unless the answer was sampled."""
+
+
 def generate_answers(
     model: Any,
     prompts: Sequence[Sequence[int]],
@@ -87,7 +96,21 @@ def generate_answers(
     Raises:
         DataError: a prompt leaves no room for an answer in the model's context.
     """
-    answers: list[list[int]] = [[] for _ in prompts]
+    found = sample_answers(model, prompts, decoding, batch_size=batch_size, runtime=runtime, is_to_stop=is_to_stop)
+    return [answer.ids for answer in found]
+
+
+def sample_answers(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    decoding: Decoding,
+    *,
+    batch_size: int,
+    runtime: Runtime | None = None,
+    is_to_stop: Callable[[], bool] = lambda: False,
+) -> list[SampledAnswer]:
+    """Continue each prompt like `generate_answers`, and measure -log p of each sampled token. Collective like it."""
+    answers = [SampledAnswer([], []) for _ in prompts]
     batches = group_prompts(model, prompts, batch_size=batch_size, max_new_tokens=decoding.max_new_tokens)
     for rows, is_mine in _in_even_rounds(runtime, batches):
         if is_to_stop():
@@ -112,16 +135,23 @@ def _in_even_rounds(runtime: Runtime | None, batches: Sequence[list[int]]) -> It
         yield from ((rows, False) for rows in batches[: num_rounds - len(mine)])
 
 
-def _shared(runtime: Runtime, answers: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
+def _shared(runtime: Runtime, answers: Sequence[SampledAnswer], limit: int) -> list[SampledAnswer]:
     """Return the answers of all ranks. Collective.
 
-    Only one rank answers a prompt, so that the sum over ranks is its answer: token ids plus 1, and 0 after the end.
+    Only one rank answers a prompt, so that the sum over ranks is its answer: `limit` token ids plus 1, with 0 after its
+    end, and as many -log p.
     """
     if runtime.world_size == 1 or not answers:
-        return [list(answer) for answer in answers]
-    whole = runtime.sum(float(token + 1) for answer in answers for token in [*answer, *[-1] * (limit - len(answer))])
-    rows = (whole[start : start + limit] for start in range(0, len(whole), limit))
-    return [[int(token) - 1 for token in row if token] for row in rows]
+        return list(answers)
+    padded = (
+        [*(it + 1 for it in ids), *[0] * (limit - len(ids)), *nats, *[0] * (limit - len(nats))] for ids, nats in answers
+    )
+    whole = runtime.sum(float(number) for numbers in padded for number in numbers)
+    found = []
+    for start in range(0, len(whole), 2 * limit):
+        ids = [int(token) - 1 for token in whole[start : start + limit] if token]
+        found.append(SampledAnswer(ids, whole[start + limit : start + limit + len(ids)]))
+    return found
 
 
 def group_prompts(
@@ -177,8 +207,8 @@ def stream_answer(
         if token not in decoding.stop_ids:
             on_token(token)
 
-    (tokens,) = _generate(model, [prompt], [0], decoding, on_token=show)
-    return _until_stop(tokens, decoding)
+    (answer,) = _generate(model, [prompt], [0], decoding, on_token=show)
+    return _until_stop(answer, decoding).ids
 
 
 def _generate(
@@ -189,7 +219,7 @@ def _generate(
     *,
     runtime: Runtime | None = None,
     on_token: Callable[[int], object] | None = None,
-) -> list[list[int]]:
+) -> list[SampledAnswer]:
     """Answer these prompts up to a stop id or the last token that has room. What follows a stop id has no meaning.
 
     Args:
@@ -207,9 +237,12 @@ def _generate(
     room = room_for_answer(model, max(batch, key=len), decoding.max_new_tokens)
     with evaluation_mode(model):
         if uses_engine:
-            return _continue_by_engine(model, batch, room, decoding.stop_ids, draw, on_token)
-        generate = partial(_continue_by_transformers, batch, room, decoding.stop_ids, draw, on_token, is_sharded)
-        return generate(model) if runtime is None else runtime.apply(generate, model)
+            tokens = _continue_by_engine(model, batch, room, decoding.stop_ids, draw, on_token)
+        else:
+            generate = partial(_continue_by_transformers, batch, room, decoding.stop_ids, draw, on_token, is_sharded)
+            tokens = generate(model) if runtime is None else runtime.apply(generate, model)
+    nats = [[] for _ in rows] if draw is None else draw.nats()
+    return [SampledAnswer(*both) for both in zip(tokens, nats, strict=True)]
 
 
 def _engine_continues(model: Any) -> bool:
@@ -321,6 +354,9 @@ class _Draw:
     def __init__(self, sampling: Sampling, rows: Sequence[int]) -> None:
         from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+        self._num_rows = len(rows)
+        self._alive = list(range(len(rows)))
+        self._nats: list[tuple[list[int], torch.Tensor]] = []
         self._generators = [
             torch.Generator().manual_seed(derived_seed(sampling.seed, "answer", int(row))) for row in rows
         ]
@@ -331,8 +367,17 @@ class _Draw:
             self._filters.append(TopPLogitsWarper(float(sampling.top_p)))
 
     def keep(self, places: Sequence[int]) -> None:
-        """Forget the generators of all rows but these."""
+        """Sample from here on for these rows only."""
+        self._alive = [self._alive[place] for place in places]
         self._generators = [self._generators[place] for place in places]
+
+    def nats(self) -> list[list[float]]:
+        """Return -log p of each token that was drawn, row after row, before temperature and filters."""
+        found: list[list[float]] = [[] for _ in range(self._num_rows)]
+        for rows, values in self._nats:
+            for row, value in zip(rows, values.tolist(), strict=True):
+                found[row].append(value)
+        return found
 
     def __call__(self, input_ids: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
         """Return scores of shape (rows, vocabulary): 0 for the sampled token, minus infinity for all others."""
@@ -345,6 +390,8 @@ class _Draw:
         below = in_float64(kept).softmax(-1).cumsum(-1)
         level = torch.stack([torch.rand((1,), generator=g, dtype=torch.float64) for g in self._generators])
         drawn = torch.searchsorted(below, level.to(below.device) * below[:, -1:], right=True)
+        whole = scores.float()
+        self._nats.append((self._alive, whole.logsumexp(-1) - whole.gather(1, drawn.to(whole.device))[:, 0]))
         return torch.full_like(scores, -torch.inf).scatter(1, drawn.to(scores.device), 0.0)
 
 
@@ -376,6 +423,6 @@ def _refuse_too_long(prompts: Sequence[Sequence[int]], context: int | None) -> N
             )
 
 
-def _until_stop(tokens: Sequence[int], decoding: Decoding) -> list[int]:
-    answer = list(takewhile(lambda token: token not in decoding.stop_ids, tokens))
-    return list(tokens[: len(answer) + 1]) if decoding.keeps_stop else answer
+def _until_stop(answer: SampledAnswer, decoding: Decoding) -> SampledAnswer:
+    length = sum(1 for _ in takewhile(lambda token: token not in decoding.stop_ids, answer.ids)) + decoding.keeps_stop
+    return SampledAnswer(answer.ids[:length], answer.nats[:length])

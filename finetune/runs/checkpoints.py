@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -235,6 +236,28 @@ def save_base(folder: RunFolder, model: torch.nn.Module, tokenizer: PreTrainedTo
         files = {**encode_full_model(model), **(encode_tokenizer(tokenizer) if tokenizer is not None else {})}
         _commit(folder.base, files, doing="Saving base model")
     return folder.base
+
+
+@contextmanager
+def adapter_for_server(folder: RunFolder, model: torch.nn.Module) -> Iterator[Path]:
+    """Write the adapter of a PeftModel as PEFT reads it, for a server that loads it, and remove it after the block.
+
+    Args:
+        folder: an open run folder.
+        model: a PeftModel.
+
+    Raises:
+        RunFailedError: the disk is full or failing.
+    """
+    path = folder.served_adapter
+    with disk_failures_end_the_run("Writing", path):
+        path.parent.mkdir(exist_ok=True)
+    _commit(path, encode_model(model, folder.base if folder.base.is_dir() else None), doing="Writing the adapter")
+    try:
+        yield path
+    finally:
+        with disk_failures_end_the_run("Removing", path):
+            remove_folder(path)
 
 
 def _commit(

@@ -43,6 +43,7 @@ class RunFolder:
         self.base = self.path / "base"
         self.profile = self.path / "profile"
         self.rollouts = self.path / "rollouts"
+        self.served_adapter = self.rollouts / "adapter"
         self.lock_file = self.path / ".lock"
         self._lock: FileLock | None = None
 
@@ -137,7 +138,10 @@ class RunFolder:
             clear_leftovers(self.path, self._our_names().__contains__)
             clear_leftovers(self.checkpoints, lambda name: _STEP_FOLDER.fullmatch(name) is not None)
             clear_leftovers(self.profile, lambda name: _PROFILE_FILE.fullmatch(name) is not None)
-            clear_leftovers(self.rollouts, lambda name: _ROLLOUT_FILE.fullmatch(name) is not None)
+            clear_leftovers(
+                self.rollouts,
+                lambda name: name == self.served_adapter.name or _ROLLOUT_FILE.fullmatch(name) is not None,
+            )
         except TimeoutError as error:
             raise CheckpointError(
                 f"output_dir={self.path} is being written: {error}. Wait for it to end or stop it, "

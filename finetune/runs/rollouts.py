@@ -13,10 +13,11 @@ from finetune.runs.durable import describe_os_error, disk_failures_end_the_run, 
 from finetune.runs.folder import RunFolder
 
 Rollout = Mapping[str, Any]
-"""`step`: the first step that learned from it. `groups`: for each prompt `source`, the file and line of its row,
-`prompt`, its tokens, `text`, the same as text, and `answers`. Each answer has its tokens `ids`, its `text`, its
-`rewards` by function (null: none), its `advantage`, and where later steps need it `nats`, -log p of each token when it
-was generated."""
+"""`step`: the first step that learned from it. `server`: metrics of the server that sampled it, if one did. `groups`:
+for each prompt `source`, the file and line of its row, `prompt`, its tokens, `text`, the same as text, and `answers`.
+Each answer has its tokens `ids`, its `text`, its `rewards` by function (null: none), its `advantage`, and -log p of
+each token: `sampled_nats` as the sampler found it, before temperature and filters, and where the loss needs it `nats`
+as training computes it."""
 
 
 def write_rollout(folder: RunFolder, rollout: Rollout) -> None:
@@ -44,14 +45,14 @@ def read_rollout(folder: RunFolder, step: int) -> Rollout:
         if not isinstance(found, dict) or not isinstance(found.get("groups"), list):
             raise ValueError("it holds no rollout")
     except OSError as error:  # gzip's errors are among them
-        raise CheckpointError(_damaged(path, describe_os_error(error))) from error
+        raise CheckpointError(_damaged(path, step, describe_os_error(error))) from error
     except (EOFError, ValueError, zlib.error) as error:
-        raise CheckpointError(_damaged(path, str(error))) from error
+        raise CheckpointError(_damaged(path, step, str(error))) from error
     return found
 
 
 def remove_rollouts_after(folder: RunFolder, step: int) -> None:
-    """Remove the rollouts of steps after this one, which a resumed run generates again.
+    """Remove the rollouts of steps after this one. A run that goes on as it began learns from them again instead.
 
     Raises:
         RunFailedError: the disk refused.
@@ -62,8 +63,8 @@ def remove_rollouts_after(folder: RunFolder, step: int) -> None:
                 folder.rollout(later).unlink()
 
 
-def _damaged(path: object, why: str) -> str:
+def _damaged(path: object, step: int, why: str) -> str:
     return (
-        f"{path} cannot be read: {why}. The next step would learn from the same answers as the step before, so the run "
-        "cannot go on from this checkpoint. Delete the newest folder in checkpoints/ to go on from an earlier one."
+        f"{path} cannot be read: {why}. Step {step} learns from it. To generate its answers again, delete this file "
+        f"and the folders of step {step} and later in checkpoints/, then go on with resume=auto."
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from finetune.errors import RunFailedError
+from finetune.errors import RunFailedError, ServerLostError
 from finetune.runs.state import TrainerState
 from finetune.training.step import StepResult
 from finetune.training.validation import Criteria, Validated, after_validation
@@ -146,6 +146,7 @@ def run_loop(state: TrainerState, cadence: Cadence, actions: LoopActions, rules:
     Collective: every rank, with equal arguments; every rank leaves at the same step.
 
     Raises:
+        ServerLostError: on every rank, after saving: the server that answers prompts is gone.
         RunFailedError: on every rank, before saving: more than `max_skipped_steps` steps of the run, over all its
             starts, were not finite, or a validation loss was not.
     """
@@ -153,18 +154,26 @@ def run_loop(state: TrainerState, cadence: Cadence, actions: LoopActions, rules:
     is_preempted = False
     if actions.validates and cadence.owes_validation(state):
         state, stops, is_preempted = _after_step(state, is_preempted, cadence, actions, rules)
+    first_step = state.step
     while not (stops or is_preempted or cadence.is_last(state.step)):
-        for microbatches in actions.batches(state.epoch, state.steps_in_epoch):
-            result = actions.train(state.step + 1, microbatches)
+        try:
+            for microbatches in actions.batches(state.epoch, state.steps_in_epoch):
+                result = actions.train(state.step + 1, microbatches)
 
-            state = _advanced(state, cadence, result)
-            if result.is_skipped:
-                _refuse_too_many(state, result, rules.max_skipped_steps)
-            actions.report(state, result)
-            is_preempted = result.num_preempted > 0 and not cadence.is_last(state.step)
-            state, stops, is_preempted = _after_step(state, is_preempted, cadence, actions, rules)
-            if stops or is_preempted or cadence.is_last(state.step):
-                break
+                state = _advanced(state, cadence, result)
+                if result.is_skipped:
+                    _refuse_too_many(state, result, rules.max_skipped_steps)
+                actions.report(state, result)
+                is_preempted = result.num_preempted > 0 and not cadence.is_last(state.step)
+                state, stops, is_preempted = _after_step(state, is_preempted, cadence, actions, rules)
+                if stops or is_preempted or cadence.is_last(state.step):
+                    break
+        except ServerLostError as error:
+            if state.step > first_step and not cadence.saves_after(state.step):
+                actions.save(state)
+            if not error.is_preempted:
+                raise
+            is_preempted = True
     return LoopEnd(state, is_preempted)
 
 

@@ -113,6 +113,8 @@ class RewardTrainer(Trainer):
             ConfigError: a reward function is unknown or not allowed.
         """
         self._rewards.check()
+        if isinstance(train_loader, RolloutLoader):
+            train_loader.check_server()
         return super().run_training(train_loader, val_loader)
 
     def measure(self, loader: EvaluationLoader) -> LossSums:
@@ -148,16 +150,23 @@ class RewardTrainer(Trainer):
     def _start_journal(
         self, journal: Journal, state: TrainerState, cadence: Cadence, optimizer: torch.optim.Optimizer
     ) -> None:
-        remove_rollouts_after(journal.folder, state.step)
+        if state.step == 0 or self.config.resume_allow:  # what changed may change the answers
+            remove_rollouts_after(journal.folder, state.step)
         super()._start_journal(journal, state, cadence, optimizer)
 
 
 def check_rewards(config: Config) -> None:
-    """Refuse a run in which the model with its adapter switched off is not the base.
+    """Refuse a run without an adapter for its server, or whose model with its adapter switched off is not the base.
 
     Raises:
-        ConfigError: the run trains every weight or starts from another adapter, although `grpo.beta` is not 0.
+        ConfigError: the run trains every weight, although a server generates its answers. Or it trains every weight or
+            starts from another adapter, although `grpo.beta` is not 0.
     """
+    if config.rollout.server is not None and config.training.method != "lora":
+        raise ConfigError(
+            f"rollout.server is {config.rollout.server} and training.method is {config.training.method}, but the "
+            "server gets the step's weights as a LoRA adapter. Set training.method=lora, or remove rollout.server."
+        )
     if not config.grpo.beta:
         return
     if config.training.method != "lora":

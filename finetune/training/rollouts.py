@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,9 +20,12 @@ from finetune.data.encoded import EncodedExample
 from finetune.data.templates import stop_ids
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.engine.prefixes import RowGroup, assign_to_ranks
-from finetune.inference.decoding import Decoding, Sampling, generate_answers
+from finetune.errors import PreemptedError, RunFailedError, ServerLostError
+from finetune.inference.decoding import Decoding, SampledAnswer, Sampling, sample_answers
 from finetune.inference.rewards import Rewards
+from finetune.inference.vllm_server import VllmServer
 from finetune.model.base import evaluation_mode, longrope_boundary
+from finetune.runs.checkpoints import adapter_for_server
 from finetune.runs.folder import RunFolder
 from finetune.runs.rollouts import read_rollout, write_rollout
 from finetune.training.objectives.group_loss import GroupLoss, advantages_of
@@ -37,6 +40,9 @@ from finetune.training.prompt_rows import PromptRows
 if TYPE_CHECKING:
     from finetune.training.setup import Setup
 
+SERVER_DIFFERENCE = "server_difference"
+"""The mean of |log p of the server − log p of the run| over the tokens of a rollout, in nats."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
@@ -45,7 +51,7 @@ class Rollout:
     Attributes:
         step: the first step that learns from it.
         rows: the row of each prompt.
-        answers: token ids of each answer, with the token that ends it.
+        answers: token ids of each answer, with the token that ends it, and what the sampler took them to be.
         rewards: of each answer by function; nan: none.
         advantages: of each answer.
         metrics: of the step.
@@ -54,7 +60,7 @@ class Rollout:
 
     step: int
     rows: list[int]
-    answers: list[list[int]]
+    answers: list[SampledAnswer]
     rewards: list[list[float]]
     advantages: list[float]
     metrics: Mapping[str, float]
@@ -106,7 +112,7 @@ class RolloutLoader:
             first = step - place % self.rule.repeats
             if self._rollout is None or self._rollout.step != first:
                 rows = self.rule.examples_of_step(order, place)
-                is_new = first == step and self.recorded is None
+                is_new = first == step and not self._is_on_record(step)
                 self._rollout = self._generate(step, rows) if is_new else self._read(first, rows)
             yield self._microbatches(self._rollout)
 
@@ -136,30 +142,118 @@ class RolloutLoader:
             seed=derived_seed(self._config.seed, "rollout", step),
         )
         of_answers = [row for row in rows for _ in range(section.num_generations)]
-        answers = generate_answers(
-            self._setup.model,
-            [self._prompts.prompts[row] for row in of_answers],
-            Decoding(
-                stop_ids=self._stops,
-                max_new_tokens=section.max_completion_length,
-                sampling=sampling,
-                keeps_stop=True,
-            ),
-            batch_size=section.batch_size,
-            runtime=runtime if runtime.world_size > 1 else None,
+        decoding = Decoding(
+            stop_ids=self._stops,
+            max_new_tokens=section.max_completion_length,
+            sampling=sampling,
+            keeps_stop=True,
         )
+        if section.server is not None:
+            answers = self._ask_server(step, rows, decoding)
+        else:
+            answers = sample_answers(
+                self._setup.model,
+                [self._prompts.prompts[row] for row in of_answers],
+                decoding,
+                batch_size=section.batch_size,
+                runtime=runtime if runtime.world_size > 1 else None,
+            )
         runtime.at("rewards", step)
-        rewards = reward_on_main(self._setup, self._rewards, self._prompts, of_answers, answers)
+        rewards = reward_on_main(self._setup, self._rewards, self._prompts, of_answers, [it.ids for it in answers])
         rollout = self._compare(step, rows, answers, rewards)
-        if self._config.grpo.num_iterations > 1:
-            rollout = replace(rollout, old_nats=self._old_nats(rollout))
+        if self._config.grpo.num_iterations > 1 or section.server is not None:
+            rollout = replace(rollout, old_nats=self._nats(rollout, section.temperature))
+        if section.server is not None:
+            rollout = self._compared_with_server(rollout)
         rollout = replace(rollout, metrics={**rollout.metrics, "rollout_seconds": time.monotonic() - started})
         self._setup.on_main(
             lambda journal: write_rollout(journal.folder, self._as_record(rollout)), f"recording the rollout of {step}"
         )
         return rollout
 
-    def _compare(self, step: int, rows: list[int], answers: list[list[int]], rewards: list[list[float]]) -> Rollout:
+    @cached_property
+    def _server(self) -> VllmServer:
+        """The server; only the main process asks it."""
+        section = self._config.rollout
+        assert section.server is not None
+        seconds, stops = 60 * section.server_timeout_minutes, lambda: self._runtime.stop_requested
+        return VllmServer(section.server, patience_seconds=seconds, is_to_stop=stops)
+
+    def check_server(self) -> None:
+        """Wait for the server, if there is one, and check that it fits the run. Collective.
+
+        Raises:
+            ConfigError: the server's model reads text differently, or has no room for the answers.
+            ServerLostError: it does not answer in time.
+            PreemptedError: the run was asked to stop meanwhile.
+        """
+        if self._config.rollout.server is None:
+            return
+        self._runtime.at("waiting for the server", timed=False)
+        with self._runtime.failing_together("asking the server"):
+            if self._runtime.is_main_process:
+                prompts = self._prompts.prompts
+                most = max(map(len, prompts)) + self._config.rollout.max_completion_length
+                text = self._prompts.text(max(prompts, key=len))
+                try:
+                    self._server.check(self._setup.tokenizer, text, most_tokens=most)
+                except ServerLostError as error:
+                    raise (PreemptedError(str(error)) if error.is_preempted else error) from None
+
+    def _ask_server(self, step: int, rows: list[int], decoding: Decoding) -> list[SampledAnswer]:
+        """Give the adapter to the server and return its answers on every rank. Collective."""
+        runtime, section = self._runtime, self._config.rollout
+        runtime.at("rollout by the server", step, timed=False)
+        found: Any = None
+        with runtime.failing_together("asking the server for answers"):
+            if self._setup.journal is not None:
+                assert decoding.sampling is not None
+                try:
+                    with adapter_for_server(self._setup.journal.folder, self._setup.model) as adapter:
+                        found = self._server.answer(
+                            [self._prompts.prompts[row] for row in rows],
+                            decoding,
+                            adapter=adapter,
+                            num_answers=section.num_generations,
+                            seeds=[derived_seed(decoding.sampling.seed, "prompt", n) for n in range(len(rows))],
+                            at_once=max(1, section.batch_size // section.num_generations),
+                        )
+                except ServerLostError as error:
+                    found = error
+        found = runtime.broadcast_from_main(found)
+        if isinstance(found, ServerLostError):
+            found.is_reported_elsewhere = not runtime.is_main_process
+            raise found
+        return [SampledAnswer(*answer) for answer in found]
+
+    def _compared_with_server(self, rollout: Rollout) -> Rollout:
+        """Compare the server's log-probabilities with the run's own. Collective.
+
+        Raises:
+            RunFailedError: they differ by more than `rollout.max_difference`.
+        """
+        section = self._config.rollout
+        # The server's are before temperature.
+        ours = rollout.old_nats if section.temperature == 1 else self._nats(rollout, 1.0)
+        assert ours is not None
+        differences = [
+            abs(mine - theirs)
+            for n in self._in_loss(rollout)
+            for mine, theirs in zip(ours[n], rollout.answers[n].nats, strict=True)
+        ]
+        if not differences:
+            return rollout
+        mean = math.fsum(differences) / len(differences)
+        if not mean <= section.max_difference:
+            raise RunFailedError(
+                f"step {rollout.step}: the log-probabilities of {section.server} differ from the run's own by "
+                f"{mean:.3g} nats per token on average, and by {max(differences):.3g} at most; rollout.max_difference "
+                f"is {section.max_difference:g}. Serve the base model that this run trains, in the same precision and "
+                "with --enable-lora. If the server rounds more than that, raise rollout.max_difference."
+            )
+        return replace(rollout, metrics={**rollout.metrics, SERVER_DIFFERENCE: mean})
+
+    def _compare(self, step: int, rows: list[int], answers: list[SampledAnswer], rewards: list[list[float]]) -> Rollout:
         """Compute advantages and the metrics of a rollout."""
         names = self._rewards.metrics
         table = torch.tensor(rewards, dtype=torch.float64)
@@ -170,8 +264,8 @@ class RolloutLoader:
             "reward_std": float(found.deviations.mean()),
             **{names[name]: float(table[:, k].nanmean()) for k, name in enumerate(self._rewards.names)},
             "equal_groups": float((found.values == 0).all(1).double().mean()),
-            "answer_length": math.fsum(map(len, answers)) / len(answers),
-            "truncated": sum(map(self._is_truncated, answers)) / len(answers),
+            "answer_length": math.fsum(len(answer.ids) for answer in answers) / len(answers),
+            "truncated": sum(self._is_truncated(answer.ids) for answer in answers) / len(answers),
         }
         return Rollout(
             step=step,
@@ -181,6 +275,12 @@ class RolloutLoader:
             advantages=found.values.flatten().tolist(),
             metrics={name: value for name, value in metrics.items() if not math.isnan(value)},
         )
+
+    def _is_on_record(self, step: int) -> bool:
+        """Return whether an earlier start, or the run that is replayed, generated the answers. Collective."""
+        journal = self._setup.journal
+        there = self.recorded is not None or (journal is not None and journal.folder.rollout(step).exists())
+        return self._runtime.broadcast_from_main(there)
 
     def _read(self, step: int, rows: list[int]) -> Rollout:
         """Read a rollout on the main process, and return it on every rank. Collective."""
@@ -194,29 +294,34 @@ class RolloutLoader:
             [math.nan if (value := answer["rewards"][name]) is None else value for name in self._rewards.names]
             for answer in answers
         ]
-        rollout = self._compare(step, rows, [answer["ids"] for answer in answers], rewards)
-        return replace(rollout, old_nats=[answer.get("nats", []) for answer in answers])
+        sampled = [SampledAnswer(answer["ids"], answer.get("sampled_nats", [])) for answer in answers]
+        rollout = self._compare(step, rows, sampled, rewards)
+        metrics = {**rollout.metrics, **found.get("server", {})}
+        return replace(rollout, metrics=metrics, old_nats=[answer.get("nats", []) for answer in answers])
 
     def _as_record(self, rollout: Rollout) -> dict[str, Any]:
         names = self._rewards.names
         old: Sequence[Sequence[float]] = rollout.old_nats or [[]] * len(rollout.answers)
         answers = [
             {
-                "ids": ids,
-                "text": self._prompts.text(ids),
+                "ids": answer.ids,
+                "text": self._prompts.text(answer.ids),
                 "rewards": {
                     name: None if math.isnan(value) else value for name, value in zip(names, each, strict=True)
                 },
                 "advantage": advantage,
+                "sampled_nats": answer.nats,
                 **({"nats": nats} if nats else {}),
             }
-            for ids, each, advantage, nats in zip(
+            for answer, each, advantage, nats in zip(
                 rollout.answers, rollout.rewards, rollout.advantages, old, strict=True
             )
         ]
         size = self._config.rollout.num_generations
+        server = {name: value for name, value in rollout.metrics.items() if name == SERVER_DIFFERENCE}
         return {
             "step": rollout.step,
+            **({"server": server} if server else {}),
             "groups": [
                 {
                     "source": self._prompts.sources[row],
@@ -238,14 +343,14 @@ class RolloutLoader:
     def _in_loss(self, rollout: Rollout) -> list[int]:
         """Return the answers that have a gradient: with an advantage of 0 they have none, unless there is a KL term."""
         has_gradient = [bool(advantage) or self._config.grpo.beta > 0 for advantage in rollout.advantages]
-        return [n for n, answer in enumerate(rollout.answers) if has_gradient[n] and self._counts(answer)]
+        return [n for n, answer in enumerate(rollout.answers) if has_gradient[n] and self._counts(answer.ids)]
 
     def _microbatches(self, rollout: Rollout) -> list[tuple[int, GroupMicrobatch]]:
         """Cut the answers of a rollout into micro-batches, and return this rank's."""
         chosen = self._in_loss(rollout)
-        num_tokens = sum(len(answer) for answer in rollout.answers if self._counts(answer))
+        num_tokens = sum(len(answer.ids) for answer in rollout.answers if self._counts(answer.ids))
         whole = self._loss.denominator(len(rollout.answers), num_tokens)
-        in_loss = sum(len(rollout.answers[n]) for n in chosen)
+        in_loss = sum(len(rollout.answers[n].ids) for n in chosen)
         groups, ours = self._split(rollout, chosen)
         made = [
             (
@@ -287,23 +392,23 @@ class RolloutLoader:
 
     def _whole(self, rollout: Rollout, n: int) -> list[int]:
         row = rollout.rows[n // self._config.rollout.num_generations]
-        return [*self._prompts.prompts[row], *rollout.answers[n]]
+        return [*self._prompts.prompts[row], *rollout.answers[n].ids]
 
     def _scored(self, rollout: Rollout, n: int) -> ScoredAnswer:
         ids = torch.tensor(self._whole(rollout, n))
         is_target = torch.zeros(len(ids), dtype=torch.bool)
-        is_target[len(ids) - len(rollout.answers[n]) :] = True
+        is_target[len(ids) - len(rollout.answers[n].ids) :] = True
         old = None if rollout.old_nats is None else rollout.old_nats[n]
         return ScoredAnswer(EncodedExample(ids, is_target), rollout.advantages[n], old)
 
-    def _old_nats(self, rollout: Rollout) -> list[list[float]]:
-        """Compute -log p of the tokens of answers in the loss, the same on all ranks. Collective."""
+    def _nats(self, rollout: Rollout, temperature: float) -> list[list[float]]:
+        """Compute -log p of the tokens of answers in the loss, the same on all ranks; 0 elsewhere. Collective."""
         runtime = self._runtime
         chosen = self._in_loss(rollout)
         groups, ours = self._split(rollout, chosen)
         rounds = -(-len(groups) // runtime.world_size) if runtime.needs_equal_microbatches else len(ours)
-        compute = partial(nats_of_tokens, temperature=self._config.rollout.temperature)
-        found: list[list[float]] = [[0.0] * len(answer) for answer in rollout.answers]
+        compute = partial(nats_of_tokens, temperature=temperature)
+        found: list[list[float]] = [[0.0] * len(answer.ids) for answer in rollout.answers]
         with evaluation_mode(self._setup.model):
             for place in range(rounds):
                 if place >= len(ours):
@@ -313,7 +418,7 @@ class RolloutLoader:
                 rows = self._setup.collate([self._scored(rollout, n).row for n in answers])
                 nats = iter(runtime.forward(compute, self._setup.model, rows).tolist())
                 for n in answers:
-                    found[n] = [next(nats) for _ in rollout.answers[n]]
+                    found[n] = [next(nats) for _ in rollout.answers[n].ids]
         shared = iter(runtime.sum(value for answer in found for value in answer))
         return [[next(shared) for _ in answer] for answer in found]
 

@@ -52,7 +52,8 @@ KEYS = {
     "preference": "beta gamma desirable_weight undesirable_weight",
     "grpo": "loss_type scale_rewards epsilon epsilon_high importance_sampling_level beta num_iterations "
     "mask_truncated_completions",
-    "rollout": "num_generations max_completion_length temperature top_p top_k batch_size",
+    "rollout": "num_generations max_completion_length temperature top_p top_k batch_size server max_difference "
+    "server_timeout_minutes",
     "reward": "functions functions_from weights pattern timeout_seconds",
     "validation": f"{LOADER_KEYS} validate_every metrics metrics_from num_samples max_new_tokens",
     "testing": f"{LOADER_KEYS} metrics compare_base max_new_tokens num_samples",

@@ -89,6 +89,10 @@ def test_rollouts_are_on_record(trained):
     answers = [answer for group in first["groups"] for answer in group["answers"]]
     assert sum(answer["rewards"]["regex"] for answer in answers) / 16 == pytest.approx(curve(run)[0]["reward"])
     assert all(("nats" in answer) == (way == "twice") for answer in answers if answer["advantage"])
+    for answer in answers:
+        assert len(answer["sampled_nats"]) == len(answer["ids"])
+        if way == "twice" and answer["advantage"]:
+            assert answer["sampled_nats"] == pytest.approx(answer["nats"], abs=1e-4), "at temperature 1, in fp32"
     assert replay(run, 3).most_apart <= MOST_APART["fp32"]
 
 
@@ -179,6 +183,12 @@ def test_two_processes_have_the_curve_of_one(trained, inputs, tmp_path, way):
     assert done.returncode == 0, done.stdout
     assert record(two)["world_size"] == 2
     refuse_to_differ(run, two)
+    assert sampled_nats(two) == pytest.approx(sampled_nats(run), abs=1e-4)
+
+
+def sampled_nats(run):
+    first = json.loads(gzip.decompress((run / "rollouts/step-000001.json.gz").read_bytes()))
+    return [nat for group in first["groups"] for answer in group["answers"] for nat in answer["sampled_nats"]]
 
 
 def refuse_to_differ(one, other):

@@ -1,0 +1,195 @@
+"""Answers from a real vLLM server: with each step's adapter, compared with the run, and the server gone meanwhile.
+
+FINETUNE_VLLM is the Python of an environment that has vLLM; docs/tasks/rewards.md says how to make one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from finetune.cli.train import train_from_overrides
+from finetune.errors import ConfigError, RunFailedError
+from finetune.inference.vllm_server import VllmServer
+from finetune.training import rollouts as training_rollouts
+from tests.launches import REPOSITORY, free_port, run_launched, start_command
+from tests.methods.tiny_training import break_at, curve
+from tests.tiny_runs import write_base
+
+PYTHON = os.environ.get("FINETUNE_VLLM")
+BASE = REPOSITORY / "finetune/assets/phi_tiny"
+pytestmark = [
+    pytest.mark.launch,
+    pytest.mark.skipif(PYTHON is None, reason="vLLM: not installed; FINETUNE_VLLM names the Python that has it"),
+]
+ROUNDING = 1e-4
+"""Both compute in fp32. A product of 1,000 numbers is off by 1e-6 of its size, and logits are below 30."""
+
+
+class Served:
+    """A vLLM server that can be killed and started again at its address."""
+
+    def __init__(self, folder):
+        self.port, self.folder = free_port(), folder
+        self.url = f"http://localhost:{self.port}"
+        self.start()
+
+    def start(self):
+        words = ["--model", BASE, "--port", str(self.port), "--enable-lora", "--max-lora-rank", "16"]
+        settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "HF_HUB_OFFLINE": "1"}
+        with (self.folder / "vllm.log").open("a") as log:
+            self.process = subprocess.Popen(
+                [PYTHON, "-m", "vllm.entrypoints.openai.api_server", *words, "--dtype", "float32", "--enforce-eager"],
+                env={**os.environ, **settings, "PYTHONPATH": "", "VLLM_NO_USAGE_STATS": "1"},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self):
+        for _ in range(600):
+            with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return
+            assert self.process.poll() is None, (self.folder / "vllm.log").read_text()[-3000:]
+            time.sleep(1)
+        raise AssertionError((self.folder / "vllm.log").read_text()[-3000:])
+
+    def kill(self):
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    served = Served(tmp_path_factory.mktemp("vllm"))
+    served.wait()
+    yield served
+    served.kill()
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rows")
+    for split, count in (("train", 12), ("validation", 2)):
+        text = (json.dumps({"prompt": f"{split} {n}: three crates to Porto by Friday?"}) for n in range(count))
+        (folder / f"{split}.jsonl").write_text("\n".join(text))
+    return folder
+
+
+def words(server, rows, run, *more):
+    return [
+        *("model=phi_tiny", "task=finetune_grpo", f"data.train={rows}/train.jsonl", f"output_dir={run}"),
+        f"data.validation={rows}/validation.jsonl",
+        *("reward.functions=length", "lora.r=4", "optim.learning_rate=3e-2", "optim.warmup_steps=0"),
+        *("training.global_batch_size=2", "training.max_steps=4", "checkpoint.save_every=4", "resume=auto"),
+        *("rollout.num_generations=4", "rollout.max_completion_length=8", f"rollout.server={server.url}"),
+        f"rollout.max_difference={ROUNDING}",
+        *more,
+    ]
+
+
+def test_the_server_samples_with_each_steps_adapter(server, rows, tmp_path):
+    more = ("rollout.temperature=0.7", "rollout.top_k=50", "rollout.top_p=0.9")
+    for name, settings in {"plain": (), "filtered": more}.items():
+        train_from_overrides(words(server, rows, tmp_path / name, *settings))
+        steps = curve(tmp_path / name)
+        assert len(steps) == 4
+        assert all(step["server_difference"] < ROUNDING for step in steps if not step["equal_groups"])
+    assert not (tmp_path / "plain/rollouts/adapter").exists()
+
+
+def test_a_server_with_an_earlier_adapter_is_named(server, rows, tmp_path, monkeypatch):
+    whole, kept = training_rollouts.adapter_for_server, tmp_path / "first"
+
+    @contextmanager
+    def stale(folder, model):
+        with whole(folder, model) as path:
+            if not kept.exists():
+                shutil.copytree(path, kept)
+            yield kept
+
+    monkeypatch.setattr(training_rollouts, "adapter_for_server", stale)
+    with pytest.raises(RunFailedError, match=r"step 2: the log-probabilities of .* differ .* nats per token"):
+        train_from_overrides(words(server, rows, tmp_path / "run"))
+
+
+def test_a_run_that_broke_learns_from_the_same_answers_again(server, rows, tmp_path, monkeypatch):
+    run, more = tmp_path / "run", ("checkpoint.save_every=2",)
+    with monkeypatch.context() as patch:
+        break_at(patch, 4)
+        with pytest.raises(RuntimeError, match="power cut"):
+            train_from_overrides(words(server, rows, run, *more))
+    recorded = {path.name: path.read_bytes() for path in (run / "rollouts").iterdir()}
+    assert len(recorded) == 4
+    third = curve(run)[2]
+    train_from_overrides(words(server, rows, run, *more))
+    again = {path.name: path.read_bytes() for path in (run / "rollouts").iterdir()}
+    assert {name: again[name] for name in recorded} == recorded
+    assert [curve(run)[2][name] for name in ("loss", "grad_norm")] == [third["loss"], third["grad_norm"]]
+
+
+def test_two_processes_ask_one_server(server, rows, tmp_path):
+    done = run_launched("torchrun", ["-m", "finetune", "train", *words(server, rows, tmp_path / "run")])
+    assert done.returncode == 0, done.stdout
+    assert len(curve(tmp_path / "run")) == 4
+
+
+def test_a_server_that_does_not_fit_is_refused(server, rows, tmp_path):
+    from transformers import AutoTokenizer
+
+    write_base(tmp_path / "base")
+    asked = VllmServer(server.url, patience_seconds=60)
+    with pytest.raises(ConfigError, match="reads a prompt of this run as other tokens"):
+        asked.check(AutoTokenizer.from_pretrained(tmp_path / "base"), "three crates", most_tokens=10)
+    with pytest.raises(ConfigError, match=r"serves at most [\d,]+ tokens .*--max-model-len 1000000"):
+        asked.check(AutoTokenizer.from_pretrained(BASE), "three crates", most_tokens=10**6)
+    with pytest.raises(RunFailedError, match="LoRA rank 32 is greater than max_lora_rank 16"):
+        train_from_overrides(words(server, rows, tmp_path / "wide", "lora.r=32"))
+    with pytest.raises(ConfigError, match="gets the step's weights as a LoRA adapter"):
+        train_from_overrides(words(server, rows, tmp_path / "full", "training.method=full"))
+
+
+def test_a_lost_server_is_waited_for_and_no_step_is_lost(server, rows, tmp_path):
+    run = tmp_path / "run"
+    more = ("training.max_steps=200", "checkpoint.save_every=200", "validation.validate_every=200")
+    more += ("optim.schedule=constant",)  # so that another number of steps changes nothing
+
+    def start(*settings):
+        return start_command([sys.executable, "-m", "finetune", "train", *words(server, rows, run, *more, *settings)])
+
+    impatient = start("rollout.server_timeout_minutes=0.02")
+    while not (run / "metrics.jsonl").exists() or len(curve(run)) < 3:
+        assert impatient.poll() is None, impatient.communicate()[0]
+        time.sleep(0.1)
+    server.kill()
+    output, _ = impatient.communicate(timeout=120)
+    assert impatient.returncode == 3, output
+    assert "ServerLostError" in output, output
+    done = len(curve(run))
+    assert (run / f"checkpoints/step-{done:06}").is_dir(), "what was learned is saved before the run ends"
+
+    stopped = start()
+    log = run / "log.txt"
+    while "waiting for it, at most 10 min" not in log.read_text():
+        assert stopped.poll() is None, stopped.communicate()[0]
+        time.sleep(0.1)
+    stopped.send_signal(signal.SIGTERM)
+    output, _ = stopped.communicate(timeout=120)
+    assert stopped.returncode == 75, output
+
+    server.start()  # the run waits until it is there
+    last = start(f"training.max_steps={done + 2}")
+    output, _ = last.communicate(timeout=600)
+    assert last.returncode == 0, output
+    assert f"resumed from step={done}" in output
+    assert [step["step"] for step in curve(run)] == list(range(1, done + 3))
