@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import signal
 import sys
 
 import pytest
@@ -17,7 +18,7 @@ from finetune.training import training_run
 from finetune.training.objectives.group_loss import METRICS
 from finetune.training.step import StepTooLargeError
 from tests.in_process import run_finetune
-from tests.launches import run_launched
+from tests.launches import run_command, run_launched
 from tests.methods import tiny_training
 from tests.methods.tiny_training import (
     break_at,
@@ -127,6 +128,42 @@ def test_a_run_that_broke_in_its_rollout_generates_it_again(trained, inputs, tmp
     assert rollouts(tmp_path / "broken") == rollouts(run)
 
 
+KILLED = """
+import itertools, os, signal, sys
+from finetune.cli.train import train_from_overrides
+from finetune.inference import decoding
+from finetune.training import rollouts, training_run
+
+place, call, *words = sys.argv[1:]
+module = {"_until_stop": decoding, "write_rollout": rollouts}.get(place, training_run)
+whole, calls = getattr(module, place), itertools.count(1)
+
+def dying(*given, **named):
+    found = whole(*given, **named)
+    if next(calls) == int(call):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+
+setattr(module, place, dying)
+train_from_overrides(words)
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    ("place", "call"), [("_until_stop", 40), ("write_rollout", 2), ("train_step", 3), ("take_snapshot", 2)]
+)
+def test_a_killed_run_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, place, call):
+    """While it generates answers, with a rollout that no step has learned from, in an update, and in a save."""
+    way, run = trained
+    given = words(inputs, tmp_path / "killed", *WAYS[way])
+    done = run_command([sys.executable, "-c", KILLED, place, str(call), *given])
+    assert done.returncode == -signal.SIGKILL, done.stdout
+    train_from_overrides(given)
+    assert contents(tmp_path / "killed/adapter") == contents(run / "adapter")
+    assert rollouts(tmp_path / "killed") == rollouts(run)
+
+
 def test_a_run_that_broke_between_two_steps_on_one_rollout_learns_from_it_again(inputs, tmp_path, monkeypatch):
     more = [*WAYS["twice"], "checkpoint.save_every=3"]
     train_from_overrides(words(inputs, tmp_path / "whole", *more))
@@ -175,13 +212,20 @@ def test_answers_that_are_too_many_for_memory_are_cut_and_not_generated_again(in
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("way", ["parallel.gradient_sync=flat", "parallel.sharding=fsdp2"])
-def test_two_processes_have_the_curve_of_one(trained, inputs, tmp_path, way):
+@pytest.mark.parametrize(
+    ("launcher", "way"),
+    [
+        ("torchrun", "parallel.gradient_sync=flat"),
+        ("torchrun", "parallel.sharding=fsdp2"),
+        ("torchrun_4", "parallel.gradient_sync=flat"),
+    ],
+)
+def test_several_processes_have_the_curve_of_one(trained, inputs, tmp_path, launcher, way):
     name, run = trained
-    two = tmp_path / "two"
-    done = run_launched("torchrun", ["-m", "finetune", "train", *words(inputs, two, *WAYS[name]), way])
+    two = tmp_path / "several"
+    done = run_launched(launcher, ["-m", "finetune", "train", *words(inputs, two, *WAYS[name]), way])
     assert done.returncode == 0, done.stdout
-    assert record(two)["world_size"] == 2
+    assert record(two)["world_size"] == (4 if launcher == "torchrun_4" else 2)
     refuse_to_differ(run, two)
     assert sampled_nats(two) == pytest.approx(sampled_nats(run), abs=1e-4)
 
