@@ -9,7 +9,7 @@ from __future__ import annotations
 _BETAS = "Write optim.args={betas: [0.9, 0.999]}."
 _BEST = "Nothing to set: adapter/ holds the best weights, by checkpoint.best_metric."
 _COMMANDS = "Nothing to set: `finetune train` trains, validates and tests; `finetune evaluate` measures a finished run."
-_LOSS = "The loss is next-token cross-entropy, or that of training.objective: dpo, kto, orpo or simpo."
+_LOSS = "The loss is next-token cross-entropy. training.objective chooses another: dpo, kto, orpo, simpo or grpo."
 _LOSS_ON = "Nothing to set: only answers carry loss. data.train_on=last leaves out all but the last of a conversation."
 _PUSH = "Publish a finished run with `finetune push`."
 _SAME_FOR_ALL = "All layers have the same lora.r and lora.alpha."

@@ -73,8 +73,7 @@ def input_gradient_in_fp8(dy: torch.Tensor, weight_t: torch.Tensor, row_scale: t
     """Compute `dy @ (row_scale * weight)`.
 
     The sum runs over the rows of the weight, so their scales cannot be applied to the result. They are multiplied into
-    dy before dy is rounded. So one copy of the weight serves both passes, and the gradient is that of the rounded
-    weight.
+    dy before dy is rounded. One copy of the weight therefore serves both passes, and both use the rounded weight.
 
     Args:
         dy: (rows, out_features); the result has its type.

@@ -86,7 +86,7 @@ def _torchs_own_folder() -> str:
 def fused(*, launches: int, compiled: Callable[..., Any] | None = None) -> Callable[[Formula], Formula]:
     """Turn a formula into a fused function, which reads its inputs once and writes its outputs once.
 
-    The first dimension of an argument with two dimensions or more is that of the rows; the first argument has one.
+    In an argument with two dimensions or more, the first one counts the rows; the first argument must have rows.
     Results are new tensors.
 
     Args:

@@ -111,7 +111,7 @@ def normed_linear(
     """Compute `linear(rms_norm(h, weight, eps), *layers)`, keeping only h, since a norm is cheaper to recompute.
 
     Returns:
-        The result, and h for further use: its gradient is then added where that of the norm is made.
+        The result, and h for further use. The gradient of that use is added where the gradient of the norm is computed.
     """
     result: tuple[torch.Tensor, torch.Tensor] = _NormedLinears.apply(h, weight, eps, *flatten(layers))  # type: ignore[no-untyped-call]
     return result

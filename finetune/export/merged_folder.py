@@ -117,7 +117,7 @@ def load_tuned_model(run: FinishedRun) -> Any:
 
 
 def _type_to_store(model: Any, wish: torch.dtype | None) -> torch.dtype:
-    """Choose the type that was asked for, or that of most base weights; an adapter's weights are wider."""
+    """Return the type that was asked for, or the most frequent type of base weights; an adapter's may be wider."""
     sizes: Counter[torch.dtype] = Counter()
     for parameter in _bare(model).parameters():
         if parameter.is_floating_point() and not (has_adapter(model) and parameter.requires_grad):

@@ -74,7 +74,7 @@ def find_run(
         is_alone: use one process, however many the launch started.
 
     Raises:
-        CheckpointError: the folder is not that of a run, or its weights are missing or damaged.
+        CheckpointError: the folder holds no run, or its weights are missing or damaged.
         ConfigError: the overrides are wrong, or a base is given for a run without an adapter.
     """
     folder = RunFolder(path)

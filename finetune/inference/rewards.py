@@ -131,7 +131,7 @@ class Rewards:
         """Import the user's own functions.
 
         Raises:
-            ConfigError: a name is unknown, not allowed or not that of a function.
+            ConfigError: a name is unknown, not allowed, or does not name a function.
         """
         self._own  # noqa: B018  # looked up here
 

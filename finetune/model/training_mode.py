@@ -32,8 +32,8 @@ def add_embedding_noise(model: Any, alpha: float) -> None:
     """Add uniform noise of at most alpha / sqrt(length x width) to embedded tokens (NEFTune: arXiv:2310.05914).
 
     The noise comes from torch's global generator, which `train_step` seeds for each micro-batch from (seed, step, index
-    in the global batch): it does not depend on the rank that computes it, or on whether the run was resumed. Length is
-    that of the micro-batch's padded rows, as in TRL and transformers.
+    in the global batch): it does not depend on the rank that computes it, or on whether the run was resumed. The length
+    counts the padding of the micro-batch, as in TRL and transformers.
 
     Args:
         model: a transformers causal language model, or a PEFT model around one.

@@ -154,7 +154,7 @@ def clear_leftovers(parent: Path, is_ours: Callable[[str], bool]) -> list[str]:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a name is that of a temporary file or folder."""
+    """Whether a name is the name of a temporary file or folder."""
     return name.startswith((_TEMPORARY, _REPLACED))
 
 

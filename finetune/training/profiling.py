@@ -101,7 +101,7 @@ class StepProfiler:
         from torch.profiler import ProfilerActivity, profile, record_function
 
         if _profiler_enabled():  # a second one would cut its trace short
-            self._why_not = "the script profiles by itself, and torch has one profiler"
+            self._why_not = "the script already profiles, and torch has only one profiler"
             return
         device = self._runtime.device.type.upper()
         activities = {ProfilerActivity.CPU, getattr(ProfilerActivity, device, ProfilerActivity.CPU)}

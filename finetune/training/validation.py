@@ -90,7 +90,7 @@ def under_criteria(state: TrainerState, criteria: Criteria) -> TrainerState:
         state = replace(state, stopping_merit=None, validations_without_improvement=0)
     if best != criteria.best:
         _log.warning(
-            "checkpoint.best_metric is %s now and was %s: what it found best, step %s, is forgotten",
+            "checkpoint.best_metric is %s now and was %s: the best step so far, %s, is forgotten",
             *(criteria.best, best, state.best_step),
         )
         state = replace(state, best_loss=None, best_step=None, best_value=None)

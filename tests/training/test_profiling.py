@@ -180,7 +180,7 @@ def test_a_script_that_profiles_by_itself_keeps_its_trace(words, tmp_path):
         ended = run_finetune(*words, f"output_dir={tmp_path / 'run'}", "training.profile=1", "training.max_steps=3")
     assert ended.returncode == 0, ended.stdout
     (fallback,) = record(tmp_path / "run")["fallbacks"]
-    assert fallback["why"] == "the script profiles by itself, and torch has one profiler"
+    assert fallback["why"] == "the script already profiles, and torch has only one profiler"
     assert any(event.key == "Optimizer.step#AdamW.step" for event in theirs.key_averages())
 
 

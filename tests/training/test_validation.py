@@ -67,7 +67,7 @@ def test_values_of_another_metric_are_forgotten_and_those_of_the_same_are_kept(c
     assert (state.best_step, state.best_loss, state.best_value) == (None, None, None)
     assert (state.stopping_merit, state.validations_without_improvement) == (-0.5, 1)
     assert caplog.messages == [
-        "checkpoint.best_metric is exact_match now and was loss: what it found best, step 2, is forgotten"
+        "checkpoint.best_metric is exact_match now and was loss: the best step so far, 2, is forgotten"
     ]
     state = after_validation(state, Validated(0.6, {"exact_match": 0.25}), Criteria(best="exact_match"))
     assert (state.best_step, state.best_value, state.validations_without_improvement) == (3, 0.25, 2)

@@ -190,9 +190,9 @@ class StepForecast:
     def _in_pass(self, when: str, parts: Mapping[Part, int], shards: Shards) -> dict[Part, int]:
         """Return the parts of a moment of a pass, with the gathered weights, and with the gradients that shards leave.
 
-        Gradients of a layer are whole until they are summed, and that of the head until the end; a head that is the
-        embedding has it in the workspace already. On a CPU no layer is gathered ahead: what takes the place of the
-        second one is what a layer is received in, while nothing computes.
+        The gradients of a layer are whole until they are summed. The gradient of the head is whole until the end; if
+        the head is the embedding, the workspace has it already. On a CPU, no layer is gathered ahead. Instead of a
+        second layer, there is a buffer that receives a layer while nothing computes.
         """
         found = dict(parts)
         weights, trained_shards = self.weights, self.weights.trained_shards(shards)

@@ -39,8 +39,8 @@ Part = Literal["weights", "adapter", "gradients", "optimizer", "activations", "l
 """The purposes of memory."""
 
 FORWARD, ABOVE, BETWEEN, BELOW = "forward", "backward, last layer", "backward", "backward, first layers"
-"""Parts of a pass. The second ends with the first gradient of the second-to-last layer; the fourth begins with that of
-the first layer."""
+"""Parts of a pass. The second ends with the first gradient of the second-to-last layer. The fourth begins with the
+first gradient of the first layer."""
 
 _LISTS_OF_LAYERS = ("layers", "h", "blocks")
 """The names that models of transformers give to the list of their layers."""

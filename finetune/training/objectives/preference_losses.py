@@ -24,7 +24,7 @@ METRICS = ("chosen_reward", "rejected_reward", "reward_margin", "reward_accuracy
 """Metrics measured beside the loss, as means over pairs. A reward is beta times the score of an answer: how much more
 the model prefers it than the reference does, in nats; without a reference, its mean log-probability per token. The
 margin is the chosen answer's reward less the rejected one's; accuracy is the share of pairs with a margin above 0. For
-labelled answers the chosen ones are the good ones, and the accuracy is that of rewards above or below KL."""
+labelled answers, the chosen ones are the good ones. The accuracy is the share of rewards on the right side of KL."""
 KTO_METRICS = (*METRICS, "kl")
 """`kl`: how far the model has moved from the reference, in nats, over the whole global batch."""
 
