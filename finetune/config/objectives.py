@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+SECTIONS = ("preference", "grpo", "rollout", "reward")
+"""The sections whose keys only some objectives read."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
@@ -16,7 +19,7 @@ class Objective:
         title: its name in text.
         rows: answers to learn, pairs of a chosen and a rejected answer, answers labelled good or bad, or prompts.
         has_reference: whether the loss also needs the log-probabilities of the base, so that a step computes it too.
-        keys: the keys of the section `preference` that it reads.
+        keys: the keys and sections that it reads, of those that not every objective does.
         formula: the loss of a row in words of mathematics, see docs/methods.md.
         paper: arXiv id.
     """
@@ -28,6 +31,11 @@ class Objective:
     keys: tuple[str, ...] = ()
     formula: str
     paper: str = ""
+
+    def reads(self, key: str) -> bool:
+        """Return whether the objective reads a key, for example `preference.beta`."""
+        is_of_some = key.partition(".")[0] in SECTIONS
+        return not is_of_some or any(key == own or key.startswith(f"{own}.") for own in self.keys)
 
     @property
     def example_name(self) -> str:
@@ -50,7 +58,7 @@ OBJECTIVES: Mapping[str, Objective] = {
             title="DPO",
             rows="pairs",
             has_reference=True,
-            keys=("beta",),
+            keys=("preference.beta",),
             formula="−log σ(β·(r(y⁺) − r(y⁻)))",
             paper="2305.18290",
         ),
@@ -59,7 +67,7 @@ OBJECTIVES: Mapping[str, Objective] = {
             title="KTO",
             rows="labelled",
             has_reference=True,
-            keys=("beta", "desirable_weight", "undesirable_weight"),
+            keys=("preference.beta", "preference.desirable_weight", "preference.undesirable_weight"),
             formula="good: λ⁺·(1 − σ(β·(r(y) − KL))); bad: λ⁻·(1 − σ(β·(KL − r(y))))",
             paper="2402.01306",
         ),
@@ -67,7 +75,7 @@ OBJECTIVES: Mapping[str, Objective] = {
             name="orpo",
             title="ORPO",
             rows="pairs",
-            keys=("beta",),
+            keys=("preference.beta",),
             formula="−mean log p(x, y⁺) − β·log σ(log odds(y⁺) − log odds(y⁻))",
             paper="2403.07691",
         ),
@@ -75,7 +83,7 @@ OBJECTIVES: Mapping[str, Objective] = {
             name="simpo",
             title="SimPO",
             rows="pairs",
-            keys=("beta", "gamma"),
+            keys=("preference.beta", "preference.gamma"),
             formula="−log σ(β·(mean log p(y⁺) − mean log p(y⁻)) − γ)",
             paper="2405.14734",
         ),
@@ -83,6 +91,7 @@ OBJECTIVES: Mapping[str, Objective] = {
             name="grpo",
             title="GRPO",
             rows="prompts",
+            keys=("grpo", "rollout", "reward"),
             formula="−min(ρ·A, clip(ρ, 1−ε, 1+ε)·A) + β·KL",
             paper="2402.03300",
         ),

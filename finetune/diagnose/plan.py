@@ -47,6 +47,7 @@ from finetune.model.targets import resolve_targets
 from finetune.model.training_mode import add_embedding_noise
 from finetune.runs.disk_space import DiskNeed
 from finetune.runs.folder import existing_folder
+from finetune.training.checks import has_reference
 from finetune.training.forward import choose_forward, wants_fused
 from finetune.training.memory.choice import MemoryChoice, choose, shards_of
 from finetune.training.memory.forecast import (
@@ -431,7 +432,7 @@ class _Planner:
             num_computed=self.batching.computed_per_step / self._world_size,
             num_targets=self.batching.targets_per_step / self._world_size,
             is_checkpointing=self.choice.gradient_checkpointing,
-            has_reference=OBJECTIVES[self._config.training.objective].has_reference,
+            has_reference=has_reference(self._config),
         )
         return operations / (rate * 1e12)
 

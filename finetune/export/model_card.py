@@ -25,7 +25,6 @@ from finetune.runs.recorded_run import RecordedRun
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SETTINGS = ("training", "preference", "grpo", "rollout", "reward", "optim", "lora", "data")
-_OF_REWARDS = ("grpo", "rollout", "reward")
 _LEFT_OUT = {"device", "debug", "num_workers", "pin_memory", "prefetch_factor", "cache_dir", "log_every", "path"}
 
 
@@ -132,16 +131,18 @@ def _settings(config: Config) -> str:
     values = config.model_dump()
     if config.training.method == "full":
         values.pop("lora")
-    if OBJECTIVES[config.training.objective].rows != "prompts":
-        values = {section: keys for section, keys in values.items() if section not in _OF_REWARDS}
-    used = OBJECTIVES[config.training.objective].keys
-    values["preference"] = {key: value for key, value in values["preference"].items() if key in used}
-    if not used:
-        values.pop("preference")
+    reads = OBJECTIVES[config.training.objective].reads
     kept = {
-        section: _for_others({key: value for key, value in values[section].items() if key not in _LEFT_OUT}) or {}
+        section: _for_others(shown) or {}
         for section in _SETTINGS
         if section in values
+        and (
+            shown := {
+                key: value
+                for key, value in values[section].items()
+                if key not in _LEFT_OUT and reads(f"{section}.{key}")
+            }
+        )
     }
     return str(yaml.safe_dump({"seed": config.seed, **kept}, sort_keys=False))
 

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from datetime import datetime
+from operator import attrgetter
 from typing import NamedTuple
 
 from finetune.runs.comparison import compare_runs
@@ -155,9 +156,14 @@ def _validation_rows(runs: Sequence[RecordedRun]) -> set[str]:
 def _losses(runs: Sequence[RecordedRun]) -> set[tuple[object, ...]]:
     """Return the losses that runs minimise: each an objective with the settings that it reads."""
     return {
-        (run.objective.name, *(run.config and getattr(run.config.preference, key) for key in run.objective.keys))
+        (run.objective.name, *(run.config and str(attrgetter(key)(run.config)) for key in _keys_of_loss(run)))
         for run in runs
     }
+
+
+def _keys_of_loss(run: RecordedRun) -> list[str]:
+    """Return the keys on which a validation loss depends. A run that learns from rewards validates greedy answers."""
+    return [key for key in run.objective.keys if key not in ("grpo", "rollout")]
 
 
 def _fall(name: str, points: list[tuple[int, float]]) -> str:

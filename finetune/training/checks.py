@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.hub import Repository
-from finetune.config.objectives import OBJECTIVES
+from finetune.config.objectives import OBJECTIVES, SECTIONS
 from finetune.data.examples import check_local_rows, missing_here
 from finetune.data.labelled import EncodedLabelled
 from finetune.errors import ConfigError, DataError, ModelError
@@ -16,6 +16,54 @@ from finetune.training.optim import build_optimizer
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, ModelSection
+
+
+def check_objective(config: Config) -> None:
+    """Refuse settings that the objective does not read, and a run that has not what its objective needs.
+
+    Raises:
+        ConfigError: a key is set that belongs to other objectives. Or the run trains every weight although a server
+            generates its answers. Or it trains every weight or starts from another adapter, although its reference is
+            the model with its adapter switched off.
+    """
+    objective, is_lora = OBJECTIVES[config.training.objective], config.training.method == "lora"
+    for section in SECTIONS:
+        values = getattr(config, section)
+        for name, field in type(values).model_fields.items():
+            key, value = f"{section}.{name}", getattr(values, name)
+            # A run's config.yaml names every key, and a key that was not set has its default there.
+            is_set = config.origin(key) != "default" and value != field.get_default(call_default_factory=True)
+            if is_set and not objective.reads(key):
+                users = " and ".join(other.name for other in OBJECTIVES.values() if other.reads(key))
+                raise ConfigError(
+                    f"{key} is {value} ({config.origin(key)}), but training.objective is {objective.name}, which does "
+                    f"not read it: it belongs to {users}. Remove it."
+                )
+    if config.rollout.server is not None and not is_lora:
+        raise ConfigError(
+            f"rollout.server is {config.rollout.server} and training.method is {config.training.method}, but the "
+            "server gets the step's weights as a LoRA adapter. Set training.method=lora, or remove rollout.server."
+        )
+    if not has_reference(config):
+        return
+    without = " or grpo.beta=0" if objective.rows == "prompts" else ""
+    if not is_lora:
+        raise ConfigError(
+            f"training.method is {config.training.method}, but the reference of {objective.title} is the base with its "
+            f"adapter switched off. Set training.method=lora{without}."
+        )
+    if config.lora.start_from is not None:
+        raise ConfigError(
+            f"lora.start_from is {config.lora.start_from}, but the reference of {objective.title} is the base without "
+            "any adapter. Merge that adapter into its base first, and name the merged model in model.path"
+            f"{without and f';{without} needs no reference'}."
+        )
+
+
+def has_reference(config: Config) -> bool:
+    """Return whether a step also computes the log-probabilities of the base."""
+    objective = OBJECTIVES[config.training.objective]
+    return objective.has_reference or (objective.rows == "prompts" and config.grpo.beta > 0)
 
 
 def check_paths(config: Config) -> None:

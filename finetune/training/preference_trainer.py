@@ -18,6 +18,7 @@ from finetune.engine.loss import BY_DEVICE, Choices
 from finetune.errors import ConfigError, DataError
 from finetune.inference.losses import LossSums
 from finetune.model.base import longrope_boundary
+from finetune.training.checks import check_objective
 from finetune.training.objectives.preference_losses import PreferenceLoss
 from finetune.training.objectives.preferences import (
     local_sums,
@@ -69,7 +70,7 @@ class PreferenceTrainer(Trainer):
         splits: AnySplits,
     ) -> None:
         config = _with_objective(config)
-        check_preferences(config)
+        check_objective(config)
         _refuse_other_rows(config, splits)
         for split in (splits.train, splits.validation):
             _refuse_straddling(split, longrope_boundary(model))
@@ -112,37 +113,6 @@ class PreferenceTrainer(Trainer):
                 "Validation: %s", ", ".join(f"{name}={mean:.3f}" for name, mean in self.validation_metrics.items())
             )
         return sums
-
-
-def check_preferences(config: Config) -> None:
-    """Refuse a run whose reference would not be the base, and settings that its objective does not read.
-
-    Raises:
-        ConfigError: the run trains every weight or starts from another adapter, although its loss has a reference; or
-            a key of the section `preference` is set that belongs to another objective.
-    """
-    objective = OBJECTIVES[config.training.objective]
-    for key, field in type(config.preference).model_fields.items():
-        origin = config.origin(f"preference.{key}")
-        # A run's config.yaml names every key, those that it did not set with their defaults.
-        if key not in objective.keys and origin != "default" and getattr(config.preference, key) != field.default:
-            users = [other.name for other in OBJECTIVES.values() if key in other.keys]
-            raise ConfigError(
-                f"preference.{key} is {getattr(config.preference, key)} ({origin}), but training.objective is "
-                f"{objective.name}, which does not read it: it belongs to {' and '.join(users)}. Remove it."
-            )
-    if not objective.has_reference:
-        return
-    if config.training.method != "lora":
-        raise ConfigError(
-            f"training.method is {config.training.method}, but the reference of {objective.title} is the base with its "
-            "adapter switched off. Set training.method=lora."
-        )
-    if config.lora.start_from is not None:
-        raise ConfigError(
-            f"lora.start_from is {config.lora.start_from}, but the reference of {objective.title} is the base without "
-            "any adapter. Merge that adapter into its base first, and name the merged model in model.path."
-        )
 
 
 def _loss_of(config: Config) -> PreferenceLoss:

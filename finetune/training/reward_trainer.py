@@ -15,13 +15,13 @@ from finetune.data.held_out import shuffled
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE, Choices
-from finetune.errors import ConfigError
 from finetune.inference.decoding import Decoding
 from finetune.inference.evaluation import answer_unless_stopped
 from finetune.inference.losses import LossSums
 from finetune.inference.rewards import Rewards
 from finetune.runs.rollouts import remove_rollouts_after
 from finetune.runs.state import TrainerState
+from finetune.training.checks import check_objective
 from finetune.training.loop import Cadence
 from finetune.training.objectives.group_loss import METRICS, GroupLoss, advantages_of
 from finetune.training.objectives.groups import summed_group_loss
@@ -69,7 +69,7 @@ class RewardTrainer(Trainer):
         tokenizer: PreTrainedTokenizerBase,
         splits: EncodedSplits,
     ) -> None:
-        check_rewards(config)
+        check_objective(config)
         self._rewards = Rewards.of(config)
         rows = read_rows(config.data) if self._rewards.need_columns else None
         self._train_prompts = PromptRows(splits.train, tokenizer, rows)
@@ -153,51 +153,6 @@ class RewardTrainer(Trainer):
         if state.step == 0 or self.config.resume_allow:  # what changed may change the answers
             remove_rollouts_after(journal.folder, state.step)
         super()._start_journal(journal, state, cadence, optimizer)
-
-
-def check_rewards(config: Config) -> None:
-    """Refuse a run without an adapter for its server, or whose model with its adapter switched off is not the base.
-
-    Raises:
-        ConfigError: the run trains every weight, although a server generates its answers. Or it trains every weight or
-            starts from another adapter, although `grpo.beta` is not 0.
-    """
-    if config.rollout.server is not None and config.training.method != "lora":
-        raise ConfigError(
-            f"rollout.server is {config.rollout.server} and training.method is {config.training.method}, but the "
-            "server gets the step's weights as a LoRA adapter. Set training.method=lora, or remove rollout.server."
-        )
-    if not config.grpo.beta:
-        return
-    if config.training.method != "lora":
-        raise ConfigError(
-            f"grpo.beta is {config.grpo.beta:g} and training.method is {config.training.method}, but the reference is "
-            "the base with its adapter switched off. Set grpo.beta=0 or training.method=lora."
-        )
-    if config.lora.start_from is not None:
-        raise ConfigError(
-            f"grpo.beta is {config.grpo.beta:g} and lora.start_from is {config.lora.start_from}, but the reference is "
-            "the base without any adapter. Set grpo.beta=0, or merge that adapter into its base first."
-        )
-
-
-def refuse_reward_keys(config: Config) -> None:
-    """Refuse keys that only grpo reads.
-
-    Raises:
-        ConfigError: one is set, and the objective is another.
-    """
-    for section in ("grpo", "rollout", "reward"):
-        values = getattr(config, section)
-        for key, field in type(values).model_fields.items():
-            origin = config.origin(f"{section}.{key}")
-            default = field.get_default(call_default_factory=True)
-            # A run's config.yaml names every key, those that it did not set with their defaults.
-            if origin != "default" and getattr(values, key) != default:
-                raise ConfigError(
-                    f"{section}.{key} is {getattr(values, key)} ({origin}), but training.objective is "
-                    f"{config.training.objective}, which does not read it. Remove it, or set training.objective=grpo."
-                )
 
 
 def _with_testable_rows(splits: EncodedSplits) -> EncodedSplits:

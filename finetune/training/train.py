@@ -16,9 +16,9 @@ from finetune.model.lora import add_lora
 from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
 from finetune.runs.folder import RunFolder
-from finetune.training.checks import check_inputs, check_paths
-from finetune.training.preference_trainer import PreferenceTrainer, check_preferences
-from finetune.training.reward_trainer import RewardTrainer, check_rewards, refuse_reward_keys
+from finetune.training.checks import check_inputs, check_objective, check_paths
+from finetune.training.preference_trainer import PreferenceTrainer
+from finetune.training.reward_trainer import RewardTrainer
 from finetune.training.trainer import Trainer
 from finetune.training.validation import check_metrics
 
@@ -68,15 +68,11 @@ def trainer_for(config: Config, *, rewards_answers: bool = True) -> type[Trainer
     """
     trainers = (Trainer, PreferenceTrainer, RewardTrainer)
     trainer = next(each for each in trainers if config.training.objective in each.objectives)
-    if trainer is PreferenceTrainer:
-        check_preferences(config)
+    check_objective(config)
     if trainer is RewardTrainer:
-        check_rewards(config)
         rewards = Rewards.of(config)
         if rewards_answers:
             rewards.check()
-    else:
-        refuse_reward_keys(config)
     check_metrics(config, trainer.metrics_of(config))
     return trainer
 

@@ -41,4 +41,4 @@ def test_every_objective_is_a_value_of_its_key_and_has_a_loss() -> None:
     assert get_args(TrainingSection.model_fields["objective"].annotation) == tuple(OBJECTIVES)
     assert OBJECTIVES.keys() - {"sft", "grpo"} == _LOSSES.keys()
     read = {key for objective in OBJECTIVES.values() for key in objective.keys}
-    assert read == PreferenceSection.model_fields.keys()
+    assert read == {*(f"preference.{key}" for key in PreferenceSection.model_fields), "grpo", "rollout", "reward"}

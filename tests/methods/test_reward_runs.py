@@ -283,9 +283,10 @@ def test_a_lost_rollout_ends_a_resume_that_needs_it(inputs, tmp_path, monkeypatc
         (["reward.functions=exact_match", "reward.pattern=null"], DataError, "12 rows have none; the first is"),
         (["data.max_length=4"], DataError, "data.max_length"),
         (["training.objective=sft"], ConfigError, "but training.objective is sft, which does not read it"),
+        (["preference.beta=0.5"], ConfigError, "does not read it: it belongs to dpo and kto and orpo and simpo"),
         (["validation.metrics=exact_match"], ConfigError, "have no expected answer"),
         (["checkpoint.best_metric=reward_margin"], ConfigError, "measures loss, reward"),
-        (["grpo.beta=0.1", "training.method=full"], ConfigError, "Set grpo.beta=0 or training.method=lora"),
+        (["grpo.beta=0.1", "training.method=full"], ConfigError, "Set training.method=lora or grpo.beta=0"),
         (["data.train_on=each_turn"], ConfigError, "each_turn"),
     ],
 )
