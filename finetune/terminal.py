@@ -8,6 +8,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -98,6 +99,11 @@ def fold_line(line: str, width: int, indent: str) -> Iterator[str]:
         else:
             shown += word
     yield shown
+
+
+def shown_folder(folder: Path) -> Path:
+    """Return a folder relative to the current one if it is below it."""
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
 def say(text: str, *, indent: str = "") -> None:

@@ -36,11 +36,14 @@ def assert_is_one_message(done: Ended, *parts: str) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("words", "code"),
-    [(["--help"], 0), (["train", "quickstart", "optim.learning_rat=1", "training.batch_size=many"], 2)],
+    ("words", "code", "more"),
+    [
+        (["--help"], 0, "pydantic yaml"),
+        (["train", "quickstart", "optim.learning_rat=1", "training.batch_size=many"], 2, ""),
+    ],
 )
-def test_help_and_a_config_error_answer_at_once_and_import_no_torch(words, code):
-    heavy = "torch transformers peft datasets accelerate safetensors pyarrow pandas huggingface_hub"
+def test_help_and_a_config_error_answer_at_once_and_import_no_torch(words, code, more):
+    heavy = f"torch transformers peft datasets accelerate safetensors pyarrow pandas huggingface_hub {more}"
     program = (
         "import sys\nfrom finetune.cli import main\n"
         f"try: main({words!r})\nfinally: print([name for name in {heavy.split()!r} if name in sys.modules])"

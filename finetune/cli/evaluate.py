@@ -17,7 +17,6 @@ from finetune.cli.run_options import (
     RunFolderArgument,
     refuse_missing_folder,
 )
-from finetune.config.objectives import OBJECTIVES
 from finetune.errors import ConfigError, RunFailedError
 from finetune.terminal import print_json, print_table
 
@@ -113,6 +112,10 @@ def _refuse_rows_without_one_answer(run: FinishedRun) -> None:
     Raises:
         ConfigError: the rows have no single answer to measure.
     """
+    from finetune.config.objectives import (
+        OBJECTIVES,
+    )  # finetune.config imports pydantic, for which --help does not wait
+
     rows = OBJECTIVES[run.config.training.objective].rows
     origins = [run.config.origin(f"data.{key}") for key in ("path", "mixture", "train", "validation", "test")]
     is_of_the_run = all(origin.startswith(("default", str(run.folder.config_file))) for origin in origins)

@@ -19,8 +19,7 @@ from finetune.cli.run_options import (
 )
 from finetune.errors import ConfigError
 from finetune.logs import configure_logs, waiting
-from finetune.terminal import print_json, print_table, say
-from finetune.training.reporting.progress import shown_folder
+from finetune.terminal import print_json, print_table, say, shown_folder
 
 if TYPE_CHECKING:
     from finetune.export.certificate import Verified
@@ -61,6 +60,16 @@ def verify(
     replay: Annotated[
         int, typer.Option(metavar="N", help="Compute N recorded steps of a run again, and compare their losses.", min=0)
     ] = 0,
+    runtime: Annotated[
+        str | None,
+        typer.Option(help="vllm: compare in vLLM, which is started for it. See also --server.", show_default=False),
+    ] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Compare in a vLLM server that serves this model or its base.", show_default=False
+        ),
+    ] = None,
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
     as_json: JsonOption = False,
@@ -74,19 +83,24 @@ def verify(
     for option in run_options:
         rules.need(option, "the folder of a run")
     once = "a replay uses the base and the checkpoints of the run itself. Run finetune verify once with each."
+    if runtime not in (None, "vllm"):
+        raise ConfigError(f"--runtime is {runtime}, expected vllm. All other runtimes follow from the folder's files.")
     rules.exclude("--replay", "--base", "--checkpoint", because=once)
     if out is not None:
         _refuse_other_file(out)
 
     from finetune.export.certificate import write_certificate
     from finetune.export.digests import CERTIFICATE
-    from finetune.export.verifying import refuse_differences, verify_folder, verify_run
+    from finetune.export.verifying import InVllm, refuse_differences, verify_folder, verify_run
 
+    vllm = None if runtime is None and server is None else InVllm(server)
     with waiting("comparing with what was trained"):
         if is_run:
-            found = verify_run(source, base=base, checkpoint=checkpoint, vectors=vectors, bound=max_difference)
+            found = verify_run(
+                source, base=base, checkpoint=checkpoint, vectors=vectors, bound=max_difference, vllm=vllm
+            )
         else:
-            found = verify_folder(source, vectors=vectors, bound=max_difference)
+            found = verify_folder(source, vectors=vectors, bound=max_difference, vllm=vllm)
     if replay:
         from finetune.export.replay import replay as compute_again
 

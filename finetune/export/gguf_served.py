@@ -166,12 +166,12 @@ class LlamaCpp:
         """Encode a rendered chat, as the chat handler does."""
         return list(map(int, self._llama.tokenize(text.encode(), add_bos=False, special=True)))
 
-    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Compute logits at every position of a prompt, fp32, shape (tokens, vocabulary)."""
+    def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """See `ServedModel.logits`."""
         self._refuse_long(len(token_ids))
         self._llama.reset()
         self._llama.eval(list(token_ids))
-        return torch.from_numpy(self._llama.scores[: len(token_ids)].copy())
+        return torch.from_numpy(self._llama.scores[list(positions)].copy())
 
     def answer(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
         """Answer a prompt greedily, without a repetition penalty."""

@@ -82,9 +82,10 @@ class OnnxModel:
         text = self._tokenizer.apply_chat_template(json.dumps(list(turns)), add_generation_prompt=True)
         return Rendered(text, [int(token_id) for token_id in self._tokenizer.encode(text)])
 
-    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Compute logits at every position of a prompt, fp32, (tokens, vocabulary)."""
-        return torch.from_numpy(self._prompted(token_ids, max_new_tokens=1).get_output("logits")).float()[0]
+    def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """See `ServedModel.logits`."""
+        found = torch.from_numpy(self._prompted(token_ids, max_new_tokens=1).get_output("logits")).float()[0]
+        return found[list(positions)]
 
     def answer(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
         """Answer a prompt greedily. Returns the new tokens, including the stop token if there was one."""

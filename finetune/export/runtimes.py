@@ -64,10 +64,10 @@ class ServedByTransformers:
         """Render with the folder's chat template, and encode with its tokenizer."""
         return Rendered(*render(self._tokenizer, turns))
 
-    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Compute logits at every position, (tokens, vocabulary)."""
+    def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """See `ServedModel.logits`."""
         logits: torch.Tensor = logits_in_fp32(self._model, [token_ids])
-        return logits
+        return logits[list(positions)]
 
     def answer(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
         """Answer greedily with `generate`, up to a stop id of the folder."""

@@ -96,12 +96,12 @@ def compare(served: ServedModel, vectors: Vectors, *, bound: float) -> ServedCom
     found, wanted = [vectors.logits[:0]], [vectors.logits[:0]]
     differences, answers, near_ties = [], [], 0
     for vector, expected in vectors.with_logits():
-        logits = served.logits(vector.token_ids).float().cpu()
-        shape = (len(vector.token_ids), expected.shape[1])
+        logits = served.logits(vector.token_ids, vector.positions).float().cpu()
+        shape = (len(vector.positions), expected.shape[1])
         if logits.shape != shape:
             differences.append(_of(vector, f"logits are {list(logits.shape)}, expected {list(shape)}"))
             continue
-        found.append(logits[vector.positions])
+        found.append(logits)
         wanted.append(expected)
         differences.append(_of(vector, _compare_logits(found[-1], expected, vector.positions, bound)))
         if vector.answer is not None:
@@ -181,7 +181,8 @@ def _compare_answer(served: ServedModel, vector: Vector, max_new_tokens: int, bo
     at = first_difference(found, expected)
     if at == min(len(found), len(expected)):
         return f"the answer has {len(found)} tokens, expected {len(expected)}", False
-    logits = served.logits([*vector.token_ids, *expected[:at]])[-1].double().cpu()
+    prompt = [*vector.token_ids, *expected[:at]]
+    logits = served.logits(prompt, [len(prompt) - 1])[0].double().cpu()
     gap = float(logits[found[at]] - logits[expected[at]])
     most = _TIE * bound * float(logits.std())
     if abs(gap) <= most:

@@ -33,8 +33,11 @@ class ServedModel(Protocol):
         """Render a conversation with the runtime's chat template, and encode the text with its tokenizer."""
         ...
 
-    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Compute logits at every position of a prompt, fp32, shape (tokens, vocabulary)."""
+    def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Compute logits at some positions of a prompt, fp32, shape (positions, vocabulary).
+
+        The logits of a position may be off by one constant: the comparison takes off their mean.
+        """
         ...
 
     def answer(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,16 +15,17 @@ from finetune.config.schema import TrainingSection
 from finetune.data.encoded import EncodedExample
 from finetune.engine.layout import PackedMicrobatch
 from finetune.engine.loss import before_head
-from finetune.errors import CheckpointError, RunFailedError
+from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export.certificate import Verified
 from finetune.export.checks import Check
 from finetune.export.digests import RecordedDigests, digest_files, digest_tensors
 from finetune.export.merged_folder import load_tuned_model
 from finetune.export.plain_reload import logits_in_fp32
-from finetune.export.runtimes import ADAPTER_CONFIG, load_peft, runtime_of
+from finetune.export.runtimes import ADAPTER_CONFIG, ServingRuntime, load_peft, load_transformers, runtime_of
 from finetune.export.served_comparison import ServedComparison, compare
 from finetune.export.served_model import ServedModel
 from finetune.export.vectors import Vectors, make_vectors, prompts_to_ask, read_vectors
+from finetune.export.vllm_served import served_by_vllm
 from finetune.inference.finished_run import FinishedRun, find_run
 from finetune.model.base import locate_model
 from finetune.model.new_tokens import build_run_tokenizer
@@ -37,15 +39,26 @@ from finetune.training.forward import choose_forward
 _MOST_SHOWN = 3
 
 
-def verify_folder(folder: Path, *, vectors: Path | None = None, bound: float | None = None) -> Verified:
+class InVllm(NamedTuple):
+    """A comparison in vLLM, instead of the runtime that the files are for."""
+
+    url: str | None
+    """Of a server that runs already; None: one is started."""
+
+
+def verify_folder(
+    folder: Path, *, vectors: Path | None = None, bound: float | None = None, vllm: InVllm | None = None
+) -> Verified:
     """Compare a model folder, in the runtime that serves it, with its test vectors.
 
     Args:
         folder: written by `finetune merge` or `finetune export`, or an adapter with vectors from elsewhere.
         vectors: a file or folder with the test vectors; None: those in `folder`.
         bound: the largest relative difference of a position's logits; None: what fits the runtime and the type.
+        vllm: where to compare, if in vLLM.
 
     Raises:
+        ConfigError: vLLM does not serve such files.
         CheckpointError: no runtime serves the folder, or there are no test vectors.
         RunFailedError: the runtime cannot load the folder.
     """
@@ -56,7 +69,7 @@ def verify_folder(folder: Path, *, vectors: Path | None = None, bound: float | N
         is_adapter = (folder / ADAPTER_CONFIG).is_file()
         recorded = RecordedDigests(known.trained) if is_adapter else RecordedDigests(known.written, known.files)
     bound = runtime.bound(known, folder) if bound is None else bound
-    comparison = _compare(runtime.load, folder, known, bound, recorded)
+    comparison = _compare(_opener(runtime, known, vllm), folder, known, bound, recorded)
     notes = []
     if not recorded.tensors:
         notes.append(f"{runtime.name} has converted weights, so their bytes were compared with nothing")
@@ -78,8 +91,9 @@ def verify_run(
     checkpoint: str | None = None,
     vectors: Path | None = None,
     bound: float | None = None,
+    vllm: InVllm | None = None,
 ) -> Verified:
-    """Compare a run's weights, in plain PEFT or transformers, with what the engine that trained them computes.
+    """Compare a run's weights, in plain PEFT or transformers or in vLLM, with what the engine of training computes.
 
     Their bytes are compared with those of the checkpoint that they were published from.
 
@@ -89,6 +103,7 @@ def verify_run(
         checkpoint: see `find_run`.
         vectors: test vectors that a merge of this run wrote, instead of fresh ones from the run itself.
         bound: see `verify_folder`.
+        vllm: see `verify_folder`.
 
     Raises:
         CheckpointError: the run is damaged or has no weights.
@@ -110,13 +125,16 @@ def verify_run(
         known = vectors_of_run(run)
         recorded = _published_from(run.folder) if checkpoint is None else RecordedDigests()
 
-    def load(folder: Path) -> ServedModel:
+    def open_run(folder: Path) -> AbstractContextManager[ServedModel]:
         if run.is_full:
-            return runtime_of(folder).load(folder)
-        return load_peft(folder, locate_model(run.config.model), run.config.model.revision)
+            return _opener(runtime_of(folder), known, vllm)(folder)
+        base = locate_model(run.config.model)
+        if vllm is not None:
+            return served_by_vllm(folder, known.stop_ids, url=vllm.url, base=base)
+        return nullcontext(load_peft(folder, base, run.config.model.revision))
 
     bound = runtime_of(run.weights).bound(known, run.weights) if bound is None else bound
-    found = _compare(load, run.weights, known, bound, recorded)
+    found = _compare(open_run, run.weights, known, bound, recorded)
     unknown = "no intact checkpoint holds another copy of these weights, so their bytes were compared with nothing"
     return Verified(
         folder=run.weights,
@@ -185,8 +203,26 @@ def summarize(mismatches: Sequence[str]) -> str:
     return "; ".join(mismatches[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
 
 
+def _opener(
+    runtime: ServingRuntime, known: Vectors, vllm: InVllm | None
+) -> Callable[[Path], AbstractContextManager[ServedModel]]:
+    """Return the function that loads a folder in its runtime or in vLLM, and unloads it after the block."""
+    if vllm is None:
+        return lambda folder: nullcontext(runtime.load(folder))
+    if runtime.load is not load_transformers:
+        raise ConfigError(
+            f"this folder is for {runtime.name}, and vLLM serves runs and the folders that finetune merge wrote. Name "
+            "one of those, or leave out --runtime and --server."
+        )
+    return lambda folder: served_by_vllm(folder, known.stop_ids, url=vllm.url)
+
+
 def _compare(
-    load: Callable[[Path], ServedModel], folder: Path, known: Vectors, bound: float, recorded: RecordedDigests
+    open_folder: Callable[[Path], AbstractContextManager[ServedModel]],
+    folder: Path,
+    known: Vectors,
+    bound: float,
+    recorded: RecordedDigests,
 ) -> ServedComparison:
     """Compare bytes, then load and compare answers. If the folder cannot be loaded, the error names changed bytes.
 
@@ -194,11 +230,12 @@ def _compare(
         RunFailedError: the runtime cannot load the folder.
     """
     of_bytes = recorded.check(folder)
-    try:
-        served = load(folder)
-    except RunFailedError as error:
-        raise RunFailedError("; ".join([str(error), *_differences(of_bytes)[:_MOST_SHOWN]])) from error
-    found = compare(served, known, bound=bound)
+    with ExitStack() as loaded:
+        try:
+            served = loaded.enter_context(open_folder(folder))
+        except RunFailedError as error:
+            raise RunFailedError("; ".join([str(error), *_differences(of_bytes)[:_MOST_SHOWN]])) from error
+        found = compare(served, known, bound=bound)
     return replace(found, checks={**of_bytes, **found.checks})
 
 

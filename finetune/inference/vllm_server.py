@@ -77,8 +77,8 @@ class VllmServer:
         """
 
         def ask() -> tuple[dict[str, Any], list[int]]:
-            model = next(model for model in self._ask("/v1/models")["data"] if not model.get("parent"))
-            return model, self._ask("/tokenize", model=model["id"], prompt=text, add_special_tokens=False)["tokens"]
+            model = self.base_model()
+            return model, self.ask("/tokenize", model=model["id"], prompt=text, add_special_tokens=False)["tokens"]
 
         model, theirs = self._patiently(ask)
         ours = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -95,6 +95,19 @@ class VllmServer:
                 f"{most_tokens:,}. Start the server with --max-model-len {most_tokens}, or lower "
                 "rollout.max_completion_length or data.max_length."
             )
+
+    def base_model(self) -> dict[str, Any]:
+        """Return the record of the model that the server serves without an adapter; `id` is its name."""
+        models: list[dict[str, Any]] = self.ask("/v1/models")["data"]
+        return next(model for model in models if not model.get("parent"))
+
+    def wait(self, level: int = logging.WARNING) -> None:
+        """Wait until the server is there, and log that at a level.
+
+        Raises:
+            ServerLostError: it is not there in time.
+        """
+        self._patiently(lambda: self.ask("/health"), level)
 
     def answer(
         self,
@@ -126,7 +139,7 @@ class VllmServer:
             found[place] = self._complete(name, prompts[place], decoding, num_answers, seeds[place])
 
         def ask_for_the_rest() -> None:
-            with self._loaded(adapter) as name, ThreadPoolExecutor(at_once) as threads:
+            with self.loaded(adapter) as name, ThreadPoolExecutor(at_once) as threads:
                 asked = [threads.submit(ask, name, place) for place in range(len(prompts)) if place not in found]
                 try:
                     self._wait_for(asked, name)
@@ -147,7 +160,7 @@ class VllmServer:
                 return
             if self._is_to_stop():
                 raise ServerLostError("the run was asked to stop while it waited for answers", is_preempted=True)
-            if seconds % _LOOK_EVERY == 0 and all(model["id"] != adapter for model in self._ask("/v1/models")["data"]):
+            if seconds % _LOOK_EVERY == 0 and all(model["id"] != adapter for model in self.ask("/v1/models")["data"]):
                 raise _GoneError("it was started again")
 
     def _hang_up(self) -> None:
@@ -157,19 +170,19 @@ class VllmServer:
                 connection.sock.shutdown(SHUT_RDWR)
 
     @contextmanager
-    def _loaded(self, adapter: Path) -> Iterator[str]:
+    def loaded(self, adapter: Path) -> Iterator[str]:
         """Load an adapter under a name of its own: vLLM's cache of prefixes knows adapters by their names."""
         name = next(self._adapter_names)
-        self._ask("/v1/load_lora_adapter", lora_name=name, lora_path=str(adapter))
+        self.ask("/v1/load_lora_adapter", lora_name=name, lora_path=str(adapter))
         yield name
-        self._ask("/v1/unload_lora_adapter", lora_name=name)
+        self.ask("/v1/unload_lora_adapter", lora_name=name)
 
     def _complete(
         self, model: str, prompt: Sequence[int], decoding: Decoding, num_answers: int, seed: int
     ) -> list[SampledAnswer]:
         sampling = decoding.sampling
         assert sampling is not None
-        done = self._ask(
+        done = self.ask(
             _COMPLETIONS,
             model=model,
             prompt=list(prompt),
@@ -197,7 +210,7 @@ class VllmServer:
             for choice in choices
         ]
 
-    def _ask(self, path: str, **fields: Any) -> Any:
+    def ask(self, path: str, **fields: Any) -> Any:
         """Send a request, with fields as its JSON body if there are any, and return the answer.
 
         Raises:
@@ -228,7 +241,7 @@ class VllmServer:
             )
         return json.loads(text) if answer.headers.get_content_type() == "application/json" else text.decode()
 
-    def _patiently(self, attempt: Callable[[], Any]) -> Any:
+    def _patiently(self, attempt: Callable[[], Any], level: int = logging.WARNING) -> Any:
         """Call a function until the server is there for it."""
         lost_at = next_word = None
         while True:
@@ -247,7 +260,9 @@ class VllmServer:
                         "resume=auto."
                     ) from None
                 if next_word is None or now >= next_word:
-                    _log.warning("%s: waiting for it, at most %s", why, format_duration(self._patience - now + lost_at))
+                    _log.log(
+                        level, "%s: waiting for it, at most %s", why, format_duration(self._patience - now + lost_at)
+                    )
                     next_word = now + _SAY_EVERY_SECONDS
                 time.sleep(_PAUSE_SECONDS)
 

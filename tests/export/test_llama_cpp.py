@@ -113,7 +113,8 @@ def figures(served, model) -> tuple[int, int, float, float]:
     """Positions with the same greedy token, all positions, and the difference of logits: largest, relative."""
     same, count, largest, error, norm = 0, 0, 0.0, 0.0, 0.0
     for prompt, answer, logits in tuned_answers(model):
-        there = served.logits([*prompt, *answer])[len(prompt) - 1 : -1, : logits.shape[1]]
+        positions = range(len(prompt) - 1, len(prompt) + len(answer) - 1)
+        there = served.logits([*prompt, *answer], positions)[:, : logits.shape[1]]
         same += int((there.argmax(-1) == torch.tensor(answer)).sum())
         count += len(answer)
         largest = max(largest, float((there - logits).abs().max()))

@@ -89,7 +89,7 @@ def test_logits_answers_tokens_and_stops_are_those_of_base_and_adapter(run, merg
         ids = torch.randint(0, len(tokenizer), (length,), generator=generator).tolist()
         with torch.no_grad():
             expected = tuned(input_ids=torch.tensor([ids])).logits[0]
-        assert float((served.logits(ids) - expected).norm() / expected.norm()) < 1e-5
+        assert float((served.logits(ids, range(length)) - expected).norm() / expected.norm()) < 1e-5
         decoding = Decoding(stop_ids=served.stop_ids, max_new_tokens=12, keeps_stop=True)
         assert [served.answer(ids, 12)] == generate_answers(tuned, [ids], decoding, batch_size=1)
     turns = [{"role": "user", "content": "3 crates for Marta,\n\n  and größer 東京"}]

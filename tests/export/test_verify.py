@@ -323,8 +323,8 @@ class Recorded:
         vector = next(it for it in self._vectors.vectors if it.turns == list(turns))
         return Rendered(vector.text, vector.token_ids)
 
-    def logits(self, token_ids):
-        logits = self._factor * self._vectors.logits[:1].repeat(len(token_ids), 1)
+    def logits(self, token_ids, positions):
+        logits = self._factor * self._vectors.logits[:1].repeat(len(positions), 1)
         if len(token_ids) > 4:  # of the answer
             logits[-1, 7] = logits[-1, 6] + self._tie
         return logits

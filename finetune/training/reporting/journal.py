@@ -21,10 +21,11 @@ from finetune.runs.metrics import MetricsWriter
 from finetune.runs.record import RunRecord, RunStart, Status
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import TrainerState
+from finetune.terminal import shown_folder
 from finetune.training.profiling import Profile
 from finetune.training.reporting.curve_warnings import CurveWarnings
 from finetune.training.reporting.interval import Interval
-from finetune.training.reporting.progress import TRACE_VIEWER, TrainingProgress, show_what_next, shown_folder
+from finetune.training.reporting.progress import TRACE_VIEWER, TrainingProgress, show_what_next
 from finetune.training.reporting.trackers import Trackers
 from finetune.training.resume import accepted_changes, record_of_start, refuse_other_global_batch
 from finetune.training.saver import Saved, Saver

@@ -15,7 +15,7 @@ from finetune.logs import log_above
 from finetune.runs.metrics import Event
 from finetune.runs.view import RunView
 from finetune.signals import ctrl_c_is_shown, ctrl_c_to_show, give_up_dead_screens
-from finetune.terminal import say, screen_width, visible
+from finetune.terminal import say, screen_width, shown_folder, visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -122,8 +122,3 @@ def show_what_next(folder: Path, prompt: str | None, profile: str | None = None)
         f"\nNext: {command}\n"
     )
     sys.stdout.flush()
-
-
-def shown_folder(folder: Path) -> Path:
-    """Return a folder relative to the current one if it is below it."""
-    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder

@@ -11,9 +11,8 @@ import torch
 from finetune.config.objectives import OBJECTIVES
 from finetune.logs import speaks_to_a_person
 from finetune.model.base import count_parameters
-from finetune.terminal import fold, visible
+from finetune.terminal import fold, shown_folder, visible
 from finetune.training.checks import named_splits
-from finetune.training.reporting.progress import shown_folder
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config

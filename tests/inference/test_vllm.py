@@ -1,4 +1,4 @@
-"""Answers from a real vLLM server: with each step's adapter, compared with the run, and the server gone meanwhile.
+"""A real vLLM server: answers with each step's adapter, a server that is gone meanwhile, and served models compared.
 
 FINETUNE_VLLM is the Python of an environment that has vLLM; docs/tasks/rewards.md says how to make one.
 """
@@ -19,8 +19,14 @@ import pytest
 
 from finetune.cli.train import train_from_overrides
 from finetune.errors import ConfigError, RunFailedError
+from finetune.export.checks import CHECKS
+from finetune.export.served_comparison import compare
+from finetune.export.vectors import read_vectors
+from finetune.export.verifying import InVllm, verify_run
+from finetune.export.vllm_served import served_by_vllm
 from finetune.inference.vllm_server import VllmServer
 from finetune.training import rollouts as training_rollouts
+from tests.in_process import run_finetune
 from tests.launches import REPOSITORY, free_port, run_launched, start_command
 from tests.methods.tiny_training import break_at, curve
 from tests.tiny_runs import write_base
@@ -44,7 +50,17 @@ class Served:
         self.start()
 
     def start(self):
-        words = ["--model", BASE, "--port", str(self.port), "--enable-lora", "--max-lora-rank", "16"]
+        words = [
+            "--model",
+            BASE,
+            "--port",
+            str(self.port),
+            "--enable-lora",
+            "--max-lora-rank",
+            "16",
+            "--max-logprobs",
+            "-1",
+        ]
         settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "HF_HUB_OFFLINE": "1"}
         with (self.folder / "vllm.log").open("a") as log:
             self.process = subprocess.Popen(
@@ -98,14 +114,21 @@ def words(server, rows, run, *more):
     ]
 
 
-def test_the_server_samples_with_each_steps_adapter(server, rows, tmp_path):
+@pytest.fixture(scope="module")
+def trained(server, rows, tmp_path_factory):
+    run = tmp_path_factory.mktemp("trained") / "run"
+    train_from_overrides(words(server, rows, run))
+    return run
+
+
+def test_the_server_samples_with_each_steps_adapter(server, rows, trained, tmp_path):
     more = ("rollout.temperature=0.7", "rollout.top_k=50", "rollout.top_p=0.9")
-    for name, settings in {"plain": (), "filtered": more}.items():
-        train_from_overrides(words(server, rows, tmp_path / name, *settings))
-        steps = curve(tmp_path / name)
+    train_from_overrides(words(server, rows, tmp_path / "filtered", *more))
+    for run in (trained, tmp_path / "filtered"):
+        steps = curve(run)
         assert len(steps) == 4
         assert all(step["server_difference"] < ROUNDING for step in steps if not step["equal_groups"])
-    assert not (tmp_path / "plain/rollouts/adapter").exists()
+        assert not (run / "rollouts/adapter").exists()
 
 
 def test_a_server_with_an_earlier_adapter_is_named(server, rows, tmp_path, monkeypatch):
@@ -157,6 +180,35 @@ def test_a_server_that_does_not_fit_is_refused(server, rows, tmp_path):
         train_from_overrides(words(server, rows, tmp_path / "wide", "lora.r=32"))
     with pytest.raises(ConfigError, match="gets the step's weights as a LoRA adapter"):
         train_from_overrides(words(server, rows, tmp_path / "full", "training.method=full"))
+
+
+def test_what_vllm_serves_is_compared_with_what_was_trained(server, trained, tmp_path):
+    found = verify_run(trained, vllm=InVllm(server.url))
+    assert found.comparison.is_same, found.mismatches
+    assert found.comparison.runtime.startswith("vLLM ")
+    assert found.comparison.logits.most_relative < ROUNDING
+    checks = found.comparison.checks
+    assert {name: check.compared > 0 for name, check in checks.items()} == dict.fromkeys(CHECKS, True)
+
+    assert run_finetune("merge", trained, tmp_path / "merged", "--dtype", "float32").returncode == 0
+    done = run_finetune("verify", tmp_path / "merged", "--runtime", "vllm")  # starts a server of its own
+    assert done.returncode == 0, done.stdout
+    assert "in vLLM" in done.stdout
+
+
+def test_another_adapter_in_vllm_is_not_what_was_trained(server, trained, tmp_path):
+    run_finetune("merge", trained, tmp_path / "merged", "--dtype", "float32")
+    known = tmp_path / "merged"
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    config = run / "adapter/adapter_config.json"
+    changed = json.loads(config.read_text())
+    changed["lora_alpha"] *= 1.05
+    config.write_text(json.dumps(changed))
+    with served_by_vllm(run / "adapter", read_vectors(known).stop_ids, url=server.url, base=BASE) as served:
+        found = compare(served, read_vectors(known), bound=ROUNDING)
+    assert found.checks["positions"].equal < found.checks["positions"].compared
+    assert found.checks["rendered"].equal == found.checks["rendered"].compared
 
 
 def test_a_lost_server_is_waited_for_and_no_step_is_lost(server, rows, tmp_path):
