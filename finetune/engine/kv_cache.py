@@ -63,7 +63,8 @@ class _Cache:
 
     def keep(self, rows: torch.Tensor) -> None:
         self.lengths = self.lengths[rows]
-        self.layers = [(keys[rows], values[rows]) for keys, values in self.layers]
+        for layer, (keys, values) in enumerate(self.layers):  # one by one, so that only one layer is in memory twice
+            self.layers[layer] = keys[rows], values[rows]
 
 
 def _attend(

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from finetune.engine.decoder import Decoder, bare_model
-from finetune.engine.kv_cache import CachedDecoder
+from finetune.engine.kv_cache import CachedDecoder, _Cache
 from finetune.engine.layout import pack_prompts
 from finetune.engine.prefixes import MIN_SHARED
 from finetune.inference.decoding import Decoding, Sampling, generate_answers
+from tests.diagnose.measured import peak_of
 from tests.engine.test_decoder import CONFIGS, plain_attention, some_rows, with_lora
 from tests.tiny_models import VOCABULARY, build_tiny, tiny_gemma2_config, tiny_phi3_config
 
@@ -51,6 +52,18 @@ def test_logits_are_those_of_whole_rows(kind, adapter):
             rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
             logits = decoder.go_on(tokens)
     torch.testing.assert_close(logits, last_logits(model, rows), rtol=IN_FLOAT64, atol=IN_FLOAT64)
+
+
+def test_rows_leave_the_cache_layer_by_layer():
+    layers, half = 10, (8, 2, 64, 8)
+
+    def leave():
+        cache = _Cache(torch.ones(half[0], dtype=torch.int64), half[2])
+        cache.layers = [(torch.zeros(half), torch.zeros(half)) for _ in range(layers)]
+        cache.keep(torch.arange(6))
+
+    whole = layers * 2 * torch.zeros(half).nbytes
+    assert whole < peak_of(leave) < whole * (1 + 1 / layers)
 
 
 def test_what_rows_share_is_computed_once():
