@@ -89,17 +89,21 @@ def _model(plan: Plan) -> Iterator[str]:
 
 def _steps(plan: Plan) -> Iterator[str]:
     batches, rows = plan.batches, f"{OBJECTIVES[plan.objective].example_name}s"
+    learnt = rows if batches.answers_per_prompt is None else "answers"
     if batches.rows is not None:
         computed = "" if batches.computed_share is None else f", {batches.computed_share:.1%} of them computed"
         tokens = f"{batches.tokens:,} tokens ({batches.target_tokens:,} with loss){computed}"
         of = "" if batches.conversations is None else f" of {batches.conversations:,} conversations"
         yield f"an epoch: {batches.rows:,} {rows}{of}, {tokens}"
+    if batches.answers_per_prompt is not None:
+        longest = "each assumed to have as many tokens as rollout.max_completion_length allows"
+        yield f"{batches.answers_per_prompt} answers to each prompt, {longest}"
     counted = rows if batches.conversations is None else "conversations"
     yield f"global batch: {batches.global_batch_size} {counted} = {batches.global_batch_from}"
     if batches.steps is not None:
         epoch = "" if batches.steps_per_epoch is None else f", {batches.steps_per_epoch:,} an epoch"
         yield f"{batches.steps:,} steps{epoch}"
-    largest = f"{batches.largest_microbatch_rows} {rows} and computes {batches.largest_microbatch_tokens:,} tokens"
+    largest = f"{batches.largest_microbatch_rows} {learnt} and computes {batches.largest_microbatch_tokens:,} tokens"
     yield f"micro-batches per step and rank: up to {batches.microbatches_per_step}; the largest has {largest}"
 
 
@@ -113,7 +117,13 @@ def _memory(plan: Plan) -> Iterator[str]:
     most = max(size for _, size in sizes)
     for name, size in sizes:
         yield f"{name:<12} {format_bytes(size):>8} {'#' * round(_WIDEST_BAR * size / most)}".rstrip()
-    verdict = f"{'fits' if plan.fits else 'does not fit'} (peak: {plan.peak.when})"
+    made, when = plan.generating, plan.peak.when
+    if made is not None:
+        parts = f"keys and values take {format_bytes(made.cache)} and logits {format_bytes(made.logits)}"
+        whole = format_bytes(made.total + device.reserve)
+        yield f"generating {made.answers} answers at once: {whole}, of which {parts}"
+        when = "generating answers" if made.total > plan.peak.total else when
+    verdict = f"{'fits' if plan.fits else 'does not fit'} (peak: {when})"
     yield f"{'at most':<12} {format_bytes(plan.needed):>8}, {plan.needed / device.memory:.1%}: {verdict}"
     if plan.checkpointing is not None:
         without, with_it, extra = plan.checkpointing
@@ -135,7 +145,9 @@ def _time(plan: Plan) -> Iterator[str]:
         whole = "" if steps is None else f", {format_duration(plan.seconds_at_limit * steps)} in all"
         yield f"at least {plan.seconds_at_limit:.3g} s a step{whole}: matrix products alone, at the limit of {limit}"
     if plan.seconds_per_step is not None:
-        yield f"{plan.seconds_per_step:.3g} s a step, measured on this machine"
+        made = plan.seconds_generating
+        of_it = "" if made is None else f", {made:.3g} s of it to generate answers"
+        yield f"{plan.seconds_per_step:.3g} s a step, measured on this machine{of_it}"
         if steps is not None:
             whole = format_duration(plan.seconds_per_step * steps)
             yield f"about {whole} in all, without validation, saves and the test phase"

@@ -14,10 +14,19 @@ import torch
 
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.batches import Collate
+from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import check_local_rows
 from finetune.data.objective import AnySplits, encode_for_objective
 from finetune.diagnose.plan_batches import Batches, Batching
 from finetune.diagnose.plan_devices import Device
+from finetune.diagnose.plan_rollouts import (
+    AssumedAnswers,
+    Generating,
+    engine_generates,
+    forecast_generating,
+    measure_generating,
+    ways_to_generate,
+)
 from finetune.diagnose.plan_time import measure_seconds, operations_of_step
 from finetune.diagnose.preview_tokens import on_one_line
 from finetune.distributed.environment import read_environment
@@ -49,6 +58,7 @@ from finetune.runs.disk_space import DiskNeed
 from finetune.runs.folder import existing_folder
 from finetune.training.checks import has_reference
 from finetune.training.forward import choose_forward, wants_fused
+from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, choose, shards_of
 from finetune.training.memory.forecast import (
     CANNOT_TRACE,
@@ -62,6 +72,7 @@ from finetune.training.memory.forecast import (
 )
 from finetune.training.memory.tracing import Computation
 from finetune.training.optim import build_optimizer
+from finetune.training.prompt_rows import PromptRows
 from finetune.training.train import trainer_for
 from finetune.units import format_bytes
 
@@ -94,6 +105,13 @@ class Trade(NamedTuple):
     """One more forward pass through the layers, as a share of a step without checkpointing."""
 
 
+class Probed(NamedTuple):
+    """Measured times, see `Plan`."""
+
+    seconds_per_step: float | None = None
+    seconds_generating: float | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The prediction for a run. Sizes are in bytes."""
@@ -115,14 +133,18 @@ class Plan:
     device: Device
     peak: Peak | None
     """None if it cannot be known without data."""
+    generating: Generating | None
+    """None if the run does not generate the answers that it learns from, or `peak` is None."""
     checkpointing: Trade | None
     in_shards: list[ShardedNeed]
     """With the same micro-batches; empty if the peak is not known, or the run cannot be sharded."""
     choice: MemoryChoice
     """Gradient checkpointing and the size of micro-batches, as a run on this device would choose them."""
     disk: DiskNeed
-    seconds_per_step: float | None
-    """Measured with `--probe`; None without it."""
+    seconds_per_step: float | None = None
+    """Measured with `--probe`, with `seconds_generating`; None without it."""
+    seconds_generating: float | None = None
+    """Measured with `--probe`: the time to generate answers, for each step; None if it is not known."""
     seconds_at_limit: float | None
     """A lower bound for a step, see `finetune.diagnose.plan_time`; None if the device's limit is not known."""
     findings: list[Finding]
@@ -137,8 +159,8 @@ class Plan:
 
     @property
     def needed(self) -> int | None:
-        """The memory that a step needs on the device, `device.reserve` included."""
-        return None if self.peak is None else self.peak.total + self.device.reserve
+        """The memory that a step needs on the device, or generating its answers, `device.reserve` included."""
+        return None if self.peak is None else _larger(self.peak, self.generating) + self.device.reserve
 
     @property
     def fits(self) -> bool | None:
@@ -197,14 +219,16 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
         batches=planner.batching.describe(),
         device=device,
         peak=peak,
+        generating=None if peak is None else planner.generating(),
         checkpointing=planner.trade(peak) if peak is not None else None,
         in_shards=[] if forecast is None else planner.in_shards(forecast),
         choice=planner.choice,
         disk=planner.disk(),
-        seconds_at_limit=planner.at_limit(),  # before a probe, which cuts the model short
-        seconds_per_step=planner.probe() if is_probed else None,
+        seconds_at_limit=planner.at_limit(),
         findings=planner.findings,
     )
+    if is_probed:
+        plan = replace(plan, **planner.probe()._asdict())
     planner.findings.extend(_judge(plan, config))
     return plan
 
@@ -236,7 +260,6 @@ class _Planner:
         self.why_not_engine = forward.why_not_engine
         self.called_layers = {why: len(names) for why, names in forward.called_layers.items()}
         self._warn_of_fallback()
-        self._warn_of_rollouts()
         if _is_quantized(config):
             self._quantize()
         if wants_fp8(config):
@@ -249,7 +272,9 @@ class _Planner:
             dtype=DTYPES[self.precision],
             is_fused=wants_fused(config.training, device.type),
         )
+        self._prompts: list[list[int]] | None = None
         self._splits = self._encode()
+        self._answers = self._assume_answers()
         collate = self._trainer.collation_of(self._config, forward.collate)
         self.choice = self._choose_by_memory(collate)
         self._config = config = self.choice.resolve(config)
@@ -262,6 +287,7 @@ class _Planner:
             is_padded=self.why_not_engine is not None,
             boundary=longrope_boundary(self.model),
             world_size=self._world_size,
+            answers=self._answers,
         )
         if self._splits is not None:
             self.batching.refuse_dropping_all(self._splits)
@@ -293,20 +319,6 @@ class _Planner:
         fix = "none needed; a run with strict=true refuses it, unless training.kernels=reference asks for it"
         self.findings.append(warning("Engine", what, fix))
 
-    def _warn_of_rollouts(self) -> None:
-        """Add a finding if the run generates its rows, which no plan knows."""
-        config = self._config
-        if OBJECTIVES[config.training.objective].rows != "prompts":
-            return
-        rollout = config.rollout
-        what = (
-            f"this plan counts prompts with their expected answers, but the run learns from {rollout.num_generations} "
-            f"answers of up to {rollout.max_completion_length} tokens to each prompt; generating them takes memory and "
-            "time that are not in it"
-        )
-        fix = "train a few steps: training.max_steps=3"
-        self.findings.append(warning("Rewards", what, fix))
-
     def _quantize(self) -> None:
         """Keep the base in 4 bits, if the engine computes all of it; else add a finding."""
         if self.why_not_engine is None and not self.called_layers:
@@ -337,7 +349,9 @@ class _Planner:
     def _encode(self) -> AnySplits | None:
         """Encode the rows; if there are none or they cannot be used, add a finding and return None."""
         config, data = self._config, self._config.data
-        assumed = f"the plan assumes rows of {data.max_length:,} tokens (data.max_length), all with loss"
+        learns_prompts = OBJECTIVES[config.training.objective].rows == "prompts"
+        rows, loss = ("prompts of up to", "") if learns_prompts else ("rows of", ", all with loss")
+        assumed = f"the plan assumes {rows} {data.max_length:,} tokens (data.max_length){loss}"
         if not (data.path or data.mixture or data.train):
             fix = "give data.path=FILE_FOLDER_OR_HUB_ID to plan with its rows"
             self.findings.append(warning("Data", f"no data is given, so {assumed}", fix))
@@ -345,7 +359,10 @@ class _Planner:
         try:
             check_local_rows(data, has_format=False)
             tokenizer = build_run_tokenizer(config.model_copy(update={"model": self._sizes}))
-            return encode_for_objective(config, tokenizer, fallbacks=Fallbacks(strict=config.strict))
+            splits = encode_for_objective(config, tokenizer, fallbacks=Fallbacks(strict=config.strict))
+            if learns_prompts and isinstance(splits.train, EncodedExamples):
+                self._prompts = PromptRows(splits.train, tokenizer, None).prompts
+            return splits
         except (DataError, ModelError) as error:
             first = on_one_line(first_line(error)).rstrip(".")
             if isinstance(error, ModelError) and self._sizes is not config.model:
@@ -354,15 +371,24 @@ class _Planner:
             self.findings.append(warning("Data", f"the rows cannot be used, so {assumed}: {first}", fix))
             return None
 
+    def _assume_answers(self) -> AssumedAnswers | None:
+        """Return the answers that a run learns from if it learns from prompts; else None."""
+        if OBJECTIVES[self._config.training.objective].rows != "prompts":
+            return None
+        size = global_batch_size(self._config, self._world_size)
+        return AssumedAnswers.of(self._config, self.model, self._prompts, size)
+
     def _choose_by_memory(self, collate: Collate) -> MemoryChoice:
         weights = Weights(self.model)
         held = weights.adapter + weights.held(self._shards) + weights.gathered(self._shards)
-        rows = None if self._splits is None else self._splits.train
+        longest = self._config.data.max_length if self._answers is None else int(self._answers.lengths.max())
+        if self._splits is not None:
+            longest = self._trainer.longest_row(self._config, self._splits)
         return choose(
             self._config,
             self.model,
             self._how,
-            longest=self._config.data.max_length if rows is None else int(rows.lengths.max()),
+            longest=longest,
             collate=collate,
             room=self._device.memory - self._device.reserve - held,
             world_size=self._world_size,
@@ -386,6 +412,15 @@ class _Planner:
         world_size = max(self._world_size, chosen.size)
         return forecast.peak(self._need or OptimizerNeed(0, 0), world_size=world_size, shards=chosen)
 
+    def generating(self, shards: Shards | None = None) -> Generating | None:
+        """Predict the memory while answers are generated, with the shards of the run or with others; None: none are."""
+        if self._answers is None or self._config.rollout.server is not None:
+            return None
+        state = self._need or OptimizerNeed(0, 0)
+        return forecast_generating(
+            self._config, self.model, self._answers, state, shards or self._shards, self._device.type
+        )
+
     def in_shards(self, forecast: StepForecast) -> list[ShardedNeed]:
         """Predict the same step in each number of `SHARDS`; empty if the run cannot be sharded."""
         sharded = self._config.with_values({"parallel.sharding": ("fsdp2", "default")})
@@ -395,8 +430,8 @@ class _Planner:
             return []
         found = []
         for number in SHARDS:
-            peak = self.peak_of(forecast, Shards(number, sharded.parallel.reshard_after_forward))
-            needed = peak.total + self._device.reserve
+            shards = Shards(number, sharded.parallel.reshard_after_forward)
+            needed = _larger(self.peak_of(forecast, shards), self.generating(shards)) + self._device.reserve
             found.append(ShardedNeed(number, needed, fits=needed <= self._device.memory))
         return found
 
@@ -436,21 +471,35 @@ class _Planner:
         )
         return operations / (rate * 1e12)
 
-    def probe(self) -> float | None:
-        """Measure the seconds of a step here; for another device, add a finding and return None."""
+    def probe(self) -> Probed:
+        """Measure a step here; for another device, add a finding and measure nothing."""
         if not self._device.is_here:
             fix = "leave out --device, on a machine that has it"
             self.findings.append(warning("Time", f"--probe measures this machine, not {self._device.name}", fix))
-            return None
+            return Probed()
         if _is_quantized(self._config) or self._is_in_fp8:
             fix = "train a few steps: training.max_steps=5"
             self.findings.append(warning("Time", "--probe does not measure a base in 4 bits or in fp8", fix))
-            return None
+            return Probed()
         microbatch = self.batching.largest.microbatch
         can_fuse = self._how.is_fused and why_not_fused(torch.device(self._device.type)) is None
         seconds = measure_seconds(self.model, microbatch, replace(self._how, is_fused=can_fuse), self._config.optim)
-        per_token: float = seconds / max(1, microbatch.num_computed)
-        return per_token * self.batching.computed_per_step / self._world_size
+        per_step = seconds / max(1, microbatch.num_computed) * self.batching.computed_per_step / self._world_size
+        generating = self._measure_generating()
+        return Probed(per_step + (generating or 0.0), generating)
+
+    def _measure_generating(self) -> float | None:
+        """Measure the seconds in which answers are generated, for each step; None if that cannot be measured here."""
+        by_engine = engine_generates(self.model, self._device.type, self._shards)
+        if self._answers is None or self._config.rollout.server is not None or not by_engine:
+            return None
+        order, size = self.batching.first_examples, self._world_size
+        return measure_generating(self._config, self.model, self._answers, order=order, world_size=size)
+
+
+def _larger(peak: Peak, generating: Generating | None) -> int:
+    """Return the larger memory: that of a step or that of generating its answers."""
+    return max(peak.total, 0 if generating is None else generating.total)
 
 
 def _is_quantized(config: Config) -> bool:
@@ -466,14 +515,32 @@ def _refuse_quantized_on_cpu(config: Config, device: Device) -> None:
 
 
 def _judge(plan: Plan, config: Config) -> Iterator[Finding]:
-    """Find checkpoints or steps that do not fit, with ways out."""
+    """Find checkpoints or steps that do not fit, with ways out, and times that are missing."""
     if plan.disk.total > plan.disk.free:
         what = f"the checkpoints take {format_bytes(plan.disk.total)}, but {format_bytes(plan.disk.free)} are free"
         yield problem("Disk", what, "make room, or lower checkpoint.save_total_limit")
-    if plan.fits is not False or plan.needed is None:
+    has_time = plan.seconds_per_step is not None or plan.seconds_at_limit is not None
+    if plan.batches.answers_per_prompt is not None and has_time and plan.seconds_generating is None:
+        where = "rollout.server takes" if config.rollout.server else "generating answers takes"
+        what = f"the time that {where} is not in this plan: --probe measures it where the engine generates, on a CPU"
+        yield warning("Time", what, "train a few steps, training.max_steps=3: metrics.jsonl has rollout_seconds")
+    if plan.fits is not False or plan.peak is None:
         return
-    what = f"a step takes {format_bytes(plan.needed)}, but {plan.device.name} has {format_bytes(plan.device.memory)}"
-    yield problem("Memory", what, "; or ".join(_ways_out(plan, config)))
+    device, generating = plan.device, plan.generating
+    there = f"but {device.name} has {format_bytes(device.memory)}"
+    if plan.peak.total + device.reserve > device.memory:
+        what = f"a step takes {format_bytes(plan.peak.total + device.reserve)}, {there}"
+        yield problem("Memory", what, "; or ".join(_ways_out(plan, config)))
+    if generating is not None and generating.total + device.reserve > device.memory:
+        needed = format_bytes(generating.total + device.reserve)
+        what = f"generating {generating.answers} answers at once takes {needed}, {there}"
+        ways = [*ways_to_generate(generating, device, config), *_shards_out(plan)]
+        yield problem("Memory", what, "; or ".join([*ways, "a smaller model"]))
+
+
+def _shards_out(plan: Plan) -> Iterator[str]:
+    if plan.fewest_shards is not None:
+        yield f"parallel.sharding=fsdp2 with {plan.fewest_shards} processes or more, each on a device like this"
 
 
 def _ways_out(plan: Plan, config: Config) -> Iterator[str]:
@@ -488,8 +555,7 @@ def _ways_out(plan: Plan, config: Config) -> Iterator[str]:
         fits = "fits" if needed <= plan.device.memory else "does not fit either"
         more = f"{trade.extra_time:.0%} more time"
         yield f"training.gradient_checkpointing=true: {format_bytes(needed)}, which {fits}, at about {more}"
-    if plan.fewest_shards is not None:
-        yield f"parallel.sharding=fsdp2 with {plan.fewest_shards} processes or more, each on a device like this"
+    yield from _shards_out(plan)
     yield f"a lower data.max_length (it is {config.data.max_length})"
     if plan.method == "full":
         yield "training.method=lora"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +11,7 @@ from finetune.data.batches import BatchRule
 from finetune.data.encoded import EncodedExamples
 from finetune.data.labelled import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
+from finetune.diagnose.plan_rollouts import AssumedAnswers
 from finetune.engine.prefixes import RowGroup
 from finetune.training.loaders import global_batch_size, plan_batches, refuse_dropping_all
 from finetune.training.loop import Cadence
@@ -32,7 +33,10 @@ class Batches:
     """
 
     rows: int | None
-    """Rows of an epoch; None if the data could not be read."""
+    """Rows of an epoch, or prompts; None if the data could not be read."""
+    answers_per_prompt: int | None
+    """With `training.objective=grpo`: answers to each prompt. Tokens and rows of micro-batches are those of answers,
+    each assumed to be as long as `rollout.max_completion_length` allows; else None."""
     conversations: int | None
     """With `data.train_on=each_turn`: conversations of an epoch, which the global batch counts; else None."""
     tokens: int | None
@@ -72,6 +76,7 @@ class Batching:
         is_padded: rows are padded and go through the model's own forward.
         boundary: see `BatchRule`.
         world_size: the number of processes.
+        answers: the rows that a step learns from if the run generates them, and `rows` are prompts.
     """
 
     config: Config
@@ -80,6 +85,7 @@ class Batching:
     is_padded: bool
     boundary: int | None
     world_size: int
+    answers: AssumedAnswers | None = None
 
     def refuse_dropping_all(self, splits: AnySplits) -> None:
         """See `finetune.training.loaders.refuse_dropping_all`."""
@@ -116,12 +122,15 @@ class Batching:
         if training.global_batch_size is not None:
             words = "training.global_batch_size, whatever the number of processes"
         num_tokens = sum(int(side.lengths.sum()) for side in self._rows.sides)
+        per_prompt = None if self.answers is None else self.answers.per_prompt
+        computed = self.computed_per_step * rule.steps_per_epoch / rule.repeats
         return Batches(
-            rows=len(self._rows) if is_known else None,
+            rows=len(self._rows) // (per_prompt or 1) if is_known else None,
+            answers_per_prompt=per_prompt,
             conversations=None if rule.examples is None else rule.num_examples,
             tokens=num_tokens if is_known else None,
             target_tokens=sum(int(side.num_targets.sum()) for side in self._rows.sides) if is_known else None,
-            computed_share=self.computed_per_step * rule.steps_per_epoch / num_tokens if is_known else None,
+            computed_share=computed / num_tokens if is_known else None,
             global_batch_size=rule.global_batch_size,
             global_batch_from=words,
             world_size=self.world_size,
@@ -132,8 +141,15 @@ class Batching:
             largest_microbatch_tokens=self.largest.microbatch.num_computed,
         )
 
+    @property
+    def first_examples(self) -> list[int]:
+        """The examples of the first step."""
+        return self._rule.examples_of_step(self._rule.order(0), 0)
+
     @cached_property
-    def _rows(self) -> EncodedExamples | EncodedPairs | EncodedLabelled:
+    def _rows(self) -> EncodedExamples | EncodedPairs | EncodedLabelled | AssumedAnswers:
+        if self.answers is not None:
+            return self.answers
         if self.rows is not None:
             return self.rows
         number, length = global_batch_size(self.config, self.world_size), self.config.data.max_length
@@ -141,6 +157,15 @@ class Batching:
 
     @cached_property
     def _rule(self) -> BatchRule:
+        """Assigns rows to steps; prompts if the run generates its rows."""
+        if self.answers is None:
+            return self._rule_of_rows
+        return replace(
+            self._rule_of_rows, lengths=range(len(self.answers.prompts)), repeats=self.config.grpo.num_iterations
+        )
+
+    @cached_property
+    def _rule_of_rows(self) -> BatchRule:
         return plan_batches(
             self.config,
             self._rows,
@@ -153,9 +178,13 @@ class Batching:
     def _groups(self) -> list[list[RowGroup]]:
         """The micro-batches of each step of the first epoch, or of evenly spread steps where there are very many."""
         rule = self._rule
-        order, size, steps = rule.order(0), rule.global_batch_size, max(1, rule.steps_per_epoch)
+        order, size, steps = rule.order(0), rule.global_batch_size, max(1, rule.steps_per_epoch // rule.repeats)
         stride = -(-steps // _MOST_STEPS_LOOKED_AT)
-        return [rule.split(order[step * size : (step + 1) * size]) for step in range(0, steps, stride)]
+        return [self._split(order[step * size : (step + 1) * size]) for step in range(0, steps, stride)]
+
+    def _split(self, examples: list[int]) -> list[RowGroup]:
+        """Split a global batch into micro-batches."""
+        return self._rule_of_rows.split(examples if self.answers is None else self.answers.rows_of(examples))
 
     def _num_computed(self, group: RowGroup) -> int:
         """Count the tokens of a micro-batch that go through the model, padding included."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ _FLOPS = 2
 
 _FEW, _MORE = 1, 3
 """Layers of the two models that are measured. Their difference gives the time of every further layer."""
-_REPETITIONS = 3
+REPETITIONS = 3
 
 
 def operations_of_step(
@@ -63,25 +64,42 @@ def measure_seconds(model: Any, microbatch: Any, how: Computation, section: Opti
     """Measure forward, backward and optimizer for one micro-batch, in seconds for the model's whole depth.
 
     Args:
-        model: on the meta device, its weights in the types of the run. It is changed: it gets random weights, and only
-            the layers that are measured are left.
+        model: see `at_full_depth`.
         microbatch: on the CPU.
         how: how the run computes a step; the device is the one at hand.
         section: the configuration of the optimizer.
     """
     device = torch.device(how.device_type)
+
+    def measure() -> float:
+        with fused_or_not(how.is_fused):
+            return _measure(model, microbatch.to(device), how, section)
+
+    return at_full_depth(model, device, measure)
+
+
+def at_full_depth(model: Any, device: torch.device, measure: Callable[[], float]) -> float:
+    """Measure a model of one layer and of three, and return the seconds for its whole depth.
+
+    Args:
+        model: its weights in the types of the run. Those on the meta device that are measured get random values.
+        device: where to measure.
+        measure: measures the seconds that the model takes with the layers that it has then.
+    """
     decoder = bare_model(model).get_decoder()
     layers = name_of_layers(decoder)
-    every = list(getattr(decoder, layers))
+    every = getattr(decoder, layers)
     depth = len(every)
     few, more = min(_FEW, depth), min(_MORE, depth)
-    setattr(decoder, layers, torch.nn.ModuleList(every[:more]))
-    _give_weights(model, device)
     taken = {}
-    for number in {more, few}:
-        setattr(decoder, layers, torch.nn.ModuleList(every[:number]))
-        with fused_or_not(how.is_fused):
-            taken[number] = _measure(model, microbatch.to(device), how, section)
+    try:
+        setattr(decoder, layers, every[:more])
+        _give_weights(model, device)
+        for number in {more, few}:
+            setattr(decoder, layers, every[:number])
+            taken[number] = measure()
+    finally:
+        setattr(decoder, layers, every)
     if few == more:
         return taken[few]
     return taken[few] + (depth - few) * max(0.0, taken[more] - taken[few]) / (more - few)
@@ -92,7 +110,7 @@ def _measure(model: Any, microbatch: Any, how: Computation, section: OptimSectio
     optimizer = build_optimizer(model, section)
     device = next(model.parameters()).device
     seconds = []
-    for _ in range(1 + _REPETITIONS):
+    for _ in range(1 + REPETITIONS):
         begun = time.perf_counter()
         with torch.autocast(device.type, dtype=how.dtype, enabled=how.dtype != torch.float32):
             summed = loss(model, microbatch).reshape(-1)[0]
@@ -106,16 +124,16 @@ def _measure(model: Any, microbatch: Any, how: Computation, section: OptimSectio
 
 
 def _give_weights(model: Any, device: torch.device) -> None:
-    """Fill the model with small random numbers; tied weights stay tied."""
+    """Fill what is on the meta device with small random numbers; tied weights stay tied."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
-            if weight is None:
+            if weight is None or not weight.is_meta:
                 continue
             if id(weight) not in made:
                 values = torch.empty(weight.shape, dtype=weight.dtype, device=device).normal_(0, 0.02)
                 made[id(weight)] = torch.nn.Parameter(values, weight.requires_grad)
             module._parameters[name] = made[id(weight)]
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.ones(buffer.shape, dtype=buffer.dtype, device=device)

@@ -164,7 +164,7 @@ class Decoder:
         self._keep_inputs = keep_inputs
         self._mlp_chunk_rows = mlp_chunk_rows
         self._read: dict[tuple[int, tuple[str, ...]], list[AnyLinear]] | None = {} if is_constant else None
-        self._merges = is_constant and sum(weight.nbytes for weight in bare.parameters()) <= _MOST_MERGED_BYTES
+        self._merges = is_constant and _is_small(bare)
 
     def hidden_states(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: Any, at: torch.Tensor | None = None
@@ -260,6 +260,21 @@ class Decoder:
                 linears = [one.merged(like.dtype) if isinstance(one, Linear) else one for one in linears]
             self._read[key] = linears
         return linears
+
+
+def _is_small(bare: torch.nn.Module) -> bool:
+    return sum(weight.nbytes for weight in bare.parameters()) <= _MOST_MERGED_BYTES
+
+
+def bytes_of_merged(model: Any) -> int:
+    """Return the bytes of the weights that a `Decoder` with `is_constant` merges, for a model in evaluation mode."""
+    bare = bare_model(model)
+    if not _is_small(bare):
+        return 0
+    like = bare.get_input_embeddings().weight
+    layers = [layer for layer in bare.modules() if hasattr(layer, "lora_A")]
+    read = [one for layer in layers if isinstance(one := read_linear(layer, like), Linear)]
+    return sum(made.weight.nbytes for one in read if (made := one.merged(like.dtype)) is not one)
 
 
 def _split_heads(

@@ -1,0 +1,227 @@
+"""Plan the answers that a run generates and learns from (`training.objective=grpo`): rows, memory and time.
+
+Every answer is assumed to have as many tokens as it may have.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from finetune.data.encoded import EncodedExample
+from finetune.diagnose.plan_devices import Device
+from finetune.diagnose.plan_time import REPETITIONS, at_full_depth
+from finetune.engine.decoder import bare_model, bytes_of_merged
+from finetune.engine.kv_cache import CachedDecoder
+from finetune.engine.prefixes import Tokens
+from finetune.engine.products import unchanged_weights
+from finetune.engine.supported import unsupported_reason
+from finetune.inference.decoding import Sampling, _Draw, group_prompts, room_for_answer
+from finetune.model.base import evaluation_mode, max_context
+from finetune.training.memory.forecast import OptimizerNeed, Shards, Weights
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+
+_FILLER_TOKEN = 1
+
+
+class AssumedAnswers:
+    """The rows of a rollout before it is generated: each prompt with answers that begin differently.
+
+    Like encoded rows, without their memory: a row is made when it is asked for. The answers to a prompt follow each
+    other, prompt after prompt.
+
+    Args:
+        prompts: token ids of each prompt.
+        limits: the most tokens of an answer to each prompt.
+        per_prompt: answers to each prompt.
+        global_batch_size: prompts of a step.
+
+    Attributes:
+        per_step: the most answers of a step.
+        lengths: tokens of each row, int64, shape (rows,).
+        num_targets: tokens of each answer, int64, shape (rows,).
+    """
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], *, per_prompt: int, global_batch_size: int
+    ) -> None:
+        self.prompts, self.per_prompt = prompts, per_prompt
+        self._ids = [numpy.array(prompt, dtype=numpy.int32) for prompt in prompts]
+        self.per_step = per_prompt * min(len(prompts), global_batch_size)
+        self.num_targets = torch.tensor(limits).repeat_interleave(per_prompt)
+        lengths = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
+        self.lengths = torch.tensor(lengths).repeat_interleave(per_prompt)
+
+    @classmethod
+    def of(
+        cls, config: Config, model: Any, prompts: Sequence[Sequence[int]] | None, global_batch_size: int
+    ) -> AssumedAnswers:
+        """Assume the answers of a run.
+
+        Args:
+            config: the whole run.
+            model: on any device.
+            prompts: of the training split; None: assume those of a step, as long as possible, with nothing in common.
+            global_batch_size: prompts of a step.
+        """
+        longest, context = config.rollout.max_completion_length, max_context(model)
+        if prompts is None:
+            length = config.data.max_length
+            length = length if context is None else max(1, min(length, context - longest))
+            prompts = [[row, *[_FILLER_TOKEN] * (length - 1)] for row in range(global_batch_size)]
+        limits = [max(1, room_for_answer(model, prompt, longest)) for prompt in prompts]
+        return cls(prompts, limits, per_prompt=config.rollout.num_generations, global_batch_size=global_batch_size)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> EncodedExample:
+        ids = torch.from_numpy(self.tokens(index)).long()
+        return EncodedExample(ids, torch.arange(len(ids)) >= len(ids) - self.num_targets[index])
+
+    @property
+    def sides(self) -> tuple[AssumedAnswers, ...]:
+        """See `EncodedExamples.sides`."""
+        return (self,)
+
+    def tokens(self, index: int) -> Tokens:
+        """Return the token ids of a row, shape (time,)."""
+        prompt, answer = self._ids[index // self.per_prompt], index % self.per_prompt
+        ids = numpy.full(int(self.lengths[index]), _FILLER_TOKEN, dtype=numpy.int32)
+        ids[: len(prompt)] = prompt
+        ids[len(prompt)] = answer
+        return ids
+
+    def rows_of(self, prompts: Sequence[int]) -> list[int]:
+        """Return the rows with these prompts."""
+        return [self.per_prompt * prompt + answer for prompt in prompts for answer in range(self.per_prompt)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generating:
+    """The memory of a process while it generates answers. Sizes are in bytes.
+
+    Attributes:
+        answers: how many are generated at once.
+        tokens: of the longest prompt with its answer.
+        held: weights, adapter and the state of the optimizer.
+        merged: weights with the adapter added, which the engine makes for small models.
+        cache: keys and values of all tokens.
+        logits: with the copies that sampling makes.
+    """
+
+    answers: int
+    tokens: int
+    held: int
+    merged: int
+    cache: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """All bytes in use."""
+        return self.held + self.merged + self.cache + self.logits
+
+
+def engine_generates(model: Any, device_type: str, shards: Shards) -> bool:
+    """Return whether the engine generates the answers of a run, see `sample_answers`."""
+    return device_type == "cpu" and shards.size == 1 and unsupported_reason(model) is None
+
+
+def forecast_generating(
+    config: Config, model: Any, answers: AssumedAnswers, state: OptimizerNeed, shards: Shards, device_type: str
+) -> Generating:
+    """Predict the memory of a process that generates as many answers at once as it may.
+
+    Args:
+        config: the whole run.
+        model: on the meta device, its weights in the types of the run.
+        answers: of the run.
+        state: of the optimizer.
+        shards: how the weights are sharded.
+        device_type: of the device that generates.
+    """
+    bare, weights, by_engine = bare_model(model), Weights(model), engine_generates(model, device_type, shards)
+    sizes, head = bare.config, bare.get_output_embeddings().weight
+    at_once = min(config.rollout.batch_size, answers.per_step)
+    tokens = int(answers.lengths.max())
+    kv_heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    in_a_layer = 2 * kv_heads * head_dim * bare.get_input_embeddings().weight.dtype.itemsize
+    # Logits, divided by the temperature, then in float64 as probabilities and as their sums (`_Draw`).
+    per_logit = head.dtype.itemsize + 4 + 2 * 8
+    per_logit += 6 * (config.rollout.top_p < 1)  # sorted, with their places
+    per_logit += 8 * (not by_engine)  # transformers copies them to float32, and keeps the scores of the token before
+    with evaluation_mode(model):
+        merged = bytes_of_merged(model) if by_engine else 0
+    kept = weights.held(shards) + weights.adapter + weights.gathered(shards)
+    return Generating(
+        answers=at_once,
+        tokens=tokens,
+        held=kept + state.state // weights.trained_shards(shards),
+        merged=merged,
+        cache=at_once * tokens * sizes.num_hidden_layers * in_a_layer,
+        logits=at_once * head.shape[0] * per_logit,
+    )
+
+
+def ways_to_generate(generating: Generating, device: Device, config: Config) -> Iterator[str]:
+    """Return what takes less memory than generating so many answers at once."""
+    room = device.memory - device.reserve - generating.held - generating.merged
+    fit = room * generating.answers // (generating.cache + generating.logits)
+    if 0 < fit < generating.answers:
+        yield f"a lower rollout.batch_size: {fit} answers at once fit"
+    yield f"a lower rollout.max_completion_length (it is {config.rollout.max_completion_length})"
+    if config.training.method == "lora":
+        yield "rollout.server, to generate on another device"
+
+
+def measure_generating(
+    config: Config, model: Any, answers: AssumedAnswers, *, order: Sequence[int], world_size: int
+) -> float:
+    """Measure here how long a process generates for an optimizer step, in seconds for the model's whole depth.
+
+    Args:
+        config: the whole run, whose answers the engine generates on this machine's CPU.
+        model: see `at_full_depth`.
+        answers: of the run.
+        order: the prompts of the rollout to measure.
+        world_size: the number of processes.
+    """
+    rollout = config.rollout
+    prompts = [answers.prompts[prompt] for prompt in order for _ in range(answers.per_prompt)]
+    limit = rollout.max_completion_length
+    batches = group_prompts(model, prompts, batch_size=rollout.batch_size, max_new_tokens=limit)
+    batch = [prompts[row] for row in batches[len(batches) // 2]]
+    room = room_for_answer(model, batch[-1], limit)
+    # At half the length, a token takes as long as on average.
+    halves = [[*prompt, *[_FILLER_TOKEN] * (room // 2)] for prompt in batch]
+    top_p = None if rollout.top_p == 1 else rollout.top_p
+    sampling = Sampling(temperature=rollout.temperature, top_k=rollout.top_k or None, top_p=top_p)
+
+    def measure() -> float:
+        draw = _Draw(sampling, range(len(batch)))
+        seconds = []
+        with evaluation_mode(model), unchanged_weights():
+            CachedDecoder(model, batch, most_tokens=len(batch[-1]) + room).start()  # allocates memory
+            begun = time.perf_counter()
+            CachedDecoder(model, batch, most_tokens=len(batch[-1]) + room).start()
+            started = time.perf_counter() - begun
+            decoder = CachedDecoder(model, halves, most_tokens=len(batch[-1]) + room + REPETITIONS)
+            logits = decoder.start()
+            for _ in range(1 + REPETITIONS):
+                begun = time.perf_counter()
+                logits = decoder.go_on(draw(None, logits).argmax(-1))
+                seconds.append(time.perf_counter() - begun)
+        return started + room * median(seconds[1:])
+
+    rounds = -(-len(batches) // world_size)
+    return rounds * at_full_depth(model, torch.device("cpu"), measure) / config.grpo.num_iterations
