@@ -86,6 +86,16 @@ def test_the_plan_of_answers_is_what_a_run_learns_from(words, more):
         assert batches.tokens == sum(microbatch.num_tokens for microbatch in made) / repeats
 
 
+def test_memory_is_chosen_for_the_answers_of_a_step(words):
+    """A micro-batch may have more answers than its global batch has prompts."""
+    device = replace(find_device("cpu"), memory=2**34, reserve=0)
+    few, many = (
+        make_plan(load_config([*words, "training.batch_size=16", f"training.global_batch_size={size}"]), device)
+        for size in (4, 11)
+    )
+    assert few.choice == many.choice
+
+
 def generating_of(config, model, *, top_p=1.0, device_type="cpu"):
     config = config.with_values({"rollout.top_p": (top_p, "here"), "rollout.batch_size": (12, "here")})
     answers = AssumedAnswers.of(config, model, PROMPTS, 3)

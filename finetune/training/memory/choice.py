@@ -260,8 +260,10 @@ def _as_configured(config: Config, world_size: int, *, limits_tokens: bool) -> M
 def _longest_rows_of(
     config: Config, configured: MemoryChoice, longest: int, world_size: int, *, limits_tokens: bool
 ) -> _LongestRows:
-    tokens = longest * (2 if OBJECTIVES[config.training.objective].rows == "pairs" else 1)
-    most = min(configured.max_rows, global_batch_size(config, world_size))
+    row_type = OBJECTIVES[config.training.objective].rows
+    tokens = longest * (2 if row_type == "pairs" else 1)
+    per_example = config.rollout.num_generations if row_type == "prompts" else 1
+    most = min(configured.max_rows, per_example * global_batch_size(config, world_size))
     limit = configured.max_tokens or (MOST_TOKENS if limits_tokens else None)
     most = most if limit is None else max(1, min(most, limit // tokens))
     return _LongestRows(tokens, 1 if limits_tokens else most, most)
