@@ -22,7 +22,7 @@ from finetune.engine.kv_cache import CachedDecoder
 from finetune.engine.prefixes import Tokens
 from finetune.engine.products import unchanged_weights
 from finetune.engine.supported import unsupported_reason
-from finetune.inference.decoding import Sampling, _Draw, group_prompts, room_for_answer
+from finetune.inference.decoding import Draw, Sampling, group_prompts, room_for_answer
 from finetune.model.base import evaluation_mode, max_context
 from finetune.training.memory.forecast import OptimizerNeed, Shards, Weights
 
@@ -156,7 +156,7 @@ def forecast_generating(
     kv_heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
     head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
     in_a_layer = 2 * kv_heads * head_dim * bare.get_input_embeddings().weight.dtype.itemsize
-    # Logits, divided by the temperature, then in float64 as probabilities and as their sums (`_Draw`).
+    # Logits, divided by the temperature, then in float64 as probabilities and as their sums (`Draw`).
     per_logit = head.dtype.itemsize + 4 + 2 * 8
     per_logit += 6 * (config.rollout.top_p < 1)  # sorted, with their places
     per_logit += 8 * (not by_engine)  # transformers copies them to float32, and keeps the scores of the token before
@@ -208,7 +208,7 @@ def measure_generating(
     sampling = Sampling(temperature=rollout.temperature, top_k=rollout.top_k or None, top_p=top_p)
 
     def measure() -> float:
-        draw = _Draw(sampling, range(len(batch)))
+        draw = Draw(sampling, range(len(batch)))
         seconds = []
         with evaluation_mode(model), unchanged_weights():
             CachedDecoder(model, batch, most_tokens=len(batch[-1]) + room).start()  # allocates memory

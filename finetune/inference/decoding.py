@@ -233,7 +233,7 @@ def _generate(
     is_sharded = runtime is not None and runtime.shard_size is not None
     uses_engine = not (decoding.by_transformers or is_sharded) and _engine_continues(model)
     batch = [prompts[row] for row in rows]
-    draw = None if decoding.sampling is None else _Draw(decoding.sampling, rows)
+    draw = None if decoding.sampling is None else Draw(decoding.sampling, rows)
     room = room_for_answer(model, max(batch, key=len), decoding.max_new_tokens)
     with evaluation_mode(model):
         if uses_engine:
@@ -256,7 +256,7 @@ def _continue_by_engine(
     batch: Sequence[Sequence[int]],
     room: int,
     stop_ids: Sequence[int],
-    draw: _Draw | None,
+    draw: Draw | None,
     on_token: Callable[[int], object] | None,
 ) -> list[list[int]]:
     """Answer a batch with the engine. Rows leave the batch a few at a time when their answers have ended."""
@@ -296,7 +296,7 @@ def _continue_by_transformers(
     batch: Sequence[Sequence[int]],
     room: int,
     stop_ids: Sequence[int],
-    draw: _Draw | None,
+    draw: Draw | None,
     on_token: Callable[[int], object] | None,
     is_sharded: bool,
     model: Any,
@@ -311,7 +311,7 @@ def _continue_by_transformers(
         input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
     settings = GenerationConfig(  # type: ignore[no-untyped-call]
-        do_sample=False,  # `_Draw` samples row by row
+        do_sample=False,  # `Draw` samples row by row
         max_new_tokens=room,
         eos_token_id=list(stop_ids),
         pad_token_id=stop_ids[0],
@@ -348,7 +348,7 @@ def _only_our_settings(model: Any) -> Iterator[None]:
         inner.generation_config = own
 
 
-class _Draw:
+class Draw:
     """A logits processor that samples a token for each row with the row's own generator, and masks all other tokens."""
 
     def __init__(self, sampling: Sampling, rows: Sequence[int]) -> None:

@@ -19,7 +19,7 @@ from finetune.engine import reference
 from finetune.engine.fused import switch_fused
 from finetune.engine.layout import pack
 from finetune.engine.loss import cross_entropy_per_target, summed_cross_entropy
-from finetune.inference.decoding import Sampling, _Draw
+from finetune.inference.decoding import Draw, Sampling
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.training.objectives.preference_losses import PreferenceLoss
@@ -204,10 +204,10 @@ def test_a_whole_step(device: FakeDevice) -> None:
 def test_drawing_a_token_copies_scores_only_where_sums_need_a_fixed_order(
     device: FakeDevice, is_deterministic: bool
 ) -> None:
-    draw = _Draw(Sampling(temperature=0.9, top_k=5, top_p=0.9, seed=3), rows=[0, 1])
+    draw = Draw(Sampling(temperature=0.9, top_k=5, top_p=0.9, seed=3), rows=[0, 1])
     scores, ids = torch.randn(2, 64), torch.zeros(2, 3, dtype=torch.int64)
     expected = draw(ids, scores).argmax(-1).tolist()
-    again = _Draw(Sampling(temperature=0.9, top_k=5, top_p=0.9, seed=3), rows=[0, 1])
+    again = Draw(Sampling(temperature=0.9, top_k=5, top_p=0.9, seed=3), rows=[0, 1])
     with deterministic_algorithms() if is_deterministic else nullcontext():
         drawn: Any = again(ids.to(KIND), scores.to(KIND))
     assert device.waits["aten::_to_copy"] == is_deterministic

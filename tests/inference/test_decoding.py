@@ -6,8 +6,8 @@ from finetune.config.schema import LoraSection
 from finetune.errors import DataError
 from finetune.inference.decoding import (
     Decoding,
+    Draw,
     Sampling,
-    _Draw,
     generate_answers,
     group_prompts,
     room_for_answer,
@@ -149,6 +149,6 @@ def test_a_longrope_model_never_shares_a_batch_across_its_boundary(longrope_mode
 
 def test_a_token_is_drawn_where_the_scores_are():
     """The scores of a vocabulary of 200,000 tokens are not copied to the CPU for each token; a copy of these fails."""
-    draw = _Draw(Sampling(temperature=0.9, top_k=5, top_p=0.9), rows=[0, 1])
+    draw = Draw(Sampling(temperature=0.9, top_k=5, top_p=0.9), rows=[0, 1])
     scores = torch.empty(2, 64, device="meta")
     assert draw(torch.empty(2, 3, dtype=torch.int64, device="meta"), scores).device.type == "meta"
