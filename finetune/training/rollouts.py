@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,12 +20,9 @@ from finetune.data.encoded import EncodedExample
 from finetune.data.templates import stop_ids
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.engine.prefixes import RowGroup, assign_to_ranks
-from finetune.errors import PreemptedError, RunFailedError, ServerLostError
 from finetune.inference.decoding import Decoding, SampledAnswer, Sampling, sample_answers
 from finetune.inference.rewards import Rewards
-from finetune.inference.vllm_server import VllmServer
 from finetune.model.base import evaluation_mode, longrope_boundary
-from finetune.runs.checkpoints import adapter_for_server
 from finetune.runs.folder import RunFolder
 from finetune.runs.rollouts import read_rollout, write_rollout
 from finetune.training.objectives.group_loss import GroupLoss, advantages_of
@@ -36,12 +33,10 @@ from finetune.training.objectives.groups import (
     put_answers_together,
 )
 from finetune.training.prompt_rows import PromptRows
+from finetune.training.rollout_server import SERVER_DIFFERENCE, RolloutServer
 
 if TYPE_CHECKING:
     from finetune.training.setup import Setup
-
-SERVER_DIFFERENCE = "server_difference"
-"""The mean of |log p of the server − log p of the run| over the tokens of a rollout, in nats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +93,7 @@ class RolloutLoader:
         self._training = setup.memory.resolve(config).training
         self._max_tokens = self._training.max_tokens_per_microbatch
         self._rollout: Rollout | None = None
+        self._server = None if config.rollout.server is None else RolloutServer(setup, config.rollout)
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -148,8 +144,8 @@ class RolloutLoader:
             sampling=sampling,
             keeps_stop=True,
         )
-        if section.server is not None:
-            answers = self._ask_server(step, rows, decoding)
+        if self._server is not None:
+            answers = self._server.sample(step, [self._prompts.prompts[row] for row in rows], decoding)
         else:
             answers = sample_answers(
                 self._setup.model,
@@ -161,97 +157,30 @@ class RolloutLoader:
         runtime.at("rewards", step)
         rewards = reward_on_main(self._setup, self._rewards, self._prompts, of_answers, [it.ids for it in answers])
         rollout = self._compare(step, rows, answers, rewards)
-        if self._config.grpo.num_iterations > 1 or section.server is not None:
+        if self._config.grpo.num_iterations > 1 or self._server is not None:
             rollout = replace(rollout, old_nats=self._nats(rollout, section.temperature))
-        if section.server is not None:
-            rollout = self._compared_with_server(rollout)
+        if self._server is not None:
+            # The server's are before temperature.
+            nats = rollout.old_nats if section.temperature == 1 else self._nats(rollout, 1.0)
+            rollout = replace(rollout, metrics={**rollout.metrics, **self._difference(rollout, nats or [])})
         rollout = replace(rollout, metrics={**rollout.metrics, "rollout_seconds": time.monotonic() - started})
         self._setup.on_main(
             lambda journal: write_rollout(journal.folder, self._as_record(rollout)), f"recording the rollout of {step}"
         )
         return rollout
 
-    @cached_property
-    def _server(self) -> VllmServer:
-        """The server; only the main process asks it."""
-        section = self._config.rollout
-        assert section.server is not None
-        seconds, stops = 60 * section.server_timeout_minutes, lambda: self._runtime.stop_requested
-        return VllmServer(section.server, patience_seconds=seconds, is_to_stop=stops)
-
     def check_server(self) -> None:
-        """Wait for the server, if there is one, and check that it fits the run. Collective.
+        """See `RolloutServer.check`; nothing happens without a server. Collective."""
+        if self._server is not None:
+            self._server.check(self._prompts)
 
-        Raises:
-            ConfigError: the server's model reads text differently, or has no room for the answers.
-            ServerLostError: it does not answer in time.
-            PreemptedError: the run was asked to stop meanwhile.
-        """
-        if self._config.rollout.server is None:
-            return
-        self._runtime.at("waiting for the server", timed=False)
-        with self._runtime.failing_together("asking the server"):
-            if self._runtime.is_main_process:
-                prompts = self._prompts.prompts
-                most = max(map(len, prompts)) + self._config.rollout.max_completion_length
-                text = self._prompts.text(max(prompts, key=len))
-                try:
-                    self._server.check(self._setup.tokenizer, text, most_tokens=most)
-                except ServerLostError as error:
-                    raise (PreemptedError(str(error)) if error.is_preempted else error) from None
-
-    def _ask_server(self, step: int, rows: list[int], decoding: Decoding) -> list[SampledAnswer]:
-        """Give the adapter to the server and return its answers on every rank. Collective."""
-        runtime, section = self._runtime, self._config.rollout
-        runtime.at("rollout by the server", step, timed=False)
-        found: Any = None
-        with runtime.failing_together("asking the server for answers"):
-            if self._setup.journal is not None:
-                assert decoding.sampling is not None
-                try:
-                    with adapter_for_server(self._setup.journal.folder, self._setup.model) as adapter:
-                        found = self._server.answer(
-                            [self._prompts.prompts[row] for row in rows],
-                            decoding,
-                            adapter=adapter,
-                            num_answers=section.num_generations,
-                            seeds=[derived_seed(decoding.sampling.seed, "prompt", n) for n in range(len(rows))],
-                            at_once=max(1, section.batch_size // section.num_generations),
-                        )
-                except ServerLostError as error:
-                    found = error
-        found = runtime.broadcast_from_main(found)
-        if isinstance(found, ServerLostError):
-            found.is_reported_elsewhere = not runtime.is_main_process
-            raise found
-        return [SampledAnswer(*answer) for answer in found]
-
-    def _compared_with_server(self, rollout: Rollout) -> Rollout:
-        """Compare the server's log-probabilities with the run's own. Collective.
-
-        Raises:
-            RunFailedError: they differ by more than `rollout.max_difference`.
-        """
-        section = self._config.rollout
-        # The server's are before temperature.
-        ours = rollout.old_nats if section.temperature == 1 else self._nats(rollout, 1.0)
-        assert ours is not None
-        differences = [
-            abs(mine - theirs)
-            for n in self._in_loss(rollout)
-            for mine, theirs in zip(ours[n], rollout.answers[n].nats, strict=True)
-        ]
-        if not differences:
-            return rollout
-        mean = math.fsum(differences) / len(differences)
-        if not mean <= section.max_difference:
-            raise RunFailedError(
-                f"step {rollout.step}: the log-probabilities of {section.server} differ from the run's own by "
-                f"{mean:.3g} nats per token on average, and by {max(differences):.3g} at most; rollout.max_difference "
-                f"is {section.max_difference:g}. Serve the base model that this run trains, in the same precision and "
-                "with --enable-lora. If the server rounds more than that, raise rollout.max_difference."
-            )
-        return replace(rollout, metrics={**rollout.metrics, SERVER_DIFFERENCE: mean})
+    def _difference(self, rollout: Rollout, nats: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Compare the server's -log p of the tokens in the loss with the run's."""
+        assert self._server is not None
+        chosen = self._in_loss(rollout)
+        ours = [value for n in chosen for value in nats[n]]
+        theirs = [value for n in chosen for value in rollout.answers[n].nats]
+        return self._server.compare(rollout.step, ours, theirs)
 
     def _compare(self, step: int, rows: list[int], answers: list[SampledAnswer], rewards: list[list[float]]) -> Rollout:
         """Compute advantages and the metrics of a rollout."""

@@ -25,7 +25,7 @@ from finetune.export.vectors import read_vectors
 from finetune.export.verifying import InVllm, verify_run
 from finetune.export.vllm_served import served_by_vllm
 from finetune.inference.vllm_server import VllmServer
-from finetune.training import rollouts as training_rollouts
+from finetune.training import rollout_server
 from tests.in_process import run_finetune
 from tests.launches import REPOSITORY, free_port, run_launched, start_command
 from tests.methods.tiny_training import break_at, curve
@@ -132,7 +132,7 @@ def test_the_server_samples_with_each_steps_adapter(server, rows, trained, tmp_p
 
 
 def test_a_server_with_an_earlier_adapter_is_named(server, rows, tmp_path, monkeypatch):
-    whole, kept = training_rollouts.adapter_for_server, tmp_path / "first"
+    whole, kept = rollout_server.adapter_for_server, tmp_path / "first"
 
     @contextmanager
     def stale(folder, model):
@@ -141,7 +141,7 @@ def test_a_server_with_an_earlier_adapter_is_named(server, rows, tmp_path, monke
                 shutil.copytree(path, kept)
             yield kept
 
-    monkeypatch.setattr(training_rollouts, "adapter_for_server", stale)
+    monkeypatch.setattr(rollout_server, "adapter_for_server", stale)
     with pytest.raises(RunFailedError, match=r"step 2: the log-probabilities of .* differ .* nats per token"):
         train_from_overrides(words(server, rows, tmp_path / "run"))
 

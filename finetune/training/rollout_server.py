@@ -1,0 +1,113 @@
+"""Let a vLLM server generate the answers of a rollout, and compare its log-probabilities with the run's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from finetune.data.batches import derived_seed
+from finetune.errors import PreemptedError, RunFailedError, ServerLostError
+from finetune.inference.decoding import Decoding, SampledAnswer
+from finetune.inference.vllm_server import VllmServer
+from finetune.runs.checkpoints import adapter_for_server
+from finetune.training.prompt_rows import PromptRows
+
+if TYPE_CHECKING:
+    from finetune.config.schema import RolloutSection
+    from finetune.training.setup import Setup
+
+SERVER_DIFFERENCE = "server_difference"
+"""The mean of |log p of the server − log p of the run| over the tokens of a rollout, in nats."""
+
+
+class RolloutServer:
+    """The server of a run. Every rank makes one; only the main process asks the server.
+
+    Args:
+        setup: the run.
+        section: of its configuration; `server` is set.
+    """
+
+    def __init__(self, setup: Setup, section: RolloutSection) -> None:
+        self._setup = setup
+        self._runtime = setup.runtime
+        self._section = section
+
+    @cached_property
+    def _server(self) -> VllmServer:
+        assert self._section.server is not None
+        seconds, stops = 60 * self._section.server_timeout_minutes, lambda: self._runtime.stop_requested
+        return VllmServer(self._section.server, patience_seconds=seconds, is_to_stop=stops)
+
+    def check(self, prompts: PromptRows) -> None:
+        """Wait for the server, and check that it reads the prompts as the run does. Collective.
+
+        Raises:
+            ConfigError: the server's model reads text differently, or has no room for the answers.
+            ServerLostError: it does not answer in time.
+            PreemptedError: the run was asked to stop meanwhile.
+        """
+        self._runtime.at("waiting for the server", timed=False)
+        with self._runtime.failing_together("asking the server"):
+            if self._runtime.is_main_process:
+                longest = max(prompts.prompts, key=len)
+                most = len(longest) + self._section.max_completion_length
+                try:
+                    self._server.check(self._setup.tokenizer, prompts.text(longest), most_tokens=most)
+                except ServerLostError as error:
+                    raise (PreemptedError(str(error)) if error.is_preempted else error) from None
+
+    def sample(self, step: int, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[SampledAnswer]:
+        """Give the adapter to the server, and return its answers to each prompt on every rank. Collective.
+
+        Raises:
+            RunFailedError: the server refuses the adapter or a prompt.
+            ServerLostError: it is gone for too long, or the run was asked to stop meanwhile.
+        """
+        runtime, section = self._runtime, self._section
+        runtime.at("rollout by the server", step, timed=False)
+        found: Any = None
+        with runtime.failing_together("asking the server for answers"):
+            if self._setup.journal is not None:
+                assert decoding.sampling is not None
+                try:
+                    with adapter_for_server(self._setup.journal.folder, self._setup.model) as adapter:
+                        found = self._server.answer(
+                            prompts,
+                            decoding,
+                            adapter=adapter,
+                            num_answers=section.num_generations,
+                            seeds=[derived_seed(decoding.sampling.seed, "prompt", n) for n in range(len(prompts))],
+                            at_once=max(1, section.batch_size // section.num_generations),
+                        )
+                except ServerLostError as error:
+                    found = error
+        found = runtime.broadcast_from_main(found)
+        if isinstance(found, ServerLostError):
+            found.is_reported_elsewhere = not runtime.is_main_process
+            raise found
+        return [SampledAnswer(*answer) for answer in found]
+
+    def compare(self, step: int, ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+        """Compare -log p of tokens as the run and the server compute it, both before temperature.
+
+        Returns:
+            The mean difference by the name of its metric; empty without tokens.
+
+        Raises:
+            RunFailedError: the mean is above `rollout.max_difference`.
+        """
+        differences = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
+        if not differences:
+            return {}
+        mean = math.fsum(differences) / len(differences)
+        if not mean <= self._section.max_difference:
+            raise RunFailedError(
+                f"step {step}: the log-probabilities of {self._section.server} differ from the run's own by {mean:.3g} "
+                f"nats per token on average, and by {max(differences):.3g} at most; rollout.max_difference is "
+                f"{self._section.max_difference:g}. Serve the base model that this run trains, in the same precision "
+                "and with --enable-lora. If the server rounds more than that, raise rollout.max_difference."
+            )
+        return {SERVER_DIFFERENCE: mean}
