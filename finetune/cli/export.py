@@ -46,6 +46,13 @@ def merge(
         float | None,
         typer.Option(help="The largest relative difference of logits. Default: a bound that fits the type.", min=0),
     ] = None,
+    add_system: Annotated[
+        bool,
+        typer.Option(
+            "--add-system",
+            help="Let the chat template add the training rows' system turn to conversations without one.",
+        ),
+    ] = False,
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
 ) -> None:
@@ -64,7 +71,7 @@ def merge(
 
     stored_as = None if dtype == "base" else getattr(torch, dtype)
     with waiting("merging, and comparing the merged model with the run"):
-        merged = write_merged(run, out, dtype=stored_as, most_difference=max_difference)
+        merged = write_merged(run, out, dtype=stored_as, most_difference=max_difference, adds_system=add_system)
     embeddings = "embeddings tied" if merged.is_tied else "embeddings not tied"
     say(
         f"Written to {out}: {format_bytes(merged.num_bytes)} of weights as {merged.dtype}, {embeddings}, "
@@ -73,6 +80,13 @@ def merge(
     against = "the run" if run.is_full else "base and adapter"
     say(f"Reloaded by transformers alone, against {against}: {merged.difference}")
     say(f"Test vectors: {out}/test_vectors.json, SHA-256 {merged.vectors_sha256}")
+    from finetune.data.values import quote
+
+    if merged.system is not None and not merged.adds_system:
+        say(
+            f"Note: most training rows begin with the system turn {quote(merged.system)}. A server does not add it. "
+            "Send it with each conversation, or merge with --add-system."
+        )
     say(f"Next: finetune verify {out}, finetune export {out} GGUF_FOLDER --gguf, or finetune push {out} OWNER/NAME")
 
 

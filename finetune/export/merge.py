@@ -28,6 +28,8 @@ class Merged:
         stop_ids: the tokens at which generation ends.
         difference: the result of the comparison.
         vectors_sha256: the digest of the test vectors beside the model.
+        system: the most frequent system turn of the training rows; None if they have none or cannot be read.
+        adds_system: whether the chat template adds it to conversations without a system turn.
     """
 
     folder: Path
@@ -37,6 +39,8 @@ class Merged:
     stop_ids: list[int]
     difference: LogitDifference
     vectors_sha256: str
+    system: str | None = None
+    adds_system: bool = False
 
 
 def merge_adapter(model: Any, dtype: torch.dtype | None = None) -> Any:

@@ -25,6 +25,7 @@ from finetune.export.merge import Merged, convert_weights, is_tied, merge_adapte
 from finetune.export.model_card import merged_card
 from finetune.export.out_folder import new_folder
 from finetune.export.plain_reload import logits_in_fp32
+from finetune.export.system_turn import usual_system, with_default_system
 from finetune.export.vectors import Vector, make_vectors, prompts_to_ask, write_vectors
 from finetune.inference.finished_run import FinishedRun, put_adapter_on
 from finetune.model.base import build_base_model
@@ -41,7 +42,12 @@ _log = logging.getLogger(__name__)
 
 
 def write_merged(
-    run: FinishedRun, out: Path, *, dtype: torch.dtype | None = None, most_difference: float | None = None
+    run: FinishedRun,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    most_difference: float | None = None,
+    adds_system: bool = False,
 ) -> Merged:
     """Write a run's model for transformers alone, then load and compare it.
 
@@ -50,13 +56,18 @@ def write_merged(
         out: a folder that does not exist or is empty. If anything fails, it stays as it was.
         dtype: the type to store weights in; None takes the base's.
         most_difference: see `refuse_far`.
+        adds_system: let the chat template add the system turn of the training rows to conversations without one.
 
     Raises:
         CheckpointError: the folder is taken.
+        ConfigError: the training rows have no system turn to add.
         ModelError: transformers alone cannot load this model, or the adapter cannot be merged.
         RunFailedError: the disk has too little room or failed, or the merged model is not the tuned one.
     """
     tokenizer = build_run_tokenizer(run.config)
+    system = usual_system(run.config.data)
+    if adds_system:
+        tokenizer.chat_template = with_default_system(tokenizer.chat_template, system)
     model = load_tuned_model(run)
     _refuse_foreign_code(model)
     target = _type_to_store(model, dtype)
@@ -101,6 +112,8 @@ def write_merged(
             stop_ids=stops,
             difference=difference,
             vectors_sha256=write_vectors(writer, vectors),
+            system=system,
+            adds_system=adds_system,
         )
         writer.write("README.md", [merged_card(run, merged).encode()])
     return merged

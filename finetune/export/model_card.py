@@ -42,14 +42,16 @@ def merged_card(run: FinishedRun, merged: Merged) -> str:
     """Write the card of a merged or fully tuned model."""
     trained = _read(run)
     header = _header(trained.config, library="transformers", relation="finetune", base=trained.base)
-    return _card(trained, header=header, base=_base_name(trained), is_full=run.is_full, merged=merged)
+    return _card(
+        trained, header=header, base=_base_name(trained), is_full=run.is_full, merged=merged, system=merged.system
+    )
 
 
-def adapter_card(run: FinishedRun, base: str) -> str:
-    """Write the card of an adapter; `base` is the hub id that the card names."""
+def adapter_card(run: FinishedRun, base: str, system: str | None = None) -> str:
+    """Write the card of an adapter; `base` is the hub id that the card names, `system` as in `Merged`."""
     trained = _read(run)
     header = _header(trained.config, library="peft", relation="adapter", base=base)
-    return _card(trained, header=header, base=base, is_full=False, merged=None)
+    return _card(trained, header=header, base=base, is_full=False, merged=None, system=system)
 
 
 def hub_base(run: FinishedRun) -> str | None:
@@ -79,7 +81,9 @@ def _hub_id(path: str | None) -> str | None:
     return None if Path(path).expanduser().exists() else path
 
 
-def _card(trained: _Trained, *, header: str, base: str, is_full: bool, merged: Merged | None) -> str:
+def _card(
+    trained: _Trained, *, header: str, base: str, is_full: bool, merged: Merged | None, system: str | None
+) -> str:
     recorded, config = trained.recorded, trained.config
     best_loss, scores = recorded.result.get("best_loss"), recorded.scores()
     scores = {name: scores[name] for name in ("base", "tuned") if name in scores}
@@ -89,6 +93,8 @@ def _card(trained: _Trained, *, header: str, base: str, is_full: bool, merged: M
         base=base,
         is_full=is_full,
         merged=merged,
+        system=system,
+        fence=max(["~~~", *re.findall("~{3,}", system or "")], key=len) + "~",
         data=_data_name(config),
         training=_rows(recorded),
         best_loss=best_loss if isinstance(best_loss, (int, float)) else None,

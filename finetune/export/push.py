@@ -21,6 +21,7 @@ from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export.certificate import CERTIFICATE_HEAD, read_certificate
 from finetune.export.exported_folder import refuse_no_model
 from finetune.export.model_card import HUB_ID, adapter_card, hub_base
+from finetune.export.system_turn import usual_system
 from finetune.inference.finished_run import find_run
 from finetune.runs.durable import MANIFEST, find_damage
 from finetune.units import format_bytes
@@ -194,7 +195,7 @@ def _pack_adapter(source: Path, base: str | None) -> Package:
         config["revision"] = None  # it is a commit of another repository
     config["base_model_name_or_path"] = found
     files[_ADAPTER_CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    files[_CARD] = _with_certificate(adapter_card(run, found), run.weights).encode()
+    files[_CARD] = _with_certificate(adapter_card(run, found, usual_system(run.config.data)), run.weights).encode()
     return Package(form="adapter", base=found, files=files)
 
 

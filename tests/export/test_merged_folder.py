@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from finetune.cli.export import merge
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
@@ -109,6 +110,42 @@ def test_the_card_says_what_is_known_and_does_not_guess_a_licence(run, merged):
     assert f"torch {torch.__version__}" in body
     assert re.search(r"learning_rate: 0\.0002\b", body)
     assert "It was not looked up" in body
+
+
+@pytest.mark.parametrize("system", ["Answer in JSON.", 'Say "yes",\n\\n it\'s 🙂 {{ x }} {% y %} ~~~~ \u00e9'])
+def test_the_system_turn_of_the_rows_travels_with_the_model(tmp_path, system):
+    row = {"messages": [{"role": role, "content": text} for role, text in (("system", system), ("user", "a"))]}
+    row["messages"].append({"role": "assistant", "content": "b"})
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    run = write_run(tmp_path / "run", words=(f"data.path={tmp_path}/rows.jsonl",))
+    plain, out = tmp_path / "plain", tmp_path / "out"
+    done = run_finetune("merge", run.folder.path, plain)
+    assert done.returncode == 0, done.stdout
+    assert "A server does not add it" in done.stdout
+    assert (
+        f"so send it with each conversation:\n\n~~~~{'~' * ('~' in system)}text\n{system}\n~~~~"
+        in (plain / "README.md").read_text()
+    )
+    assert run_finetune("merge", run.folder.path, out, "--add-system").returncode == 0
+    assert "The chat template adds it" in (out / "README.md").read_text()
+
+    before, after = (AutoTokenizer.from_pretrained(folder) for folder in (plain, out))
+    turns = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}, {"role": "user", "content": "e"}]
+    own = [{"role": "system", "content": "Mine."}, *turns]
+    opened = [{"role": "system", "content": system}, *turns]
+    for given, expected in ((turns, opened), (own, own)):
+        texts = [
+            tokenizer.apply_chat_template(each, tokenize=False, add_generation_prompt=True)
+            for tokenizer, each in ((after, given), (before, expected))
+        ]
+        assert texts[0] == texts[1]
+    assert system in before.apply_chat_template(opened, tokenize=False)
+
+
+def test_a_system_turn_that_rows_do_not_have_is_not_added(run, tmp_path):
+    with pytest.raises(ConfigError, match=r"--add-system writes .* but there is no system turn"):
+        write_merged(run, tmp_path / "out", adds_system=True)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("objective", "has_beta"), [("sft", False), ("dpo", True)])

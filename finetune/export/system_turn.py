@@ -1,0 +1,45 @@
+"""The system turn of the training rows, which a model has learned to see and which no server adds."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune.config.shipped_files import SHIPPED_PREFIX
+from finetune.errors import ConfigError
+from finetune.inference.prompts import usual_opening
+
+if TYPE_CHECKING:
+    from finetune.config.schema import DataSection
+
+_log = logging.getLogger(__name__)
+
+
+def usual_system(section: DataSection) -> str | None:
+    """Return the system turn that `finetune generate` adds; None if rows have none, or are not on this machine."""
+    sources = section.mixture or [{"path": section.path or section.train}]
+    paths = [str(source.get("path") or source.get("train") or "") for source in sources]
+    # A merge asks neither the hub nor a server for rows.
+    if not all(path.startswith(SHIPPED_PREFIX) or Path(path).expanduser().exists() for path in paths):
+        _log.info("the training rows are not on this machine, so it is not known whether they have a system turn")
+        return None
+    return usual_opening(section).system
+
+
+def with_default_system(template: object, system: str | None) -> str:
+    """Return a chat template that opens conversations without a system turn with this one.
+
+    Raises:
+        ConfigError: there is no template or no system turn.
+    """
+    if not isinstance(template, str) or not system:
+        raise ConfigError(
+            "--add-system writes the system turn of the training rows into the chat template, but there is "
+            f"{'no system turn' if template else 'no chat template'}. Leave out --add-system."
+        )
+    # A literal of Jinja: like JSON, but without its escapes of characters beyond the first 65,536.
+    turn = json.dumps({"role": "system", "content": system}, ensure_ascii=False)
+    condition = "not messages or messages[0]['role'] not in ['system', 'developer']"
+    return f"{{%- if {condition} %}}{{%- set messages = [{turn}] + messages %}}{{%- endif %}}{template}"
