@@ -14,6 +14,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
+from transformers import AutoTokenizer
 
 from finetune.export.merged_folder import write_merged
 from tests.docs.pages import DOCS
@@ -49,13 +50,19 @@ def test_transformers_serve_answers_like_the_run(tmp_path):
     finally:
         server.terminate()
         server.communicate(timeout=30)
-    answered = json.loads(done.stdout)["choices"][0]["message"]["content"]
+    response = json.loads(done.stdout)
+    answered = response["choices"][0]["message"]["content"]
     prompt = json.loads(re.search(r"'(\{.*\})'", ask, re.DOTALL)[1])["messages"][0]["content"]
     ours = run_finetune("generate", run.folder.path, prompt, "--json")
     assert ours.returncode == 0, ours.stdout
     # finetune cuts white space off an answer, and Python counts some control characters as that.
     assert answered.strip() == json.loads(ours.answer.splitlines()[-1])["answer"]
     assert len(answered) > 20
+    # An untrained model answers alike with and without the system turn, but the prompt is longer with it.
+    read = AutoTokenizer.from_pretrained(run.weights)
+    opened = [{"role": "system", "content": turns[0][1]}, {"role": "user", "content": prompt}]
+    num_tokens = len(read.apply_chat_template(opened, add_generation_prompt=True, return_dict=False))
+    assert response["usage"]["prompt_tokens"] == num_tokens
 
 
 def _block(first_words: str) -> str:
