@@ -11,6 +11,7 @@ from typing import Any
 from finetune.errors import CheckpointError
 from finetune.runs.durable import describe_os_error, disk_failures_end_the_run, replace_file
 from finetune.runs.folder import RunFolder
+from finetune.units import format_bytes
 
 Rollout = Mapping[str, Any]
 """`step`: the first step that learned from it. `server`: metrics of the server that sampled it, if one did. `groups`:
@@ -18,6 +19,9 @@ for each prompt `source`, the file and line of its row, `prompt`, its tokens, `t
 Each answer has its tokens `ids`, its `text`, its `rewards` by function (null: none), its `advantage`, and -log p of
 each token: `sampled_nats` as the sampler found it, before temperature and filters, and where the loss needs it `nats`
 as training computes it."""
+
+_MOST_BYTES = 1 << 30
+"""A file from elsewhere may unpack to much more than it takes on the disk."""
 
 
 def write_rollout(folder: RunFolder, rollout: Rollout) -> None:
@@ -41,7 +45,11 @@ def read_rollout(folder: RunFolder, step: int) -> Rollout:
     """
     path = folder.rollout(step)
     try:
-        found = json.loads(gzip.decompress(path.read_bytes()))
+        with gzip.open(path) as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise ValueError(f"it unpacks to more than {format_bytes(_MOST_BYTES)}")
+        found = json.loads(text)
         if not isinstance(found, dict) or not isinstance(found.get("groups"), list):
             raise ValueError("it holds no rollout")
     except OSError as error:  # gzip's errors are among them

@@ -13,6 +13,8 @@ import pytest
 from finetune.cli.train import train_from_overrides
 from finetune.errors import CheckpointError, ConfigError, DataError
 from finetune.export.replay import MOST_APART, replay
+from finetune.runs import rollouts as recorded_rollouts
+from finetune.runs.folder import RunFolder
 from finetune.training import rollouts as training_rollouts
 from finetune.training import training_run
 from finetune.training.objectives.group_loss import METRICS
@@ -274,6 +276,15 @@ def test_a_lost_rollout_ends_a_resume_that_needs_it(inputs, tmp_path, monkeypatc
     (tmp_path / "run/rollouts/step-000003.json.gz").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"step-000003\.json\.gz cannot be read"):
         train_from_overrides(words(inputs, tmp_path / "run", *more, "resume.allow=training.max_steps"))
+
+
+def test_a_rollout_s_file_is_not_unpacked_without_a_limit(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    recorded_rollouts.write_rollout(folder, {"step": 1, "groups": []})
+    assert recorded_rollouts.read_rollout(folder, 1) == {"step": 1, "groups": []}
+    monkeypatch.setattr(recorded_rollouts, "_MOST_BYTES", 10)
+    with pytest.raises(CheckpointError, match=r"unpacks to more than 10 B\. Step 1 learns from it"):
+        recorded_rollouts.read_rollout(folder, 1)
 
 
 @pytest.mark.parametrize(
