@@ -106,6 +106,7 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, 
     assert rollouts(tmp_path / "broken") == rollouts(run)
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_in_its_rollout_generates_it_again(trained, inputs, tmp_path, monkeypatch):
     way, run = trained
 
@@ -166,6 +167,7 @@ def test_a_killed_run_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_
     assert rollouts(tmp_path / "killed") == rollouts(run)
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_between_two_steps_on_one_rollout_learns_from_it_again(inputs, tmp_path, monkeypatch):
     more = [*WAYS["twice"], "checkpoint.save_every=3"]
     train_from_overrides(words(inputs, tmp_path / "whole", *more))
@@ -197,6 +199,7 @@ def test_a_run_has_one_curve_however_it_is_cut_and_computed(inputs, tmp_path):
     refuse_to_differ(tmp_path / "one", tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_answers_that_are_too_many_for_memory_are_cut_and_not_generated_again(inputs, tmp_path, monkeypatch):
     train_from_overrides(words(inputs, tmp_path / "one"))
     whole, attempts = training_run.train_step, itertools.count(1)

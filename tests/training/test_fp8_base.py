@@ -267,6 +267,7 @@ def test_layers_are_rounded_the_same_every_time_and_the_engine_reads_them():
     assert Weights(copy_without_data(one)).held(WHOLE) == Weights(one).held(WHOLE)
 
 
+@pytest.mark.slow
 def test_a_plan_counts_a_byte_for_a_weight_and_four_for_an_output(words):
     words = [*words, "training.gradient_checkpointing=false"]
     plans = {

@@ -85,6 +85,7 @@ def test_a_step_that_overflows_is_computed_again_and_no_batch_is_lost(words, tmp
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "fp32"), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, tmp_path, starts_too_large, monkeypatch):
     words = [*words, "lora.dropout=0.1", "checkpoint.save_every=1"]
     train([*words, f"output_dir={tmp_path / 'whole'}"])

@@ -259,6 +259,7 @@ def test_metrics_change_no_weight_and_no_loss(trained, inputs, tmp_path):
     assert curve(tmp_path / "run") == curve(trained)
 
 
+@pytest.mark.slow
 @pytest.mark.trains
 def test_the_batch_changes_no_metric(trained, inputs, tmp_path):
     train_from_overrides(
