@@ -1,4 +1,4 @@
-"""Ask a vLLM server for answers, through its OpenAI interface, with an adapter that it loads for a step.
+"""Ask a vLLM server through its OpenAI interface: for answers with an adapter that it loads, or for anything else.
 
 Endpoints and fields: vLLM 0.32, `entrypoints/openai/completion/protocol.py`, `serve/lora` and `serve/tokenize`.
 """
@@ -83,10 +83,11 @@ class VllmServer:
         model, theirs = self._patiently(ask)
         ours = tokenizer(text, add_special_tokens=False)["input_ids"]
         if theirs != ours:
-            place = next((n for n, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), -1)
+            differing = (n for n, (one, other) in enumerate(zip(theirs, ours, strict=False)) if one != other)
+            place = next(differing, min(len(theirs), len(ours)))
             raise ConfigError(
                 f"{self.url} serves {model['id']}, whose tokenizer reads a prompt of this run as other tokens (token "
-                f"{place}: {theirs[place]}, here {ours[place]}). Serve the run's own base model with its tokenizer."
+                f"{place}: {theirs[place : place + 1]}, here {ours[place : place + 1]}). Serve the run's own base model with its tokenizer."
             )
         longest = model.get("max_model_len")
         if longest is not None and longest < most_tokens:
@@ -232,13 +233,10 @@ class VllmServer:
             connection.close()
         if answer.status >= HTTPStatus.BAD_REQUEST:
             why = f"{self.url}{path} answers {answer.status}: {_message(text)}"
-            # A server that ends answers 500, as it does for an adapter that it cannot load; a proxy answers 502 to 504.
-            is_refused = answer.status <= HTTPStatus.INTERNAL_SERVER_ERROR and path != _COMPLETIONS
-            raise (
-                RunFailedError(why)
-                if is_refused or answer.status < HTTPStatus.INTERNAL_SERVER_ERROR
-                else _GoneError(why)
-            )
+            # vLLM answers 500 to completions while it ends, and to an adapter that it cannot load. A proxy answers more.
+            server_error = HTTPStatus.INTERNAL_SERVER_ERROR
+            is_gone = answer.status > server_error or (answer.status == server_error and path == _COMPLETIONS)
+            raise _GoneError(why) if is_gone else RunFailedError(why)
         return json.loads(text) if answer.headers.get_content_type() == "application/json" else text.decode()
 
     def _patiently(self, attempt: Callable[[], Any], level: int = logging.WARNING) -> Any:
