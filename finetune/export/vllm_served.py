@@ -9,12 +9,13 @@ import json
 import logging
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from finetune.inference.vllm_server import VllmServer
 PYTHON = "FINETUNE_VLLM"
 """Names the Python of an environment that has vLLM. Without it, vLLM must be installed beside finetune."""
 _PATIENCE_SECONDS = 600.0
+_ENDS_WITHIN_SECONDS = 30.0
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for --max-lora-rank."""
 _TOKEN = "token_id:"
@@ -165,11 +167,11 @@ def _started(model: Path | str, adapter: Path | None, scratch: Path) -> Iterator
         yield server
     finally:
         process.terminate()
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_ENDS_WITHIN_SECONDS)
+        with suppress(ProcessLookupError):  # what is left of its processes
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _python() -> str:

@@ -87,7 +87,8 @@ class VllmServer:
             place = next(differing, min(len(theirs), len(ours)))
             raise ConfigError(
                 f"{self.url} serves {model['id']}, whose tokenizer reads a prompt of this run as other tokens (token "
-                f"{place}: {theirs[place : place + 1]}, here {ours[place : place + 1]}). Serve the run's own base model with its tokenizer."
+                f"{place}: {theirs[place : place + 1]}, here {ours[place : place + 1]}). Serve the run's own base "
+                "model with its tokenizer."
             )
         longest = model.get("max_model_len")
         if longest is not None and longest < most_tokens:
@@ -162,7 +163,7 @@ class VllmServer:
             if self._is_to_stop():
                 raise ServerLostError("the run was asked to stop while it waited for answers", is_preempted=True)
             if seconds % _LOOK_EVERY == 0 and all(model["id"] != adapter for model in self.ask("/v1/models")["data"]):
-                raise _GoneError("it was started again")
+                raise _GoneError(self.url, "it was started again")
 
     def _hang_up(self) -> None:
         """End the requests that are under way, so that their threads end."""
@@ -215,8 +216,7 @@ class VllmServer:
         """Send a request, with fields as its JSON body if there are any, and return the answer.
 
         Raises:
-            RunFailedError: the server refuses it.
-            _GoneError: nobody answers.
+            RunFailedError: the server refuses it, or does not answer.
         """
         connect = HTTPSConnection if self._address.scheme == "https" else HTTPConnection
         connection = connect(self._address.netloc, timeout=self._patience)
@@ -227,16 +227,16 @@ class VllmServer:
             answer = connection.getresponse()
             text = answer.read()
         except (OSError, HTTPException) as error:
-            raise _GoneError(str(error) or type(error).__name__) from error
+            raise _GoneError(self.url, str(error) or type(error).__name__) from error
         finally:
             self._connections.discard(connection)
             connection.close()
         if answer.status >= HTTPStatus.BAD_REQUEST:
             why = f"{self.url}{path} answers {answer.status}: {_message(text)}"
-            # vLLM answers 500 to completions while it ends, and to an adapter that it cannot load. A proxy answers more.
+            # vLLM answers 500 to completions while it ends, and to an adapter that it cannot load. A proxy answers 502.
             server_error = HTTPStatus.INTERNAL_SERVER_ERROR
             is_gone = answer.status > server_error or (answer.status == server_error and path == _COMPLETIONS)
-            raise _GoneError(why) if is_gone else RunFailedError(why)
+            raise _GoneError(self.url, why) if is_gone else RunFailedError(why)
         return json.loads(text) if answer.headers.get_content_type() == "application/json" else text.decode()
 
     def _patiently(self, attempt: Callable[[], Any], level: int = logging.WARNING) -> Any:
@@ -248,25 +248,26 @@ class VllmServer:
             except _GoneError as error:
                 now = time.monotonic()
                 lost_at = now if lost_at is None else lost_at
-                why = f"the server {self.url} does not answer ({error})"
                 if self._is_to_stop():
-                    raise ServerLostError(f"{why}, and the run was asked to stop", is_preempted=True) from None
+                    raise ServerLostError(f"{error}, and the run was asked to stop", is_preempted=True) from None
                 if now - lost_at > self._patience:
                     waited = format_duration(now - lost_at)
                     raise ServerLostError(
-                        f"{why}, for {waited} now (rollout.server_timeout_minutes). Start it again, then go on with "
+                        f"{error}, for {waited} now (rollout.server_timeout_minutes). Start it again, then go on with "
                         "resume=auto."
                     ) from None
                 if next_word is None or now >= next_word:
-                    _log.log(
-                        level, "%s: waiting for it, at most %s", why, format_duration(self._patience - now + lost_at)
-                    )
+                    left = format_duration(self._patience - now + lost_at)
+                    _log.log(level, "%s: waiting for it, at most %s", error, left)
                     next_word = now + _SAY_EVERY_SECONDS
                 time.sleep(_PAUSE_SECONDS)
 
 
-class _GoneError(Exception):
-    """Nobody answers at the server's address."""
+class _GoneError(RunFailedError):
+    """The server does not answer any more, or not yet."""
+
+    def __init__(self, url: str, why: str) -> None:
+        super().__init__(f"the server {url} does not answer ({why})")
 
 
 def _message(answer: bytes) -> str:

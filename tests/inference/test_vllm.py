@@ -176,6 +176,8 @@ def test_a_server_that_does_not_fit_is_refused(server, rows, tmp_path):
         asked.check(AutoTokenizer.from_pretrained(tmp_path / "base"), "three crates", most_tokens=10)
     with pytest.raises(ConfigError, match=r"serves at most [\d,]+ tokens .*--max-model-len 1000000"):
         asked.check(AutoTokenizer.from_pretrained(BASE), "three crates", most_tokens=10**6)
+    with pytest.raises(RunFailedError, match="does not answer"):
+        VllmServer(f"http://localhost:{free_port()}", patience_seconds=60).ask("/version")
     with pytest.raises(RunFailedError, match="LoRA rank 32 is greater than max_lora_rank 16"):
         train_from_overrides(words(server, rows, tmp_path / "wide", "lora.r=32"))
     with pytest.raises(ConfigError, match="gets the step's weights as a LoRA adapter"):
