@@ -37,16 +37,20 @@ _KNOWN = {
     "A100 80GB": _Known(79.2, half=312, fp32=19.5),
     "A100 40GB": _Known(39.4, half=312, fp32=19.5),
     "L40S 48GB": _Known(44.4, half=362, fp32=91.6),
+    "L40 48GB": _Known(44.4, half=181, fp32=90.5),
     "A6000 48GB": _Known(47.5, half=155, fp32=38.7),
+    "RTX 5090 32GB": _Known(31.3, half=209.5, fp32=104.8, has_fp8=True),
     "RTX 4090 24GB": _Known(23.5, half=165, fp32=82.6),
     "RTX 3090 24GB": _Known(23.6, half=71, fp32=35.6),
+    "A10G 24GB": _Known(22.0, half=70, fp32=35),
     "A10 24GB": _Known(22.0, half=125, fp32=31.2),
     "L4 24GB": _Known(22.0, half=121, fp32=30.3),
     "V100 32GB": _Known(31.7, half=125, fp32=15.7, precision="fp16"),
     "V100 16GB": _Known(15.8, half=125, fp32=15.7, precision="fp16"),
     "T4 16GB": _Known(14.6, half=65, fp32=8.1, precision="fp16"),
 }
-"""By name. Rates are from NVIDIA's data sheets: the fastest variant of each device, dense, with sums in fp32."""
+"""By name. Rates are from NVIDIA's data sheets: the fastest variant of each device, dense, with sums in fp32. Memory of
+the RTX 5090: TrajectoryCrafter/TrajectoryCrafter#20; of the L40: QwenLM/Qwen3-VL#2097. An A10G has that of an A10."""
 
 _CUDA_RESERVE = 1 * GIB
 """For CUDA's context, workspaces of its libraries and fragmentation: a rule of thumb, not measured."""
@@ -98,7 +102,7 @@ def read_device(name: str) -> Device:
     if len(known) == 1:
         spec = _KNOWN[known[0]]
         return replace(_cuda(known[0], round(spec.gib * GIB), precision=spec.precision), has_fp8=spec.has_fp8)
-    size = re.search(r"(\d+(?:\.\d+)?)\s*G(?:i?B)?$", name.strip(), re.IGNORECASE)
+    size = re.search(r"(\d+(?:\.\d+)?)\s*Gi?B$", name.strip(), re.IGNORECASE)  # the G of A10G is no unit
     if size is None:
         what = f"this device is not known. Known are {', '.join(_KNOWN)}. Give one of them, or a size"
         what = f"the name fits several devices: {', '.join(known)}. Give one of them" if known else what

@@ -356,7 +356,13 @@ def test_the_time_of_preferences_counts_their_reference():
 
 @pytest.mark.parametrize(
     ("name", "is_found"),
-    [("H100 80GB", "H100 80GB"), ("nvidia_a100-40gb", "A100 40GB"), ("h200", "H200 141GB"), ("My 24GB", "My 24GB")],
+    [
+        ("H100 80GB", "H100 80GB"),
+        ("nvidia_a100-40gb", "A100 40GB"),
+        ("h200", "H200 141GB"),
+        ("a10g", "A10G 24GB"),
+        ("My 24GB", "My 24GB"),
+    ],
 )
 def test_devices_have_names(name, is_found):
     device = read_device(name)
@@ -372,6 +378,7 @@ def test_devices_have_names(name, is_found):
             "--device A100: the name fits several devices: A100 80GB, A100 40GB. Give one of them, for example "
             "--device 'A100 80GB'.",
         ),
+        ("A30G", "--device A30G: this device is not known. Known are "),
         ("abacus", "--device abacus: this device is not known. Known are B200 180GB, H200 141GB, "),
     ],
 )
