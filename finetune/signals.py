@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import os
@@ -152,8 +153,7 @@ def leave_signals_to_parent(*_: object) -> None:
     Signals reach the whole process group, and torch checks for the parent only every 5 s. Accepts the arguments of
     torch's `worker_init_fn`.
     """
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    _ignore_stop_signals()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -175,6 +175,16 @@ def undisturbed() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def ignore_stop_signals_at_exit() -> None:
+    """Ignore stop signals from Python's exit handlers on: one in a handler of a library would print a traceback."""
+    atexit.register(_ignore_stop_signals)
+
+
+def _ignore_stop_signals() -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _note(number: int, frame: FrameType | None) -> None:
