@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import errno
 import os
@@ -153,16 +152,20 @@ def leave_signals_to_parent(*_: object) -> None:
     Signals reach the whole process group, and torch checks for the parent only every 5 s. Accepts the arguments of
     torch's `worker_init_fn`.
     """
-    _ignore_stop_signals()
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def undisturbed(*, for_good: bool = False) -> Iterator[None]:
     """Within the block, ignore stop signals, because the process is ending already.
 
     Under a launcher they come twice: from the terminal, and from the launcher, which passes them on.
+
+    Args:
+        for_good: ignore them after the block too. Otherwise, one in Python's own ending would print a traceback.
     """
     if not _is_main_thread():
         yield
@@ -173,18 +176,8 @@ def undisturbed() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in () if for_good else before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def ignore_stop_signals_at_exit() -> None:
-    """Ignore stop signals from Python's exit handlers on: one in a handler of a library would print a traceback."""
-    atexit.register(_ignore_stop_signals)
-
-
-def _ignore_stop_signals() -> None:
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _note(number: int, frame: FrameType | None) -> None:

@@ -15,7 +15,7 @@ from typing import NoReturn
 from finetune.distributed.environment import is_first_process, read_environment, speaks_for_a_node
 from finetune.errors import ConfigError, FinetuneError, LaunchError, PreemptedError
 from finetune.logs import configure_logs, is_for_a_person, log_python_warnings
-from finetune.signals import Terminated, give_up_dead_screens, ignore_stop_signals_at_exit, undisturbed
+from finetune.signals import Terminated, give_up_dead_screens, undisturbed
 from finetune.terminal import fold
 
 EXIT_BUG = 1
@@ -56,7 +56,8 @@ def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | No
     try:
         run(given)
     except BaseException as error:
-        with undisturbed():
+        # A user who asked a run to stop may ask again while Python ends.
+        with undisturbed(for_good=isinstance(error, PreemptedError)):
             _end(error)
 
 
@@ -89,7 +90,6 @@ def _say_how_to_resume(what: str) -> None:
 def _leave(code: int) -> NoReturn:
     """Exit. As one of several ranks, skip Python's teardown, which takes seconds with torch while the others wait."""
     if not _is_one_of_several():
-        ignore_stop_signals_at_exit()
         sys.exit(code)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
