@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import runpy
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import NamedTuple
 from unittest.mock import patch
 
 from finetune.cli import main
+from finetune.signals import STOP_SIGNALS
 
 
 class Ended(NamedTuple):
@@ -54,9 +57,14 @@ def _watch(run: Callable[[], object]) -> Ended:
     screen = io.StringIO()
     answer, errors = _Both(screen), _Both(screen)
     code = 0
+    # A preempted command ignores stop signals for good, because its process is about to end.
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with redirect_stdout(answer), redirect_stderr(errors):
         try:
             run()
         except SystemExit as ended:
             code = int(ended.code or 0)
+        finally:
+            for number, handler in handlers.items() if current_thread() is main_thread() else ():
+                signal.signal(number, handler)
     return Ended(code, screen.getvalue(), answer.getvalue(), errors.getvalue())
