@@ -498,7 +498,7 @@ class _Planner:
 
 
 def _larger(peak: Peak, generating: Generating | None) -> int:
-    """Return the larger memory: that of a step or that of generating its answers."""
+    """Return the memory of a step or the memory of generating its answers, whichever is larger."""
     return max(peak.total, 0 if generating is None else generating.total)
 
 

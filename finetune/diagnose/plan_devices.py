@@ -50,7 +50,7 @@ _KNOWN = {
     "T4 16GB": _Known(14.6, half=65, fp32=8.1, precision="fp16"),
 }
 """By name. Rates are from NVIDIA's data sheets: the fastest variant of each device, dense, with sums in fp32. Memory of
-the RTX 5090: TrajectoryCrafter/TrajectoryCrafter#20; of the L40: QwenLM/Qwen3-VL#2097. An A10G has that of an A10."""
+the RTX 5090: TrajectoryCrafter/TrajectoryCrafter#20; of the L40: QwenLM/Qwen3-VL#2097. An A10G has what an A10 has."""
 
 _CUDA_RESERVE = 1 * GIB
 """For CUDA's context, workspaces of its libraries and fragmentation: a rule of thumb, not measured."""

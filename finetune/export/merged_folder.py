@@ -84,8 +84,7 @@ def write_merged(
         model = merge_adapter(model, target)
     model.generation_config._from_model_config = False  # or transformers would make it anew
     files = {**encode_full_model(model), **encode_tokenizer(tokenizer)}
-    weights = files.pop(_WEIGHTS)
-    assert isinstance(weights, TensorFile)
+    weights: Any = files.pop(_WEIGHTS)
     name, tied, num_bytes = str(target).removeprefix("torch."), is_tied(model), weights.num_bytes
     with new_folder(out, num_bytes) as writer:
         for file, content in [*files.items(), *_sharded(weights).items()]:
