@@ -112,9 +112,8 @@ def _refuse_rows_without_one_answer(run: FinishedRun) -> None:
     Raises:
         ConfigError: the rows have no single answer to measure.
     """
-    from finetune.config.objectives import (
-        OBJECTIVES,
-    )  # finetune.config imports pydantic, for which --help does not wait
+    # finetune.config imports pydantic, for which --help does not wait.
+    from finetune.config.objectives import OBJECTIVES
 
     rows = OBJECTIVES[run.config.training.objective].rows
     origins = [run.config.origin(f"data.{key}") for key in ("path", "mixture", "train", "validation", "test")]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 SECTIONS = ("preference", "grpo", "rollout", "reward")
-"""The sections whose keys only some objectives read."""
+"""Sections with keys that only some objectives read."""
 
 
 @dataclass(frozen=True, kw_only=True)

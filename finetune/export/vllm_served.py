@@ -157,8 +157,11 @@ def _started(model: Path | str, adapter: Path | None, scratch: Path) -> Iterator
             command, env={**os.environ, **settings}, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        has_ended = lambda: process.poll() is not None  # noqa: E731
-        server = VllmServer(f"http://127.0.0.1:{port}", patience_seconds=_PATIENCE_SECONDS, is_to_stop=has_ended)
+        server = VllmServer(
+            f"http://127.0.0.1:{port}",
+            patience_seconds=_PATIENCE_SECONDS,
+            is_to_stop=lambda: process.poll() is not None,
+        )
         try:
             server.wait(logging.DEBUG)
         except ServerLostError:

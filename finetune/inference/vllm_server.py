@@ -86,7 +86,7 @@ class VllmServer:
             differing = (n for n, (one, other) in enumerate(zip(theirs, ours, strict=False)) if one != other)
             place = next(differing, min(len(theirs), len(ours)))
             raise ConfigError(
-                f"{self.url} serves {model['id']}, whose tokenizer reads a prompt of this run as other tokens (token "
+                f"{self.url} serves {model['id']}. Its tokenizer reads a prompt of this run as other tokens (token "
                 f"{place}: {theirs[place : place + 1]}, here {ours[place : place + 1]}). Serve the run's own base "
                 "model with its tokenizer."
             )
@@ -253,7 +253,7 @@ class VllmServer:
                 if now - lost_at > self._patience:
                     waited = format_duration(now - lost_at)
                     raise ServerLostError(
-                        f"{error}, for {waited} now (rollout.server_timeout_minutes). Start it again, then go on with "
+                        f"{error}, for {waited} now. Start it, then run the command again; a run goes on with "
                         "resume=auto."
                     ) from None
                 if next_word is None or now >= next_word:

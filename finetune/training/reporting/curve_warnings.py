@@ -132,7 +132,7 @@ class CurveWarnings:
         return CurveWarning("flat", text)
 
     def _move(self, before: list[float], now: float) -> bool:
-        """Return whether the mean of the last steps differs from that of `before` by enough, and by more than noise."""
+        """Return whether the means of the last steps and of `before` differ by enough, and by more than noise."""
         mean = statistics.fmean(before)
         noise = self._noise() * math.sqrt(1 / len(before) + 1 / len(self._recent))
         return abs(mean - now) >= max(_FLAT_BY * abs(mean), _FLAT_SIGMAS * noise)
