@@ -27,6 +27,9 @@ _LAUNCH_PREFIXES = (
     *("OMPI_", "PMI_", "PMIX_", "MPI_", "MV2_"),
 )
 _CACHE_VARIABLES = {"HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME"}
+_FEWER_INSTRUCTIONS = {"default": ("SSE4_2", "SSE41"), "avx2": ("AVX2", "AVX2")}
+"""MKL's and oneDNN's names of what ATEN_CPU_CAPABILITY allows. Without them, torch asks oneDNN for instructions that its
+own kernels may not use, and its attention in bf16 fails."""
 _SECONDS_TO_END = 5.0
 _GPU_TESTS = Path(__file__).with_name("gpu")
 
@@ -50,6 +53,8 @@ def _isolate() -> None:
     threads = os.environ.get("FINETUNE_TEST_THREADS", "1")
     single = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ |= {"HOME": home, "HF_HUB_OFFLINE": "1", **single}
+    if allowed := _FEWER_INSTRUCTIONS.get(os.environ.get("ATEN_CPU_CAPABILITY", "")):
+        os.environ["MKL_ENABLE_INSTRUCTIONS"], os.environ["ONEDNN_MAX_CPU_ISA"] = allowed
 
 
 _isolate()
