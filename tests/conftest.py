@@ -28,8 +28,8 @@ _LAUNCH_PREFIXES = (
 )
 _CACHE_VARIABLES = {"HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME"}
 _FEWER_INSTRUCTIONS = {"default": ("SSE4_2", "SSE41"), "avx2": ("AVX2", "AVX2")}
-"""MKL's and oneDNN's names of what ATEN_CPU_CAPABILITY allows. Without them, torch asks oneDNN for instructions that its
-own kernels may not use, and its attention in bf16 fails."""
+"""MKL's and oneDNN's names of what ATEN_CPU_CAPABILITY allows. Without them, torch asks oneDNN for instructions that
+its own kernels may not use, and its attention in bf16 fails."""
 _SECONDS_TO_END = 5.0
 _GPU_TESTS = Path(__file__).with_name("gpu")
 

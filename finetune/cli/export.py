@@ -80,13 +80,7 @@ def merge(
     against = "the run" if run.is_full else "base and adapter"
     say(f"Reloaded by transformers alone, against {against}: {merged.difference}")
     say(f"Test vectors: {out}/test_vectors.json, SHA-256 {merged.vectors_sha256}")
-    from finetune.data.values import quote
-
-    if merged.system is not None and not merged.adds_system:
-        say(
-            f"Note: most training rows begin with the system turn {quote(merged.system)}. A server does not add it. "
-            "Send it with each conversation, or merge with --add-system."
-        )
+    _say_system(out)
     say(f"Next: finetune verify {out}, finetune export {out} GGUF_FOLDER --gguf, or finetune push {out} OWNER/NAME")
 
 
@@ -239,12 +233,24 @@ def _say_exported(exported: Exported, out: Path, *, is_gguf: bool) -> None:
     """Print the files of a folder for llama.cpp or Ollama, and how to serve it."""
     files = [path for path in sorted(out.expanduser().iterdir()) if path.suffix == ".gguf" or path.name == "Modelfile"]
     say(f"Written to {out}: {', '.join(f'{path.name} ({format_bytes(path.stat().st_size)})' for path in files)}")
+    _say_system(out)
     if exported.num_tensors is not None:
         say(f"The GGUF file holds {exported.num_tensors} tensors.")
     if is_gguf:
         say(exported.token_ids)
     if (out.expanduser() / "Modelfile").is_file():
         say(f"Next: cd {out} && ollama create my-model -f Modelfile")
+
+
+def _say_system(out: Path) -> None:
+    """Print the system turn of the training rows, if a server of this folder has to be sent it."""
+    from finetune.export.system_turn import describe_system
+    from finetune.export.vectors import VECTORS_FILE, read_vectors
+
+    folder = out.expanduser()
+    system = read_vectors(folder).system if (folder / VECTORS_FILE).is_file() else None
+    if system is not None:
+        say(f"Note: {describe_system(system)}. Send it with each conversation, or merge with --add-system.")
 
 
 def _export_onnx(

@@ -47,7 +47,8 @@ def verify(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The certificate to write. Default: certificate.json beside the weights.", show_default=False
+            help="The certificate to write. Default: certificate.json or certificate-vllm.json beside the weights.",
+            show_default=False,
         ),
     ] = None,
     max_difference: Annotated[
@@ -67,14 +68,16 @@ def verify(
     server: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Compare in a vLLM server that serves this model or its base.", show_default=False
+            metavar="URL",
+            help="Compare in a vLLM server that runs already, and serves this model or its base.",
+            show_default=False,
         ),
     ] = None,
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare a run or a model, in the runtime that serves it, with what was trained, and write certificate.json."""
+    """Compare a run or a model, in the runtime that serves it, with what was trained, and write a certificate."""
     refuse_several_processes("verify")
     configure_logs(rank=0)
     is_run = (source.expanduser() / "config.yaml").is_file()
@@ -90,7 +93,7 @@ def verify(
         _refuse_other_file(out)
 
     from finetune.export.certificate import write_certificate
-    from finetune.export.digests import CERTIFICATE
+    from finetune.export.digests import CERTIFICATE, VLLM_CERTIFICATE
     from finetune.export.verifying import InVllm, refuse_differences, verify_folder, verify_run
 
     vllm = None if runtime is None and server is None else InVllm(server)
@@ -105,7 +108,7 @@ def verify(
         from finetune.export.replay import replay as compute_again
 
         found = replace(found, replay=compute_again(source, replay))
-    file = out or found.folder / CERTIFICATE
+    file = out or found.folder / (CERTIFICATE if vllm is None else VLLM_CERTIFICATE)
     content = write_certificate(file, found)
     if as_json:
         print_json(content)

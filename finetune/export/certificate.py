@@ -1,6 +1,6 @@
-"""Write the result of a verification as certificate.json, and read it as a section of a model card.
+"""Write the result of a verification as a certificate, and read a folder's certificates as a section of a model card.
 
-docs/test-vectors.md describes the file, and says what it proves.
+docs/test-vectors.md describes the files, and says what they prove.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CheckpointError
 from finetune.export.checks import check_rows
-from finetune.export.digests import CERTIFICATE
+from finetune.export.digests import CERTIFICATE, VLLM_CERTIFICATE
 from finetune.export.served_comparison import ServedComparison
 from finetune.export.vectors import Vectors
 from finetune.runs.durable import MANIFEST, describe_os_error, disk_failures_end_the_run, replace_file
@@ -54,7 +54,7 @@ class Verified:
         return [*self.comparison.mismatches, *(self.replay.mismatches if self.replay else ())]
 
     def as_record(self) -> dict[str, Any]:
-        """Return the content of certificate.json."""
+        """Return the content of the certificate."""
         replay_notes = self.replay.notes if self.replay else ()
         record = {
             "schema_version": _SCHEMA,
@@ -71,7 +71,7 @@ class Verified:
 
 
 def write_certificate(file: Path, verified: Verified) -> dict[str, Any]:
-    """Write certificate.json, also if something differs; an earlier one is replaced. Returns its content.
+    """Write a certificate, also if something differs; an earlier one is replaced. Returns its content.
 
     Raises:
         RunFailedError: the disk refused.
@@ -82,16 +82,19 @@ def write_certificate(file: Path, verified: Verified) -> dict[str, Any]:
     return content
 
 
-def read_certificate(folder: Path) -> str | None:
-    """Read a folder's certificate as a section of its model card; None if it has none.
+def read_certificates(folder: Path) -> str | None:
+    """Read a folder's certificates as a section of its model card; None if it has none.
 
     Raises:
-        CheckpointError: it is damaged, says that something differs, or is of other files than those in the folder, or
+        CheckpointError: one is damaged, says that something differs, or is of other files than those in the folder, or
             the folder has no list of checksums from which that could be seen.
     """
-    file = folder / CERTIFICATE
-    if not file.is_file():
-        return None
+    files = [folder / name for name in (CERTIFICATE, VLLM_CERTIFICATE) if (folder / name).is_file()]
+    return "".join([CERTIFICATE_HEAD, *map(_read_as_table, files)]) if files else None
+
+
+def _read_as_table(file: Path) -> str:
+    folder = file.parent
     again = f"Make it again with finetune verify {folder}."
     try:
         content = json.loads(file.read_bytes())
@@ -103,19 +106,19 @@ def read_certificate(folder: Path) -> str | None:
         if (manifest := _digest_manifest(folder)) is None:
             raise CheckpointError(
                 f"{file} cannot be compared with the files in the folder, which has no {MANIFEST}. Push the folder "
-                f"that finetune merge wrote, or remove {CERTIFICATE}."
+                f"that finetune merge wrote, or remove {file.name}."
             )
         if content["manifest_sha256"] != manifest:
             raise CheckpointError(f"{file} is of other files than those in the folder. {again}")
-        return _as_markdown(content)
+        return _as_table(content)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {describe_os_error(error)}.") from error
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a certificate: {error}. {again}") from error
 
 
-def _as_markdown(content: dict[str, Any]) -> str:
-    """Write the same rows as `finetune verify` prints, with what was served, when, and against which test vectors."""
+def _as_table(content: dict[str, Any]) -> str:
+    """Write a table with the rows that `finetune verify` prints, what was served, when, and against which vectors."""
     made_by_run = content["vectors_sha256"] is None
     rows = [
         ("runtime", content["runtime"]),
@@ -124,8 +127,8 @@ def _as_markdown(content: dict[str, Any]) -> str:
         *(("note", note) for note in content["notes"]),
         ("made", content["made"]),
     ]
-    lines = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    return f"{CERTIFICATE_HEAD}\n| | |\n|---|---|\n{lines}\n"
+    lines = "\n".join(f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in rows)
+    return f"\n| | |\n|---|---|\n{lines}\n"
 
 
 def _digest_manifest(folder: Path) -> str | None:

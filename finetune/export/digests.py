@@ -15,7 +15,8 @@ from finetune.runs.durable import MANIFEST
 from finetune.runs.tensors import each_tensor
 from finetune.runs.verification import OPTIMIZER_FILE
 
-CERTIFICATE = "certificate.json"
+CERTIFICATE, VLLM_CERTIFICATE = "certificate.json", "certificate-vllm.json"
+"""Of the runtime that the folder's files are for, and of vLLM."""
 _EDITED_BY_USERS = ("README.md", "Modelfile")
 
 
@@ -57,7 +58,7 @@ def digest_tensors(folder: Path) -> dict[str, str]:
 
 def digest_files(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file, except weights, that decides what a model folder answers, by name."""
-    left_out = (*_EDITED_BY_USERS, VECTORS_FILE, LOGITS_FILE, MANIFEST, CERTIFICATE)
+    left_out = (*_EDITED_BY_USERS, VECTORS_FILE, LOGITS_FILE, MANIFEST, CERTIFICATE, VLLM_CERTIFICATE)
     digests = {}
     for path in sorted(folder.iterdir()):
         if path.is_file() and path.name not in left_out and path.suffix != ".safetensors":

@@ -71,7 +71,7 @@ def write_merged(
     model = load_tuned_model(run)
     _refuse_foreign_code(model)
     target = _type_to_store(model, dtype)
-    asked = prompts_to_ask(tokenizer, model)
+    asked = prompts_to_ask(tokenizer, model, system)
     prompts = [one.token_ids for one in asked]
     tuned, base = logits_in_fp32(model, prompts), None
     stops = set_stop_and_pad_ids(model, tokenizer)
@@ -102,6 +102,7 @@ def write_merged(
             trained=digest_tensors(run.weights),
             written=digest_tensors(writer.path),
             files=digest_files(writer.path),
+            system=None if adds_system else system,
         )
         merged = Merged(
             folder=out.expanduser().absolute(),

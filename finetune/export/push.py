@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
-from finetune.export.certificate import CERTIFICATE_HEAD, read_certificate
+from finetune.export.certificate import CERTIFICATE_HEAD, read_certificates
 from finetune.export.exported_folder import refuse_no_model
 from finetune.export.model_card import HUB_ID, adapter_card, hub_base
 from finetune.export.system_turn import usual_system
@@ -215,12 +215,12 @@ def _pack_model(source: Path) -> Package:
 
 
 def _with_certificate(card: str, folder: Path) -> str:
-    """Put the folder's certificate at the end of a card, or replace an earlier one. Without a certificate, remove it.
+    """Put the folder's certificates at the end of a card, or replace earlier ones. Without a certificate, remove them.
 
     Raises:
-        CheckpointError: see `read_certificate`.
+        CheckpointError: see `read_certificates`.
     """
-    section = read_certificate(folder)
+    section = read_certificates(folder)
     before, earlier, after = card.partition(CERTIFICATE_HEAD)
     _, head, rest = after.partition("\n## ")
     if section is not None:

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from finetune.data.values import quote
 from finetune.errors import first_line
 from finetune.export.checks import CHECKS, Check
 from finetune.export.logits import LogitDifference, centred, compare_logits, relative_by_position
 from finetune.export.served_model import ServedModel
-from finetune.export.vectors import Vector, Vectors
+from finetune.export.system_turn import describe_system
+from finetune.export.vectors import SYSTEM_PROMPT, Vector, Vectors
 
 _SHOWN_CHARACTERS = 20
 """Characters shown of two texts from where they differ."""
@@ -37,6 +39,7 @@ class ServedComparison:
         checks: the results by the names in `CHECKS`. A greedy answer that differs at a near tie counts as equal.
         logits: how far the logits are from the recorded ones.
         near_ties: number of answers that differ where the runtime finds two tokens about equally likely.
+        without_system: what happens without the system turn of the training rows; empty if there is nothing to say.
     """
 
     runtime: str
@@ -44,6 +47,7 @@ class ServedComparison:
     checks: Mapping[str, Check]
     logits: LogitDifference
     near_ties: int
+    without_system: str = ""
 
     @property
     def mismatches(self) -> tuple[str, ...]:
@@ -57,13 +61,12 @@ class ServedComparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return a sentence if the bound is too wide to show that answers are the same."""
-        if self.bound < _WIDE:
-            return ()
-        return (
+        """Return a sentence about a bound that is too wide, and about a system turn that servers do not add."""
+        wide = (
             f"with a bound of {self.bound:.3g}, the comparison shows that the model loads and answers, and not that it "
-            "answers as the run does; measure it on rows of your own",
+            "answers as the run does; measure it on rows of your own"
         )
+        return tuple(note for note in (wide if self.bound >= _WIDE else "", self.without_system) if note)
 
     def as_record(self) -> dict[str, Any]:
         """Convert to plain values for certificate.json."""
@@ -121,7 +124,19 @@ def compare(served: ServedModel, vectors: Vectors, *, bound: float) -> ServedCom
         },
         logits=of_logits,
         near_ties=near_ties,
+        without_system=_ask_without_system(served, vectors),
     )
+
+
+def _ask_without_system(served: ServedModel, vectors: Vectors) -> str:
+    """Ask a prompt without the system turn of the training rows, as a client that does not know it would."""
+    asked = next((vector for vector in vectors.vectors if vector.name == SYSTEM_PROMPT), None)
+    if vectors.system is None or asked is None or not asked.turns:
+        return ""
+    without = asked.turns[1:]
+    answer = served.answer(served.render(without).token_ids, vectors.max_new_tokens)
+    same = "the same answer" if answer == asked.answer else "another answer"
+    return f"{describe_system(vectors.system)}. Without it, the model gives {same} to {quote(without[0]['content'])}"
 
 
 def _of(vector: Vector, difference: str) -> str:

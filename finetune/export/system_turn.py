@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.config.shipped_files import SHIPPED_PREFIX
+from finetune.data.values import quote
 from finetune.errors import ConfigError
 from finetune.inference.prompts import usual_opening
 
@@ -26,6 +27,11 @@ def usual_system(section: DataSection) -> str | None:
         _log.info("the training rows are not on this machine, so it is not known whether they have a system turn")
         return None
     return usual_opening(section).system
+
+
+def describe_system(system: str) -> str:
+    """Return a sentence, without its full stop, about a system turn that the chat template does not add."""
+    return f"most training rows begin with the system turn {quote(system)}, which a server does not add"
 
 
 def with_default_system(template: object, system: str | None) -> str:

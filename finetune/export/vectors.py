@@ -35,9 +35,11 @@ _MOST_POSITIONS = 32
 """Positions with logits: at 4 bytes for each token of the vocabulary, 26 MB for the 200,064 of Phi-4-mini."""
 _RANDOM_PROMPTS = 4
 _RANDOM_LENGTH = 24
+SYSTEM_PROMPT = "system"
+"""The name of the conversation whose system turn is that of the training rows, if they have one."""
 CONVERSATIONS: Mapping[str, Sequence[Mapping[str, str]]] = {
     "one turn": [{"role": "user", "content": "What is the capital of Portugal?"}],
-    "system": [
+    SYSTEM_PROMPT: [
         {"role": "system", "content": "Answer in one short sentence."},
         {"role": "user", "content": "Write about three crates of oranges."},
     ],
@@ -96,6 +98,7 @@ class Vectors:
         trained: digests of the run's own weights, by tensor.
         written: digests of the merged weights as they were written, by tensor.
         files: SHA-256 of the other files of the merged folder, by name.
+        system: the system turn of most training rows, if the chat template does not add it; else None.
         made_by: the version of finetune.
         sha256: of test_vectors.json, which holds the digest of the logits; empty before the file is written.
     """
@@ -110,6 +113,7 @@ class Vectors:
     trained: Mapping[str, str] = field(default_factory=dict)
     written: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    system: str | None = None
     made_by: str = f"finetune {finetune.__version__}"
     sha256: str = ""
 
@@ -124,12 +128,13 @@ class Vectors:
         return zip(self.vectors, rows, strict=True)
 
 
-def prompts_to_ask(tokenizer: Any, model: Any, seed: int = 0) -> list[Vector]:
+def prompts_to_ask(tokenizer: Any, model: Any, system: str | None = None, seed: int = 0) -> list[Vector]:
     """Make the prompts that this chat template renders and this model has room for, then prompts of random tokens.
 
     Args:
         tokenizer: the run's.
         model: gives the length of its context and the number of its embedding rows, which all token ids are below.
+        system: the system turn of the training rows; None keeps the one in `CONVERSATIONS`.
         seed: for the random tokens.
 
     Returns:
@@ -141,13 +146,15 @@ def prompts_to_ask(tokenizer: Any, model: Any, seed: int = 0) -> list[Vector]:
     for name, turns in CONVERSATIONS.items():
         if tokenizer.chat_template is None and len(turns) > 1:
             continue
+        own = [dict(turn) for turn in turns]
+        if name == SYSTEM_PROMPT and system is not None:
+            own[0]["content"] = system
         try:
-            text, ids = render(tokenizer, turns)
+            text, ids = render(tokenizer, own)
         except Exception as error:  # a template is a program: it can fail in any way
             _log.info("no test vector for %r: the chat template refuses it (%s)", name, error)
             continue
         if ids and max(ids) < ceiling and (room is None or len(ids) + MAX_NEW_TOKENS <= room):
-            own = [dict(turn) for turn in turns]
             asked.append(Vector(name=name, turns=own, text=text, token_ids=ids, positions=_positions(ids)))
     rng = random.Random(seed)
     for number in range(1, _RANDOM_PROMPTS + 1):
@@ -242,7 +249,8 @@ def read_vectors(place: Path) -> Vectors:
                 f"{file.parent / LOGITS_FILE} is not the file that {file.name} names (SHA-256 differs)."
             )
         rows = torch.from_numpy(np.load(io.BytesIO(values), allow_pickle=False))
-        found = Vectors(**record, vectors=vectors, logits=rows, sha256=hashlib.sha256(raw).hexdigest())
+        known = {name: record[name] for name in record.keys() & {item.name for item in fields(Vectors)}}
+        found = Vectors(**known, vectors=vectors, logits=rows, sha256=hashlib.sha256(raw).hexdigest())
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {describe_os_error(error)}.") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

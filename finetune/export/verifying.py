@@ -24,6 +24,7 @@ from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.runtimes import ADAPTER_CONFIG, ServingRuntime, load_peft, load_transformers, runtime_of
 from finetune.export.served_comparison import ServedComparison, compare
 from finetune.export.served_model import ServedModel
+from finetune.export.system_turn import usual_system
 from finetune.export.vectors import Vectors, make_vectors, prompts_to_ask, read_vectors
 from finetune.export.vllm_served import served_by_vllm
 from finetune.inference.finished_run import FinishedRun, find_run
@@ -152,10 +153,12 @@ def vectors_of_run(run: FinishedRun) -> Vectors:
         ModelError: the base cannot be loaded, or the adapter does not fit it.
     """
     tokenizer, model = build_run_tokenizer(run.config), load_tuned_model(run)
-    asked = prompts_to_ask(tokenizer, model)
+    system = usual_system(run.config.data)
+    asked = prompts_to_ask(tokenizer, model, system)
     stops = set_stop_and_pad_ids(model, tokenizer)
     logits = engine_logits(run.config.training, model.float(), [one.token_ids for one in asked])
-    return make_vectors(model, asked, logits, stop_ids=stops, has_template=tokenizer.chat_template is not None)
+    found = make_vectors(model, asked, logits, stop_ids=stops, has_template=tokenizer.chat_template is not None)
+    return replace(found, system=system)
 
 
 def engine_logits(section: TrainingSection, model: Any, prompts: Sequence[Sequence[int]]) -> torch.Tensor:

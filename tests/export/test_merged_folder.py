@@ -24,6 +24,7 @@ from finetune.export.merged_folder import load_tuned_model, write_merged
 from finetune.export.model_card import adapter_card, hub_base
 from finetune.export.out_folder import new_folder
 from finetune.export.vectors import Vector
+from finetune.export.verifying import verify_folder
 from tests.export.finished_runs import write_run
 from tests.in_process import run_finetune
 from tests.launches import free_port, place_variables
@@ -121,13 +122,17 @@ def test_the_system_turn_of_the_rows_travels_with_the_model(tmp_path, system):
     plain, out = tmp_path / "plain", tmp_path / "out"
     done = run_finetune("merge", run.folder.path, plain)
     assert done.returncode == 0, done.stdout
-    assert "A server does not add it" in done.stdout
+    note = f"most training rows begin with the system turn {system!r}, which a server does not add"
+    assert note in done.stdout
+    (of_verify,) = verify_folder(plain).comparison.notes
+    assert of_verify.startswith(f"{note}. Without it, the model gives ")
     assert (
         f"so send it with each conversation:\n\n~~~~{'~' * ('~' in system)}text\n{system}\n~~~~"
         in (plain / "README.md").read_text()
     )
     assert run_finetune("merge", run.folder.path, out, "--add-system").returncode == 0
     assert "The chat template adds it" in (out / "README.md").read_text()
+    assert verify_folder(out).comparison.notes == ()
 
     before, after = (AutoTokenizer.from_pretrained(folder) for folder in (plain, out))
     turns = [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}, {"role": "user", "content": "e"}]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from finetune.cli.verify import verify
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import verifying
-from finetune.export.certificate import CERTIFICATE_HEAD, read_certificate
+from finetune.export.certificate import CERTIFICATE_HEAD, read_certificates
 from finetune.export.checks import check_rows
 from finetune.export.digests import digest_tensors
 from finetune.export.push import pack
@@ -367,7 +367,7 @@ def test_logits_that_are_not_numbers_are_a_difference():
 
 def test_a_certificate_of_other_files_or_of_a_difference_is_refused(made, merged):
     run_finetune("verify", merged)
-    assert "## Certificate" in read_certificate(merged)
+    assert "## Certificate" in read_certificates(merged)
     edit(merged / "config.json", note="changed since")
     rewrite_checksums(merged)
     done = run_finetune("push", merged, "me/orders")
@@ -381,7 +381,7 @@ def test_a_certificate_in_a_folder_without_checksums_is_of_no_known_files(tmp_pa
     """As after a download from the hub, where no manifest.json is sent."""
     (tmp_path / "certificate.json").write_text(json.dumps({"verdict": "same", "manifest_sha256": None}))
     with pytest.raises(CheckpointError, match="cannot be compared with the files in the folder, which has no manifest"):
-        read_certificate(tmp_path)
+        read_certificates(tmp_path)
 
 
 def test_a_card_loses_the_section_of_a_certificate_that_is_gone(made, merged, caplog):
@@ -410,9 +410,19 @@ def test_a_push_sends_the_certificate_and_puts_it_into_the_card_once(merged, run
     older = {name: value for name, value in certificate(merged).items() if name != "stop_ids"}
     (merged / "certificate.json").write_text(json.dumps(older))
     _, head, rows = card.decode().partition(CERTIFICATE_HEAD)
-    assert read_certificate(merged) == (head + rows).replace("| stop ids | 1 of 1 |\n", ""), (
+    assert read_certificates(merged) == (head + rows).replace("| stop ids | 1 of 1 |\n", ""), (
         "as earlier versions wrote it"
     )
+
+    in_vllm = {**older, "runtime": "vLLM 0.32.0", "notes": ["one | two"]}
+    (merged / "certificate-vllm.json").write_text(json.dumps(in_vllm))
+    both = pack(merged)
+    assert "certificate-vllm.json" in both.files
+    card = both.files["README.md"].decode()
+    assert card.count(CERTIFICATE_HEAD) == 1
+    assert "| runtime | transformers" in card
+    assert "| runtime | vLLM 0.32.0 |" in card
+    assert "| note | one &#124; two |" in card
 
     assert run_finetune("verify", run).returncode == 0
     package = pack(run, base="owner/base")
