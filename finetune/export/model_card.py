@@ -138,18 +138,11 @@ def _settings(config: Config) -> str:
     if config.training.method == "full":
         values.pop("lora")
     reads = OBJECTIVES[config.training.objective].reads
-    kept = {
-        section: _for_others(shown) or {}
-        for section in _SETTINGS
-        if section in values
-        and (
-            shown := {
-                key: value
-                for key, value in values[section].items()
-                if key not in _LEFT_OUT and reads(f"{section}.{key}")
-            }
-        )
-    }
+    kept = {}
+    for section in (name for name in _SETTINGS if name in values):
+        keys = [key for key in values[section] if key not in _LEFT_OUT and reads(f"{section}.{key}")]
+        if keys:
+            kept[section] = _for_others({key: values[section][key] for key in keys}) or {}
     return str(yaml.safe_dump({"seed": config.seed, **kept}, sort_keys=False))
 
 

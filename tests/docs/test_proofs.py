@@ -76,3 +76,16 @@ def test_the_pictures_are_small_and_ask_nobody():
             assert not re.search(r"url\([\"']?http|href=", drawn)
     for path in shown:
         assert (REPOSITORY / path).stat().st_size < 300_000, path
+
+
+def test_the_curve_of_rewards_has_the_points_of_its_table():
+    page = (DOCS / "tasks/rewards.md").read_text(encoding="utf-8")
+    drawn = (DOCS / "assets/rewards.svg").read_text(encoding="utf-8")
+    steps, rewards = (
+        [float(cell) for cell in re.findall(rf"^\| {name} \| (.*) \|$", page, re.MULTILINE)[0].split(" | ")]
+        for name in ("step", "`reward_json_equal`")
+    )
+    (left, top), (right, bottom) = (56, 20), (616, 196)
+    points = [(float(x), float(y)) for x, y in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', drawn)]
+    assert [(x - left) / (right - left) * steps[-1] for x, _ in points] == pytest.approx(steps)
+    assert [(bottom - y) / (bottom - top) for _, y in points] == pytest.approx(rewards)
