@@ -20,7 +20,7 @@ from finetune.terminal import fold, print_json
 from finetune.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from finetune.diagnose.plan import Plan
+    from finetune.diagnose.plan_record import Plan
 
 _WIDEST_BAR = 30
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from finetune.diagnose.folder_checks import check_cache
-from finetune.diagnose.plan import Plan, make_plan
+from finetune.diagnose.plan import make_plan
+from finetune.diagnose.plan_record import Plan
 from finetune.diagnose.rehearsal_commands import Commands, StageError
 from finetune.diagnose.rehearsal_overrides import Change, Scale, changes, override
 from finetune.distributed.device import accelerator_type

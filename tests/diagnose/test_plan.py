@@ -17,9 +17,10 @@ from finetune.config.schema import LoraSection, PreferenceSection
 from finetune.data.encode import encode_examples
 from finetune.data.examples import load_examples
 from finetune.diagnose import plan as plan_module
-from finetune.diagnose.plan import _Planner, make_plan
+from finetune.diagnose.plan import make_plan
 from finetune.diagnose.plan_devices import find_device, read_device
 from finetune.diagnose.plan_time import operations_of_step
+from finetune.diagnose.planner import Planner
 from finetune.distributed.launch import launch
 from finetune.engine.attention_cuda import prepare_varlen
 from finetune.engine.fused import is_fused
@@ -95,7 +96,7 @@ def test_the_disk_is_planned_for_the_checkpoints_that_there_will_be(words, save_
 
 def test_steps_of_each_turn_count_conversations(words, tmp_path, capsys):
     words = [*words, *conversation_words(tmp_path / "rows"), "training.global_batch_size=9"]
-    batching = _Planner(load_config(words), find_device("cpu")).batching
+    batching = Planner(load_config(words), find_device("cpu")).batching
     assert 2 * batching.targets_per_step == int(batching.rows.num_targets.sum())
     assert plan_from_overrides(words) == 0
     out = capsys.readouterr().out
@@ -293,7 +294,7 @@ def test_a_probe_measures_in_the_type_and_with_the_fused_functions_of_the_run(wo
         return sum(weight.sum() for weight in model.parameters() if weight.requires_grad)
 
     monkeypatch.setattr(plan_module, "why_not_fused", lambda device: None)
-    planner = _Planner(load_config([*words, "training.method=full", *more]), find_device("cpu"))
+    planner = Planner(load_config([*words, "training.method=full", *more]), find_device("cpu"))
     monkeypatch.setattr(planner, "_how", replace(planner._how, loss_of=lambda _: loss))
     assert planner.probe().seconds_per_step > 0
     assert seen == {(len(more) == 2,) * 2}

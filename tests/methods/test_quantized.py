@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from finetune import Trainer, add_lora, build_tokenizer, encode_examples, launch, load_config, load_examples
 from finetune.config.schema import LoraSection, ModelSection
 from finetune.data.batches import packer
-from finetune.diagnose.plan import _Planner
 from finetune.diagnose.plan_devices import read_device
+from finetune.diagnose.planner import Planner
 from finetune.distributed.precision import convert_weights
 from finetune.engine.four_bits import _state_tensors, holds_nf4, widened
 from finetune.engine.layout import pack
@@ -229,7 +229,7 @@ def test_a_plan_has_the_sizes_of_a_real_base_in_4_bits(inputs, tmp_path, is_tied
     tiny_tokenizer().save_pretrained(tmp_path / "base")
     words = [*words_for(inputs, tmp_path / "run"), f"model.path={tmp_path / 'base'}", "lora.quantize=nf4", "lora.r=4"]
     config = load_config([*words, "training.gradient_checkpointing=false"])
-    planner = _Planner(config, read_device("RTX 4090"))
+    planner = Planner(config, read_device("RTX 4090"))
     model = add_lora(load_on_cpu(config.model), config.lora).train()
     convert_weights(model, planner.precision)
     kept = [tensor for tensor in model.parameters() if not tensor.requires_grad]

@@ -1,0 +1,119 @@
+"""The prediction of `finetune plan`, and its JSON form."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from finetune.diagnose.plan_batches import Batches
+from finetune.diagnose.plan_devices import Device
+from finetune.diagnose.plan_rollouts import Generating
+from finetune.findings import Finding
+from finetune.runs.disk_space import DiskNeed
+from finetune.training.memory.choice import MemoryChoice
+from finetune.training.memory.forecast import Peak
+
+SCHEMA_VERSION = 2
+"""Of the JSON form; docs/plan.md describes it."""
+
+
+class ShardedNeed(NamedTuple):
+    """The memory of a process if several shard the weights (`parallel.sharding`)."""
+
+    shards: int
+    """Processes that share one copy."""
+    needed: int
+    """Bytes on the device of each, `device.reserve` included."""
+    fits: bool
+
+
+class Trade(NamedTuple):
+    """The memory and time of a step with and without gradient checkpointing."""
+
+    bytes_without: int
+    bytes_with: int
+    extra_time: float
+    """One more forward pass through the layers, as a share of a step without checkpointing."""
+
+
+class Probed(NamedTuple):
+    """Measured times, see `Plan`."""
+
+    seconds_per_step: float | None = None
+    seconds_generating: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The prediction for a run. Sizes are in bytes."""
+
+    model_type: str
+    layers: int
+    parameters: int
+    trainable_parameters: int
+    targets: list[str]
+    """The last part of the names of the layers that LoRA adapts; empty for full fine-tuning."""
+    method: str
+    objective: str
+    precision: str
+    why_not_engine: str | None
+    """The reason to compute padded rows with the model's own forward; None if the engine computes packed ones."""
+    called_layers: dict[str, int]
+    """The number of linear layers that the engine calls as PEFT made them, by reason."""
+    batches: Batches
+    device: Device
+    peak: Peak | None
+    """None if it cannot be known without data."""
+    generating: Generating | None
+    """None if the run does not generate the answers that it learns from, or `peak` is None."""
+    checkpointing: Trade | None
+    in_shards: list[ShardedNeed]
+    """With the same micro-batches; empty if the peak is not known, or the run cannot be sharded."""
+    choice: MemoryChoice
+    """Gradient checkpointing and the size of micro-batches, as a run on this device would choose them."""
+    disk: DiskNeed
+    seconds_per_step: float | None = None
+    """Measured with `--probe`, with `seconds_generating`; None without it."""
+    seconds_generating: float | None = None
+    """Measured with `--probe`: the time to generate answers, for each step; None if it is not known."""
+    seconds_at_limit: float | None
+    """A lower bound for a step, see `finetune.diagnose.plan_time`; None if the device's limit is not known."""
+    findings: list[Finding]
+
+    @property
+    def forward(self) -> str:
+        """In words: the engine's own forward, or another with the reason."""
+        if self.why_not_engine is not None:
+            return f"transformers' own on padded rows: {self.why_not_engine}"
+        called = [f"{number} linear layers as PEFT made them ({why})" for why, number in self.called_layers.items()]
+        return f"the engine's own{', which calls ' * bool(called)}{', '.join(called)}"
+
+    @property
+    def needed(self) -> int | None:
+        """The memory that a step needs on the device, or generating its answers, `device.reserve` included."""
+        return None if self.peak is None else larger(self.peak, self.generating) + self.device.reserve
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the device has enough memory."""
+        return None if self.needed is None else self.needed <= self.device.memory
+
+    @property
+    def fewest_shards(self) -> int | None:
+        """The smallest number of shards in which the run fits; None if none of `in_shards` does."""
+        return next((need.shards for need in self.in_shards if need.fits), None)
+
+    def as_record(self) -> dict[str, Any]:
+        """Convert to plain values for JSON, see docs/plan.md."""
+        disk = {**self.disk._asdict(), "checkpoint": self.disk.checkpoint, "total": self.disk.total}
+        trade = None if self.checkpointing is None else self.checkpointing._asdict()
+        shards = {"in_shards": [need._asdict() for need in self.in_shards], "fewest_shards": self.fewest_shards}
+        record = {**asdict(self), "forward": self.forward, "disk": disk, "checkpointing": trade, **shards}
+        steps = self.batches.steps
+        seconds = None if self.seconds_per_step is None or steps is None else steps * self.seconds_per_step
+        return {"version": SCHEMA_VERSION, **record, "needed": self.needed, "fits": self.fits, "seconds": seconds}
+
+
+def larger(peak: Peak, generating: Generating | None) -> int:
+    """Return the memory of a step or the memory of generating its answers, whichever is larger."""
+    return max(peak.total, 0 if generating is None else generating.total)

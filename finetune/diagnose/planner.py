@@ -1,0 +1,349 @@
+"""Predict one run on one device, with the functions that make the choices of training."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.config.objectives import OBJECTIVES
+from finetune.data.batches import Collate
+from finetune.data.encoded import EncodedExamples
+from finetune.data.examples import check_local_rows
+from finetune.data.objective import AnySplits, encode_for_objective
+from finetune.diagnose.plan_batches import Batching
+from finetune.diagnose.plan_devices import Device
+from finetune.diagnose.plan_record import Probed, ShardedNeed, Trade, larger
+from finetune.diagnose.plan_rollouts import (
+    AssumedAnswers,
+    Generating,
+    engine_generates,
+    forecast_generating,
+    measure_generating,
+)
+from finetune.diagnose.plan_time import measure_seconds, operations_of_step
+from finetune.diagnose.preview_tokens import on_one_line
+from finetune.distributed.environment import read_environment
+from finetune.distributed.precision import DTYPES, choose_precision, convert_weights
+from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
+from finetune.engine.fused import why_not_fused
+from finetune.errors import ConfigError, DataError, ModelError, first_line
+from finetune.fallbacks import Fallbacks
+from finetune.findings import Finding, warning
+from finetune.model.base import (
+    build_base_model,
+    checkpoint_gradients,
+    longrope_boundary,
+)
+from finetune.model.fp8_base import (
+    refuse_fp8_without_engine,
+    refuse_where_fp8_is_impossible,
+    round_frozen_layers,
+    wants_fp8,
+)
+from finetune.model.lora import attach_adapter
+from finetune.model.new_tokens import build_run_tokenizer
+from finetune.model.published import published_sizes, with_sizes_here
+from finetune.model.quantized import quantize_without_data
+from finetune.model.targets import resolve_targets
+from finetune.model.training_mode import add_embedding_noise
+from finetune.runs.disk_space import DiskNeed
+from finetune.runs.folder import existing_folder
+from finetune.training.checks import has_reference
+from finetune.training.forward import choose_forward, wants_fused
+from finetune.training.loaders import global_batch_size
+from finetune.training.memory.choice import MemoryChoice, choose, shards_of
+from finetune.training.memory.forecast import (
+    CANNOT_TRACE,
+    OptimizerNeed,
+    Peak,
+    Shards,
+    StepForecast,
+    Weights,
+    forecast_step,
+    optimizer_need,
+)
+from finetune.training.memory.tracing import Computation
+from finetune.training.optim import build_optimizer
+from finetune.training.prompt_rows import PromptRows
+from finetune.training.train import trainer_for
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config, ModelSection
+
+SHARDS = (1, 2, 4, 8)
+"""The numbers of shards of which the plan says how much memory a process needs."""
+
+
+class Planner:
+    """Predicts one run on one device, with the functions that make the choices of training."""
+
+    def __init__(self, config: Config, device: Device) -> None:
+        self._device = device
+        self.findings: list[Finding] = []
+        self._trainer = trainer_for(config)
+        self.precision = choose_precision(config.training.precision, best=device.precision)
+        here = torch.device(device.type) if device.is_here else None
+        why_not = (
+            f"it needs a GPU from Hopper on, and the plan is for {device.name}" if device.has_fp8 is False else None
+        )
+        refuse_where_fp8_is_impossible(config, precision=self.precision, device=here, why_not_device=why_not)
+        parallel = config.parallel
+        self._world_size = parallel.world_size or parallel.num_processes or read_environment(os.environ).world_size
+        self._shards = shards_of(parallel, self._world_size)
+        if self._shards.size > 1:
+            refuse_uneven_shards(config, self._world_size)
+        self._config = config
+        self._sizes = self._choose_sizes()
+        self._is_in_4_bits = self._is_in_fp8 = False
+        self.model = self._build_model(checkpointed=False)
+        self._compare_sizes()
+        forward = choose_forward(config.training, self.model)
+        self.why_not_engine = forward.why_not_engine
+        self.called_layers = {why: len(names) for why, names in forward.called_layers.items()}
+        self._warn_of_fallback()
+        if is_quantized(config):
+            self._quantize()
+        if wants_fp8(config):
+            refuse_fp8_without_engine(config, self.why_not_engine)
+            self._is_in_fp8 = True
+            self.model = self._build_model(checkpointed=False)
+        self._how = Computation(
+            loss_of=partial(self._trainer.loss_of, config),
+            device_type=device.type,
+            dtype=DTYPES[self.precision],
+            is_fused=wants_fused(config.training, device.type),
+        )
+        self._prompts: list[list[int]] | None = None
+        self._splits = self._encode()
+        self._answers = self._assume_answers()
+        collate = self._trainer.collation_of(self._config, forward.collate)
+        self.choice = self._choose_by_memory(collate)
+        self._config = config = self.choice.resolve(config)
+        if self.choice.gradient_checkpointing:
+            checkpoint_gradients(self.model, offloads=self.choice.offloads)
+        self.batching = Batching(
+            config=config,
+            rows=None if self._splits is None else self._splits.train,
+            collate=collate,
+            is_padded=self.why_not_engine is not None,
+            boundary=longrope_boundary(self.model),
+            world_size=self._world_size,
+            answers=self._answers,
+        )
+        if self._splits is not None:
+            self.batching.refuse_dropping_all(self._splits)
+        self._need = optimizer_need(build_optimizer(self.model, config.optim), device_type=device.type)
+        if self._need is None:
+            what = f"the memory of {config.optim.optimizer} is not counted: it cannot take a step without data"
+            self.findings.append(warning("Memory", what, "leave room for it"))
+
+    def _choose_sizes(self) -> ModelSection:
+        """Return the model to plan. If the hub does not give it, but its sizes are shipped: these, with a finding."""
+        section, why = with_sizes_here(self._config.model)
+        if why is not None:
+            fix = "to plan with the model's own files, give model.path=FOLDER, or plan where the hub can be reached"
+            self.findings.append(warning("Model", why, fix))
+        return section
+
+    def _compare_sizes(self) -> None:
+        """Add a finding for each size of the model that differs from the shipped one."""
+        published = published_sizes(self._sizes)
+        for difference in () if published is None else published.differences(self.model.config):
+            what = f"{self._sizes.path}: {difference}; this plan takes the former"
+            self.findings.append(warning("Model", what, "without the hub a plan would differ: update finetune"))
+
+    def _warn_of_fallback(self) -> None:
+        """Add a finding if training would record that the engine computes less than was asked for."""
+        if self._config.training.kernels == "reference" or not (self.why_not_engine or self.called_layers):
+            return
+        what = "the engine does not compute all of this model, so steps take longer: `forward` says why"
+        fix = "none needed; a run with strict=true refuses it, unless training.kernels=reference asks for it"
+        self.findings.append(warning("Engine", what, fix))
+
+    def _quantize(self) -> None:
+        """Keep the base in 4 bits, if the engine computes all of it; else add a finding."""
+        if self.why_not_engine is None and not self.called_layers:
+            self._is_in_4_bits = True
+            self.model = self._build_model(checkpointed=False)
+            return
+        what = "a base in 4 bits is predicted only where the engine computes every layer, so this plan counts 16 bits"
+        self.findings.append(warning("Memory", what, "the run takes less than the plan says: see `forward`"))
+
+    def _build_model(self, *, checkpointed: bool) -> Any:
+        """Build the model on the meta device, as `Trainer` prepares it."""
+        config = self._config
+        with torch.device("meta"):
+            model: Any = build_base_model(self._sizes.model_copy(update={"init": "random"}))
+            if config.training.method == "lora":
+                model = attach_adapter(model, config.lora, resolve_targets(model, config.lora.target_modules))
+            if self._is_in_4_bits:
+                quantize_without_data(model)
+        convert_weights(model, self.precision)
+        if self._is_in_fp8:
+            round_frozen_layers(model)
+        if config.training.neftune_alpha:
+            add_embedding_noise(model, config.training.neftune_alpha)
+        if checkpointed:
+            checkpoint_gradients(model)
+        return model.train()
+
+    def _encode(self) -> AnySplits | None:
+        """Encode the rows; if there are none or they cannot be used, add a finding and return None."""
+        config, data = self._config, self._config.data
+        learns_prompts = OBJECTIVES[config.training.objective].rows == "prompts"
+        rows, loss = ("prompts of up to", "") if learns_prompts else ("rows of", ", all with loss")
+        assumed = f"the plan assumes {rows} {data.max_length:,} tokens (data.max_length){loss}"
+        if not (data.path or data.mixture or data.train):
+            fix = "give data.path=FILE_FOLDER_OR_HUB_ID to plan with its rows"
+            self.findings.append(warning("Data", f"no data is given, so {assumed}", fix))
+            return None
+        try:
+            check_local_rows(data, has_format=False)
+            tokenizer = build_run_tokenizer(config.model_copy(update={"model": self._sizes}))
+            splits = encode_for_objective(config, tokenizer, fallbacks=Fallbacks(strict=config.strict))
+            if learns_prompts and isinstance(splits.train, EncodedExamples):
+                self._prompts = PromptRows(splits.train, tokenizer, None).prompts
+            return splits
+        except (DataError, ModelError) as error:
+            first = on_one_line(first_line(error)).rstrip(".")
+            if isinstance(error, ModelError) and self._sizes is not config.model:
+                first = "the tokenizer is not here either"
+            fix = "run `finetune preview` with the same arguments to see more"
+            self.findings.append(warning("Data", f"the rows cannot be used, so {assumed}: {first}", fix))
+            return None
+
+    def _assume_answers(self) -> AssumedAnswers | None:
+        """Return the answers that a run learns from if it learns from prompts; else None."""
+        if OBJECTIVES[self._config.training.objective].rows != "prompts":
+            return None
+        size = global_batch_size(self._config, self._world_size)
+        return AssumedAnswers.of(self._config, self.model, self._prompts, size)
+
+    def _choose_by_memory(self, collate: Collate) -> MemoryChoice:
+        weights = Weights(self.model)
+        held = weights.adapter + weights.held(self._shards) + weights.gathered(self._shards)
+        longest = self._config.data.max_length if self._answers is None else int(self._answers.lengths.max())
+        if self._splits is not None:
+            longest = self._trainer.longest_row(self._config, self._splits)
+        return choose(
+            self._config,
+            self.model,
+            self._how,
+            longest=longest,
+            collate=collate,
+            room=self._device.memory - self._device.reserve - held,
+            world_size=self._world_size,
+        )
+
+    def forecast(self, model: Any) -> StepForecast | None:
+        """Run a step without data; if its memory cannot be known, add a finding and return None."""
+        largest = self.batching.largest
+        try:
+            return forecast_step(model, largest.microbatch, replace(self._how, accumulates=largest.per_step > 1))
+        except CANNOT_TRACE as error:
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            what = f"memory cannot be predicted: the model's own forward needs data ({cause})"
+            fix = "start with a small training.batch_size and look at the memory that the run reports"
+            self.findings.append(warning("Memory", what, fix))
+            return None
+
+    def peak_of(self, forecast: StepForecast, shards: Shards | None = None) -> Peak:
+        """Predict the peak of a step, with the shards of the run or with others."""
+        chosen = shards or self._shards
+        world_size = max(self._world_size, chosen.size)
+        return forecast.peak(self._need or OptimizerNeed(0, 0), world_size=world_size, shards=chosen)
+
+    def generating(self, shards: Shards | None = None) -> Generating | None:
+        """Predict the memory while answers are generated, with the shards of the run or with others; None: none are."""
+        if self._answers is None or self._config.rollout.server is not None:
+            return None
+        state = self._need or OptimizerNeed(0, 0)
+        return forecast_generating(
+            self._config, self.model, self._answers, state, shards or self._shards, self._device.type
+        )
+
+    def in_shards(self, forecast: StepForecast) -> list[ShardedNeed]:
+        """Predict the same step in each number of `SHARDS`; empty if the run cannot be sharded."""
+        sharded = self._config.with_values({"parallel.sharding": ("fsdp2", "default")})
+        try:
+            refuse_what_is_not_sharded(sharded, trains=True)
+        except ConfigError:
+            return []
+        found = []
+        for number in SHARDS:
+            shards = Shards(number, sharded.parallel.reshard_after_forward)
+            needed = larger(self.peak_of(forecast, shards), self.generating(shards)) + self._device.reserve
+            found.append(ShardedNeed(number, needed, fits=needed <= self._device.memory))
+        return found
+
+    def trade(self, peak: Peak) -> Trade | None:
+        """Predict the same step with gradient checkpointing turned off, or on."""
+        is_on = self.choice.gradient_checkpointing
+        forecast = self.forecast(self._build_model(checkpointed=not is_on))
+        if forecast is None:
+            return None
+        other = self.peak_of(forecast)
+        with_it, without = (peak, other) if is_on else (other, peak)
+        # With frozen weights, backward costs as much as forward; with trained weights, twice as much.
+        extra = 1 / 2 if self._config.training.method == "lora" else 1 / 3
+        return Trade(without.total, with_it.total, extra)
+
+    def disk(self) -> DiskNeed:
+        """Predict the disk space of the checkpoints."""
+        trained = sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
+        there = existing_folder(Path(self._config.output_dir).expanduser().absolute())
+        keep = self._config.checkpoint.save_total_limit
+        has_best = self._splits is not None and self._splits.validation is not None
+        cadence = self.batching.cadence
+        at_once = keep + 1 if cadence is None else cadence.most_checkpoints(keep=keep, has_best=has_best)
+        return DiskNeed(trained, self._need and self._need.state, at_once, shutil.disk_usage(there).free)
+
+    def at_limit(self) -> float | None:
+        """Return the seconds of a step at the device's limit; None if the limit is not known."""
+        rate = self._device.teraflops.get(self.precision)
+        if rate is None:
+            return None
+        operations = operations_of_step(
+            self.model,
+            num_computed=self.batching.computed_per_step / self._world_size,
+            num_targets=self.batching.targets_per_step / self._world_size,
+            is_checkpointing=self.choice.gradient_checkpointing,
+            has_reference=has_reference(self._config),
+        )
+        return operations / (rate * 1e12)
+
+    def probe(self) -> Probed:
+        """Measure a step here; for another device, add a finding and measure nothing."""
+        if not self._device.is_here:
+            fix = "leave out --device, on a machine that has it"
+            self.findings.append(warning("Time", f"--probe measures this machine, not {self._device.name}", fix))
+            return Probed()
+        if is_quantized(self._config) or self._is_in_fp8:
+            fix = "train a few steps: training.max_steps=5"
+            self.findings.append(warning("Time", "--probe does not measure a base in 4 bits or in fp8", fix))
+            return Probed()
+        microbatch = self.batching.largest.microbatch
+        can_fuse = self._how.is_fused and why_not_fused(torch.device(self._device.type)) is None
+        seconds = measure_seconds(self.model, microbatch, replace(self._how, is_fused=can_fuse), self._config.optim)
+        per_step = seconds / max(1, microbatch.num_computed) * self.batching.computed_per_step / self._world_size
+        generating = self._measure_generating()
+        return Probed(per_step + (generating or 0.0), generating)
+
+    def _measure_generating(self) -> float | None:
+        """Measure the seconds in which answers are generated, for each step; None if that cannot be measured here."""
+        by_engine = engine_generates(self.model, self._device.type, self._shards)
+        if self._answers is None or self._config.rollout.server is not None or not by_engine:
+            return None
+        order, size = self.batching.first_examples, self._world_size
+        return measure_generating(self._config, self.model, self._answers, order=order, world_size=size)
+
+
+def is_quantized(config: Config) -> bool:
+    """Tell whether the run trains an adapter on a base in 4 bits."""
+    return config.training.method == "lora" and config.lora.quantize != "none"
