@@ -12,7 +12,6 @@ _COMMANDS = "Nothing to set: `finetune train` trains, validates and tests; `fine
 _LOSS = "The loss is next-token cross-entropy. training.objective chooses another: dpo, kto, orpo, simpo or grpo."
 _LOSS_ON = "Nothing to set: only answers carry loss. data.train_on=last leaves out all but the last of a conversation."
 _PUSH = "Publish a finished run with `finetune push`."
-_SAME_FOR_ALL = "All layers have the same lora.r and lora.alpha."
 _SHARDING = "Write parallel.sharding=fsdp2, which shares the model among the processes."
 _WHICH_LAYERS = "Name the layers in lora.target_modules; it takes regular expressions."
 
@@ -76,13 +75,11 @@ LORA_CONFIG = {
     "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout",
     "exclude_modules": _WHICH_LAYERS,
-    "layers_to_transform": _WHICH_LAYERS,
+    "layers_to_transform": "lora.layers",
     "layers_pattern": _WHICH_LAYERS,
     "use_rslora": "lora.rslora",
     "use_dora": "lora.dora",
     "init_lora_weights": "lora.init",
-    "rank_pattern": _SAME_FOR_ALL,
-    "alpha_pattern": _SAME_FOR_ALL,
     "trainable_token_indices": "lora.new_tokens",
     "modules_to_save": "Only the adapter trains. training.method=full trains every weight.",
     "bias": "Biases are not trained with LoRA. training.method=full trains every weight.",

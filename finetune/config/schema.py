@@ -256,7 +256,13 @@ class LoraSection(Section):
     dropout: AdapterKey[Annotated[float, Field(ge=0, lt=1)]] = 0.0
     """Dropout on the input of each adapted layer."""
     target_modules: AdapterKey[Literal["auto"] | list[str]] = "auto"
-    """Names or regular expressions of the layers to adapt; auto: all linear layers except the head."""
+    """Names or regular expressions of the linear layers to adapt; auto: all except the head."""
+    layers: AdapterShape[list[NonNegativeInt] | None] = None
+    """The decoder layers to adapt, counted from 0; null: all."""
+    rank_pattern: AdapterShape[dict[str, PositiveInt]] = Field(default_factory=dict)
+    """Other ranks for some layers, by name or by a regular expression for the end of it: `{o_proj: 8}`."""
+    alpha_pattern: AdapterKey[dict[str, PositiveFloat]] = Field(default_factory=dict)
+    """Other values of alpha for some layers. A layer's update is scaled by its own alpha / its own rank."""
     rslora: AdapterKey[bool] = False
     """Scale the update by alpha / sqrt(r) instead of alpha / r (Kalajdzievski, 2023, arXiv:2312.03732)."""
     dora: AdapterShape[bool] = False
@@ -282,6 +288,8 @@ class LoraSection(Section):
                 f"{init} needs lora.dropout=0, which is {info.data['dropout']}: it would drop values that were "
                 "moved out of the base"
             )
+        if init != "default" and (info.data.get("rank_pattern") or info.data.get("alpha_pattern")):
+            raise ValueError(f"{init} has one rank and one alpha: remove lora.rank_pattern and lora.alpha_pattern")
         return init
 
     @field_validator("start_from")
@@ -321,14 +329,35 @@ class OptimSection(Section):
     """Weight decay. It applies to matrices only, not to biases, norms and other vectors."""
     args: UpdateKey[dict[str, Any]] = Field(default_factory=dict)
     """Further arguments of the optimizer, for example `{betas: [0.9, 0.95]}`."""
-    schedule: RateKey[Literal["linear", "cosine", "constant"]] = "linear"
-    """The learning rate after the warm-up: falls linearly to zero, falls along a cosine to zero, or stays constant."""
+    schedule: RateKey[Literal["linear", "cosine", "constant", "wsd"]] = "linear"
+    """The rate after the warm-up: falls linearly, along a cosine, not at all, or linearly in the last steps (wsd)."""
+    min_learning_rate: RateKey[NonNegativeFloat] = 0.0
+    """Where the learning rate ends, if it falls."""
+    decay_steps: RateKey[PositiveInt | None] = None
+    """The steps at the end in which schedule=wsd falls. Default: a tenth of all (Hu et al., 2024, arXiv:2404.06395)."""
     warmup_steps: RateKey[NonNegativeInt] = 0
     """Optimizer steps in which the learning rate rises linearly from zero."""
     lora_plus_ratio: RateKey[Annotated[float, Field(ge=1)]] = 1.0
     """Learning rate of the B matrices, relative to `learning_rate` (LoRA+: Hayou et al., 2024, arXiv:2402.12354)."""
     max_grad_norm: UpdateKey[PositiveFloat | None] = 1.0
     """Scale gradients down to this norm if their norm is larger; null: never."""
+
+    @field_validator("min_learning_rate")
+    @classmethod
+    def _is_reached(cls, rate: float, info: ValidationInfo) -> float:
+        if rate and info.data.get("schedule") == "constant":
+            raise ValueError(f"it is {rate:g}, but with optim.schedule=constant the rate does not fall")
+        highest = info.data.get("learning_rate", math.inf)
+        if rate > highest:
+            raise ValueError(f"{rate:g} is above optim.learning_rate={highest:g}, from which the rate falls")
+        return rate
+
+    @field_validator("decay_steps")
+    @classmethod
+    def _is_of_wsd(cls, steps: int | None, info: ValidationInfo) -> int | None:
+        if steps is not None and info.data.get("schedule", "wsd") != "wsd":
+            raise ValueError(f"only optim.schedule=wsd has such steps, and it is {info.data['schedule']}")
+        return steps
 
     @field_validator("optimizer")
     @classmethod

@@ -181,7 +181,9 @@ class Planner:
         with torch.device("meta"):
             model: Any = build_base_model(self._sizes.model_copy(update={"init": "random"}))
             if config.training.method == "lora":
-                model = attach_adapter(model, config.lora, resolve_targets(model, config.lora.target_modules))
+                model = attach_adapter(
+                    model, config.lora, resolve_targets(model, config.lora.target_modules, config.lora.layers)
+                )
             if self._is_in_4_bits:
                 quantize_without_data(model)
         convert_weights(model, self.precision)

@@ -96,6 +96,10 @@ def _model(config: Config, stand_in: Path) -> Iterator[_Setting]:
     code = "the model's own code is not rehearsed, and `merge` refuses a model that needs it"
     yield _Setting("model.trust_remote_code", False, code)
     yield _Setting("lora.start_from", None, "this adapter does not fit a smaller model")
+    fewer = "the smaller model has fewer layers, and all of them are adapted alike"
+    yield _Setting("lora.layers", None, fewer)
+    yield _Setting("lora.rank_pattern", {}, fewer)
+    yield _Setting("lora.alpha_pattern", {}, fewer)
     yield _Setting(
         "model.frozen_precision", "auto", "the error of fp8 is measured on the real weights, before step 1 of the run"
     )

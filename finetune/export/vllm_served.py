@@ -146,7 +146,8 @@ def _started(model: Path | str, adapter: Path | None, scratch: Path) -> Iterator
     command = [_python(), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--model", str(model), "--dtype", "float32", "--enforce-eager", "--max-logprobs", "-1"]
     if adapter is not None:
-        rank = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+        config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+        rank = max(config["r"], *config.get("rank_pattern", {}).values(), 0)
         most = next((each for each in _RANKS if each >= rank), rank)
         command += ["--enable-lora", "--max-lora-rank", str(most)]
     settings = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}

@@ -180,8 +180,8 @@ def _config_differences(record: Mapping[str, Any], config: Any) -> Iterator[str]
     if tokens != config.trainable_token_indices:
         yield f"it trains the rows {tokens} of the embedding, this run {config.trainable_token_indices}"
     for key in ("rank_pattern", "alpha_pattern"):
-        if record.get(key):
-            yield f"its {key} sets ranks or scales for single layers"
+        if (record.get(key) or {}) != getattr(config, key):
+            yield f"its {key} is {record.get(key) or 'empty'}, here {getattr(config, key) or 'empty'}"
 
 
 def _tensor_differences(saved: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> Iterator[str]:

@@ -15,7 +15,12 @@ from finetune.model.adapter_start import start_from_adapter, start_from_principa
 from finetune.model.base import count_parameters
 from finetune.model.new_tokens import grow_embeddings, ids_of_new_tokens, rows_to_train, start_from_mean_row
 from finetune.model.quantized import refuse_unquantized
-from finetune.model.targets import has_transposed_targets, refuse_foreign_adapter, resolve_targets
+from finetune.model.targets import (
+    has_transposed_targets,
+    refuse_foreign_adapter,
+    refuse_useless_patterns,
+    resolve_targets,
+)
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -44,7 +49,7 @@ def add_lora(
     ids = ids_of_new_tokens(tokenizer, section)
     if ids:
         grow_embeddings(model, ids[-1] + 1)
-    targets = resolve_targets(model, section.target_modules)
+    targets = resolve_targets(model, section.target_modules, section.layers)
     adapted = attach_adapter(model, section, targets, ids)
     if ids:
         start_from_mean_row(adapted, ids)
@@ -78,10 +83,11 @@ def attach_adapter(
         ids: tokens to train the embedding rows of.
 
     Raises:
-        ModelError: PEFT refuses to adapt these layers, as it does those of Mamba.
+        ModelError: PEFT refuses to adapt these layers, as it does those of Mamba, or a pattern matches none of them.
     """
     from peft import get_peft_model
 
+    refuse_useless_patterns(model, targets, section)
     config = _adapter_config(model, section, targets, list(ids))
     try:
         with quiet_peft():
@@ -127,6 +133,8 @@ def _adapter_config(model: PreTrainedModel, section: LoraSection, targets: list[
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
+        rank_pattern=dict(section.rank_pattern),
+        alpha_pattern=dict(section.alpha_pattern),
         lora_alpha=alpha,  # type: ignore[arg-type]  # any number will do
         lora_dropout=section.dropout,
         use_rslora=is_root,

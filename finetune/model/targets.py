@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,18 +18,23 @@ from finetune.model.variants import explain_foreign_targets
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from finetune.config.schema import LoraSection
+
 _log = logging.getLogger(__name__)
 
 
-def resolve_targets(model: PreTrainedModel, wish: Literal["auto"] | list[str]) -> list[str]:
+def resolve_targets(
+    model: PreTrainedModel, wish: Literal["auto"] | list[str], layers: Sequence[int] | None = None
+) -> list[str]:
     """Return the names of the layers to adapt as PEFT takes them: last components if these are exact, else full names.
 
     Args:
         model: the base model.
         wish: `auto` for all linear layers except the head, or names and regular expressions; each must match a layer.
+        layers: the decoder layers to adapt, from 0 on; None: all.
 
     Raises:
-        ModelError: one of them matches no layer; lists the layers that there are.
+        ModelError: one of them matches no layer, or there are fewer layers; lists the layers that there are.
     """
     linear = linear_layers(model)
     if wish == "auto":
@@ -45,12 +51,53 @@ def resolve_targets(model: PreTrainedModel, wish: Literal["auto"] | list[str]) -
                 "lora.target_modules=auto."
             )
         chosen = set().union(*matches.values())
+    if layers is not None:
+        chosen = _in_layers(chosen, layers)
     if not chosen:
         raise ModelError(f"this {model.config.model_type} model has no linear layer that LoRA could adapt.")
     last = {name.rpartition(".")[2] for name in chosen}
     # PEFT looks at all modules: a name that a router or the head has too must be given in full.
     exact = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in last} == chosen
     return sorted(last if exact else chosen)
+
+
+def _in_layers(names: set[str], layers: Sequence[int]) -> set[str]:
+    """Keep the names in these decoder layers: the first number in a name is its layer's."""
+    by_layer: dict[int, set[str]] = {}
+    for name in names:
+        number = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        if number is not None:
+            by_layer.setdefault(number, set()).add(name)
+    if not layers or not set(layers) <= by_layer.keys():
+        raise ModelError(
+            f"lora.layers is {list(layers)}, and the decoder layers that lora.target_modules matches are "
+            f"{sorted(by_layer)}. Use some of these, or lora.layers=null for all."
+        )
+    return set().union(*(by_layer[number] for number in layers))
+
+
+def refuse_useless_patterns(model: PreTrainedModel, targets: Sequence[str], section: LoraSection) -> None:
+    """Refuse patterns that no adapted layer matches, which PEFT would ignore.
+
+    Raises:
+        ModelError: names the pattern and the layers that there are.
+    """
+    adapted = [name for name in linear_layers(model) if any(_is_match(name, target) for target in targets)]
+    for key, patterns in (("rank_pattern", section.rank_pattern), ("alpha_pattern", section.alpha_pattern)):
+        for pattern in patterns:
+            try:
+                # As PEFT matches them (peft.utils.get_pattern_key).
+                is_used = any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted)
+            except re.error as error:
+                raise ModelError(
+                    f"lora.{key}: {pattern} is neither a layer's name nor a regular expression ({error})."
+                ) from error
+            if not is_used:
+                there = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
+                raise ModelError(
+                    f"lora.{key}: {pattern} matches no adapted layer. There are: {there}. Use one of these names, or "
+                    "a regular expression for the end of a layer's whole name."
+                )
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:

@@ -109,13 +109,18 @@ def learning_rate_at(step: int, num_steps: int, section: OptimSection) -> float:
     """
     if step <= section.warmup_steps:
         return section.learning_rate * step / section.warmup_steps
-    progress = (step - 1 - section.warmup_steps) / max(1, num_steps - section.warmup_steps)
-    factor = {
+    falling = num_steps - section.warmup_steps
+    if section.schedule == "wsd":
+        falling = min(falling, section.decay_steps or math.ceil(num_steps / 10))
+    progress = max(0.0, (step - 1 - num_steps + falling) / max(1, falling))
+    height = {
         "constant": 1.0,
         "linear": 1.0 - progress,
+        "wsd": 1.0 - progress,
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
     }[section.schedule]
-    return section.learning_rate * factor
+    # Without a minimum, the rate has the same bits as in earlier versions.
+    return section.learning_rate * height + section.min_learning_rate * (1.0 - height)
 
 
 def warn_of_long_warmup(section: OptimSection, num_steps: int) -> None:

@@ -43,8 +43,14 @@ KEYS = {
     "data": "path mixture name revision train validation test split_seed format columns train_on max_length max_rows "
     "on_long_row on_no_target on_truncated_answer on_doubled_bos on_untrained_end on_overlap on_ignored_key "
     "chat_template num_processes cache_dir",
-    "lora": "r alpha dropout target_modules rslora dora init start_from start_from_any_base quantize new_tokens",
-    "optim": "optimizer learning_rate weight_decay args schedule warmup_steps lora_plus_ratio max_grad_norm",
+    "lora": (
+        "r alpha dropout target_modules layers rank_pattern alpha_pattern rslora dora init start_from "
+        "start_from_any_base quantize new_tokens"
+    ),
+    "optim": (
+        "optimizer learning_rate weight_decay args schedule min_learning_rate decay_steps warmup_steps lora_plus_ratio "
+        "max_grad_norm"
+    ),
     "training": f"{LOADER_KEYS} method objective max_steps num_epochs global_batch_size max_tokens_per_microbatch "
     "packing share_prefixes kernels fused neftune_alpha precision gradient_checkpointing memory memory_fraction "
     "device deterministic debug "

@@ -34,6 +34,9 @@ CASES = {
     "layers that are kept": Case(3, words=("parallel.reshard_after_forward=false",)),
     "DoRA": Case(2, words=("lora.dora=true",)),
     "PiSSA": Case(2, words=("lora.init=pissa",)),
+    "ranks by layer": Case(
+        2, words=("lora.layers=[1]", "lora.rank_pattern={o_proj: 3}", "lora.alpha_pattern={o_proj: 5}")
+    ),
     "new tokens": Case(2, words=("lora.new_tokens=[<one>, <two>]",)),
     "noise": Case(2, words=("training.neftune_alpha=5",)),
 }

@@ -14,6 +14,7 @@ from finetune.config.schema import LoraSection, OptimSection
 from finetune.data.batches import packer, pad
 from finetune.engine.loss import summed_cross_entropy
 from finetune.errors import ConfigError, ModelError
+from finetune.model.base import build_base_model
 from finetune.model.lora import add_lora, without_adapter
 from finetune.training.optim import build_optimizer, set_learning_rate
 from tests.launches import REPOSITORY, run_launched
@@ -39,6 +40,7 @@ KINDS = {
     "dora": ["lora.dora=true", "lora.dropout=0.2"],
     "pissa": ["lora.init=pissa"],
     "pissa_fast": ["lora.init=pissa_fast"],
+    "patterns": ["lora.layers=[1]", "lora.rank_pattern={o_proj: 3}", "lora.alpha_pattern={o_proj: 5, '1.mlp.*': 9}"],
     "lora_plus": ["optim.lora_plus_ratio=16"],
     "neftune": ["training.neftune_alpha=5"],
 }
@@ -73,7 +75,7 @@ def test_every_adapter_gives_its_logits_in_plain_peft_and_merged_on_the_original
         assert not torch.allclose(plain["base"], ours, atol=1e-3), f"{name} learnt nothing"
 
 
-@pytest.mark.parametrize("name", ["dora", "lora_plus", "pissa_fast"])  # rsLoRA only changes a scale
+@pytest.mark.parametrize("name", ["dora", "lora_plus", "patterns", "pissa_fast"])  # rsLoRA only changes a scale
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, name):
     words = [*words_for(inputs, tmp_path), *_small(KINDS[name])]
     refuse_to_differ_after_a_break(words, trained[name][0], tmp_path / "broken")
@@ -105,6 +107,59 @@ def test_what_trains_is_what_was_asked_for_and_its_forward_is_told(trained):
     assert told == {"dora", "neftune"}, "the engine computes every other kind itself"
     assert len({curve(run)[-1]["loss"] for run, _ in trained.values()}) >= len(KINDS) - 1, "the kinds differ"
     assert curve(trained["lora_plus"][0])[0]["learning_rate"] == 1e-2, "the rate of the first matrices"
+
+
+# --- ranks by layer ---------------------------------------------------------------------------------------------------
+
+
+def test_patterns_set_rank_and_scale_of_single_layers(trained):
+    model = add_lora(
+        build_tiny(tiny_phi3_config()),
+        LoraSection(r=4, alpha=6.0, layers=[1], rank_pattern={"o_proj": 3}, alpha_pattern={"o_proj": 5, "1.mlp.*": 9}),
+    )
+    found = {
+        name.partition("layers.")[2]: (len(layer.lora_A["default"].weight), layer.scaling["default"])
+        for name, layer in model.named_modules()
+        if hasattr(layer, "lora_A")
+    }
+    assert found == {
+        "1.self_attn.qkv_proj": (4, 6 / 4),
+        "1.self_attn.o_proj": (3, 5 / 3),
+        "1.mlp.gate_up_proj": (4, 9 / 4),
+        "1.mlp.down_proj": (4, 9 / 4),
+    }
+    saved = adapter_tensors(trained["patterns"][0])
+    assert {name.partition("layers.")[2].partition(".")[0] for name in saved} == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            {"rank_pattern": {"o_prog": 3}},
+            r"lora\.rank_pattern: o_prog matches no adapted layer\. There are: down_proj,",
+        ),
+        ({"alpha_pattern": {"0.mlp.*": 3}, "layers": [1]}, r"lora\.alpha_pattern: 0\.mlp\.\* matches no adapted layer"),
+        ({"rank_pattern": {"(o": 3}}, r"lora\.rank_pattern: \(o is neither a layer's name nor a regular expression"),
+        ({"layers": [1, 2]}, r"lora\.layers is \[1, 2\], and the decoder layers .* are \[0, 1\]"),
+        ({"layers": []}, r"lora\.layers is \[\], and the decoder layers"),
+    ],
+)
+def test_patterns_and_layers_that_match_nothing_are_refused(keys, said):
+    with pytest.raises(ModelError, match=said):
+        add_lora(build_tiny(tiny_phi3_config()), LoraSection(r=4, **keys))
+
+
+def test_an_adapter_with_patterns_goes_on_only_with_the_same_ones(trained, inputs):
+    run, base = trained["patterns"][0], load_config([f"model.path={inputs}/base", "data.path=x"]).model
+    keys = {"r": 4, "alpha": 6.0, "layers": [1], "start_from": str(run), "start_from_any_base": True}
+    with pytest.raises(ModelError, match=r"its rank_pattern is \{'o_proj': 3\}, here empty"):
+        add_lora(build_base_model(base), LoraSection(**keys))
+    patterns = {"rank_pattern": {"o_proj": 3}, "alpha_pattern": {"o_proj": 5, "1.mlp.*": 9}}
+    model = add_lora(build_base_model(base), LoraSection(**keys, **patterns))
+    layer = model.get_submodule("base_model.model.model.layers.1.self_attn.o_proj")
+    saved = adapter_tensors(run)["base_model.model.model.layers.1.self_attn.o_proj.lora_B.weight"]
+    assert torch.equal(layer.lora_B["default"].weight, saved)
 
 
 # --- rsLoRA -------------------------------------------------------------------------------------------------------
@@ -207,6 +262,10 @@ def test_what_pissa_cannot_do_is_refused_with_what_to_set():
         (["lora.init=pissa", "lora.dropout=0.1"], "pissa needs lora.dropout=0, which is 0.1"),
         (["lora.init=pissa_fast", "lora.dora=true"], "pissa_fast cannot be combined with lora.dora=true"),
         (["lora.init=pissa", "lora.quantize=nf4"], "nf4 cannot be combined with lora.init=pissa"),
+        (
+            ["lora.init=pissa", "lora.rank_pattern={o_proj: 3}"],
+            "pissa has one rank and one alpha: remove lora.rank_patt",
+        ),
         (["lora.init=pissa", "lora.start_from=x"], "is not initialised by lora.init"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -55,6 +55,29 @@ def test_weight_decay_is_not_taken_from_the_other_arguments():
         build_optimizer(nn.Linear(2, 2), section(args={"weight_decay": 0.1}))
 
 
+def test_a_schedule_may_end_above_zero_or_fall_only_in_its_last_steps():
+    assert rates(4, schedule="linear", min_learning_rate=0.02) == pytest.approx([0.1, 0.08, 0.06, 0.04])
+    assert rates(4, schedule="cosine", min_learning_rate=0.02)[2] == pytest.approx(0.06)
+    assert rates(4, min_learning_rate=0.0) == rates(4), "the same bits as without the key"
+    wsd = rates(10, schedule="wsd", warmup_steps=2, decay_steps=4, min_learning_rate=0.02)
+    assert wsd == pytest.approx([0.05, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.08, 0.06, 0.04])
+    assert rates(40, schedule="wsd") == pytest.approx([0.1] * 37 + [0.075, 0.05, 0.025]), "a tenth falls"
+    assert rates(4, schedule="wsd", warmup_steps=2, decay_steps=9) == pytest.approx([0.05, 0.1, 0.1, 0.05])
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"min_learning_rate": 0.2}, "0.2 is above optim.learning_rate=0.1"),
+        ({"schedule": "constant", "min_learning_rate": 0.01}, "with optim.schedule=constant the rate does not fall"),
+        ({"decay_steps": 3}, "only optim.schedule=wsd has such steps, and it is linear"),
+    ],
+)
+def test_a_key_of_a_schedule_without_effect_is_refused(keys, said):
+    with pytest.raises(ValueError, match=said):
+        section(**keys)
+
+
 @pytest.mark.parametrize(("warmup_steps", "is_said"), [(9, False), (10, False), (11, True)])
 def test_a_warmup_longer_than_the_run_is_said(caplog, monkeypatch, warmup_steps, is_said):
     monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)

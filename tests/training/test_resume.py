@@ -28,8 +28,14 @@ ROWS = {"data.train": "aaaa", "data.validation": "bbbb", "data.test": "cccc"}
 REFUSED = {
     "": "seed",
     "model": "path revision init config tokenizer chat_template attention frozen_precision trust_remote_code",
-    "lora": "r alpha dropout target_modules rslora dora init start_from quantize new_tokens",
-    "optim": "optimizer learning_rate weight_decay args schedule warmup_steps max_grad_norm lora_plus_ratio",
+    "lora": (
+        "r alpha dropout target_modules layers rank_pattern alpha_pattern rslora dora init start_from quantize "
+        "new_tokens"
+    ),
+    "optim": (
+        "optimizer learning_rate weight_decay args schedule min_learning_rate decay_steps warmup_steps max_grad_norm "
+        "lora_plus_ratio"
+    ),
     "training": "method objective max_steps num_epochs drop_last precision neftune_alpha",
     "grpo": "loss_type scale_rewards epsilon epsilon_high importance_sampling_level beta num_iterations "
     "mask_truncated_completions",
