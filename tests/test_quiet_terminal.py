@@ -100,6 +100,7 @@ def test_every_command_is_tried():
     assert {path.removeprefix("finetune").strip() for path in COMMANDS} == {*SHOWN, *ELSEWHERE} | groups
 
 
+@pytest.mark.few(3)
 @pytest.mark.trains
 @pytest.mark.sampled(3)
 @SIZES

@@ -61,6 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         missing = [name for mark in item.iter_markers("needs") for name in mark.args if find_spec(name) is None]
         if missing:
             item.add_marker(pytest.mark.skip(reason=f"{', '.join(missing)}: not installed (test-everything, qlora)"))
+    for item in _cases_not_drawn(items, "few"):
+        item.add_marker("slow")
     if config.option.llama_cpp:
         _keep(config, items, [item for item in items if item.get_closest_marker("llama_cpp")])
         return
@@ -87,11 +89,15 @@ def _keep(config: pytest.Config, items: list[pytest.Item], chosen: list[pytest.I
 
 def cases_beyond_ci(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     """Return the cases of tests marked as `sampled` that are not drawn for CI."""
+    return _cases_not_drawn(filter(is_left_out, items), "sampled")
+
+
+def _cases_not_drawn(items: Iterable[pytest.Item], marker: str) -> set[pytest.Item]:
+    """Return the cases that are left when as many are drawn of each test as its marker says."""
     sweeps: dict[tuple[str, int], list[pytest.Item]] = {}
     for item in items:
-        marker = item.get_closest_marker("sampled")
-        if marker is not None and is_left_out(item):
-            sweeps.setdefault((item.nodeid.partition("[")[0], marker.args[0]), []).append(item)
+        if (found := item.get_closest_marker(marker)) is not None:
+            sweeps.setdefault((item.nodeid.partition("[")[0], found.args[0]), []).append(item)
     return {item for (name, number), cases in sweeps.items() for item in not_drawn(name, cases, number)}
 
 

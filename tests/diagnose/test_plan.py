@@ -58,6 +58,7 @@ def words(inputs, tmp_path):
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [[], ["training.global_batch_size=8"], ["training.kernels=reference"]])
 def test_the_plan_is_what_the_trainer_does(words, more, tmp_path):
     config = load_config([*words, *more])

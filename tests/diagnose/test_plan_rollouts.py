@@ -53,6 +53,7 @@ def words(inputs, tmp_path):
     ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "more",
     [
@@ -123,6 +124,7 @@ def test_keys_and_values_take_the_planned_bytes(words, kind, dtype):
     assert planned.held == Weights(model).held(Shards(1)) + Weights(model).adapter
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("form", ["LoRA", "full", "by transformers"])
 def test_answers_take_the_planned_memory(words, form, top_p):
@@ -139,6 +141,7 @@ def test_answers_take_the_planned_memory(words, form, top_p):
     assert planned.total - planned.held == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_device_that_is_too_small_for_the_answers_is_refused_with_what_fits(words):
     """The step computes few answers at once, and all of them are generated at once."""
     more = ["training.batch_size=1", "rollout.num_generations=64", "rollout.max_completion_length=60"]

@@ -16,6 +16,7 @@ def test_every_message_of_the_page_is_made_here_and_the_other_way_round():
     assert len(MESSAGES) == len([block for block in marked_blocks(PAGE) if block.marker == "message"])
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", MESSAGES)
 def test_a_message_stands_on_the_page_as_it_is_printed(name, tmp_path, monkeypatch):
     assert MESSAGES[name] in MAKERS[name](tmp_path, monkeypatch)

@@ -113,6 +113,7 @@ def test_the_card_says_what_is_known_and_does_not_guess_a_licence(run, merged):
     assert "It was not looked up" in body
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("system", ["Answer in JSON.", 'Say "yes",\n\\n it\'s 🙂 {{ x }} {% y %} ~~~~ \u00e9'])
 def test_the_system_turn_of_the_rows_travels_with_the_model(tmp_path, system):
     row = {"messages": [{"role": role, "content": text} for role, text in (("system", system), ("user", "a"))]}

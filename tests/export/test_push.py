@@ -143,6 +143,7 @@ def test_a_dry_run_sends_nothing(hub, push, run):
     assert {request.partition(" ")[0] for request in hub.requests} == {"GET"}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "kind", ["adapter of another base", "model of another base", "model", "model without a card", "model in ONNX"]
 )
@@ -233,6 +234,7 @@ def test_a_hub_that_is_not_there(hub, push, model):
     assert "Traceback" not in done.stdout
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("spoil", ["local base", "full run", "damage", "nothing"])
 def test_what_nobody_could_use_is_not_sent(hub, push, run, model, tmp_path, spoil):
     source = {"local base": run, "damage": model, "nothing": tmp_path}.get(spoil)

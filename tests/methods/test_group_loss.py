@@ -247,6 +247,7 @@ def test_roundings_do_not_decide_which_ratios_are_clipped(temperature):
             assert (ratio - bound).abs().min() > 1e-4
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "case",
     [Case(loss_type, level, 0.04, 0.7, is_later=True) for loss_type in TYPES for level in ("token", "sequence")],

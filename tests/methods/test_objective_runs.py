@@ -71,12 +71,14 @@ def test_a_run_learns_and_records_its_figures(trained):
         assert math.isclose(steps[0]["reward_margin"], steps[0]["chosen_reward"] - steps[0]["rejected_reward"])
 
 
+@pytest.mark.few(1)
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, monkeypatch):
     name, run = trained
     monkeypatch.setattr(tiny_training, "train", train_from_overrides)
     refuse_to_differ_after_a_break(words(inputs, tmp_path, name), run, tmp_path / "broken")
 
 
+@pytest.mark.few(1)
 def test_a_run_has_one_curve_however_it_is_split_and_computed(trained, inputs, tmp_path):
     name, run = trained
     other = ["training.batch_size=1", "validation.batch_size=2", "training.kernels=reference"]

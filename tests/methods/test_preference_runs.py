@@ -162,6 +162,7 @@ def test_the_command_trains_pairs_and_writes_what_the_trainer_writes(trained, in
     assert (tmp_path / "run/config.yaml").read_text().count("objective: dpo") == 1
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_on_pairs_shows_its_rewards(trained, tmp_path):
     done = run_finetune("report", trained[0], "--output", tmp_path / "page.html")
     assert done.returncode == 0, done.stdout

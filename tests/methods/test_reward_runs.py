@@ -99,6 +99,7 @@ def test_rollouts_are_on_record(trained):
     assert replay(run, 3).most_apart <= MOST_APART["fp32"]
 
 
+@pytest.mark.few(1)
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, monkeypatch):
     way, run = trained
     monkeypatch.setattr(tiny_training, "train", train_from_overrides)
@@ -184,6 +185,7 @@ def test_a_run_that_broke_between_two_steps_on_one_rollout_learns_from_it_again(
     assert rollouts(tmp_path / "broken") == rollouts(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_rewards_rise(inputs, tmp_path):
     """Four tenths of the answers are rewarded at first. The mean of 64 rewards has a standard error of 0.06."""
     more = ["training.max_steps=24", "rollout.num_generations=16", "training.batch_size=64", "rollout.batch_size=64"]

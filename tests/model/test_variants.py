@@ -130,6 +130,7 @@ def test_stop_ids_are_a_list_all_the_way_to_the_saved_generation_config(
     record_row(variant.name, {Fact.STOPS: ", ".join(f"`{name}`" for name in names)})
 
 
+@pytest.mark.few(5)
 def test_lora_adapts_what_is_there_and_a_merge_keeps_logits_and_ties(
     made: tuple[Variant, Path], tmp_path: Path
 ) -> None:
@@ -203,6 +204,7 @@ def ways(model: Any) -> Iterator[tuple[str, Collate]]:
         yield "packed", packer(share_prefixes=True)
 
 
+@pytest.mark.few(5)
 def test_a_row_alone_has_the_logits_it_has_in_any_batch(made: tuple[Variant, Path]) -> None:
     variant, folder = made
     model = build_base_model(variant.run_config(folder).model).eval()

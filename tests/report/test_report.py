@@ -86,6 +86,7 @@ def test_a_test_loss_that_leaves_rows_out_says_so(tmp_path):
     assert headline_of(run) == expected
 
 
+@pytest.mark.slow
 def test_of_several_runs_it_names_the_best_and_what_differs(tmp_path):
     words = ["model.path=none", "data.path=none"]
     first = write_run(tmp_path / "first", words)

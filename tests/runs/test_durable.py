@@ -100,6 +100,7 @@ def test_only_plain_names_are_written(tmp_path, name):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("exists", [False, True])
 def test_a_kill_at_any_operation_leaves_the_old_or_the_new_folder(tmp_path, exists):
     points = 0
@@ -132,6 +133,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new_folder(tmp_path, exis
 SWEPT = [pytest.param(code, marks=pytest.mark.sweep) for code in (errno.EIO, errno.EROFS)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("exists", [False, True])
 @pytest.mark.parametrize("code", [errno.ENOSPC, *SWEPT])
 def test_an_error_at_any_operation_leaves_the_old_folder_and_no_litter(tmp_path, exists, code):

@@ -137,6 +137,7 @@ def reference(inputs, tmp_path_factory):
     return trained
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "base", ["phi3", pytest.param("longrope", marks=pytest.mark.sweep), pytest.param("phi", marks=pytest.mark.sweep)]
 )
@@ -164,6 +165,7 @@ def test_full_fine_tuning_goes_through_the_engine_too(inputs, reference, tmp_pat
     assert_one_curve(tmp_path / "run", reference(base, *words))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("base", ["phi3", "phi"])
 def test_full_fine_tuning_in_bf16_comes_as_close_as_the_models_own_forward_does(inputs, reference, tmp_path, base):
     words = ("training.method=full", "optim.learning_rate=1e-3")

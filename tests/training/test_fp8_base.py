@@ -110,6 +110,7 @@ def test_measuring_leaves_no_trace_in_the_run(words, tmp_path):
     assert curve(tmp_path / "other") == curve(tmp_path / "run")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("split", ["training.batch_size=8", "training.packing=false", "training.share_prefixes=false"])
 def test_a_row_is_rounded_alone_whatever_rows_are_beside_it(words, tmp_path, split):
     """Its scale is that of its token, so the split into micro-batches changes no more than in bf16."""

@@ -335,6 +335,7 @@ def test_two_ranks_choose_by_the_one_with_less_memory_and_a_resumed_run_keeps_th
     assert record_of(tmp_path / "run")["memory"] == chosen
 
 
+@pytest.mark.few(1)
 @pytest.mark.trains
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_checkpointing_changes_no_byte_with_or_without_dropout(

@@ -197,6 +197,7 @@ def test_a_run_publishes_the_weights_that_answer_best_and_not_those_of_the_lowes
     assert published != (trained / f"checkpoints/step-{by_loss:06d}" / weights).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.trains
 def test_a_run_that_answers_better_goes_on_although_its_loss_rises(trained, inputs, tmp_path):
     found = {event["step"]: event for event in events(trained, "validation")}
@@ -233,6 +234,7 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, 
     assert record(tmp_path / "broken")["result"]["best_value"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.trains
 def test_a_run_that_is_told_to_stop_while_it_answers_saves_and_validates_again(trained, inputs, tmp_path, monkeypatch):
     whole, calls = evaluation.generate_answers, []
