@@ -319,7 +319,7 @@ def test_every_problem_at_once(write: Write) -> None:
         "r.yaml:4: training.max_stepz: there is no such key. Did you mean training.max_steps?",
         "command line: optim.optimizer: os.system",
         "r.yaml:6: lora.r: expected a whole number above 0, got 0",
-        "command line: optim.schedule: expected one of linear, cosine, constant, got 'sine'",
+        "command line: optim.schedule: expected one of linear, cosine, constant, wsd, got 'sine'",
         "r.yaml:5: training.num_epochs: expected a whole number above 0, got 'many'",
     ]
     assert len(problems) == len(starts)

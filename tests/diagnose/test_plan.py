@@ -16,7 +16,7 @@ from finetune.config.compose import compose, load_config
 from finetune.config.schema import LoraSection, PreferenceSection
 from finetune.data.encode import encode_examples
 from finetune.data.examples import load_examples
-from finetune.diagnose import plan as plan_module
+from finetune.diagnose import planner as planner_module
 from finetune.diagnose.plan import make_plan
 from finetune.diagnose.plan_devices import find_device, read_device
 from finetune.diagnose.plan_time import operations_of_step
@@ -294,7 +294,7 @@ def test_a_probe_measures_in_the_type_and_with_the_fused_functions_of_the_run(wo
         seen.add((torch.is_autocast_enabled("cpu"), is_fused()))
         return sum(weight.sum() for weight in model.parameters() if weight.requires_grad)
 
-    monkeypatch.setattr(plan_module, "why_not_fused", lambda device: None)
+    monkeypatch.setattr(planner_module, "why_not_fused", lambda device: None)
     planner = Planner(load_config([*words, "training.method=full", *more]), find_device("cpu"))
     monkeypatch.setattr(planner, "_how", replace(planner._how, loss_of=lambda _: loss))
     assert planner.probe().seconds_per_step > 0

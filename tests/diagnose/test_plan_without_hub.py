@@ -12,8 +12,8 @@ from benchmarks import which_gpu
 from finetune.config import hub
 from finetune.config.compose import compose, list_configs
 from finetune.config.schema import ModelSection
-from finetune.diagnose.plan import _Planner
 from finetune.diagnose.plan_devices import read_device
+from finetune.diagnose.planner import Planner
 from finetune.model import from_hub
 from finetune.model.base import longrope_boundary
 from finetune.model.published import published_sizes
@@ -94,7 +94,7 @@ def test_rows_cannot_be_counted_without_a_tokenizer(tmp_path):
         ("gone", "phi_tiny", "there is no such file or folder"),
     ):
         words = [f"model={model}", f"data.path={tmp_path / name}.jsonl", *NOTHING_TO_CHOOSE]
-        (found,) = findings_in("Data", _Planner(compose(words), read_device("H100 80GB")))
+        (found,) = findings_in("Data", Planner(compose(words), read_device("H100 80GB")))
         assert said in found
 
 
@@ -118,7 +118,7 @@ def test_the_hubs_own_config_counts_and_a_difference_is_told(tmp_path, monkeypat
         state.folders["microsoft/Phi-3-mini-4k-instruct"] = tmp_path / "model"
         point_to(monkeypatch, state.address)
         config = compose(["model=phi3_mini", *NOTHING_TO_CHOOSE], needs_data=False)
-        planner = _Planner(config, read_device("H100 80GB"))
+        planner = Planner(config, read_device("H100 80GB"))
     assert planner.model.config.num_hidden_layers == 31
     assert findings_in("Model", planner) == [
         "microsoft/Phi-3-mini-4k-instruct: num_hidden_layers is 31 in its config.json and 32 in the sizes shipped with "
