@@ -1,7 +1,7 @@
 """Encode an optimizer's state as one safetensors file, keyed by parameter names, and load it strictly.
 
-This works for every optimizer whose state is tensors and plain numbers. Hyper-parameters are not saved: they follow
-from the configuration and the step.
+This works for every optimizer whose state is tensors, plain numbers, and dicts of these (bitsandbytes keeps its 8-bit
+states in one). Hyper-parameters are not saved: they follow from the configuration and the step.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from finetune.runs.tensors import TensorFile, is_sharded, local_shard, read_tens
 from finetune.runs.verification import OPTIMIZER_FILE
 
 _METADATA_KEY = "finetune"
+_INSIDE = "."
+"""Between the name of a dict in the state and the name of a value in it."""
 
 
 def encode_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Chunks]:
     """Encode the state: tensors as `<state name>/<parameter name>`, numbers in the file's metadata.
+
+    A value in a dict has the state name `<name of the dict>.<name in it>`.
 
     Raises:
         CheckpointError: a state is neither a tensor nor a number.
@@ -32,7 +36,7 @@ def encode_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, float | None] = {}
     for index, states in optimizer.state_dict()["state"].items():
-        for state_name, value in states.items():
+        for state_name, value in _flat(states).items():
             key = f"{state_name}/{names[index]}"
             if isinstance(value, torch.Tensor):
                 tensors[key] = value
@@ -77,8 +81,21 @@ def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, fol
         state_name, _, name = key.partition("/")
         if name not in parameters:
             raise CheckpointError(f"{file} holds {key}, which belongs to no trained parameter.")
-        states.setdefault(name, {})[state_name] = value
+        outer, _, inner = state_name.rpartition(_INSIDE)
+        holder = states.setdefault(name, {})
+        (holder.setdefault(outer, {}) if outer else holder)[inner] = value
     _set_states(optimizer, parameters, states)
+
+
+def _flat(states: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the states, those in a dict under its name and theirs."""
+    flat: dict[str, Any] = {}
+    for name, value in states.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}{_INSIDE}{inner}": held for inner, held in value.items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 def _set_states(

@@ -46,7 +46,15 @@ from tests.distributed.test_sharding import CHECKPOINTED, REFERENCE, assert_same
 from tests.engine.prefix_rows import random_rows
 from tests.in_process import run_script
 from tests.launches import REPOSITORY
-from tests.methods.tiny_training import curve, logits_of, plain_logits, record, words_for
+from tests.methods.tiny_training import (
+    curve,
+    logits_of,
+    plain_logits,
+    record,
+    refuse_to_differ_after_a_break,
+    words_for,
+)
+from tests.methods.tiny_training import train as train_plain
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY, write_rows
@@ -252,6 +260,17 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(inputs, tmp_path)
     train([*broken, "training.max_steps=4"])
     name = "adapter/adapter_model.safetensors"
     assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@needs_bitsandbytes
+@pytest.mark.trains
+def test_adamw_in_8_bits_goes_on_with_the_same_bytes(inputs, tmp_path):
+    own = ["optim.optimizer=bitsandbytes.optim.AdamW8bit", "optim.args={min_8bit_size: 16}", "optim.learning_rate=1e-2"]
+    words = [*words_for(inputs, tmp_path), *own]
+    train_plain([*words, f"output_dir={tmp_path}/whole"])
+    saved = load_file(tmp_path / "whole/checkpoints/step-000004/optimizer.safetensors")
+    assert {tensor.dtype for name, tensor in saved.items() if ".state1/" in name} == {torch.uint8}
+    refuse_to_differ_after_a_break(words, tmp_path / "whole", tmp_path / "broken")
 
 
 def train_on_cpu(words):
