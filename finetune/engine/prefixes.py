@@ -8,6 +8,7 @@ same under every launcher.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ MIN_SHARED = 16
 """Rows share a further node only if it has at least this many tokens: for fewer, bookkeeping would cost more."""
 
 _NEVER = 1 << 62
+_MOST_OF_A_SIZE = 8
+"""A bound on the number of micro-batches looks at parts of which fewer than so many fit into one."""
 
 
 class Node(NamedTuple):
@@ -146,14 +149,13 @@ def assign_to_ranks(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
         For each rank the indices of its micro-batches, ascending. No rank has more than its even share, rounded up.
     """
     of_ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
+    lightest = [(0, rank) for rank in range(num_ranks)]  # a heap of the ranks that may get more, by their tokens
     most = -(-len(weights) // num_ranks)
     for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
-        rank = min(
-            (rank for rank in range(num_ranks) if len(of_ranks[rank]) < most), key=lambda rank: (loads[rank], rank)
-        )
+        load, rank = heappop(lightest)
         of_ranks[rank].append(index)
-        loads[rank] += weights[index]
+        if len(of_ranks[rank]) < most:
+            heappush(lightest, (load + weights[index], rank))
     return [sorted(indices) for indices in of_ranks]
 
 
@@ -189,7 +191,10 @@ def _fill(
     by_rows, by_tokens = -(-num_rows // max_rows), -(-tokens // room)
     step = 2 if is_whole and by_tokens > max(1, by_rows) else 1
     fewest = -(-min(max(by_rows, by_tokens), len(parts)) // step) * step
-    for number in range(fewest, len(parts), step):
+    # Of parts with more than room / (most + 1) tokens, at most so many go into one micro-batch.
+    large = [sum(part.num_tokens * (most + 1) > room for part in parts) for most in range(1, _MOST_OF_A_SIZE)]
+    needed = max(-(-number // most) for most, number in enumerate(large, start=1))
+    for number in range(fewest + -(-max(0, needed - fewest) // step) * step, len(parts), step):
         groups = _fill_exactly(number, parts, max_rows, room)
         if groups:
             return groups
@@ -197,19 +202,27 @@ def _fill(
 
 
 def _fill_exactly(number: int, parts: list[RowGroup], max_rows: int, room: int) -> list[RowGroup] | None:
-    groups = [RowGroup([], 0)] * number
+    """Put each part, the heaviest first, into the lightest group that has room; None if it fits into none."""
+    rows: list[list[int]] = [[] for _ in range(number)]
+    sizes = [0] * number
+    lightest = [(0, index) for index in range(number)]  # a heap of groups with room for a row, by their tokens
     for part in sorted(parts, key=_heaviest_first):
-        fits = [
-            index
-            for index, group in enumerate(groups)
-            if not group.rows
-            or (len(group.rows) + len(part.rows) <= max_rows and group.num_tokens + part.num_tokens <= room)
-        ]
-        if not fits:
+        passed_over = []
+        while lightest:
+            tokens, index = heappop(lightest)
+            fits = len(rows[index]) + len(part.rows) <= max_rows and tokens + part.num_tokens <= room
+            if fits or not rows[index]:
+                break
+            passed_over.append((tokens, index))
+        else:
             return None
-        lightest = min(fits, key=lambda index: groups[index].num_tokens)
-        groups[lightest] = RowGroup(groups[lightest].rows + part.rows, groups[lightest].num_tokens + part.num_tokens)
-    return groups
+        rows[index] += part.rows
+        for group in passed_over:
+            heappush(lightest, group)
+        if len(rows[index]) < max_rows:
+            heappush(lightest, (tokens + part.num_tokens, index))
+        sizes[index] = tokens + part.num_tokens
+    return [RowGroup(*group) for group in zip(rows, sizes, strict=True)]
 
 
 def _heaviest_first(group: RowGroup) -> tuple[int, list[int]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import sys
+from collections.abc import Callable
 from itertools import pairwise
+from typing import TypeVar
 
 import numpy
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from finetune.engine.prefixes import RowGroup, assign_to_ranks, build_prefix_tree, separate_rows, split_global_batch
 from tests.engine.prefix_rows import random_rows
 
+T = TypeVar("T")
 SEEDS = range(40)
 
 
@@ -157,9 +161,64 @@ def test_a_deal_gives_each_microbatch_once_and_none_a_rank_too_many(ranks: int) 
     assert all(a < b for hand in hands for a, b in pairwise(hand))
 
 
-def test_splitting_a_global_batch_calls_fewer_functions_than_the_batch_has_tokens() -> None:
-    """So a split takes no time beside a step. A limit in seconds would depend on the machine."""
-    rows, calls = seeded(rows=16, mean=180, shared=150), 0
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_split_is_the_first_number_of_microbatches_into_which_the_rows_go(seed: int) -> None:
+    """The heaviest row first, each into the lightest micro-batch with room: the rule without its shortcuts."""
+    rng = random.Random(seed)
+    rows = seeded(rows=rng.randrange(1, 50), mean=rng.choice([20, 60, 200]), seed=seed)
+    max_rows, max_tokens = rng.choice([1, 2, 5, 50]), rng.choice([100, 150, 300, 900])
+    heaviest_first = sorted(range(len(rows)), key=lambda row: (-len(rows[row]), row))
+
+    def into(number: int) -> list[list[int]] | None:
+        groups: list[list[int]] = [[] for _ in range(number)]
+        sizes = [0] * number
+        for row in heaviest_first:
+            fits = [
+                place
+                for place, group in enumerate(groups)
+                if not group or (len(group) < max_rows and sizes[place] + len(rows[row]) <= max_tokens)
+            ]
+            if not fits:
+                return None
+            place = min(fits, key=lambda place: sizes[place])
+            groups[place].append(row)
+            sizes[place] += len(rows[row])
+        return groups
+
+    by_rows, by_tokens = -(-len(rows) // max_rows), -(-sum(map(len, rows)) // max_tokens)
+    step = 2 if by_tokens > max(1, by_rows) else 1
+    first = -(-min(max(by_rows, by_tokens), len(rows)) // step) * step
+    expected = next(filter(None, map(into, range(first, len(rows), step))), [[row] for row in range(len(rows))])
+    found = split_global_batch(rows, max_rows=max_rows, max_tokens=max_tokens, share=False)
+    assert sorted(group.rows for group in found) == sorted(sorted(group) for group in expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_a_microbatch_goes_to_the_first_of_the_ranks_with_the_fewest_tokens(ranks: int) -> None:
+    rng = random.Random(1)
+    weights = [rng.randrange(1, 9) for _ in range(40)]
+    loads, expected = [0] * ranks, [[] for _ in range(ranks)]
+    for index in sorted(range(40), key=lambda index: (-weights[index], index)):
+        open_ranks = [rank for rank in range(ranks) if len(expected[rank]) < -(-40 // ranks)]
+        rank = min(open_ranks, key=lambda rank: loads[rank])
+        expected[rank].append(index)
+        loads[rank] += weights[index]
+    assert assign_to_ranks(weights, ranks) == [sorted(indices) for indices in expected]
+
+
+@pytest.mark.parametrize("mean", [40, 1200], ids=["short rows", "rows longer than half a micro-batch"])
+def test_eight_times_the_rows_take_about_eight_times_as_long_to_split(mean: int) -> None:
+    def calls(number: int) -> int:
+        generator = numpy.random.default_rng(0)
+        rows = [generator.integers(0, 9, mean + int(extra)) for extra in generator.integers(0, 99, number)]
+        return calls_of(lambda: split_global_batch(rows, max_rows=8, max_tokens=2048, share=False))[0]
+
+    assert calls(4096) < 12 * calls(512)
+
+
+def calls_of(do: Callable[[], T]) -> tuple[int, T]:
+    """Count the functions that are called. A limit in seconds would depend on the machine."""
+    calls = 0
 
     def count(_frame: object, event: str, _argument: object) -> None:
         nonlocal calls
@@ -167,8 +226,15 @@ def test_splitting_a_global_batch_calls_fewer_functions_than_the_batch_has_token
 
     sys.setprofile(count)
     try:
-        groups = split_global_batch(rows, max_rows=4)
+        made = do()
     finally:
         sys.setprofile(None)
+    return calls, made
+
+
+def test_splitting_a_global_batch_calls_fewer_functions_than_the_batch_has_tokens() -> None:
+    """So a split takes no time beside a step."""
+    rows = seeded(rows=16, mean=180, shared=150)
+    calls, groups = calls_of(lambda: split_global_batch(rows, max_rows=4))
     assert 0 < calls < sum(map(len, rows))
     assert isinstance(groups[0], RowGroup)
