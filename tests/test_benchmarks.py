@@ -128,6 +128,7 @@ def test_our_engine_reports_every_column(bench):
     assert (ours_to_this, num_runs) == ("–", "1")  # there is no run of `ours` as it is to compare with
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_is_not_done_again(bench, capsys):
     engine = "ours training.batch_size=3"
     bench.note(None, "help", 1, figures={"seconds": 0.2}, seconds=1.0)

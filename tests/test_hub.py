@@ -138,6 +138,7 @@ def test_a_question_that_may_wait_longer_is_asked_again(
     assert ["within 0.2 s" in texts[0], *("within 0.4 s" in text for text in texts[1:])] == [True] * 4
 
 
+@pytest.mark.slow
 def test_a_wait_that_the_user_wants_is_kept(point_to: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
@@ -287,6 +288,7 @@ def shards(served: ReadableHub, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_only_the_first_rows_of_a_data_set_are_read_and_they_are_kept(
     served: ReadableHub,
     shards: Path,
@@ -326,6 +328,7 @@ def test_only_the_first_rows_of_a_data_set_are_read_and_they_are_kept(
         load_examples(section.model_copy(update={"cache_dir": str(tmp_path / "file" / "cache")}))
 
 
+@pytest.mark.slow
 def test_a_slice_is_read_and_an_unknown_configuration_is_named(shards: Path) -> None:
     section = DataSection(path="someone/chats", revision=COMMIT, max_rows=7, validation="train[80%:]")
     validation = load_examples(section).validation
@@ -337,6 +340,7 @@ def test_a_slice_is_read_and_an_unknown_configuration_is_named(shards: Path) -> 
         load_examples(section.model_copy(update={"name": "en"}))
 
 
+@pytest.mark.slow
 def test_a_new_commit_of_a_data_set_is_read(served: ReadableHub, shards: Path, tmp_path: Path) -> None:
     section = DataSection(path="someone/chats", max_rows=2, cache_dir=str(tmp_path / "kept"))
     assert load_examples(section).train[0].prompt == "train 0"
@@ -401,6 +405,7 @@ def test_preview_tells_of_wrong_rows_before_the_hub_is_asked(served: ReadableHub
     assert served.requests == []
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_silent_hub_after_the_limit(
     point_to: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

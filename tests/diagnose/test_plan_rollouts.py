@@ -168,6 +168,7 @@ def test_a_server_takes_the_memory_and_the_time_of_answers(words):
     assert told.what.startswith("the time that rollout.server takes is not in this plan")
 
 
+@pytest.mark.slow
 def test_a_probe_measures_the_answers_of_a_step(words, capsys):
     more = ["rollout.max_completion_length=60", "training.max_steps=4"]
     for iterations in (1, 64):
@@ -184,6 +185,7 @@ def test_a_probe_measures_the_answers_of_a_step(words, capsys):
     assert record["seconds_generating"] < once
 
 
+@pytest.mark.slow
 def test_the_time_of_a_gpu_is_without_answers(words):
     (told,) = make_plan(load_config(words), read_device("H100")).findings
     assert told.what.startswith("the time that generating answers takes is not in this plan: --probe measures it where")

@@ -148,6 +148,7 @@ def test_a_world_that_this_machine_cannot_start_is_smaller_and_keeps_the_global_
         assert found["lora.quantize"].limit == "weights in 4 bits need CUDA and bitsandbytes"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("words", "processes", "planned"), [([], 3, 3), (["parallel.num_processes=2"], None, 2)])
 def test_the_plan_is_that_of_the_real_launch(
     tmp_path: Path, words: list[str], processes: int | None, planned: int

@@ -96,6 +96,7 @@ def test_a_whole_model_computes_the_same_every_time(family: str) -> None:
         assert (gradient - exact[name]).norm() <= 1e-5 * exact[name].norm() + 1e-6, name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_a_machine_without_a_compiler_falls_back(is_strict: bool) -> None:
     config = Config.model_validate({"strict": is_strict, "training": {"device": "cpu", "fused": True}})

@@ -30,6 +30,7 @@ def last_logits(model, rows):
     return head(torch.stack(hidden))
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("adapter", ["lora", "dora", "none"])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_logits_are_those_of_whole_rows(kind, adapter):

@@ -24,6 +24,7 @@ print(peak_after(range(1, 600)) - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(products._ONEDNN is None, reason="no oneDNN products here (they need AVX-512): nothing to bound")
 def test_what_onednn_keeps_of_shapes_that_are_gone_is_bounded():

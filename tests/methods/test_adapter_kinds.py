@@ -75,6 +75,7 @@ def test_every_adapter_gives_its_logits_in_plain_peft_and_merged_on_the_original
         assert not torch.allclose(plain["base"], ours, atol=1e-3), f"{name} learnt nothing"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["dora", "lora_plus", "patterns", "pissa_fast"])  # rsLoRA only changes a scale
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, name):
     words = [*words_for(inputs, tmp_path), *_small(KINDS[name])]

@@ -174,6 +174,7 @@ def test_a_preview_shows_the_labels(inputs):
     assert "labelled as a bad answer" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kto", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("orpo", "simpo"))])
 def test_a_plan_runs_the_loss_of_the_run(inputs, name):
     done = run_finetune("plan", *words(inputs, inputs / "run", name))

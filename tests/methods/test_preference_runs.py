@@ -100,6 +100,7 @@ def trained(trainer):
     return trainer.journal.folder.path, logits_of(trainer)
 
 
+@pytest.mark.slow
 def test_a_run_starts_at_log_2_and_learns_to_prefer(trained, inputs, tmp_path):
     run, ours = trained
     losses = [step["loss"] for step in curve(run)]

@@ -85,6 +85,7 @@ def test_a_run_learns_and_records_its_figures(trained):
         assert steps[0]["reward"] == steps[1]["reward"]
 
 
+@pytest.mark.few(1)
 def test_rollouts_are_on_record(trained):
     way, run = trained
     first = json.loads(gzip.decompress((run / "rollouts/step-000001.json.gz").read_bytes()))
@@ -275,6 +276,7 @@ def test_a_group_of_equal_rewards_has_no_gradient_and_ends_no_run(inputs, tmp_pa
     assert "entropy" not in steps[0], "no token was computed"
 
 
+@pytest.mark.slow
 def test_a_lost_rollout_ends_a_resume_that_needs_it(inputs, tmp_path, monkeypatch):
     more = ["grpo.num_iterations=2", "checkpoint.save_every=3"]
     train_from_overrides(words(inputs, tmp_path / "run", *more, "training.max_steps=3"))

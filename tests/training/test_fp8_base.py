@@ -120,6 +120,7 @@ def test_a_row_is_rounded_alone_whatever_rows_are_beside_it(words, tmp_path, spl
     assert ours == pytest.approx(other, rel=4 * torch.finfo(torch.bfloat16).eps)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["preferences", "kto"])
 def test_preferences_train_on_fp8_and_their_reference_is_the_base_in_fp8(words, tmp_path, name):
     """An untrained adapter is its reference exactly, so the first losses are those of the papers: log 2, and 1/2."""

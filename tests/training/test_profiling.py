@@ -87,6 +87,7 @@ def during_step(monkeypatch, step, act):
     monkeypatch.setattr(training_run, "train_step", acting)
 
 
+@pytest.mark.slow
 @pytest.mark.trains
 def test_a_profile_is_written_and_changes_no_value(words, unprofiled, tmp_path):
     run = tmp_path / "run"

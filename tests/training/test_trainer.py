@@ -347,6 +347,7 @@ def test_a_test_loss_that_leaves_rows_out_is_recorded_as_such(words, tmp_path):
     assert (result["test_rows"], result["test_rows_left_out"]) == (4, ended.comparison.num_left_out) == (4, 1)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_gives_the_same_curve(words, tmp_path):
     train([*words, f"output_dir={tmp_path / 'plain'}"])
     train([*words, f"output_dir={tmp_path / 'less_memory'}", "training.gradient_checkpointing=true"])
@@ -354,6 +355,7 @@ def test_gradient_checkpointing_gives_the_same_curve(words, tmp_path):
     assert [step["loss"] for step in less] == pytest.approx([step["loss"] for step in plain], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_bf16_is_near_fp32(words, tmp_path):
     train([*words, f"output_dir={tmp_path / 'fp32'}"])
     train([*words, f"output_dir={tmp_path / 'bf16'}", "training.precision=bf16"])
@@ -374,6 +376,7 @@ def test_a_random_base_is_saved_once_and_the_adapter_names_it(words, inputs, tmp
     assert torch.equal(plain, ours)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_resumed_run_keeps_its_random_base_whatever_the_seed_is_now(words, inputs, tmp_path, precision):
     words = [*words[1:], *random_model_words(inputs / "base"), f"training.precision={precision}"]

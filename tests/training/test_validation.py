@@ -255,6 +255,7 @@ def test_a_run_that_is_told_to_stop_while_it_answers_saves_and_validates_again(t
     assert tiny_training.contents(tmp_path / "run/adapter") == tiny_training.contents(trained / "adapter")
 
 
+@pytest.mark.slow
 @pytest.mark.trains
 def test_metrics_change_no_weight_and_no_loss(trained, inputs, tmp_path):
     train_from_overrides([*words(inputs, tmp_path / "run"), "validation.metrics=[]"])
