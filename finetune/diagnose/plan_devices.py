@@ -32,10 +32,12 @@ class _Known(NamedTuple):
 
 _KNOWN = {
     "B200 180GB": _Known(178.3, half=2250, fp32=75, has_fp8=True),
+    "MI300X 192GB": _Known(191.9, half=1307, fp32=163.4),
     "H200 141GB": _Known(139.8, half=989, fp32=67, has_fp8=True),
     "H100 80GB": _Known(79.1, half=989, fp32=67, has_fp8=True),
     "A100 80GB": _Known(79.2, half=312, fp32=19.5),
     "A100 40GB": _Known(39.4, half=312, fp32=19.5),
+    "RTX PRO 6000 96GB": _Known(94.9, half=504, fp32=126, has_fp8=True),
     "L40S 48GB": _Known(44.4, half=362, fp32=91.6),
     "L40 48GB": _Known(44.4, half=181, fp32=90.5),
     "A6000 48GB": _Known(47.5, half=155, fp32=38.7),
@@ -49,8 +51,9 @@ _KNOWN = {
     "V100 16GB": _Known(15.8, half=125, fp32=15.7, precision="fp16"),
     "T4 16GB": _Known(14.6, half=65, fp32=8.1, precision="fp16"),
 }
-"""By name. Rates are from NVIDIA's data sheets: the fastest variant of each device, dense, with sums in fp32. Memory of
-the RTX 5090: TrajectoryCrafter/TrajectoryCrafter#20; of the L40: QwenLM/Qwen3-VL#2097. An A10G has what an A10 has."""
+"""By name. Rates are from the makers' data sheets: the fastest variant of each device, dense, with sums in fp32. Memory
+of the RTX 5090: TrajectoryCrafter/TrajectoryCrafter#20; of the L40: QwenLM/Qwen3-VL#2097; of the RTX PRO 6000:
+antirez/ds4#431; of the MI300X: ROCm/legacy-rocm-build#4750. An A10G has what an A10 has."""
 
 _CUDA_RESERVE = 1 * GIB
 """For CUDA's context, workspaces of its libraries and fragmentation: a rule of thumb, not measured."""

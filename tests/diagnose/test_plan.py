@@ -363,6 +363,8 @@ def test_the_time_of_preferences_counts_their_reference():
         ("nvidia_a100-40gb", "A100 40GB"),
         ("h200", "H200 141GB"),
         ("a10g", "A10G 24GB"),
+        ("rtx pro 6000", "RTX PRO 6000 96GB"),
+        ("mi300x", "MI300X 192GB"),
         ("My 24GB", "My 24GB"),
     ],
 )
