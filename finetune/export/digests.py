@@ -50,10 +50,16 @@ def digest_tensors(folder: Path) -> dict[str, str]:
     digests = {}
     for path in sorted(set(folder.glob("*.safetensors")) - {folder / OPTIMIZER_FILE}):
         for name, tensor in each_tensor(path):
-            raw = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            digests[name] = f"{dtype} {list(tensor.shape)} sha256:{hashlib.sha256(raw).hexdigest()}"
+            digests[name] = digest_tensor(tensor)
     return dict(sorted(digests.items()))
+
+
+def digest_tensor(tensor: torch.Tensor) -> str:
+    """Return the dtype, the shape and the SHA-256 of a tensor, which may be on any device."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    raw = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {list(tensor.shape)} sha256:{hashlib.sha256(raw).hexdigest()}"
 
 
 def digest_files(folder: Path) -> dict[str, str]:

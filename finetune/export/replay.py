@@ -9,19 +9,22 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.compose import load_config
 from finetune.config.schema import ParallelSection
+from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.data.batches import TrainLoader
 from finetune.distributed.launch import launch
 from finetune.errors import CheckpointError, ConfigError
 from finetune.export.checks import loss_difference
 from finetune.model.lora import without_adapter
 from finetune.runs.checkpoints import load_checkpoint
+from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
 from finetune.runs.recorded_run import RecordedRun, finite, text, whole
 from finetune.runs.verification import whole_checkpoints
@@ -30,7 +33,7 @@ from finetune.training.loop import Cadence
 from finetune.training.memory.choice import MemoryChoice, masks_follow_microbatches
 from finetune.training.optim import build_optimizer
 from finetune.training.rollouts import RolloutLoader
-from finetune.training.step import StepSettings, train_step
+from finetune.training.step import StepResult, StepSettings, train_step
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
 from finetune.training.validation import LOSS
@@ -94,6 +97,14 @@ class Replay:
         ]
 
 
+class Opened(NamedTuple):
+    """A run that can compute its steps again."""
+
+    trainer: Trainer
+    loader: TrainLoader
+    cadence: Cadence
+
+
 def replay(path: Path, num_steps: int) -> Replay:
     """Compute some recorded steps of a run again. Nothing in its folder is changed.
 
@@ -107,32 +118,18 @@ def replay(path: Path, num_steps: int) -> Replay:
         ConfigError: this machine cannot compute what the run did.
     """
     run = RecordedRun(path)
-    folder, config = run.folder, _config_of(run)
+    config = replay_config(run)
     losses = dict(finite(run.points("step", "loss")))
     if not losses:
         raise CheckpointError(f"{path} has no recorded step to replay. Name the folder of a run that has trained.")
-    starts: dict[int, Path | None] = {0: None}
-    starts |= {int(found.name.removeprefix("step-")): found for found in reversed(list(whole_checkpoints(folder)))}
-    with tempfile.TemporaryDirectory() as scratch:
-        config = config.model_copy(update={"output_dir": str(Path(scratch, "run"))})
-        with launch(config, trains=False) as runtime:
-            _refuse_other_device(run, config, runtime.device.type)
-            trainer = build_trainer(runtime, config, rewards_answers=False)
-            assert trainer.journal is not None  # one process is the main one
-            _refuse_other_rows(run, trainer)
-            if folder.base.is_dir():
-                load_model(without_adapter(trainer.model), folder.base)
-            loader, *_ = trainer.prepare_dataloaders()
-            if isinstance(loader, RolloutLoader):
-                loader.recorded = folder
-            cadence = Cadence.of(config, loader.rule.steps_per_epoch)
-            reach = _save_interval(cadence)
-            chosen, notes = _choose(sorted(losses), sorted(starts), reach, num_steps)
-            computed = _compute(trainer, loader, cadence, starts, chosen)
-            trainer.journal.abandon()
+    with open_replay(run, config, run.folder.base) as opened:
+        runtime = opened.trainer.runtime
+        _refuse_other_rows(run, opened.trainer)
+        chosen, notes = choose_steps(run, losses, opened.cadence, num_steps)
+        results = dict(compute_steps(opened, run.folder, chosen))
         notes += _other_machine(run, runtime.device.type, runtime.precision)
     return Replay(
-        steps=tuple(Replayed(step, losses[step], computed[step]) for step in sorted(computed)),
+        steps=tuple(Replayed(step, losses[step], results[step].loss) for steps in chosen.values() for step in steps),
         bound=MOST_APART[runtime.precision],
         precision=runtime.precision,
         device=runtime.device.type,
@@ -140,11 +137,44 @@ def replay(path: Path, num_steps: int) -> Replay:
     )
 
 
-def _config_of(run: RecordedRun) -> Config:
+@contextmanager
+def open_replay(run: RecordedRun, config: Config, base: Path | None) -> Iterator[Opened]:
+    """Set up a run in one process and in a temporary folder, without training it.
+
+    Args:
+        run: supplies recorded answers to runs that learn from rewards, and the device that drew random masks.
+        config: see `replay_config`.
+        base: the folder of the random base that a run saved; None, or a folder that does not exist: the base is built
+            as the configuration says.
+
+    Raises:
+        ConfigError: this machine cannot compute what the run did.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        config = config.model_copy(update={"output_dir": str(Path(scratch, "run"))})
+        with launch(config, trains=False) as runtime:
+            _refuse_other_device(run, config, runtime.device.type)
+            trainer = build_trainer(runtime, config, rewards_answers=False)
+            assert trainer.journal is not None  # one process is the main one
+            if base is not None and base.is_dir():
+                load_model(without_adapter(trainer.model), base)
+            loader, *_ = trainer.prepare_dataloaders()
+            if isinstance(loader, RolloutLoader):
+                loader.recorded = run.folder
+            yield Opened(trainer, loader, Cadence.of(config, loader.rule.steps_per_epoch))
+            trainer.journal.abandon()
+
+
+def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
     """Return the run's configuration for one process, with the values that the run chose when it started.
+
+    Args:
+        run: the run.
+        overrides: change its configuration, as `key=value`.
 
     Raises:
         CheckpointError: the folder is not a run, or the run was resumed with another configuration.
+        ConfigError: the overrides are wrong.
     """
     path = run.folder.path
     if not run.folder.config_file.is_file():
@@ -157,7 +187,7 @@ def _config_of(run: RecordedRun) -> Config:
             f"{path} cannot be replayed: it was resumed with other values of {', '.join(keys)}, so that no one "
             "configuration describes all of its steps."
         )
-    config = load_config([], run=str(run.folder.config_file))
+    config = load_config(overrides, run=str(run.folder.config_file))
     memory = MemoryChoice.from_record(run.part("memory"), config)
     config = config if memory is None else memory.resolve(config)
     chosen: dict[str, object] = {
@@ -174,7 +204,10 @@ def _config_of(run: RecordedRun) -> Config:
         "training.num_workers": 0,
         "training.prefetch_factor": None,
     }
-    config = config.with_values({key: (value, "run.json") for key, value in chosen.items()})
+    if config.origin("training.batch_size") == COMMAND_LINE:
+        del chosen["training.global_batch_size"]  # which follows from it unless it is configured
+    values = {key: (value, "run.json") for key, value in chosen.items() if config.origin(key) != COMMAND_LINE}
+    config = config.with_values(values)
     return config.model_copy(update={"parallel": ParallelSection(), "ddp": False, "resume": "never"})
 
 
@@ -182,6 +215,21 @@ def _save_interval(cadence: Cadence) -> int:
     """Return the most steps between two checkpoints."""
     by_epochs = cadence.save_every_epochs and cadence.save_every_epochs * cadence.steps_per_epoch
     return min(filter(None, (cadence.save_every, by_epochs)), default=cadence.num_steps)
+
+
+def choose_steps(
+    run: RecordedRun, recorded: Iterable[int], cadence: Cadence, num_steps: int
+) -> tuple[dict[int, list[int]], list[str]]:
+    """Choose recorded steps to compute again, by the start or the kept checkpoint from which each is in reach.
+
+    Returns:
+        The chosen steps by their start, and notes about the steps that cannot be replayed.
+
+    Raises:
+        CheckpointError: no recorded step is in reach.
+    """
+    starts = [0, *(int(path.name.removeprefix("step-")) for path in whole_checkpoints(run.folder))]
+    return _choose(sorted(recorded), sorted(starts), _save_interval(cadence), num_steps)
 
 
 def _choose(
@@ -222,30 +270,34 @@ def _choose(
     return {start: steps for start, steps in chosen.items() if steps}, notes
 
 
-def _compute(
-    trainer: Trainer,
-    loader: TrainLoader,
-    cadence: Cadence,
-    starts: Mapping[int, Path | None],
-    chosen: Mapping[int, Sequence[int]],
-) -> dict[int, float]:
-    """Train from each start up to the last chosen step. Returns the losses of the chosen steps."""
+def compute_steps(
+    opened: Opened, folder: RunFolder, chosen: Mapping[int, Sequence[int]]
+) -> Iterator[tuple[int, StepResult]]:
+    """Train from each start up to its last chosen step, and yield all steps on the way with their results.
+
+    Args:
+        opened: the run.
+        folder: holds the checkpoints to start from.
+        chosen: steps in ascending order, by the step after which to start; 0 is the start of the run.
+
+    Raises:
+        CheckpointError: a checkpoint does not fit the configuration.
+    """
+    trainer, loader, cadence = opened
     optimizer = trainer.runtime.prepare_optimizer(build_optimizer(trainer.model, trainer.config.optim))
     trainer.model.train()
-    losses = {}
     for start, steps in chosen.items():
-        found = starts[start]
-        if found is not None:
-            load_checkpoint(found, model=trainer.model, optimizer=optimizer)
+        if start:
+            load_checkpoint(folder.checkpoint(start), model=trainer.model, optimizer=optimizer)
         for step in range(start + 1, steps[-1] + 1):
             microbatches = next(loader.steps(*divmod(step - 1, cadence.steps_per_epoch)))
             settings = StepSettings.of(trainer.config, step, cadence.num_steps)
-            result = train_step(
-                trainer.runtime, trainer.model, optimizer, microbatches, settings, compute=trainer.loss_function
+            yield (
+                step,
+                train_step(
+                    trainer.runtime, trainer.model, optimizer, microbatches, settings, compute=trainer.loss_function
+                ),
             )
-            if step in steps:
-                losses[step] = result.loss
-    return losses
 
 
 def _refuse_other_rows(run: RecordedRun, trainer: Trainer) -> None:

@@ -13,7 +13,7 @@ from finetune.terminal import without_passwords
 MISSING = "–"
 _PLACES = {"output_dir", "resume", "resume_allow"}
 """Keys that do not change a run: its folder, and how it is resumed."""
-_WORLD = ("world_size", "launcher", "backend", "num_steps")
+_WORLD = ("world_size", "launcher", "backend", "device", "precision", "num_steps")
 _RESULTS = ("step", "best_step", "best_loss", "best_value", "num_skipped_steps")
 _SCORES = ("loss", "exact_match", "json_valid")
 _DIGITS = 12
@@ -32,6 +32,11 @@ class Difference(NamedTuple):
     def texts(self) -> list[str]:
         """Return the values as text."""
         return [self._text(value) for value in self.values]
+
+    def as_record(self) -> dict[str, Any]:
+        """Convert a difference of two runs to plain values for `--json`."""
+        a, b = self.values
+        return {"part": self.part, "name": self.name, "a": a, "b": b}
 
     def _text(self, value: Any) -> str:
         if value is None and self.part != "config":
@@ -64,6 +69,17 @@ def compare_runs(runs: Sequence[RecordedRun]) -> list[Difference]:
     ]
 
 
+def recorded_facts(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what run.json records beside settings and results, by part (`versions`, `data`, `world`) and name."""
+    world = {name: record.get(name) for name in _WORLD} | mapping(record.get("global_batch"))
+    return {
+        "versions": mapping(record.get("versions")) | {"git_commit": record.get("git_commit")},
+        # The digest of the configuration depends on the run's path.
+        "data": {name: value for name, value in mapping(record.get("fingerprints")).items() if name != "config"},
+        "world": world | {"threads": mapping(record.get("threads")).get("count")},
+    }
+
+
 def format_value(value: object) -> str:
     """Write a value as on the command line, without passwords."""
     return without_passwords(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
@@ -83,9 +99,6 @@ def _facts(run: RecordedRun) -> dict[str, dict[str, Any]]:
         results |= {f"{model}.{name}": scores.get(name) for name in _SCORES}
     return {
         "config": {key: value for key, value in settings.items() if key not in _PLACES},
-        "versions": run.part("versions") | {"git_commit": run.record.get("git_commit")},
-        # The digest of the configuration depends on the run's path.
-        "data": {name: value for name, value in run.part("fingerprints").items() if name != "config"},
-        "world": {name: run.record.get(name) for name in _WORLD} | run.part("global_batch"),
+        **recorded_facts(run.record),
         "result": results,
     }
