@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from finetune import __version__
+from finetune.cli.bisect import bisect
 from finetune.cli.chat import chat
 from finetune.cli.checkpoints import checkpoints
 from finetune.cli.diff import diff
@@ -107,6 +108,7 @@ app.command()(push)
 app.command()(watch)
 app.command()(runs)
 app.command()(diff)
+app.command()(bisect)
 app.command()(checkpoints)
 app.command()(report)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,9 +32,9 @@ def diff(
     unread = [str(run.folder.config_file) for run in runs if run.config is None]
     if as_json:
         a, b = (str(run.folder.path) for run in runs)
-        print_json({"a": a, "b": b, "differences": [_as_record(one) for one in found], "not_compared": unread})
+        print_json({"a": a, "b": b, "differences": [one.as_record() for one in found], "not_compared": unread})
     elif found:
-        print_table(["what", str(first), str(second)], [[f"{one.part} {one.name}", *one.texts()] for one in found])
+        show_differences(found, (str(first), str(second)))
     else:
         say(f"{first} and {second}: no differences except their folders and times")
     for file in [] if as_json else unread:
@@ -41,6 +42,6 @@ def diff(
     raise typer.Exit(1 if found else 0)
 
 
-def _as_record(difference: Difference) -> dict[str, object]:
-    a, b = difference.values
-    return {"part": difference.part, "name": difference.name, "a": a, "b": b}
+def show_differences(found: Sequence[Difference], titles: Sequence[str]) -> None:
+    """Print a table of the facts that differ, with a column for each run."""
+    print_table(["what", *titles], [[f"{one.part} {one.name}", *one.texts()] for one in found])

@@ -185,7 +185,7 @@ def _differences(before: Config, now: Config) -> list[_Difference]:
             ", ".join(key for key in wanted if key in missing),
         )
     return [
-        _Difference(key, *_shown(*found), origin=now.origin(key), effect=on_resume(key))
+        _Difference(key, *short_texts(*found), origin=now.origin(key), effect=on_resume(key))
         for key, found in differing([known, wanted])
         if key in known
     ]
@@ -218,14 +218,14 @@ def _refusal(folder: RunFolder, refused: Sequence[_Difference]) -> str:
     )
 
 
-def _shown(before: object, now: object) -> tuple[str, str]:
+def short_texts(before: object, now: object) -> tuple[str, str]:
     """Return two values as short texts that differ: their common part is shortened first."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         names = [
             name for name in {**before, **now} if (name in before, before.get(name)) != (name in now, now.get(name))
         ]
         before, now = ({name: side[name] for name in names if name in side} for side in (before, now))
-    texts = [value if isinstance(value, str) else json.dumps(value) for value in (before, now)]
+    texts = [value if isinstance(value, str) else json.dumps(value, default=str) for value in (before, now)]
     if max(map(len, texts)) > _MAX_SHOWN:
         same = takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
         start = max(0, len(list(same)) - 20)

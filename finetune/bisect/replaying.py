@@ -1,0 +1,162 @@
+"""Compute steps of a run with given settings, in this process or by another Python.
+
+    python -m finetune.bisect.replaying REQUEST.json TRACE.json
+
+The other Python runs this module with its own packages. The files hold a `Request` and a `Trace`.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import distributions, packages_distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.config.compose import config_from_record
+from finetune.errors import FinetuneError, RunFailedError, last_line
+from finetune.export.digests import digest_tensor
+from finetune.export.replay import choose_steps, compute_steps, open_replay
+from finetune.runs.metrics import as_json
+from finetune.runs.record import read_run_record
+from finetune.runs.recorded_run import RecordedRun
+
+FIELDS = ("num_targets", "num_tokens", "loss", "grad_norm", "learning_rate")
+"""The compared values of a step, in the order in which they are computed."""
+Steps = dict[int, dict[str, Any]]
+"""The values of `FIELDS` by step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to compute.
+
+    Attributes:
+        run: the folder of the run that has the checkpoints.
+        config: a whole configuration, as plain values.
+        base: the folder of a random base that a run saved; None if the base follows from the configuration.
+        plan: steps in ascending order, by the step after which to start; None: a few of the recorded steps.
+        num_steps: how many steps, if there is no plan.
+        reads_modules: whether to digest the loaded modules.
+    """
+
+    run: str
+    config: Mapping[str, Any]
+    base: str | None
+    plan: Mapping[int, list[int]] | None
+    num_steps: int = 8
+    reads_modules: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """What was computed or recorded.
+
+    Attributes:
+        steps: values by step.
+        record: run.json.
+        plan: see `Request`.
+        weights: digests of all weights before the first step, by name.
+        modules: the package with its version, and a digest of the file, of each loaded module.
+    """
+
+    steps: Steps
+    record: Mapping[str, Any]
+    plan: Mapping[int, list[int]]
+    weights: Mapping[str, str]
+    modules: Mapping[str, list[str]]
+
+
+def compute_trace(request: Request) -> Trace:
+    """Compute the steps in this process. Nothing in the run's folder is changed.
+
+    Raises:
+        FinetuneError: a step cannot be computed, see `open_replay` and `compute_steps`.
+    """
+    run = RecordedRun(request.run)
+    base = None if request.base is None else Path(request.base)
+    with open_replay(run, config_from_record(request.config), base) as opened:
+        weights = {name: digest_tensor(value) for name, value in opened.trainer.model.state_dict().items()}
+        plan = request.plan or choose_steps(run, recorded_steps(run), opened.cadence, request.num_steps)[0]
+        results = compute_steps(opened, run.folder, plan)
+        steps = {step: {name: getattr(result, name) for name in FIELDS} for step, result in results}
+        assert opened.trainer.journal is not None
+        record = read_run_record(opened.trainer.journal.folder.record_file) or {}
+        del opened
+    gc.collect()  # the next replay needs the memory of this model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    modules = _digest_modules() if request.reads_modules else {}
+    return Trace(steps=steps, record=record, plan=plan, weights=weights, modules=modules)
+
+
+def compute_trace_with(python: str, request: Request) -> Trace:
+    """Compute the steps with another Python, in a process of its own.
+
+    Raises:
+        RunFailedError: the Python cannot be started or did not compute the steps.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        question, answer = Path(folder, "request.json"), Path(folder, "trace.json")
+        question.write_text(json.dumps(asdict(request)), encoding="utf-8")
+        command = [python, "-m", "finetune.bisect.replaying", str(question), str(answer)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            raise RunFailedError(f"{python} cannot be started: {error}. Name a Python with --python.") from error
+        if done.returncode or not answer.is_file():
+            raise RunFailedError(
+                f"{python} did not compute the steps (exit code {done.returncode}): {last_line(done.stderr)}. It needs "
+                "finetune of this version; python -m pip install it there."
+            )
+        found = json.loads(answer.read_bytes())
+    steps = {int(step): {name: float(value) for name, value in of.items()} for step, of in found["steps"].items()}
+    return Trace(**{**found, "steps": steps, "plan": _with_numbers(found["plan"])})
+
+
+def recorded_steps(run: RecordedRun) -> Steps:
+    """Return the recorded values of each step of a run."""
+    found: Steps = {}
+    for name in FIELDS:
+        for step, value in run.points("step", name):
+            found.setdefault(step, {})[name] = value
+    return dict(sorted((step, values) for step, values in found.items() if "loss" in values))
+
+
+def _digest_modules() -> dict[str, list[str]]:
+    """Return the distribution, its version, and a SHA-256 of the source of each loaded module that has a file."""
+    owners, versions = packages_distributions(), {one.name: one.version for one in distributions()}
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name != "__main__" and file and Path(file).is_file():
+            owner = owners.get(name.partition(".")[0], ["python"])[0]
+            digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+            found[name] = [owner, versions.get(owner, sys.version.partition(" ")[0]), digest]
+    return found
+
+
+def _with_numbers(plan: Mapping[str, list[int]] | None) -> dict[int, list[int]] | None:
+    return None if plan is None else {int(start): steps for start, steps in plan.items()}
+
+
+def _main(question: str, answer: str) -> None:
+    values = json.loads(Path(question).read_bytes())
+    request = Request(**{**values, "plan": _with_numbers(values["plan"])})
+    try:
+        trace = compute_trace(request)
+    except FinetuneError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    Path(answer).write_text(json.dumps(as_json(asdict(trace))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
