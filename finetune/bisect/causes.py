@@ -1,28 +1,28 @@
-"""Name the cause of a difference, from what two runs recorded and from what was computed again."""
+"""Name the cause of a difference, from what two sides recorded and from what was computed again."""
 
 from __future__ import annotations
 
-import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from finetune.bisect.replaying import FIELDS, Steps, Trace
-from finetune.bisect.rows import Rows, first_difference, load_rows, recorded_rows
-from finetune.config.shipped_files import resolve_shipped
+from finetune.bisect.replaying import FIELDS, Steps, Trace, recorded_steps
+from finetune.bisect.rows import first_difference, load_rows
+from finetune.config.keys import values
 from finetune.export.checks import loss_difference
+from finetune.export.replay import replay_config
 from finetune.runs.comparison import differing, format_value, recorded_facts
+from finetune.runs.recorded_run import RecordedRun
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
 
-GRADIENT_BOUND = 1e-4
-"""The largest relative difference of two gradient norms that counts as rounding."""
 _MACHINE = ("device", "precision", "threads")
-_WRAPPERS = ("base_model.model.", ".base_layer")
-"""Parts that PEFT adds to the names of a base's tensors."""
+_ROUNDING = {"num_targets": 0.0, "num_tokens": 0.0, "grad_norm": 1e-4, "learning_rate": 1e-12}
+"""The largest relative difference of two values that counts as rounding."""
+_ADDED_BY_PEFT = ("base_model.model.", ".base_layer")
+"""Parts of the names of a base's tensors."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Cause:
     Attributes:
         what: `configuration`, `rows`, `order of rows`, `chat template`, `tokenizer`, `base weights`,
             `starting weights`, `published weights`, `package`, `device`, `precision`, `threads`, `optimizer`,
-            `gradient`, or `unknown`.
-        name: the key, the tensor, the package or the file; empty if there is none.
+            `gradient` or `unknown`.
+        name: the key, the row, the tensor or the packages; empty if there is none.
         text: a sentence without a full stop.
         commands: two commands that show the difference.
     """
@@ -44,171 +44,160 @@ class Cause:
     commands: tuple[str, ...] = ()
 
 
-class View(NamedTuple):
-    """A run as it was recorded, or as it is computed here."""
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of the two that are compared.
+
+    Attributes:
+        title: names it in messages.
+        run: has the checkpoints.
+        config: see `replay_config`.
+        record: what it recorded, or what was recorded when its steps were computed.
+        steps: likewise.
+        overrides: with which the configuration differs from the run's.
+        python: computes its steps; None: this Python.
+    """
 
     title: str
+    run: RecordedRun
     config: Config
-    arguments: str
-    """Of `finetune preview`, which give this configuration."""
     record: Mapping[str, Any]
     steps: Steps
+    overrides: Sequence[str] = ()
+    python: str | None = None
+
+    @classmethod
+    def of(cls, run: RecordedRun, overrides: Sequence[str] = ()) -> Side:
+        """Describe a recorded run, perhaps with other settings.
+
+        Raises:
+            FinetuneError: see `replay_config`.
+        """
+        title, config = shlex.join([run.name, *overrides]), replay_config(run, overrides)
+        return cls(
+            title=title, run=run, config=config, record=run.record, steps=recorded_steps(run), overrides=overrides
+        )
 
 
 def first_divergence(first: Steps, second: Steps, bound: float) -> int | None:
     """Return the first step whose losses differ by more than the bound; None if there is none."""
-    return next((step for step, name in _differing_fields(first, second, bound) if name == "loss"), None)
+    return next((step for step, name in _differing_values(first, second, bound) if name == "loss"), None)
 
 
-def cause_in_records(first: View, second: View) -> Cause | None:
-    """Return the cause that the records of two runs name; None if they record the same facts."""
-    sides = [recorded_facts(view.record) for view in (first, second)]
+def cause_in_records(first: Side, second: Side) -> Cause | None:
+    """Return the cause that two records name; None if they hold the same facts."""
+    sides = [recorded_facts(side.record) for side in (first, second)]
     data, versions, world = (
-        {name: values for name, values in differing([side[part] for side in sides]) if None not in values}
+        {name: both for name, both in differing([side[part] for side in sides]) if None not in both}
         for part in ("data", "versions", "world")
     )
-    if "data.train" in data and "chat_template" in data:
-        text = f"the chat template differs ({_short(data['chat_template'])}), and with it the training rows"
-        return Cause("chat template", "", text)
     if "data.train" in data:
-        rows = [
-            recorded_rows(view.title, view.config, view.arguments, fingerprint)
-            for view, fingerprint in zip((first, second), data["data.train"], strict=True)
-        ]
-        if rows[0] is not None and rows[1] is not None:
-            return cause_in_rows(rows[0], rows[1])
-        lost = first.title if rows[0] is None else second.title
-        text = f"the training rows differ (fingerprints {_short(data['data.train'])})"
-        return Cause("rows", "", f"{text}. The rows of {lost} are no longer on this machine, so no row can be named")
+        if "chat_template" in data:
+            return Cause("chat template", "", "the chat template differs, and with it the training rows")
+        return cause_in_rows(first, second, data["data.train"])
     versions.pop("git_commit", None)
     if versions:
-        each = [f"{name} {a} and {b}" for name, (a, b) in versions.items()]
-        text = f"the versions of packages differ: {', '.join(each)} in {first.title} and {second.title}"
-        return Cause("package", ", ".join(versions), f"{text}. Nothing else that is recorded differs")
+        each = ", ".join(f"{name} ({a} and {b})" for name, (a, b) in versions.items())
+        text = f"{first.title} and {second.title} have other versions of {each}, and no other recorded fact differs"
+        return Cause("package", ", ".join(versions), text)
     for name in _MACHINE:
         if name in world:
-            a, b = world[name]
-            return Cause(name, name, f"{first.title} computed with {name} {a}, and {second.title} with {b}")
+            text = f"{first.title} and {second.title} computed with {name} {world[name][0]} and {world[name][1]}"
+            return Cause(name, name, text)
     return None
 
 
-def cause_in_steps(recorded: View, computed: View, bound: float) -> Cause:
-    """Describe by the values of the steps which part of the computation differs, if the records are equal."""
-    step, name = next(_differing_fields(recorded.steps, computed.steps, bound))
-    title, is_first = recorded.title, step == min(computed.steps)
-    newer = _newer_weights(recorded) if name == "loss" and is_first else None
-    if newer is not None:
-        text = f"{newer} was written after {title} was started, and already the loss of step {step} differs"
-        return Cause("base weights", str(newer), text)
-    if name == "loss" and not is_first:
-        text = f"the update after step {step - 1} differs, although its gradient is equal"
-        return Cause("optimizer", "", f"{text}: the optimizer computes something else than in {title}")
+def cause_in_rows(first: Side, second: Side, fingerprints: Sequence[str]) -> Cause:
+    """Describe the first difference between the training rows of two sides, given the fingerprints of both."""
+    both = [
+        load_rows(side.title, side.config, fingerprint)
+        for side, fingerprint in zip((first, second), fingerprints, strict=True)
+    ]
+    if both[0] is None or both[1] is None:
+        lost = first.title if both[0] is None else second.title
+        text = "the training rows differ, with the fingerprints " + " and ".join(digest[:12] for digest in fingerprints)
+        return Cause("rows", "", f"{text}. No row can be named, because those of {lost} are no longer on this machine")
+    found = first_difference(both[0], both[1])
+    commands = []
+    if both[0].is_on_disk and both[1].is_on_disk:
+        for side in (first, second):
+            preview = ["finetune", "preview", str(side.run.folder.config_file), *side.overrides]
+            commands.append(shlex.join([*preview, "--row", str(found.row)]))
+    return Cause(found.what, f"row {found.row}", found.text, tuple(commands))
+
+
+def cause_in_steps(recorded: Side, computed: Side, bound: float) -> Cause:
+    """Describe which part of the computation differs, by the first value that does; the records are equal."""
+    step, name = next(_differing_values(recorded.steps, computed.steps, bound))
     if name == "grad_norm":
-        text = f"the gradient of step {step} differs, although its loss is equal"
-        return Cause("gradient", "", f"{text}: the adapter started with other weights, or a kernel computes otherwise")
-    text = f"the {name} of step {step} differs from the record of {title}, and no recorded fact does"
-    return Cause("unknown", "", f"{text}: the base weights, a kernel or the code has changed")
+        text = f"the gradient of step {step} differs although its loss is equal: other starting weights, or a kernel"
+        return Cause("gradient", "", text)
+    if name == "loss" and step > min(computed.steps):
+        text = f"the update of step {step - 1} differs although its gradient is equal: the optimizer, or its code"
+        return Cause("optimizer", "", text)
+    text = f"the {name} of step {step} is another than {recorded.title} has, although all recorded facts are equal"
+    return Cause("unknown", "", f"{text}: the weights of the base, a kernel, or code")
 
 
-def cause_in_setting(keys: Sequence[str], views: tuple[View, View], traces: tuple[Trace, Trace]) -> Cause:
-    """Describe what keys change, which alone make the difference: rows, tensors, or the value itself."""
-    first, second = views
-    values = [format_value(_value(view.config, keys[0])) for view in views]
-    text = f"{keys[0]} is {values[0]} in {first.title} and {values[1]} in {second.title}"
+def cause_in_setting(keys: Sequence[str], first: Side, second: Side, traces: tuple[Trace, Trace]) -> Cause:
+    """Describe what keys change that make the difference by themselves: rows, tensors, or no more than the value."""
+    key, section = keys[0], keys[0].partition(".")[0]
+    both = [format_value(values(side.config)[key]) for side in (first, second)]
+    text = f"{key} is {both[0]} in {first.title} and {both[1]} in {second.title}"
     if len(keys) > 1:
-        text = f"together, {', '.join(keys)} make the difference: {text}"
-    setting = Cause("configuration", keys[0], text)
-    section = keys[0].partition(".")[0]
-    if section not in ("data", "model") and keys[0] != "lora.start_from":
-        return setting
-    data = [recorded_facts(trace.record)["data"] for trace in traces]
-    if data[0]["data.train"] != data[1]["data.train"]:
-        if data[0]["chat_template"] != data[1]["chat_template"]:
-            return Cause("chat template", keys[0], f"{text}, which renders the rows with another chat template")
-        found = cause_in_rows(*(load_rows(view.title, view.config, view.arguments) for view in views))
-        if section == "model":
-            return Cause("tokenizer", keys[0], f"{text}, which has another tokenizer: {found.text}")
-        return Cause(found.what, found.name, f"{text}: {found.text}", found.commands)
-    return cause_in_weights(traces, f"{text}: ") or setting
+        text = f"{', '.join(keys)} make the difference together: {text}"
+    if section in ("data", "model") or key == "lora.start_from":
+        data = [recorded_facts(trace.record)["data"] for trace in traces]
+        rows, templates = ([of[name] for of in data] for name in ("data.train", "chat_template"))
+        if templates[0] != templates[1]:
+            return Cause("chat template", key, f"{text}, which renders the rows with another chat template")
+        if rows[0] != rows[1]:
+            found = cause_in_rows(first, second, rows)
+            what, name = ("tokenizer", key) if section == "model" else (found.what, found.name)
+            return Cause(what, name, f"{text}: {found.text}", found.commands)
+        if (tensors := cause_in_weights(traces)) is not None:
+            return Cause(tensors.what, tensors.name, f"{text}: {tensors.text}")
+    return Cause("configuration", key, text)
 
 
-def cause_in_rows(first: Rows, second: Rows) -> Cause:
-    """Describe the first difference between the rows of two runs."""
-    found = first_difference(first, second)
-    if found is None:
-        return Cause("unknown", "", "the training rows differ in their number of answers only")
-    commands = tuple(f"finetune preview {rows.arguments} --row {found.row}" for rows in (first, second))
-    has_both = first.arguments and second.arguments
-    return Cause(found.what, f"row {found.row}", found.text, commands if has_both else ())
-
-
-def cause_in_weights(traces: tuple[Trace, Trace], before: str = "") -> Cause | None:
-    """Name the first tensor that differs before the first step, of the base if possible; None if all are equal."""
+def cause_in_weights(traces: tuple[Trace, Trace]) -> Cause | None:
+    """Name the first tensor that differs before the first step, of the base if there is one; None if all are equal."""
     names = [name for name, _ in differing([trace.weights for trace in traces])]
+    of_base = [name for name in names if "lora_" not in name]
     if not names:
         return None
-    of_base = [name for name in names if "lora_" not in name]
-    what, first = ("base weights", of_base[0]) if of_base else ("starting weights", names[0])
-    for part in _WRAPPERS:
+    first = (of_base or names)[0]
+    for part in _ADDED_BY_PEFT:
         first = first.replace(part, "")
-    number = len({*traces[0].weights, *traces[1].weights})
-    text = f"{len(names)} of {number} tensors differ before the first step, the first is {first}"
-    return Cause(what, first, f"{before}{text}")
+    text = f"{len(names)} of {len(traces[0].weights)} tensors differ before the first step, the first is {first}"
+    return Cause("base weights" if of_base else "starting weights", first, text)
 
 
-def cause_in_modules(titles: tuple[str, str], traces: tuple[Trace, Trace]) -> Cause | None:
-    """Name the packages whose loaded modules differ between two environments; None if all are equal."""
+def cause_in_modules(traces: tuple[Trace, Trace]) -> Cause | None:
+    """Name the packages of which two environments loaded other files; None if all are equal."""
     first, second = (trace.modules for trace in traces)
-    packages: dict[str, list[str]] = {}
-    for name in first.keys() & second.keys():
+    modules: dict[str, str] = {}
+    for name in sorted(first.keys() & second.keys(), reverse=True):
         if first[name] != second[name]:
-            packages.setdefault(first[name][0], []).append(name)
-    each = []
-    for package, modules in sorted(packages.items()):
-        a, b, module = first[min(modules)][1], second[min(modules)][1], min(modules)
-        each.append(f"{package} is {a} and {b}" if a != b else f"{package} {a} has another {module}")
-    if not each:
+            modules[first[name][0]] = name
+    if not modules:
         return None
-    text = f"{titles[0]} and {titles[1]} have other packages: {'; '.join(each)}"
-    return Cause("package", ", ".join(sorted(packages)), text)
+    each = []
+    for package, module in sorted(modules.items()):
+        a, b = first[module][1], second[module][1]
+        each.append(f"{package} ({a} and {b})" if a != b else f"{package} ({a} in both, with another {module})")
+    return Cause("package", ", ".join(sorted(modules)), f"the loaded packages differ: {', '.join(each)}")
 
 
-def _differing_fields(first: Steps, second: Steps, bound: float) -> Iterator[tuple[int, str]]:
-    """Yield the steps and the names of values that differ beyond rounding, in the order of their computation."""
+def _differing_values(first: Steps, second: Steps, bound: float) -> Iterator[tuple[int, str]]:
+    """Yield the step and the name of each value that differs beyond rounding, in the order of their computation."""
     for step in sorted(first.keys() & second.keys()):
         for name in FIELDS:
             a, b = first[step].get(name), second[step].get(name)
-            if a is not None and b is not None and not _is_equal(name, a, b, bound):
+            if a is None or b is None or a == b or (a != a and b != b):  # both NaN
+                continue
+            apart = loss_difference(a, b) if name == "loss" else abs(a - b) / max(abs(a), abs(b))
+            if not apart <= (
+                bound if name == "loss" else max(bound, _ROUNDING[name]) if name == "grad_norm" else _ROUNDING[name]
+            ):
                 yield step, name
-
-
-def _is_equal(name: str, a: float, b: float, bound: float) -> bool:
-    if a == b or (math.isnan(a) and math.isnan(b)):
-        return True
-    if name == "loss":
-        return loss_difference(a, b) <= bound
-    relative = GRADIENT_BOUND if name == "grad_norm" else 0.0 if name.startswith("num_") else 1e-12
-    return abs(a - b) <= max(relative, bound * 100 * (name == "grad_norm")) * abs(a)
-
-
-def _newer_weights(view: View) -> Path | None:
-    """Return a file of weights at `model.path` or `lora.start_from` that was written after a run was first started."""
-    starts = view.record.get("starts")
-    if not isinstance(starts, list) or not starts:
-        return None
-    started = datetime.fromisoformat(str(starts[0]))
-    for place in (view.config.model.path, view.config.lora.start_from):
-        folder = Path(resolve_shipped(place)).expanduser() if place else None
-        for file in sorted(folder.rglob("*.safetensors")) if folder is not None and folder.is_dir() else ():
-            if datetime.fromtimestamp(file.stat().st_mtime, UTC) > started:
-                return file
-    return None
-
-
-def _value(config: Config, key: str) -> Any:
-    section, _, name = key.rpartition(".")
-    return getattr(getattr(config, section) if section else config, name)
-
-
-def _short(digests: Sequence[str]) -> str:
-    return " and ".join(digest[:12] for digest in digests)

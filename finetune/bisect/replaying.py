@@ -31,8 +31,12 @@ from finetune.runs.recorded_run import RecordedRun
 
 FIELDS = ("num_targets", "num_tokens", "loss", "grad_norm", "learning_rate")
 """The compared values of a step, in the order in which they are computed."""
-Steps = dict[int, dict[str, Any]]
+NUM_STEPS = 8
+"""The most steps to compute if nothing says which."""
+Steps = dict[int, dict[str, float]]
 """The values of `FIELDS` by step."""
+Plan = Mapping[int, list[int]]
+"""Steps in ascending order, by the step after which to start; 0 is the start of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,34 +47,32 @@ class Request:
         run: the folder of the run that has the checkpoints.
         config: a whole configuration, as plain values.
         base: the folder of a random base that a run saved; None if the base follows from the configuration.
-        plan: steps in ascending order, by the step after which to start; None: a few of the recorded steps.
-        num_steps: how many steps, if there is no plan.
+        plan: None: a few of the recorded steps.
         reads_modules: whether to digest the loaded modules.
     """
 
     run: str
     config: Mapping[str, Any]
     base: str | None
-    plan: Mapping[int, list[int]] | None
-    num_steps: int = 8
-    reads_modules: bool = False
+    plan: Plan | None
+    reads_modules: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What was computed or recorded.
+    """What was computed.
 
     Attributes:
         steps: values by step.
-        record: run.json.
-        plan: see `Request`.
+        record: run.json of the computation.
+        plan: what was asked for.
         weights: digests of all weights before the first step, by name.
-        modules: the package with its version, and a digest of the file, of each loaded module.
+        modules: of each loaded module: its package, the version of the package, and a digest of the file.
     """
 
     steps: Steps
     record: Mapping[str, Any]
-    plan: Mapping[int, list[int]]
+    plan: Plan
     weights: Mapping[str, str]
     modules: Mapping[str, list[str]]
 
@@ -85,7 +87,7 @@ def compute_trace(request: Request) -> Trace:
     base = None if request.base is None else Path(request.base)
     with open_replay(run, config_from_record(request.config), base) as opened:
         weights = {name: digest_tensor(value) for name, value in opened.trainer.model.state_dict().items()}
-        plan = request.plan or choose_steps(run, recorded_steps(run), opened.cadence, request.num_steps)[0]
+        plan = request.plan or choose_steps(run, recorded_steps(run), opened.cadence, NUM_STEPS)[0]
         results = compute_steps(opened, run.folder, plan)
         steps = {step: {name: getattr(result, name) for name in FIELDS} for step, result in results}
         assert opened.trainer.journal is not None
@@ -118,41 +120,37 @@ def compute_trace_with(python: str, request: Request) -> Trace:
                 "finetune of this version; python -m pip install it there."
             )
         found = json.loads(answer.read_bytes())
-    steps = {int(step): {name: float(value) for name, value in of.items()} for step, of in found["steps"].items()}
-    return Trace(**{**found, "steps": steps, "plan": _with_numbers(found["plan"])})
+    steps = {step: {name: float(value) for name, value in of.items()} for step, of in found["steps"].items()}
+    return Trace(**found | {"steps": _with_numbers(steps), "plan": _with_numbers(found["plan"])})
 
 
 def recorded_steps(run: RecordedRun) -> Steps:
-    """Return the recorded values of each step of a run."""
-    found: Steps = {}
-    for name in FIELDS:
-        for step, value in run.points("step", name):
-            found.setdefault(step, {})[name] = value
-    return dict(sorted((step, values) for step, values in found.items() if "loss" in values))
+    """Return the recorded values of each step of a run that has a loss."""
+    of_field = {name: dict(run.points("step", name)) for name in FIELDS}
+    return {step: {name: of[step] for name, of in of_field.items() if step in of} for step in of_field["loss"]}
 
 
 def _digest_modules() -> dict[str, list[str]]:
-    """Return the distribution, its version, and a SHA-256 of the source of each loaded module that has a file."""
     owners, versions = packages_distributions(), {one.name: one.version for one in distributions()}
     found = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if name != "__main__" and file and Path(file).is_file():
-            owner = owners.get(name.partition(".")[0], ["python"])[0]
+            owner = owners.get(name.partition(".")[0], ["Python"])[0]
             digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
             found[name] = [owner, versions.get(owner, sys.version.partition(" ")[0]), digest]
     return found
 
 
-def _with_numbers(plan: Mapping[str, list[int]] | None) -> dict[int, list[int]] | None:
-    return None if plan is None else {int(start): steps for start, steps in plan.items()}
+def _with_numbers(by_step: Mapping[str, Any]) -> dict[int, Any]:
+    """Restore the keys of a mapping, which are texts in JSON."""
+    return {int(step): value for step, value in by_step.items()}
 
 
 def _main(question: str, answer: str) -> None:
-    values = json.loads(Path(question).read_bytes())
-    request = Request(**{**values, "plan": _with_numbers(values["plan"])})
+    asked = json.loads(Path(question).read_bytes())
     try:
-        trace = compute_trace(request)
+        trace = compute_trace(Request(**asked | {"plan": _with_numbers(asked["plan"])}))
     except FinetuneError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     Path(answer).write_text(json.dumps(as_json(asdict(trace))), encoding="utf-8")

@@ -1,18 +1,21 @@
-"""Find the first step in which two runs differ, and the cause: recorded facts first, then steps computed again."""
+"""Find the first step in which two sides differ, and the cause: recorded facts first, then steps computed again."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from finetune.bisect.causes import (
     Cause,
-    View,
+    Side,
     cause_in_modules,
     cause_in_records,
     cause_in_setting,
@@ -20,59 +23,23 @@ from finetune.bisect.causes import (
     cause_in_weights,
     first_divergence,
 )
-from finetune.bisect.replaying import Request, Steps, Trace, compute_trace, compute_trace_with, recorded_steps
+from finetune.bisect.replaying import NUM_STEPS, Plan, Request, Trace, compute_trace, compute_trace_with
 from finetune.config.compose import config_from_record
 from finetune.config.keys import on_resume, values
 from finetune.errors import CheckpointError, ConfigError, FinetuneError, first_line
-from finetune.export.replay import MOST_APART, replay_config
+from finetune.export.replay import MOST_APART
 from finetune.runs.comparison import Difference, compare_runs, differing, format_value
 from finetune.runs.metrics import as_json
 from finetune.runs.recorded_run import RecordedRun, open_run
 from finetune.runs.tensors import each_tensor
 from finetune.runs.verification import whole_checkpoints
 
-if TYPE_CHECKING:
-    from finetune.config.schema import Config
-
 WEIGHTS_BOUND = 1e-5
 """Promise 1 for an adapter: the largest norm of the differences over the norm of the weights."""
 _NOT_IN_STEPS = ("parallel", "validation", "testing", "early_stopping", "checkpoint")
 """Sections that no training step reads."""
 _ALSO_IN_STEPS = ("global_batch_size", "device", "fused", "deterministic", "gradient_checkpointing")
-"""Keys of `training` that may change on resume, and that still belong to the computation of a step."""
-
-Plan = Mapping[int, list[int]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Side:
-    """One of the two that are compared.
-
-    Attributes:
-        title: names it in messages.
-        run: that has the checkpoints.
-        config: see `replay_config`.
-        overrides: with which the configuration differs from the run's.
-        python: that computes it; None: this one.
-    """
-
-    title: str
-    run: RecordedRun
-    config: Config
-    overrides: tuple[str, ...] = ()
-    python: str | None = None
-
-    @property
-    def steps(self) -> Steps:
-        """What the run recorded."""
-        return recorded_steps(self.run)
-
-    def view(self, trace: Trace | None = None) -> View:
-        """Describe what was recorded or, given a trace, what was computed."""
-        arguments = shlex.join([str(self.run.folder.config_file), *self.overrides])
-        if trace is None:
-            return View(self.title, self.config, arguments, self.run.record, self.steps)
-        return View("this environment", self.config, arguments, trace.record, trace.steps)
+"""Keys of `training` that may change on resume, and that a step reads nevertheless."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +49,7 @@ class Finding:
     Attributes:
         titles: of the two sides.
         num_steps: the steps that were compared.
-        bound: of the losses, see `MOST_APART`.
+        bound: of their losses, see `MOST_APART`. If the precisions differ, the smaller one.
         step: the first step whose losses differ; None if there is none.
         losses: of this step.
         facts: that two runs record differently, as `finetune diff` lists them.
@@ -99,13 +66,26 @@ class Finding:
     cause: Cause | None = None
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, first: Side, second: Side) -> Finding:
+        """Compare the losses of the steps that both sides have."""
+        precisions = [str(side.record.get("precision")) for side in (first, second)]
+        bound = min(MOST_APART.get(precision, MOST_APART["fp32"]) for precision in precisions)
+        step = first_divergence(first.steps, second.steps, bound)
+        losses = None if step is None else (first.steps[step]["loss"], second.steps[step]["loss"])
+        num_steps = len(first.steps.keys() & second.steps.keys())
+        return cls(titles=(first.title, second.title), num_steps=num_steps, bound=bound, step=step, losses=losses)
+
+    def explained(self, cause: Cause, *commands: str, notes: Sequence[str] = ()) -> Finding:
+        """Return the finding with its cause, and with commands if the cause has none."""
+        return replace(self, cause=replace(cause, commands=cause.commands or commands), notes=tuple(notes))
+
     def as_record(self) -> dict[str, Any]:
         """Convert to plain values for `--json`."""
         a, b = self.titles
-        facts = [one.as_record() for one in self.facts]
         record = {"a": a, "b": b, "num_steps": self.num_steps, "bound": self.bound, "step": self.step}
-        cause = None if self.cause is None else asdict(self.cause)
-        record |= {"losses": self.losses, "differences": facts, "cause": cause, "notes": self.notes}
+        record |= {"losses": self.losses, "differences": [one.as_record() for one in self.facts]}
+        record |= {"cause": None if self.cause is None else asdict(self.cause), "notes": self.notes}
         return {name: as_json(value) for name, value in record.items()}
 
 
@@ -113,152 +93,118 @@ def bisect_runs(first: Path, second: Path) -> Finding:
     """Compare two runs by their recorded losses, and find the cause of the first difference.
 
     Raises:
-        CheckpointError: one of them is not a run, or no step is recorded in both.
+        CheckpointError: a folder is not a run, the two have no step in common, or one was resumed with other settings.
+        ConfigError: a configuration cannot be read.
     """
     runs = [open_run(first), open_run(second)]
-    titles, recorded = (str(first), str(second)), [recorded_steps(run) for run in runs]
-    shared = recorded[0].keys() & recorded[1].keys()
-    if not shared:
+    a, b = map(Side.of, runs)
+    found = replace(Finding.of(a, b), facts=tuple(compare_runs(runs)))
+    if not found.num_steps:
         raise CheckpointError(f"{first} and {second} have no recorded step in common. Name two runs that have trained.")
-    bound = min(MOST_APART.get(str(run.record.get("precision")), MOST_APART["fp32"]) for run in runs)
-    step = first_divergence(*recorded, bound)
-    found = Finding(titles=titles, num_steps=len(shared), bound=bound, facts=tuple(compare_runs(runs)), step=step)
-    if step is None:
-        return replace(found, cause=_published_difference(runs, titles))
-    found = replace(found, losses=(recorded[0][step]["loss"], recorded[1][step]["loss"]))
-    try:
-        sides = [Side(title=title, run=run, config=replay_config(run)) for title, run in zip(titles, runs, strict=True)]
-    except FinetuneError as error:
-        return replace(found, cause=Cause("unknown", "", f"the steps were not computed again: {first_line(error)}"))
-    for start in sorted({0, _last_equal_start(runs, step - 1)}, reverse=True):
-        found = _explain(found, sides[0], sides[1], {start: [*range(start + 1, step + 1)]})
+    if found.step is None:
+        folders = [run.folder.adapter for run in runs]
+        distance, name = _distance(*folders)
+        if not all(folder.is_dir() for folder in folders) or distance <= WEIGHTS_BOUND:
+            return found
+        text = f"the losses are equal, but the published weights differ by {distance:.3g} of their norm"
+        text += f", the most in {name}" if name else ", or in their names"
+        return found.explained(Cause("published weights", name, text), *(f"finetune verify {run.name}" for run in runs))
+    for start in sorted({0, _last_equal_start(runs, found.step - 1)}, reverse=True):
+        found = _explain(found, a, b, {start: [*range(start + 1, found.step + 1)]})
         if found.cause is not None and found.cause.what != "unknown":
-            break  # else the difference is older than the checkpoint
+            break  # else the difference is older than this checkpoint
     return found
 
 
 def bisect_overrides(path: Path, overrides: Sequence[str], plan: Plan | None) -> Finding:
-    """Compare a run with the same run under other settings.
-
-    Args:
-        path: the run's folder.
-        overrides: as for `finetune train`.
-        plan: see `Request`; None: the first steps.
+    """Compare a run with the same run under other settings. Both are computed here, the first steps without a plan.
 
     Raises:
-        CheckpointError: the folder is not a run that has trained.
-        FinetuneError: the steps cannot be computed.
+        FinetuneError: the folder is not a run that has trained, or the steps cannot be computed.
     """
     run = open_run(path)
-    first = Side(title=str(path), run=run, config=replay_config(run))
-    title = f"{path} with {' '.join(overrides)}"
-    second = Side(title=title, run=run, config=replay_config(run, overrides), overrides=tuple(overrides))
-    plan = plan or {0: list(first.steps)[: Request.num_steps]}
-    traces = (_trace(first, plan, (first, second)), _trace(second, plan, (first, second)))
-    found = _compared((first.title, title), traces, _bound(traces))
-    return found if found.step is None else _explain_settings(found, first, second, traces)
+    a, b = Side.of(run), Side.of(run, overrides)
+    plan = plan or {0: list(a.steps)[:NUM_STEPS]}
+    (a, first), (b, second) = (_computed(side, plan, (a, b)) for side in (a, b))
+    found = Finding.of(a, b)
+    return found if found.step is None else _explain_settings(found, a, b, (first, second))
 
 
 def bisect_environment(path: Path, python: str | None, plan: Plan | None) -> Finding:
     """Compare what a run recorded with what this environment computes, or this environment with another Python.
 
     Raises:
-        CheckpointError: the folder is not a run that has trained.
-        FinetuneError: the steps cannot be computed.
+        FinetuneError: the folder is not a run that has trained, or the steps cannot be computed.
     """
-    run = open_run(path)
-    here = Side(title=str(path), run=run, config=replay_config(run))
-    trace = _trace(here, plan, (here,), reads_modules=python is not None)
+    recorded = Side.of(open_run(path))
+    here, trace = _computed(recorded, plan, (recorded,), reads_modules=python is not None)
+    here = replace(here, title="this environment")
     if python is None:
-        recorded = Trace(steps=here.steps, record=run.record, plan=trace.plan, weights={}, modules={})
-        found = _compared((str(path), "this environment"), (recorded, trace), _bound((recorded, trace)))
-        return found if found.step is None else replace(found, cause=_outside([here], [trace], found.bound))
-    other = replace(here, title=python, python=python)
-    traces = (trace, _trace(other, trace.plan, (here,), reads_modules=True))
-    found = _compared(("this environment", python), traces, _bound(traces))
+        found = Finding.of(recorded, here)
+        command = f"finetune bisect {path}{_steps_option(trace.plan, found.step)}"
+        return found if found.step is None else found.explained(_changed_since(recorded, here, found.bound), command)
+    side = replace(recorded, title=python, python=python)
+    there, other = _computed(side, trace.plan, (recorded,), reads_modules=True)
+    found, traces = Finding.of(here, there), (trace, other)
     if found.step is None:
         return found
-    views = (here.view(trace), other.view(traces[1])._replace(title=python))
-    cause = cause_in_modules(found.titles, traces) or cause_in_weights(traces) or cause_in_steps(*views, found.bound)
-    steps = _steps_option(trace.plan, found.step)
-    commands = (f"finetune bisect {path}{steps}", f"{python} -m finetune bisect {path}{steps}")
-    return replace(found, cause=replace(cause, commands=commands))
+    cause = cause_in_modules(traces) or cause_in_weights(traces) or cause_in_steps(here, there, found.bound)
+    arguments = f"bisect {path}{_steps_option(trace.plan, found.step)}"
+    return found.explained(cause, f"finetune {arguments}", f"{python} -m finetune {arguments}")
 
 
-def _explain(found: Finding, first: Side, second: Side, plan: Plan) -> Finding:
-    """Compute the steps of both runs again, and look for the cause in the settings if they still differ."""
-    sides = (first, second)
-    diff = f"finetune diff {first.title} {second.title}"
+def _explain(found: Finding, a: Side, b: Side, plan: Plan) -> Finding:
+    """Compute the steps of both runs again. If they still differ, the settings do; else something else has changed."""
+    diff, steps = f"finetune diff {a.title} {b.title}", _steps_option(plan, found.step)
     try:
-        traces = (_trace(first, plan, sides), _trace(second, plan, sides))
+        (here_a, first), (here_b, second) = (_computed(side, plan, (a, b)) for side in (a, b))
     except FinetuneError as error:
-        cause = cause_in_records(first.view(), second.view())
-        cause = cause or Cause("unknown", "", "the facts that differ are the candidates")
-        notes = (f"the steps were not computed again: {first_line(error)}",)
-        return replace(found, cause=replace(cause, commands=cause.commands or (diff,)), notes=notes)
-    others = [
-        side
-        for side, trace in zip(sides, traces, strict=True)
-        if first_divergence(side.steps, trace.steps, found.bound)
-    ]
-    notes = tuple(f"{side.title} computes other losses here than it recorded" for side in others)
-    if first_divergence(traces[0].steps, traces[1].steps, found.bound) is not None:
-        return replace(_explain_settings(found, first, second, traces), notes=notes)
-    cause = _outside(sides, traces, found.bound)
-    changed = others[0].title if others else first.title
-    commands = cause.commands or (diff, f"finetune bisect {changed}{_steps_option(plan, found.step)}")
-    return replace(found, cause=replace(cause, commands=commands), notes=notes)
+        known = cause_in_records(a, b) or Cause("unknown", "", "no step could be computed again")
+        return found.explained(known, diff, notes=[f"the steps were not computed again: {first_line(error)}"])
+    pairs = [(a, here_a), (b, here_b)]
+    changed = [pair for pair in pairs if first_divergence(pair[0].steps, pair[1].steps, found.bound) is not None]
+    notes = [f"{recorded.title} recorded other losses than it computes now" for recorded, _ in changed]
+    if first_divergence(first.steps, second.steps, found.bound) is not None:
+        return replace(_explain_settings(found, here_a, here_b, (first, second)), notes=tuple(notes))
+    cause = cause_in_records(a, b)
+    if cause is None and changed:
+        recorded, now = changed[0]
+        cause = _changed_since(recorded, replace(now, title="this environment"), found.bound)
+    cause = cause or Cause("unknown", "", f"both runs compute the same losses here, also in step {found.step}")
+    return found.explained(cause, diff, f"finetune bisect {(changed or pairs)[0][0].title}{steps}", notes=notes)
 
 
-def _outside(sides: Sequence[Side], traces: Sequence[Trace], bound: float) -> Cause:
-    """Find the cause outside of the settings: in the records of two runs, or between a record and its replay."""
-    if len(sides) > 1 and (cause := cause_in_records(sides[0].view(), sides[1].view())):
-        return cause
-    for side, trace in zip(sides, traces, strict=True):
-        recorded, computed = side.view(), side.view(trace)
-        if first_divergence(recorded.steps, computed.steps, bound) is not None:
-            return cause_in_records(recorded, computed) or cause_in_steps(recorded, computed, bound)
-    if len(sides) > 1 and (start := min(traces[0].plan)):
-        folders = [side.run.folder.checkpoint(start) for side in sides]
-        _, name = _distance(*folders)
-        return Cause("unknown", name, f"the weights of step {start} differ by rounding only, the most in {name}")
-    return Cause("unknown", "", "both runs compute the same losses here")
+def _changed_since(recorded: Side, computed: Side, bound: float) -> Cause:
+    return cause_in_records(recorded, computed) or cause_in_steps(recorded, computed, bound)
 
 
-def _explain_settings(found: Finding, first: Side, second: Side, traces: tuple[Trace, Trace]) -> Finding:
-    """Give the first side each differing setting of the second, until its losses are those of the second."""
-    plan = traces[0].plan
-    keys = [key for key, _ in differing([values(side.config) for side in (first, second)]) if _is_in_steps(key)]
-    sections = [tuple(group) for _, group in groupby(keys, key=lambda key: key.partition(".")[0])]
-    alone = []
-    for group in [*((key,) for key in keys), *(section for section in sections if len(section) > 1)]:
+def _explain_settings(found: Finding, a: Side, b: Side, traces: tuple[Trace, Trace]) -> Finding:
+    """Compute the first side with each differing setting of the second, until its losses are those of the second."""
+    first, second = traces
+    keys = [key for key, _ in differing([values(side.config) for side in (a, b)]) if _is_in_steps(key)]
+    sections = [list(group) for _, group in groupby(keys, key=lambda key: key.partition(".")[0])]
+    command = f"finetune bisect {a.run.name}{_steps_option(first.plan, found.step)}"
+    given, effective = values(b.config), []
+    for group in [*([key] for key in keys), *(section for section in sections if len(section) > 1)]:
         try:
-            trace = _trace(
-                replace(first, config=_with_values(first.config, second.config, group)), plan, (first, second)
-            )
+            _, trace = _computed(replace(a, config=_with_values(a.config, b.config, group)), first.plan, (a, b))
         except FinetuneError:
             continue  # these keys fit only together with others
-        if first_divergence(trace.steps, traces[1].steps, found.bound) is None:
-            cause = cause_in_setting(group, (first.view(), second.view()), (traces[0], trace))
-            return replace(
-                found, cause=replace(cause, commands=cause.commands or _commands(found, first, second, group, plan))
-            )
-        if first_divergence(trace.steps, traces[0].steps, found.bound) is not None:
-            alone += group
-    text = f"no single key gives the losses of {second.title}"
-    text += f"; these change those of {first.title}: {', '.join(dict.fromkeys(alone))}" if alone else ""
-    return replace(found, cause=Cause("unknown", "", text, _commands(found, first, second, keys, plan)))
+        if first_divergence(trace.steps, second.steps, found.bound) is None:
+            changed = shlex.join([f"{key}={format_value(given[key])}" for key in group])
+            return found.explained(cause_in_setting(group, a, b, (first, trace)), command, f"{command} {changed}")
+        if first_divergence(trace.steps, first.steps, found.bound) is not None:
+            effective += group
+    text = f"no single key gives the losses of {b.title}; "
+    text += f"these change the losses of {a.title}: {', '.join(dict.fromkeys(effective)) or 'none'}"
+    changed = shlex.join([f"{key}={format_value(given[key])}" for key in keys])
+    return found.explained(Cause("unknown", "", text), command, f"{command} {changed}")
 
 
-def _commands(found: Finding, first: Side, second: Side, keys: Sequence[str], plan: Plan) -> tuple[str, str]:
-    """Return the commands that compute the steps with the settings of the first side, and with keys of the second."""
-    command = f"finetune bisect {first.run.folder.path}{_steps_option(plan, found.step)}"
-    given = values(second.config)
-    return command, shlex.join([*command.split(), *(f"{key}={format_value(given[key])}" for key in keys)])
-
-
-def _trace(side: Side, plan: Plan | None, known: Sequence[Side], *, reads_modules: bool = False) -> Trace:
-    """Compute steps of a side. If the base is random, take the one that the run of these settings saved."""
+def _computed(
+    side: Side, plan: Plan | None, known: Sequence[Side], *, reads_modules: bool = False
+) -> tuple[Side, Trace]:
+    """Compute steps of a side, on the random base that the run of its settings saved. Return it with the results."""
     settings = (side.config.model, side.config.seed)
     bases = [one.run.folder.base for one in known if (one.config.model, one.config.seed) == settings]
     request = Request(
@@ -268,31 +214,19 @@ def _trace(side: Side, plan: Plan | None, known: Sequence[Side], *, reads_module
         plan=plan,
         reads_modules=reads_modules,
     )
-    return compute_trace(request) if side.python is None else compute_trace_with(side.python, request)
-
-
-def _compared(titles: tuple[str, str], traces: tuple[Trace, Trace], bound: float) -> Finding:
-    a, b = traces
-    step = first_divergence(a.steps, b.steps, bound)
-    losses = None if step is None else (a.steps[step]["loss"], b.steps[step]["loss"])
-    return Finding(titles=titles, num_steps=len(a.steps.keys() & b.steps.keys()), bound=bound, step=step, losses=losses)
-
-
-def _bound(traces: Sequence[Trace]) -> float:
-    return min(MOST_APART.get(str(trace.record.get("precision")), MOST_APART["fp32"]) for trace in traces)
+    trace = compute_trace(request) if side.python is None else compute_trace_with(side.python, request)
+    return replace(side, record=trace.record, steps=trace.steps), trace
 
 
 def _is_in_steps(key: str) -> bool:
     section, _, name = key.rpartition(".")
-    if section in _NOT_IN_STEPS:
-        return False
-    return on_resume(key).matters != "never" or (section == "training" and name in _ALSO_IN_STEPS)
+    is_free = on_resume(key).matters == "never"
+    return section not in _NOT_IN_STEPS and (not is_free or (section == "training" and name in _ALSO_IN_STEPS))
 
 
-def _with_values(config: Config, other: Config, keys: Sequence[str]) -> Config:
+def _with_values(config: Any, other: Any, keys: Sequence[str]) -> Any:
     """Return a checked configuration with the values that another one has for these keys."""
-    record: dict[str, Any] = config.model_dump(mode="json")
-    given = other.model_dump(mode="json")
+    record, given = (each.model_dump(mode="json") for each in (config, other))
     for key in keys:
         section, _, name = key.rpartition(".")
         (record[section] if section else record)[name] = (given[section] if section else given)[name]
@@ -305,70 +239,44 @@ def _steps_option(plan: Plan, until: int | None) -> str:
     return f" --steps {start + 1}-{until}"
 
 
-def read_steps_option(text: str | None, run: Path) -> Plan | None:
-    """Read `--steps 5-8`: the steps after the start of a run, or after a kept checkpoint.
+def read_steps_option(text: str | None, path: Path) -> Plan | None:
+    """Read `--steps 5-8`: steps that follow the start of a run, or a kept checkpoint.
 
     Raises:
         ConfigError: the text is not a range, or the run has no such checkpoint.
     """
     if text is None:
         return None
-    begin, _, end = text.partition("-")
-    if not (begin.isdigit() and end.isdigit() and 1 <= int(begin) <= int(end)):
-        raise ConfigError(f"--steps is {text}, expected two steps, such as 1-4 or 21-23.")
-    start = int(begin) - 1
-    kept = [0, *RecordedRun(run).folder.checkpoint_steps()]
-    if start not in kept:
+    kept = [0, *RecordedRun(path).folder.checkpoint_steps()]
+    found = re.fullmatch("([0-9]+)-([0-9]+)", text)
+    first, last = map(int, found.groups()) if found else (0, 0)
+    if first - 1 not in kept or last < first:
         after = ", ".join(str(step + 1) for step in kept)
-        raise ConfigError(f"--steps is {text}, but {run} has no checkpoint of step {start}. Begin at one of {after}.")
-    return {start: [*range(start + 1, int(end) + 1)]}
+        raise ConfigError(f"--steps is {text}, expected two steps, such as 1-4. {path} can begin at {after}.")
+    return {first - 1: [*range(first, last + 1)]}
 
 
 def _last_equal_start(runs: Sequence[RecordedRun], most: int) -> int:
-    """Return the last step, not after `most`, that both runs kept with the same weights; 0 is the start."""
-    kept = [{path.name: path for path in whole_checkpoints(run.folder)} for run in runs]
-    pairs = [(kept[0][name], kept[1][name]) for name in sorted(kept[0].keys() & kept[1].keys())]
-    pairs = [pair for pair in pairs if int(pair[0].name.removeprefix("step-")) <= most]
-    count = bisect_right(pairs, False, key=lambda pair: _distance(*pair)[0] > WEIGHTS_BOUND)
-    return int(pairs[count - 1][0].name.removeprefix("step-")) if count else 0
+    """Return the last step, not after `most`, of which both runs kept the same weights; 0 is the start."""
+    kept = [{int(path.name.removeprefix("step-")): path for path in whole_checkpoints(run.folder)} for run in runs]
+    steps = sorted(step for step in kept[0].keys() & kept[1].keys() if step <= most)
+    count = bisect_right(steps, False, key=lambda step: _distance(kept[0][step], kept[1][step])[0] > WEIGHTS_BOUND)
+    return steps[count - 1] if count else 0
 
 
 def _distance(first: Path, second: Path) -> tuple[float, str]:
-    """Return the norm of the differences of all tensors in two folders over their norm, and the tensor that differs most.
+    """Return the norm of the differences of all tensors in two folders over their norm, and the most different tensor.
 
-    The distance is infinite if they have other names or shapes.
+    The distance is infinite if the folders have other tensors.
     """
-    files = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (first, second)]
-    if files[0] != files[1]:
-        return float("inf"), ""
-    total = apart = most = 0.0
-    name = ""
-    for a, b in _tensor_pairs(first, second, files[0]):
-        if a[0] != b[0] or a[1].shape != b[1].shape:
-            return float("inf"), str(a[0])
-        of_tensor = float((a[1].double() - b[1].double()).square().sum())
-        total, apart = total + float(a[1].double().square().sum()), apart + of_tensor
-        if of_tensor > most:
-            most, name = of_tensor, a[0]
-    return (apart / total) ** 0.5 if total else float(apart > 0), name
-
-
-def _tensor_pairs(first: Path, second: Path, names: Sequence[str]) -> Iterator[tuple[Any, Any]]:
-    for name in names:
-        yield from zip(each_tensor(first / name), each_tensor(second / name), strict=False)
-
-
-def _published_difference(runs: Sequence[RecordedRun], titles: tuple[str, str]) -> Cause | None:
-    """Compare the published weights of two runs whose losses are equal."""
-    folders = [run.folder.adapter for run in runs]
-    if not all(folder.is_dir() for folder in folders):
-        return None
-    distance, name = _distance(*folders)
-    if distance <= WEIGHTS_BOUND:
-        return None
-    best = [run.result.get("best_step") for run in runs]
-    text = f"the published weights differ by {distance:.3g} of their norm, the most in {name}"
-    if best[0] != best[1]:
-        text = f"the published weights are of step {best[0]} in {titles[0]} and of step {best[1]} in {titles[1]}"
-    commands = tuple(f"finetune verify {title}" for title in titles)
-    return Cause("published weights", name, text, commands)
+    files = [sorted(folder.glob("*.safetensors")) for folder in (first, second)]
+    a, b = (chain.from_iterable(map(each_tensor, of_folder)) for of_folder in files)
+    total, apart, most, name = 0.0, 0.0, 0.0, ""
+    for (here, x), (there, y) in zip_longest(a, b, fillvalue=("", torch.zeros(0))):
+        if here != there or x.shape != y.shape:
+            return float("inf"), ""
+        total += float(x.double().square().sum())
+        of_tensor = float((x.double() - y.double()).square().sum())
+        apart += of_tensor
+        most, name = max((most, name), (of_tensor, here))
+    return (0.0 if not apart else (apart / total) ** 0.5 if total else float("inf")), name

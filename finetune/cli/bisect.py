@@ -24,7 +24,7 @@ def bisect(
         list[str] | None,
         typer.Argument(
             metavar="[RUN|OVERRIDES…]",
-            help="Another run's folder, or keys to change (optim.learning_rate=1e-4). Default: this run, computed here.",
+            help="Another run's folder, or OVERRIDES of this one (seed=1). Default: this run, computed again here.",
             show_default=False,
         ),
     ] = None,
@@ -70,15 +70,12 @@ def bisect(
 def _show(found: Finding) -> None:
     """Print the first difference, the recorded facts that differ, the cause, and the commands that show it."""
     first, second = found.titles
-    if found.cause is None:
-        say(
-            f"{first} and {second} are equal: the losses of {found.num_steps} steps differ by at most {found.bound:.3g}."
-        )
-    elif found.losses is None:
-        say(f"{first} and {second} have equal losses in all {found.num_steps} steps.")
-    else:
+    apart = f"{found.num_steps} steps, of which the losses differ by at most {found.bound:.3g} x max(1, loss)"
+    if found.losses is not None:
         a, b = found.losses
         say(f"{first} and {second} differ from step {found.step} on: the loss is {a!r} and {b!r}.")
+    else:
+        say(f"{first} and {second} {'are equal' if found.cause is None else 'trained equally'}: {apart}.")
     if found.facts:
         show_differences(found.facts, found.titles)
     for note in found.notes:

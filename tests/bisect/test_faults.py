@@ -72,9 +72,9 @@ def changed_row(rows: list[Any], turn: int) -> list[Any]:
 
 ROWS = {
     "an answer": (lambda rows: changed_row(rows, 1), "rows", ["row 7", "train.jsonl:7", "messages[1].content"]),
-    "a question": (lambda rows: changed_row(rows, 0), "rows", ["row 7", "messages[0].content", "17 are equal"]),
+    "a question": (lambda rows: changed_row(rows, 0), "rows", ["row 7", "messages[0].content", "1 of 18 rows differ"]),
     "the order": (lambda rows: rows[::-1], "order of rows", ["same 18 rows", "from row 1 on"]),
-    "two rows swapped": (lambda rows: [*rows[:3], rows[4], rows[3], *rows[5:]], "order of rows", ["from row 4 on"]),
+    "two rows swapped": (lambda rows: [rows[9], *rows[1:9], rows[0], *rows[10:]], "order of rows", ["from row 1 on"]),
     "a row less": (lambda rows: rows[:4] + rows[5:], "rows", ["has no row equal to", "train.jsonl:5"]),
     "a row more": (lambda rows: [*rows[:4], changed_row(rows[:], 0)[6], *rows[4:6], *rows[6:]], "rows", ["row"]),
 }
@@ -131,15 +131,12 @@ def test_rows_elsewhere(scene, name):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["an answer", "the order", "a row less"])
 def test_rows_that_were_changed_in_place_come_from_the_cache(scene, name):
-    change, what, parts = ROWS[name]
+    change, what, _ = ROWS[name]
     edit_lines(scene.place / "rows/train.jsonl", change)
     scene.train("b")
     code, found = scene.bisect_both()
-    assert (code, found["cause"]["what"]) == (3, what), found
-    assert any("a computes other losses here" in note for note in found["notes"])
-    if name == "an answer":
-        assert "row 7" in found["cause"]["text"] or found["cause"]["name"] == "row 7"
-        assert "oranges" in found["cause"]["text"]
+    assert_named((code, found), what, *(["row 7 ", "token ", "oranges"] if name == "an answer" else []))
+    assert any("a recorded other losses than it computes now" in note for note in found["notes"])
 
 
 def test_rows_that_are_gone_are_named_by_their_fingerprints(scene):
@@ -170,8 +167,10 @@ def test_the_base(scene, what, place):
         assert what != "base weights" or cause["name"] == CHANGED
     elif what == "tokenizer":
         assert_named(scene.bisect_both(), "rows", "token")  # what else would change tokens is not recorded
+    elif what == "base weights":
+        assert_named(scene.bisect_both(), "unknown", "the loss of step 1", "the weights of the base")  # not recorded
     else:
-        assert_named(scene.bisect_both(), what, "model.safetensors" if what == "base weights" else "differs")
+        assert_named(scene.bisect_both(), what)
 
 
 @pytest.mark.trains
@@ -190,8 +189,8 @@ def test_the_adapter_to_start_from(scene):
     name = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"
     change_tensor(second / "adapter_model.safetensors", name)
     shutil.rmtree(scene.place / "a")
-    scene.train("a", f"lora.start_from={first}")
-    scene.train("b", f"lora.start_from={second}")
+    scene.train("a", f"lora.start_from={first}", "lora.start_from_any_base=true")
+    scene.train("b", f"lora.start_from={second}", "lora.start_from_any_base=true")
     cause = assert_named(scene.bisect_both(), "starting weights", "lora.start_from", "1 of ")
     assert cause["name"] == "model.layers.0.mlp.down_proj.lora_B.default.weight"
 
