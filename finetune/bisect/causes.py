@@ -73,9 +73,13 @@ class Side:
         Raises:
             FinetuneError: see `replay_config`.
         """
-        title, config = shlex.join([run.name, *overrides]), replay_config(run, overrides)
         return cls(
-            title=title, run=run, config=config, record=run.record, steps=recorded_steps(run), overrides=overrides
+            title=f"{run.name} with {shlex.join(overrides)}" if overrides else run.name,
+            run=run,
+            config=replay_config(run, overrides),
+            record=run.record,
+            steps=recorded_steps(run),
+            overrides=overrides,
         )
 
 
@@ -145,7 +149,7 @@ def cause_in_setting(keys: Sequence[str], first: Side, second: Side, traces: tup
     both = [format_value(values(side.config)[key]) for side in (first, second)]
     text = f"{key} is {both[0]} in {first.title} and {both[1]} in {second.title}"
     if len(keys) > 1:
-        text = f"{', '.join(keys)} make the difference together: {text}"
+        text = f"only {' and '.join(keys)} together make the difference: {text}"
     if section in ("data", "model") or key == "lora.start_from":
         data = [recorded_facts(trace.record)["data"] for trace in traces]
         rows, templates = ([of[name] for of in data] for name in ("data.train", "chat_template"))

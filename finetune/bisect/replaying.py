@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from finetune.config.compose import config_from_record
-from finetune.errors import FinetuneError, RunFailedError, last_line
+from finetune.errors import ConfigError, FinetuneError, last_line
 from finetune.export.digests import digest_tensor
 from finetune.export.replay import choose_steps, compute_steps, open_replay
 from finetune.runs.metrics import as_json
@@ -104,7 +104,7 @@ def compute_trace_with(python: str, request: Request) -> Trace:
     """Compute the steps with another Python, in a process of its own.
 
     Raises:
-        RunFailedError: the Python cannot be started or did not compute the steps.
+        ConfigError: the Python cannot be started or did not compute the steps.
     """
     with tempfile.TemporaryDirectory() as folder:
         question, answer = Path(folder, "request.json"), Path(folder, "trace.json")
@@ -113,11 +113,11 @@ def compute_trace_with(python: str, request: Request) -> Trace:
         try:
             done = subprocess.run(command, capture_output=True, text=True)
         except OSError as error:
-            raise RunFailedError(f"{python} cannot be started: {error}. Name a Python with --python.") from error
+            raise ConfigError(f"--python is {python}, which cannot be started: {error}. Name a Python.") from error
         if done.returncode or not answer.is_file():
-            raise RunFailedError(
-                f"{python} did not compute the steps (exit code {done.returncode}): {last_line(done.stderr)}. It needs "
-                "finetune of this version; python -m pip install it there."
+            raise ConfigError(
+                f"--python is {python}, which did not compute the steps (exit code {done.returncode}: "
+                f"{last_line(done.stderr)}). Its environment needs a finetune that has the command bisect."
             )
         found = json.loads(answer.read_bytes())
     steps = {step: {name: float(value) for name, value in of.items()} for step, of in found["steps"].items()}

@@ -73,7 +73,10 @@ def load_rows(title: str, config: Config, fingerprint: str) -> Rows | None:
 def first_difference(first: Rows, second: Rows) -> RowDifference:
     """Describe the first difference between rows that have other fingerprints."""
     sides = list(zip(first.sides, second.sides, strict=False))
-    digests = [[list(rows.digests(with_targets=True)) for rows in side] for side in sides]
+    digests = [
+        [list(zip(rows.digests(with_targets=True), rows.rows.is_good.tolist(), strict=True)) for rows in side]
+        for side in sides
+    ]
     (a, b), (in_a, in_b) = next(
         (pair for pair in zip(sides, digests, strict=True) if pair[1][0] != pair[1][1]), (sides[0], digests[0])
     )

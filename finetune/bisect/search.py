@@ -234,9 +234,8 @@ def _with_values(config: Any, other: Any, keys: Sequence[str]) -> Any:
 
 
 def _steps_option(plan: Plan, until: int | None) -> str:
-    """Return the option that computes the same steps up to the first that differs."""
-    start = max(start for start in plan if start < (until or 1))
-    return f" --steps {start + 1}-{until}"
+    """Return the option that computes the same steps up to the first that differs; empty if none does."""
+    return "" if until is None else f" --steps {max(start for start in plan if start < until) + 1}-{until}"
 
 
 def read_steps_option(text: str | None, path: Path) -> Plan | None:

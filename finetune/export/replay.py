@@ -205,7 +205,9 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
         "training.prefetch_factor": None,
     }
     if config.origin("training.batch_size") == COMMAND_LINE:
-        del chosen["training.global_batch_size"]  # which follows from it unless it is configured
+        asked = whole(run.part("global_batch").get("world_size_asked")) or 1
+        from_batch_size = config.training.batch_size * asked
+        chosen["training.global_batch_size"] = config.training.global_batch_size or from_batch_size
     values = {key: (value, "run.json") for key, value in chosen.items() if config.origin(key) != COMMAND_LINE}
     config = config.with_values(values)
     return config.model_copy(update={"parallel": ParallelSection(), "ddp": False, "resume": "never"})

@@ -43,7 +43,9 @@ class Difference(NamedTuple):
             return MISSING
         if isinstance(value, float) and self.part == "result":
             return f"{value:.6g}"
-        return format_value(value)[:_DIGITS] if self.part == "data" else format_value(value)
+        if self.part == "data":  # pairs have a digest for each side
+            return "/".join(digest[:_DIGITS] for digest in format_value(value).split("/"))
+        return format_value(value)
 
 
 def differing(sides: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:

@@ -1,0 +1,214 @@
+"""What `finetune bisect` prints, computes and refuses, and other environments."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.bisect.scene import Scene, edit_lines, make_scene
+from tests.in_process import run_finetune
+from tests.launches import run_command
+from tests.tiny_runs import conversation_words
+
+pytestmark = pytest.mark.trains
+
+PATCH = """
+import importlib.util, sys
+
+class Patched:
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            return importlib.util.spec_from_file_location(name, {file!r})
+
+sys.meta_path.insert(0, Patched())
+"""
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return make_scene(tmp_path_factory.mktemp("bisect"))
+
+
+def other_environment(folder: Path, module: str = "", file: Path | None = None) -> str:
+    """A Python with the packages of this one, of which a module comes from another file."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "packages.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    if file is not None:
+        (site / "patch_of_a_module.py").write_text(PATCH.format(module=module, file=str(file)))
+        (site / "patched.pth").write_text("import patch_of_a_module\n")
+    return str(folder / "bin/python")
+
+
+def test_the_two_commands_show_the_difference(scene):
+    scene.train("late", "training.drop_last=true")
+    done = run_finetune("bisect", scene.place / "a", scene.place / "late")
+    assert done.returncode == 3, done.stdout
+    assert f"{scene.place / 'a'} and {scene.place / 'late'} differ from step 5 on: the loss is 5." in done.answer
+    assert "config training.drop_last" in done.answer  # as finetune diff lists it
+    *_, cause, first, second = done.answer.splitlines()
+    assert cause.startswith("Cause: training.drop_last is false in ")
+    assert first.endswith(" --steps 5-5")  # from the checkpoint of step 4
+    assert second == f"{first} training.drop_last=true"
+    for command, code in {first: 0, second: 3}.items():
+        done = run_finetune(*shlex.split(command)[1:])
+        assert done.returncode == code, done.stdout
+
+
+def test_a_run_that_can_be_computed_again_is_equal_and_is_not_changed(scene):
+    before = {path: path.stat().st_mtime_ns for path in (scene.place / "a").rglob("*")}
+    assert scene.bisect(str(scene.place / "a"))[1]["num_steps"] == 6
+    code, found = scene.bisect(str(scene.place / "a"), "--steps", "3-5")
+    assert (code, found["num_steps"], found["cause"]) == (0, 3, None)
+    assert {path: path.stat().st_mtime_ns for path in (scene.place / "a").rglob("*")} == before
+
+
+def test_rows_that_have_changed_since_a_run_are_named(scene, tmp_path):
+    rows = shutil.copytree(scene.place / "rows", tmp_path / "rows")
+    scene.train("c", f"data.path={rows}")
+
+    def change(lines):
+        lines[2]["messages"][1]["content"] = "Friday"
+        return lines
+
+    edit_lines(rows / "train.jsonl", change)
+    code, found = scene.bisect(str(scene.place / "c"))
+    assert (code, found["cause"]["what"], found["cause"]["name"]) == (3, "rows", "row 3")
+    assert '"Friday<|end|>' in found["cause"]["text"]
+
+
+def test_settings_that_change_nothing_are_equal(scene):
+    scene.train("plain", "training.global_batch_size=null")
+    code, found = scene.bisect(str(scene.place / "a"), "training.batch_size=2", "training.global_batch_size=4")
+    assert (code, found["num_steps"]) == (0, 6)
+    code, found = scene.bisect(str(scene.place / "plain"), "training.batch_size=2")  # which decides the global batch
+    assert (code, found["cause"]["name"]) == (3, "training.global_batch_size")
+
+
+def test_keys_that_differ_only_together_are_all_named(scene):
+    scene.train("two", "optim.weight_decay=0.1", "lora.alpha=8")
+    code, found = scene.bisect(str(scene.place / "a"), str(scene.place / "two"))
+    assert (code, found["cause"]["what"]) == (3, "unknown")
+    assert "these change the losses of" in found["cause"]["text"]
+    assert found["cause"]["text"].endswith("lora.alpha, optim.weight_decay")
+    assert scene.bisect(*shlex.split(found["cause"]["commands"][1])[2:])[0] == 3
+    scene.train("short", "data.max_length=20", "data.on_truncated_answer=warn")
+    code, found = scene.bisect(str(scene.place / "a"), str(scene.place / "short"))
+    assert (code, found["cause"]["what"]) == (3, "rows")
+    text = found["cause"]["text"]
+    assert text.startswith("only data.max_length and data.on_truncated_answer together make the difference")
+    assert "token 21" in text
+
+
+def test_runs_without_a_common_step_and_wrong_arguments_are_refused(scene, tmp_path):
+    shutil.copytree(scene.place / "a", tmp_path / "b")
+    (tmp_path / "b/metrics.jsonl").write_text("")
+    a = scene.place / "a"
+    for arguments, part in (
+        ([a, tmp_path / "b"], "have no recorded step in common"),
+        ([a, tmp_path], "is not the folder of a run"),
+        ([a, "--steps", "4-5"], "can begin at 1, 3, 5, 6, 7"),
+        ([a, "--steps", "now"], "--steps is now, expected two steps"),
+        ([a, a, "--steps", "1-2"], "--steps and another run cannot be given together"),
+        ([a, "seed=1", "--python", "python3"], "--python and OVERRIDES cannot be given together"),
+        ([a, "sed=1"], "Did you mean seed?"),
+    ):
+        done = run_finetune("bisect", *arguments)
+        assert (done.returncode, part in done.errors) == (2, True), done.stdout
+
+
+def test_steps_that_cannot_be_computed_leave_the_recorded_facts(scene, tmp_path):
+    rows = shutil.copytree(scene.place / "rows", tmp_path / "rows")
+    scene.train("gone", f"data.path={rows}", "optim.weight_decay=0.1")
+    shutil.rmtree(rows)
+    code, found = scene.bisect(str(scene.place / "a"), str(scene.place / "gone"))
+    assert (code, found["step"], found["cause"]["what"]) == (3, 2, "unknown")
+    assert "no such file or folder" in found["notes"][0]
+    assert [one["name"] for one in found["differences"]][:2] == ["data.path", "optim.weight_decay"]
+
+
+@pytest.mark.sweep
+def test_a_random_base_follows_its_seed(scene):
+    words = [*("model.path=null", "model.init=random", f"model.tokenizer={scene.place / 'base'}")]
+    config = (scene.place / "base/config.json").read_text().replace("\n", " ")
+    for name, seed in {"r": "0", "s": "1"}.items():
+        scene.train(name, *words, f"model.config={config}", f"seed={seed}")
+    code, found = scene.bisect(str(scene.place / "r"), str(scene.place / "s"))
+    assert (code, found["cause"]["name"]) == (3, "seed")
+    shutil.rmtree(scene.place / "s")
+    scene.train("s", *words, f"model.config={config}", "optim.weight_decay=0.1")
+    code, found = scene.bisect(str(scene.place / "r"), str(scene.place / "s"))
+    assert (code, found["cause"]["name"]) == (3, "optim.weight_decay")
+
+
+@pytest.mark.sweep
+def test_each_answer_of_a_conversation_is_a_row(scene, tmp_path):
+    words = conversation_words(tmp_path / "talks")
+
+    def change(lines):
+        lines[3]["messages"][-1]["content"] = "Porto"
+        return lines
+
+    other = shutil.copytree(tmp_path / "talks", tmp_path / "other")
+    edit_lines(other / "train.jsonl", change)
+    scene.train("t", *words)
+    scene.train("u", *words, f"data.path={other}")
+    code, found = scene.bisect(str(scene.place / "t"), str(scene.place / "u"))
+    assert (code, found["cause"]["what"], found["cause"]["name"]) == (3, "rows", "row 7")
+    assert "train.jsonl:4" in found["cause"]["text"]
+    assert "messages[2].content" in found["cause"]["text"]
+
+
+@pytest.mark.process
+def test_a_patched_optimizer_in_another_environment(scene, tmp_path):
+    source = Path(str(find_spec("torch.optim.adam").origin)).read_text()
+    patched = tmp_path / "adam.py"
+    patched.write_text(source.replace("step_size = lr / bias_correction1", "step_size = lr * 1.001 / bias_correction1"))
+    assert patched.read_text() != source
+    python = other_environment(tmp_path / "env", "torch.optim.adam", patched)
+    code, found = scene.bisect(str(scene.place / "a"), "--python", python)
+    assert (code, found["step"], found["cause"]["what"], found["cause"]["name"]) == (3, 2, "package", "torch"), found
+    assert "another torch.optim.adam" in found["cause"]["text"]
+    assert found["cause"]["commands"][1] == f"{python} -m finetune bisect {scene.place / 'a'} --steps 1-2"
+
+
+@pytest.mark.process
+@pytest.mark.sweep
+def test_a_patched_kernel_in_another_environment(scene, tmp_path):
+    import finetune.engine.norm
+
+    source = Path(finetune.engine.norm.__file__).read_text()
+    patched = tmp_path / "norm.py"
+    patched.write_text(source.replace(".rsqrt_()", ".rsqrt_().mul_(1.001)"))
+    assert patched.read_text() != source
+    python = other_environment(tmp_path / "env", "finetune.engine.norm", patched)
+    code, found = scene.bisect(str(scene.place / "a"), "--python", python)
+    assert (code, found["step"], found["cause"]["name"]) == (3, 1, "finetune"), found
+    assert "another finetune.engine.norm" in found["cause"]["text"]
+
+
+@pytest.mark.process
+@pytest.mark.sweep
+def test_an_equal_environment_and_one_without_finetune(scene, tmp_path):
+    python = other_environment(tmp_path / "env")
+    assert scene.bisect(str(scene.place / "a"), "--python", python)[0] == 0
+    for wrong, part in ((tmp_path / "none", "cannot be started"), (shutil.which("false"), "did not compute the steps")):
+        done = run_finetune("bisect", scene.place / "a", "--python", wrong)
+        assert (done.returncode, part in done.errors) == (2, True), done.stdout
+
+
+@pytest.mark.launch
+@pytest.mark.warm
+def test_two_processes_are_equal_to_one(scene):
+    words = [*scene.words("world"), "parallel.num_processes=2", "training.batch_size=2"]
+    done = run_command([sys.executable, "-m", "finetune", "train", *words])
+    assert done.returncode == 0, done.stdout
+    code, found = scene.bisect(str(scene.place / "a"), str(scene.place / "world"))
+    assert (code, found["cause"]) == (0, None), found
