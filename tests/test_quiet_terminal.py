@@ -61,6 +61,7 @@ RUN, OTHER = f"runs/{NAME}", f"runs/{NAME.replace('seed-1', 'seed-2')}"
 SHOWN = {
     "runs": (["runs"], [NAME, "completed", "3/3", "2.0000", "microsoft/Phi-4-mini-instruct", "support/chats.jsonl"]),
     "diff": (["diff", RUN, OTHER], [RUN, OTHER, "seed"]),
+    "bisect": (["bisect", RUN, OTHER], ["are equal", RUN, OTHER]),
     "checkpoints": (["checkpoints", RUN], ["No checkpoint was saved yet"]),
     "watch": (["watch", RUN], ["3/3 · epoch 1", "learning rate 1.00e-04", Path(NAME).name]),
     "config show": (["config", "show", "quickstart", f"output_dir={RUN}"], [RUN, "configs/quickstart.yaml:14"]),

@@ -14,6 +14,7 @@ from finetune.export.checks import loss_difference
 from finetune.export.replay import replay_config
 from finetune.runs.comparison import differing, format_value, recorded_facts
 from finetune.runs.recorded_run import RecordedRun
+from finetune.terminal import without_passwords
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -74,7 +75,7 @@ class Side:
             FinetuneError: see `replay_config`.
         """
         return cls(
-            title=f"{run.name} with {shlex.join(overrides)}" if overrides else run.name,
+            title=without_passwords(f"{run.name} with {shlex.join(overrides)}") if overrides else run.name,
             run=run,
             config=replay_config(run, overrides),
             record=run.record,
@@ -100,15 +101,12 @@ def cause_in_records(first: Side, second: Side) -> Cause | None:
             return Cause("chat template", "", "the chat template differs, and with it the training rows")
         return cause_in_rows(first, second, data["data.train"])
     versions.pop("git_commit", None)
-    if versions:
-        each = ", ".join(f"{name} ({a} and {b})" for name, (a, b) in versions.items())
-        text = f"{first.title} and {second.title} have other versions of {each}, and no other recorded fact differs"
-        return Cause("package", ", ".join(versions), text)
-    for name in _MACHINE:
-        if name in world:
-            text = f"{first.title} and {second.title} computed with {name} {world[name][0]} and {world[name][1]}"
-            return Cause(name, name, text)
-    return None
+    facts = versions | {name: world[name] for name in _MACHINE if name in world}
+    if not facts:
+        return None
+    each = ", ".join(f"{name} ({a} and {b})" for name, (a, b) in facts.items())
+    text = f"of all recorded facts, {first.title} and {second.title} differ only in {each}"
+    return Cause("package" if versions else next(iter(facts)), ", ".join(facts), text)
 
 
 def cause_in_rows(first: Side, second: Side, fingerprints: Sequence[str]) -> Cause:
@@ -125,8 +123,8 @@ def cause_in_rows(first: Side, second: Side, fingerprints: Sequence[str]) -> Cau
     commands = []
     if both[0].is_on_disk and both[1].is_on_disk:
         for side in (first, second):
-            preview = ["finetune", "preview", str(side.run.folder.config_file), *side.overrides]
-            commands.append(shlex.join([*preview, "--row", str(found.row)]))
+            preview = ["finetune", "preview", f"{side.run.name}/config.yaml", *side.overrides]
+            commands.append(without_passwords(shlex.join([*preview, "--row", str(found.row)])))
     return Cause(found.what, f"row {found.row}", found.text, tuple(commands))
 
 

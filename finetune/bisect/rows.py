@@ -89,7 +89,9 @@ def first_difference(first: Rows, second: Rows) -> RowDifference:
         return RowDifference("order of rows", index + 1, f"{text}: {a.source(index)} and {b.source(index)}")
     if is_missing and is_added:
         text = f"{a.source(index)} of {first.title} and {b.source(index)} of {second.title} differ in "
-        text += f"{_field(first, second, (a, b), index)}; {len(places)} of {num_rows} rows differ"
+        text += (
+            f"{_field(first, second, (a, b), index)}; {len(places)} of {num_rows} rows differ{'s' * (len(places) == 1)}"
+        )
     elif is_missing:
         text = f"{second.title} has no row equal to {a.source(index)} of {first.title}"
     else:

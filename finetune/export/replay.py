@@ -192,8 +192,7 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
     config = config if memory is None else memory.resolve(config)
     chosen: dict[str, object] = {
         "training.precision": text(run.record.get("precision")) or config.training.precision,
-        "training.global_batch_size": whole(run.part("global_batch").get("global_batch_size"))
-        or config.training.global_batch_size,
+        "training.global_batch_size": _global_batch_size(run, config),
         "training.report_to": [],
         "training.profile": 0,
         # A replay has no validation, and its metrics may be functions that only the command line allows.
@@ -204,13 +203,17 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
         "training.num_workers": 0,
         "training.prefetch_factor": None,
     }
-    if config.origin("training.batch_size") == COMMAND_LINE:
-        asked = whole(run.part("global_batch").get("world_size_asked")) or 1
-        from_batch_size = config.training.batch_size * asked
-        chosen["training.global_batch_size"] = config.training.global_batch_size or from_batch_size
     values = {key: (value, "run.json") for key, value in chosen.items() if config.origin(key) != COMMAND_LINE}
     config = config.with_values(values)
     return config.model_copy(update={"parallel": ParallelSection(), "ddp": False, "resume": "never"})
+
+
+def _global_batch_size(run: RecordedRun, config: Config) -> int | None:
+    """Return the recorded size, unless the command line changes the batch size from which the global one follows."""
+    recorded = run.part("global_batch")
+    if config.origin("training.batch_size") == COMMAND_LINE and config.training.global_batch_size is None:
+        return config.training.batch_size * (whole(recorded.get("world_size_asked")) or 1)
+    return whole(recorded.get("global_batch_size")) or config.training.global_batch_size
 
 
 def _save_interval(cadence: Cadence) -> int:

@@ -72,7 +72,7 @@ def changed_row(rows: list[Any], turn: int) -> list[Any]:
 
 ROWS = {
     "an answer": (lambda rows: changed_row(rows, 1), "rows", ["row 7", "train.jsonl:7", "messages[1].content"]),
-    "a question": (lambda rows: changed_row(rows, 0), "rows", ["row 7", "messages[0].content", "1 of 18 rows differ"]),
+    "a question": (lambda rows: changed_row(rows, 0), "rows", ["row 7", "messages[0].content", "1 of 18 rows differs"]),
     "the order": (lambda rows: rows[::-1], "order of rows", ["same 18 rows", "from row 1 on"]),
     "two rows swapped": (lambda rows: [rows[9], *rows[1:9], rows[0], *rows[10:]], "order of rows", ["from row 1 on"]),
     "a row less": (lambda rows: rows[:4] + rows[5:], "rows", ["has no row equal to", "train.jsonl:5"]),
