@@ -150,7 +150,7 @@ def test_two_processes_of_which_one_has_a_bug(place: Place) -> None:
         ["merge", "RUN", "NEW"],
         ["runs", "RUN", "--json"],
         ["diff", "RUN", "RUN"],
-        ["bisect", "RUN", "RUN"],
+        ["bisect", "RUN"],
     ],
     ids=" ".join,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.bisect.replaying import FIELDS, Steps, Trace, recorded_steps
 from finetune.bisect.rows import first_difference, load_rows
 from finetune.config.keys import values
+from finetune.errors import CheckpointError
 from finetune.export.checks import loss_difference
 from finetune.export.replay import replay_config
 from finetune.runs.comparison import differing, format_value, recorded_facts
@@ -72,14 +74,17 @@ class Side:
         """Describe a recorded run, perhaps with other settings.
 
         Raises:
-            FinetuneError: see `replay_config`.
+            CheckpointError: the run has not trained, or see `replay_config`.
+            ConfigError: the overrides are wrong.
         """
+        if not (steps := recorded_steps(run)):
+            raise CheckpointError(f"{run.name} has no recorded step. Name the folder of a run that has trained.")
         return cls(
             title=without_passwords(f"{run.name} with {shlex.join(overrides)}") if overrides else run.name,
             run=run,
             config=replay_config(run, overrides),
             record=run.record,
-            steps=recorded_steps(run),
+            steps=steps,
             overrides=overrides,
         )
 
@@ -193,13 +198,12 @@ def cause_in_modules(traces: tuple[Trace, Trace]) -> Cause | None:
 
 def _differing_values(first: Steps, second: Steps, bound: float) -> Iterator[tuple[int, str]]:
     """Yield the step and the name of each value that differs beyond rounding, in the order of their computation."""
+    bounds = {**_ROUNDING, "loss": bound, "grad_norm": max(bound, _ROUNDING["grad_norm"])}
     for step in sorted(first.keys() & second.keys()):
         for name in FIELDS:
             a, b = first[step].get(name), second[step].get(name)
-            if a is None or b is None or a == b or (a != a and b != b):  # both NaN
+            if a is None or b is None or a == b or (math.isnan(a) and math.isnan(b)):
                 continue
             apart = loss_difference(a, b) if name == "loss" else abs(a - b) / max(abs(a), abs(b))
-            if not apart <= (
-                bound if name == "loss" else max(bound, _ROUNDING[name]) if name == "grad_norm" else _ROUNDING[name]
-            ):
+            if not apart <= bounds[name]:  # true if one of them is NaN
                 yield step, name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from finetune.runs.durable import replace_file
 from finetune.runs.tensors import TensorFile, read_tensors
-from tests.in_process import Ended, run_finetune
+from tests.in_process import run_finetune
 from tests.tiny import CHAT_TEMPLATES
 from tests.tiny_runs import write_base, write_rows
 
@@ -27,17 +27,13 @@ OTHER_TEMPLATE = (
 
 @dataclass
 class Scene:
-    """A folder with a base, rows and runs `a` and `b`, which is trained after a fault was planted.
+    """A folder with a base, rows and a run `a`. Run `b` is trained after a fault was planted.
 
     Attributes:
         place: the folder.
-        overrides: with which `b` is trained.
-        after: functions that change the finished run `b`.
     """
 
     place: Path
-    overrides: list[str] = field(default_factory=list)
-    after: list[Callable[[Path], object]] = field(default_factory=list)
 
     def train(self, name: str, *overrides: str) -> None:
         done = run_finetune("train", *self.words(name), *overrides)
@@ -113,8 +109,3 @@ def change_losses(run: Path, since: int = 2, by: float = 1e-3) -> None:
         ]
 
     edit_lines(run / "metrics.jsonl", change)
-
-
-def done_well(done: Ended) -> Ended:
-    assert done.returncode == 0, done.stdout
-    return done

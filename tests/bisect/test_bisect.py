@@ -84,6 +84,7 @@ def test_rows_that_have_changed_since_a_run_are_named(scene, tmp_path):
     assert '"Friday<|end|>' in found["cause"]["text"]
 
 
+@pytest.mark.sweep
 def test_settings_that_change_nothing_are_equal(scene):
     scene.train("plain", "training.global_batch_size=null")
     code, found = scene.bisect(str(scene.place / "a"), "training.batch_size=2", "training.global_batch_size=4")
@@ -92,6 +93,7 @@ def test_settings_that_change_nothing_are_equal(scene):
     assert (code, found["cause"]["name"]) == (3, "training.global_batch_size")
 
 
+@pytest.mark.sweep
 def test_keys_that_differ_only_together_are_all_named(scene):
     scene.train("two", "optim.weight_decay=0.1", "lora.alpha=8")
     code, found = scene.bisect(str(scene.place / "a"), str(scene.place / "two"))
@@ -110,9 +112,12 @@ def test_keys_that_differ_only_together_are_all_named(scene):
 def test_runs_without_a_common_step_and_wrong_arguments_are_refused(scene, tmp_path):
     shutil.copytree(scene.place / "a", tmp_path / "b")
     (tmp_path / "b/metrics.jsonl").write_text("")
+    shutil.copytree(scene.place / "a", tmp_path / "later")
+    edit_lines(tmp_path / "later/metrics.jsonl", lambda events: [{**event, "step": 99} for event in events])
     a = scene.place / "a"
     for arguments, part in (
-        ([a, tmp_path / "b"], "have no recorded step in common"),
+        ([a, tmp_path / "b"], "b has no recorded step"),
+        ([a, tmp_path / "later"], "have no recorded step in common"),
         ([a, tmp_path], "is not the folder of a run"),
         ([a, "--steps", "4-5"], "can begin at 1, 3, 5, 6, 7"),
         ([a, "--steps", "now"], "--steps is now, expected two steps"),

@@ -21,6 +21,7 @@ from tests.bisect.scene import (
     make_scene,
 )
 
+pytestmark = pytest.mark.trains
 CONFIGURATION = {
     "seed": "1",
     "optim.learning_rate": "2e-2",
@@ -90,10 +91,6 @@ def assert_named(found: tuple[int, dict[str, Any]], what: str, *parts: str) -> d
     return cause
 
 
-sweep = [pytest.mark.sweep, pytest.mark.sampled(6)]
-
-
-@pytest.mark.trains
 @pytest.mark.sweep
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("key", CONFIGURATION)
@@ -104,7 +101,6 @@ def test_a_key_of_the_configuration(scene, key):
     assert cause["commands"][1].startswith(cause["commands"][0])
 
 
-@pytest.mark.trains
 @pytest.mark.sweep
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", HARMLESS)
@@ -114,7 +110,6 @@ def test_runs_without_a_fault_are_equal(scene, name):
     assert (code, found["step"], found["cause"], found["num_steps"]) == (0, None, None, 6), found
 
 
-@pytest.mark.trains
 @pytest.mark.sweep
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ROWS)
@@ -126,7 +121,6 @@ def test_rows_elsewhere(scene, name):
     assert_named(scene.bisect_both(), what, *parts)
 
 
-@pytest.mark.trains
 @pytest.mark.sweep
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["an answer", "the order", "a row less"])
@@ -143,10 +137,9 @@ def test_rows_that_are_gone_are_named_by_their_fingerprints(scene):
     edit_lines(scene.place / "rows/train.jsonl", ROWS["an answer"][0])
     shutil.rmtree(scene.place / "cache")
     scene.train("b")
-    assert_named(scene.bisect_both(), "rows", "The rows of", "no longer on this machine")
+    assert_named(scene.bisect_both(), "rows", "those of ", "are no longer on this machine")
 
 
-@pytest.mark.trains
 @pytest.mark.sweep
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["elsewhere", "in place"])
@@ -173,16 +166,13 @@ def test_the_base(scene, what, place):
         assert_named(scene.bisect_both(), what)
 
 
-@pytest.mark.trains
 @pytest.mark.sweep
-@pytest.mark.sampled(1)
 def test_the_template_of_the_data(scene):
     (scene.place / "other.jinja").write_text(OTHER_TEMPLATE)
     scene.train("b", f"data.chat_template={scene.place / 'other.jinja'}")
     assert_named(scene.bisect_both(), "chat template", "data.chat_template")
 
 
-@pytest.mark.trains
 @pytest.mark.sweep
 def test_the_adapter_to_start_from(scene):
     first, second = (shutil.copytree(scene.place / "a/adapter", scene.place / name) for name in ("one", "two"))
@@ -195,7 +185,6 @@ def test_the_adapter_to_start_from(scene):
     assert cause["name"] == "model.layers.0.mlp.down_proj.lora_B.default.weight"
 
 
-@pytest.mark.trains
 @pytest.mark.sweep
 def test_published_weights(scene):
     scene.train("b")
@@ -212,7 +201,6 @@ RECORDS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.trains
 @pytest.mark.sweep
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", RECORDS)
