@@ -110,7 +110,8 @@ def cause_in_records(first: Side, second: Side) -> Cause | None:
     if not facts:
         return None
     each = ", ".join(f"{name} ({a} and {b})" for name, (a, b) in facts.items())
-    text = f"of all recorded facts, {first.title} and {second.title} differ only in {each}"
+    text = f"of all recorded facts, {first.title} and {second.title} differ only in {each}. If this is not the cause, "
+    text += "the weights of the base or code have changed"
     return Cause("package" if versions else next(iter(facts)), ", ".join(facts), text)
 
 

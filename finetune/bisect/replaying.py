@@ -109,7 +109,7 @@ def compute_trace_with(python: str, request: Request) -> Trace:
     with tempfile.TemporaryDirectory() as folder:
         question, answer = Path(folder, "request.json"), Path(folder, "trace.json")
         question.write_text(json.dumps(asdict(request)), encoding="utf-8")
-        command = [python, "-m", "finetune.bisect.replaying", str(question), str(answer)]
+        command = [python, "-P", "-m", "finetune.bisect.replaying", str(question), str(answer)]
         try:
             done = subprocess.run(command, capture_output=True, text=True)
         except OSError as error:

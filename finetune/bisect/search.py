@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, groupby, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +33,9 @@ from finetune.runs.metrics import as_json
 from finetune.runs.recorded_run import RecordedRun, open_run
 from finetune.runs.tensors import each_tensor
 from finetune.runs.verification import whole_checkpoints
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
 
 WEIGHTS_BOUND = 1e-5
 """Promise 1 for an adapter: the largest norm of the differences over the norm of the weights."""
@@ -108,7 +111,9 @@ def bisect_runs(first: Path, second: Path) -> Finding:
             return found
         text = f"the losses are equal, but the published weights differ by {distance:.3g} of their norm"
         text += f", the most in {name}" if name else ", or in their names"
-        return found.explained(Cause("published weights", name, text), *(f"finetune verify {run.name}" for run in runs))
+        return found.explained(
+            Cause("published weights", name, text), *(shlex.join(["finetune", "verify", run.name]) for run in runs)
+        )
     for start in sorted({0, _last_equal_start(runs, found.step - 1)}, reverse=True):
         found = _explain(found, a, b, {start: [*range(start + 1, found.step + 1)]})
         if found.cause is not None and found.cause.what != "unknown":
@@ -141,21 +146,23 @@ def bisect_environment(path: Path, python: str | None, plan: Plan | None) -> Fin
     here = replace(here, title="this environment")
     if python is None:
         found = Finding.of(recorded, here)
-        command = f"finetune bisect {path}{_steps_option(trace.plan, found.step)}"
-        return found if found.step is None else found.explained(_changed_since(recorded, here, found.bound), command)
+        if found.step is None:
+            return found
+        command = _bisect_command(recorded.run, trace.plan, found.step)
+        return found.explained(_changed_since(recorded, here, found.bound), command)
     side = replace(recorded, title=python, python=python)
     there, other = _computed(side, trace.plan, (recorded,), reads_modules=True)
     found, traces = Finding.of(here, there), (trace, other)
     if found.step is None:
         return found
     cause = cause_in_modules(traces) or cause_in_weights(traces) or cause_in_steps(here, there, found.bound)
-    arguments = f"bisect {path}{_steps_option(trace.plan, found.step)}"
-    return found.explained(cause, f"finetune {arguments}", f"{python} -m finetune {arguments}")
+    command = _bisect_command(recorded.run, trace.plan, found.step)
+    return found.explained(cause, command, f"{shlex.quote(python)} -m {command}")
 
 
 def _explain(found: Finding, a: Side, b: Side, plan: Plan) -> Finding:
     """Compute the steps of both runs again. If they still differ, the settings do; else something else has changed."""
-    diff, steps = f"finetune diff {a.title} {b.title}", _steps_option(plan, found.step)
+    diff = shlex.join(["finetune", "diff", a.run.name, b.run.name])
     try:
         (here_a, first), (here_b, second) = (_computed(side, plan, (a, b)) for side in (a, b))
     except FinetuneError as error:
@@ -171,7 +178,8 @@ def _explain(found: Finding, a: Side, b: Side, plan: Plan) -> Finding:
         recorded, now = changed[0]
         cause = _changed_since(recorded, replace(now, title="this environment"), found.bound)
     cause = cause or Cause("unknown", "", f"both runs compute the same losses here, also in step {found.step}")
-    return found.explained(cause, diff, f"finetune bisect {(changed or pairs)[0][0].title}{steps}", notes=notes)
+    again = _bisect_command((changed or pairs)[0][0].run, plan, found.step)
+    return found.explained(cause, diff, again, notes=notes)
 
 
 def _changed_since(recorded: Side, computed: Side, bound: float) -> Cause:
@@ -183,16 +191,18 @@ def _explain_settings(found: Finding, a: Side, b: Side, traces: tuple[Trace, Tra
     first, second = traces
     keys = [key for key, _ in differing([values(side.config) for side in (a, b)]) if _is_in_steps(key)]
     sections = [list(group) for _, group in groupby(keys, key=lambda key: key.partition(".")[0])]
-    command = f"finetune bisect {a.run.name}{_steps_option(first.plan, found.step)}"
+    command = _bisect_command(a.run, first.plan, found.step)
     given, effective = values(b.config), []
     for group in [*([key] for key in keys), *(section for section in sections if len(section) > 1)]:
         try:
-            _, trace = _computed(replace(a, config=_with_values(a.config, b.config, group)), first.plan, (a, b))
+            mixed = _with_values(a.config, b.config, group)
+            _, trace = _computed(replace(a, config=mixed), first.plan, (a, b))
         except FinetuneError:
             continue  # these keys fit only together with others
         if first_divergence(trace.steps, second.steps, found.bound) is None:
             changed = shlex.join([f"{key}={format_value(given[key])}" for key in group])
-            return found.explained(cause_in_setting(group, a, b, (first, trace)), command, f"{command} {changed}")
+            cause = cause_in_setting(group, a, replace(b, config=mixed), (first, trace))
+            return found.explained(cause, command, f"{command} {changed}")
         if first_divergence(trace.steps, first.steps, found.bound) is not None:
             effective += group
     text = f"no single key gives the losses of {b.title}; "
@@ -224,7 +234,7 @@ def _is_in_steps(key: str) -> bool:
     return section not in _NOT_IN_STEPS and (not is_free or (section == "training" and name in _ALSO_IN_STEPS))
 
 
-def _with_values(config: Any, other: Any, keys: Sequence[str]) -> Any:
+def _with_values(config: Config, other: Config, keys: Sequence[str]) -> Config:
     """Return a checked configuration with the values that another one has for these keys."""
     record, given = (each.model_dump(mode="json") for each in (config, other))
     for key in keys:
@@ -233,9 +243,11 @@ def _with_values(config: Any, other: Any, keys: Sequence[str]) -> Any:
     return config_from_record(record)
 
 
-def _steps_option(plan: Plan, until: int | None) -> str:
-    """Return the option that computes the same steps up to the first that differs; empty if none does."""
-    return "" if until is None else f" --steps {max(start for start in plan if start < until) + 1}-{until}"
+def _bisect_command(run: RecordedRun, plan: Plan, until: int | None) -> str:
+    """Return the command that computes the same steps of a run again, up to the first that differs."""
+    assert until is not None  # there is no cause without one
+    first = max(start for start in plan if start < until) + 1
+    return shlex.join(["finetune", "bisect", run.name, "--steps", f"{first}-{until}"])
 
 
 def read_steps_option(text: str | None, path: Path) -> Plan | None:
