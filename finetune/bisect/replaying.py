@@ -135,7 +135,7 @@ def _digest_modules() -> dict[str, list[str]]:
     found = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if name != "__main__" and file and Path(file).is_file():
+        if not name.startswith("__") and file and Path(file).is_file():
             owner = owners.get(name.partition(".")[0], ["Python"])[0]
             digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
             found[name] = [owner, versions.get(owner, sys.version.partition(" ")[0]), digest]
