@@ -140,6 +140,7 @@ def _measure_on_rank(runtime: Runtime, run: FinishedRun, split: Split, metrics: 
     from finetune.data.batches import EvaluationLoader, loader_keys_on
     from finetune.data.encode import encode_examples
     from finetune.data.examples import load_examples
+    from finetune.data.subsets import by_column
     from finetune.inference.evaluation import evaluate_model
     from finetune.inference.finished_run import place_finished_run, read_finished_run
     from finetune.model.base import longrope_boundary
@@ -159,6 +160,8 @@ def _measure_on_rank(runtime: Runtime, run: FinishedRun, split: Split, metrics: 
             f"the {split} split is plain text, in which there are no answers to measure by {', '.join(metrics)}. Drop "
             "--metric, and set testing.metrics=[] where the run's config names some."
         )
+    if config.validation.by is not None:
+        examples = by_column(config.data, config.validation.by, {split: examples})[split]
     runtime.refuse_differences(f"the {split} rows", examples.fingerprint)
     loader = EvaluationLoader(
         examples,
@@ -207,6 +210,18 @@ def _write(output: Path, record: Mapping[str, Any]) -> None:
 
 def _as_record(run: FinishedRun, split: Split, evaluation: Evaluation) -> dict[str, Any]:
     """Convert the scores to plain values. A score that is not finite becomes None."""
+    record = {
+        "run": str(run.folder.path),
+        "weights": run.weights_name,
+        "split": split,
+        **_scores_as_record(evaluation),
+    }
+    if evaluation.subsets:
+        record["sources"] = {name: _scores_as_record(each) for name, each in evaluation.subsets.items()}
+    return record
+
+
+def _scores_as_record(evaluation: Evaluation) -> dict[str, Any]:
     scores: dict[str, Any] = {
         name: {
             "loss": _finite(score.loss),
@@ -216,14 +231,7 @@ def _as_record(run: FinishedRun, split: Split, evaluation: Evaluation) -> dict[s
         }
         for name, score in evaluation.scores.items()
     }
-    return {
-        "run": str(run.folder.path),
-        "weights": run.weights_name,
-        "split": split,
-        "num_rows": evaluation.num_rows,
-        "num_targets": evaluation.num_targets,
-        **scores,
-    }
+    return {"num_rows": evaluation.num_rows, "num_targets": evaluation.num_targets, **scores}
 
 
 def _rows(evaluation: Evaluation) -> list[dict[str, Any]]:

@@ -38,5 +38,6 @@ UpdateKey = Annotated[T, OnResume("always", "the updates of the weights")]
 RateKey = Annotated[T, OnResume("always", "the learning rate of every step")]
 MeasureKey = Annotated[T, OnResume("always", "the measure by which weights are the best")]
 SampleKey = Annotated[T, OnResume("always", "the answers to validate on: metrics before and after are not comparable")]
+SubsetKey = Annotated[T, OnResume("always", "the rows of each loss/NAME: losses before and after are not comparable")]
 # Dropout masks and noise belong to the micro-batches; without them, the cut changes only the rounding.
 CutKey = Annotated[T, OnResume("noise", "the cut of a global batch, and with it the dropout masks or the noise")]

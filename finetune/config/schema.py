@@ -24,6 +24,7 @@ from finetune.config.on_resume import (
     RateKey,
     RowKey,
     SampleKey,
+    SubsetKey,
     TokenKey,
     UpdateKey,
 )
@@ -528,6 +529,8 @@ class ValidationSection(LoaderKeys):
     """Leave out the last batch if it is not full. By default no row is left out."""
     validate_every: Free[PositiveInt | None] = None
     """Optimizer steps between two validations. Default: validate at the end of each epoch."""
+    by: SubsetKey[str | None] = None
+    """A column of the rows: also report the loss of the rows of each of its values. Default: of each mixture source."""
     metrics: Free[list[str]] = Field(default_factory=list)
     """Metrics of generated answers: exact_match, json_valid, json_equal, token_f1, or `my_package.scores.bleu`."""
     metrics_from: Free[list[str]] = Field(default_factory=list)
@@ -566,7 +569,7 @@ class EarlyStoppingSection(Section):
     min_delta: Free[NonNegativeFloat] = 0.0
     """The smallest change of `metric` that counts as an improvement; of the loss, in nats per target token."""
     metric: MeasureKey[str] = "loss"
-    """What should improve: loss, one of `validation.metrics`, or a reward of the objective: docs/methods.md."""
+    """What should improve: loss, loss/NAME of a source, one of `validation.metrics`, or a reward (docs/methods.md)."""
 
 
 class CheckpointSection(Section):

@@ -207,7 +207,7 @@ class _Encoder:
         encoded = self._done[id(whole)]
         if examples.choose is not None:
             encoded = encoded.select_examples(examples.choose(encoded.num_examples))
-        return Part(encoded, examples.label, examples.weight)
+        return Part(encoded, examples.label, examples.weight, examples.name)
 
 
 def _batches(examples: Examples, train_on: str) -> Iterator[list[Example]]:
@@ -242,7 +242,7 @@ def _mix(split: str, parts: Sequence[Part], seed: int) -> EncodedExamples:
                 "%s: %s rows an epoch from the %s of %s (weight %g)",
                 *(split, f"{len(rows):,}", f"{part.examples.num_examples:,}", part.label, part.weight),
             )
-    return EncodedExamples.joined(chosen)
+    return EncodedExamples.joined(chosen, [part.name for part in parts])
 
 
 def _count(examples: EncodedExamples) -> str:

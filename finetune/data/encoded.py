@@ -42,6 +42,8 @@ class RowTable(NamedTuple):
     example_of: torch.Tensor
     """int64, shape (rows,): the example of each row, ascending from 0. With `data.train_on=each_turn` the answers of a
     conversation are rows of one example; otherwise each row is one."""
+    subset: torch.Tensor
+    """int16, shape (rows,): the index of the row's subset in `EncodedExamples.subset_names`; 0 without subsets."""
 
     @classmethod
     def of(cls, source: EncodedRows) -> RowTable:
@@ -54,6 +56,7 @@ class RowTable(NamedTuple):
             num_targets=source.num_targets,
             is_good=source.is_good,
             example_of=_example_of(source.numbers.diff() != 0),
+            subset=torch.zeros(len(source.numbers), dtype=torch.int16),
         )
 
     @property
@@ -97,6 +100,7 @@ class EncodedExamples(Dataset[EncodedExample]):
         end_id: the token that ends an answer.
         name_row: names a row in messages, given its number in the source: `orders/train.jsonl:17`.
         rows: the chosen rows. Default: all of the only source.
+        subset_names: the names of the subsets that are measured beside the whole split, see `finetune.data.subsets`.
     """
 
     def __init__(
@@ -105,10 +109,12 @@ class EncodedExamples(Dataset[EncodedExample]):
         end_id: int,
         name_row: Callable[[int], str] = "row {}".format,
         rows: RowTable | None = None,
+        subset_names: Sequence[str] = (),
     ) -> None:
         self.sources = tuple(sources)
         self.rows = RowTable.of(*sources) if rows is None else rows
         self.end_id = end_id
+        self.subset_names = tuple(subset_names)
         self._name_row = name_row
         self._begins = [0, *accumulate(len(source.token_ids) for source in sources)]
 
@@ -124,15 +130,19 @@ class EncodedExamples(Dataset[EncodedExample]):
         return cls([rows_in_memory(encode)], end_id)
 
     @classmethod
-    def joined(cls, parts: Sequence[EncodedExamples]) -> EncodedExamples:
-        """Join the rows of several sources, one source after the other."""
+    def joined(cls, parts: Sequence[EncodedExamples], names: Sequence[str] = ()) -> EncodedExamples:
+        """Join the rows of several sources, one source after the other. With names, each source is a subset."""
         if len(parts) == 1:
             return parts[0]
         begins = [0, *accumulate(part._begins[-1] for part in parts)]
         numbers = [0, *accumulate(int(part.rows.numbers.max()) + 1 for part in parts)]
         tables = [
-            part.rows._replace(starts=part.rows.starts + begin, numbers=part.rows.numbers + number)
-            for part, begin, number in zip(parts, begins, numbers, strict=False)
+            part.rows._replace(
+                starts=part.rows.starts + begin,
+                numbers=part.rows.numbers + number,
+                subset=torch.full_like(part.rows.subset, place if names else 0),
+            )
+            for place, (part, begin, number) in enumerate(zip(parts, begins, numbers, strict=False))
         ]
         rows = RowTable(*map(torch.cat, zip(*tables, strict=True)))
         begins_example = torch.cat([part.rows.begins_example for part in parts])
@@ -142,7 +152,13 @@ class EncodedExamples(Dataset[EncodedExample]):
             talking[0].end_id,
             partial(_name_joined_row, [part._name_row for part in parts], numbers),
             rows._replace(example_of=_example_of(begins_example[1:])),
+            names,
         )
+
+    def with_subsets(self, names: Sequence[str], subset: torch.Tensor) -> EncodedExamples:
+        """Return the same rows with these subsets; `subset` has the index of each row's name, int16, shape (rows,)."""
+        rows = self.rows._replace(subset=subset)
+        return EncodedExamples(self.sources, self.end_id, self._name_row, rows, names)
 
     def select(self, indices: Sequence[int] | torch.Tensor) -> EncodedExamples:
         """Return the rows at these indices, in their order; a row may come more than once."""
@@ -152,7 +168,8 @@ class EncodedExamples(Dataset[EncodedExample]):
         rows = RowTable(*(each[chosen] for each in self.rows))
         # An example that comes again begins again, also where it follows itself.
         example_of = _example_of((rows.example_of.diff() != 0) | (chosen.diff() <= 0))
-        return EncodedExamples(self.sources, self.end_id, self._name_row, rows._replace(example_of=example_of))
+        rows = rows._replace(example_of=example_of)
+        return EncodedExamples(self.sources, self.end_id, self._name_row, rows, self.subset_names)
 
     def select_examples(self, examples: Sequence[int]) -> EncodedExamples:
         """Return the rows of the examples at these indices, in their order; an example may come more than once."""
@@ -318,6 +335,8 @@ class Part:
     examples: EncodedExamples
     label: str
     weight: float = 1.0
+    name: str = ""
+    """The name of the source in a mixture."""
 
     def epoch(self, seed: int) -> Sequence[int]:
         """Return the examples of an epoch: each one int(weight) times, and a random fraction of them once more.

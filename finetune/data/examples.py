@@ -18,6 +18,7 @@ from finetune.data.hub import open_split, split_names
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RowSource, quiet_datasets
 from finetune.data.remote import RemoteRows, is_address, local_path, name_of, names_at
 from finetune.data.rows import Examples, JoinedExamples
+from finetune.data.subset_names import names_of_sources
 from finetune.errors import ConfigError, DataError
 from finetune.logs import waiting
 from finetune.runs.durable import describe_os_error
@@ -149,10 +150,11 @@ def _load_mixture(section: DataSection) -> ExampleSplits:
             source = _find_split(split, wanted, None, section.cache_dir)
             parts[split] = [] if source is None else [_as_examples(source, section)]
     named_for_all = {split for split, examples in parts.items() if examples}
-    for source_keys in section.mixture:
+    for name, source_keys in zip(names_of_sources(section.mixture), section.mixture, strict=True):
         of_source = _load_source(_section_of(section, source_keys), without=named_for_all)
         of_source["train"].weight = float(source_keys.get("weight", 1.0))
         for split, examples in of_source.items():
+            examples.name = name
             parts[split].append(examples)
     return ExampleSplits(**{split: JoinedExamples(of_split) for split, of_split in parts.items() if of_split})
 

@@ -82,6 +82,7 @@ class Examples(_OfRows):
 
     Attributes:
         weight: the number of times that each row comes in an epoch of a mixture.
+        name: of the source in a mixture, different from the names of the others; otherwise empty.
         whole: all rows of the source, if this split has only some of them; otherwise this split itself.
         choose: returns the indices of this split's rows, given the number of rows in `whole`; None: all rows.
         read_as: a description of the format and the columns; empty until the rows are read.
@@ -99,6 +100,7 @@ class Examples(_OfRows):
         self.columns = columns or {}
         self.max_rows = max_rows
         self.weight = 1.0
+        self.name = ""
         self.whole: Examples = self
         self.choose: Callable[[int], list[int]] | None = None
         self.read_as = ""

@@ -28,6 +28,7 @@ from finetune.inference.losses import in_even_rounds, measure_losses
 from finetune.inference.scores import AnsweredRow, Evaluation, ModelName, Scores
 from finetune.logs import waiting
 from finetune.model.base import evaluation_mode
+from finetune.runs.metrics import subset_key
 from finetune.runs.model_files import has_adapter
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def evaluate_model(
         num_rows=len(examples),
         num_targets=int(losses["tuned"][1].sum()),
         scores={name: _scores(losses[name], measured[name]) for name in names},
+        subsets=_evaluate_subsets(examples, losses, measured, dialogue.subsets),
         answers=tuple(
             AnsweredRow(
                 source=dialogue.sources[row],
@@ -131,7 +133,7 @@ def measure_answers(
     """Answer prompts greedily, and return the mean of each metric, the same on all ranks. Collective: every rank.
 
     Returns:
-        The means by name; None if a rank was asked to stop meanwhile.
+        The means by name, also those of each subset (`subset_key`); None if a rank was asked to stop meanwhile.
 
     Raises:
         DataError: on all ranks, if a user's own metric failed.
@@ -145,7 +147,11 @@ def measure_answers(
     with runtime.failing_together("measuring answers"):
         if runtime.is_main_process:
             answers = [dialogue.reader.read(row).text for row in ids]
-            found = _means(_measure(metrics, answers, dialogue.expected))
+            measured = _measure(metrics, answers, dialogue.expected)
+            found = _means(measured)
+            for subset in dict.fromkeys(dialogue.subsets):
+                means = _means(_in_subset(measured, dialogue.subsets, subset))
+                found |= {subset_key(name, subset): mean for name, mean in means.items()}
     return runtime.broadcast_from_main(found)
 
 
@@ -183,12 +189,14 @@ class Dialogues:
         prompts: token ids, including the header of the assistant's turn.
         expected: the text of the assistant's answer, after its thinking.
         reader: reads answers, the expected ones and generated ones alike.
+        subsets: the name of the subset of each row; empty if the rows have no subsets.
     """
 
     def __init__(self, examples: EncodedExamples | None, tokenizer: PreTrainedTokenizerBase) -> None:
         self.sources: list[str] = []
         self.prompts: list[list[int]] = []
         self.expected: list[str] = []
+        self.subsets: list[str] = []
         self._tokens = AnswerTokens(tokenizer)
         self.reader = AnswerReader(self._tokens)
         if examples is None:
@@ -198,6 +206,8 @@ class Dialogues:
             self.sources.append(examples.source(row))
             self.prompts.append([int(token) for token in prompt])
             self.expected.append(self.reader.read(answer).text)
+            if examples.subset_names:
+                self.subsets.append(examples.subset_names[int(examples.rows.subset[row])])
 
     def last_turn(self, row: int) -> str:
         """Return the text of the last turn before the answer, or the whole prompt if it has no turns."""
@@ -235,6 +245,38 @@ def _scores(losses: torch.Tensor, measured: Mapping[str, Sequence[float]]) -> Sc
         standard_error=_standard_error((nats[counts > 0] / counts[counts > 0]).tolist()),
         metrics=_means(measured),
     )
+
+
+def _evaluate_subsets(
+    examples: EncodedExamples,
+    losses: Mapping[ModelName, torch.Tensor],
+    measured: Mapping[ModelName, Mapping[str, Sequence[float]]],
+    subsets: Sequence[str],
+) -> dict[str, Evaluation]:
+    """Return the scores of each subset that has rows, from the losses of all rows and the metrics of those answered."""
+    found = {}
+    for index, subset in enumerate(examples.subset_names):
+        rows = examples.rows.subset == index
+        if rows.any():
+            found[subset] = Evaluation(
+                num_rows=int(rows.sum()),
+                num_targets=int(losses["tuned"][1][rows].sum()),
+                scores={
+                    name: _scores(of_rows[:, rows], _in_subset(measured[name], subsets, subset))
+                    for name, of_rows in losses.items()
+                },
+            )
+    return found
+
+
+def _in_subset(
+    measured: Mapping[str, Sequence[float]], subsets: Sequence[str], subset: str
+) -> dict[str, Sequence[float]]:
+    """Keep the values of the rows of one subset."""
+    return {
+        name: [value for value, other in zip(values, subsets, strict=False) if other == subset]
+        for name, values in measured.items()
+    }
 
 
 def _means(measured: Mapping[str, Sequence[float]]) -> dict[str, float]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +15,7 @@ from finetune.engine.loss import cross_entropy_per_target
 from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
 from finetune.engine.reference import in_float64
 from finetune.model.base import evaluation_mode
+from finetune.runs.metrics import subset_key
 
 
 class LossSums(NamedTuple):
@@ -43,6 +45,33 @@ class LossSums(NamedTuple):
             return 0.0
         variance = (self.squared_example_means - self.example_means**2 / n) / (n - 1)
         return math.sqrt(max(0.0, variance) / n)
+
+
+class SplitLosses(NamedTuple):
+    """The sums over a split, and over each of its subsets (`EncodedExamples.subset_names`)."""
+
+    whole: LossSums
+    subsets: Mapping[str, LossSums] = {}
+    """The sums of each subset, by its name."""
+
+    def over_ranks(self, runtime: Runtime) -> SplitLosses:
+        """Return the sums over all ranks, which have the same subsets. Collective: one for all sums."""
+        width = len(LossSums._fields)
+        values = runtime.sum([value for sums in (self.whole, *self.subsets.values()) for value in sums])
+        whole, *others = (LossSums(*values[start : start + width]) for start in range(0, len(values), width))
+        return SplitLosses(whole, dict(zip(self.subsets, others, strict=True)))
+
+    def subset_metrics(self) -> dict[str, float]:
+        """Return `loss/NAME`, `standard_error/NAME` and `num_targets/NAME` of each subset that has targets.
+
+        The mean of these losses, weighted by the numbers of targets, is the loss of the whole.
+        """
+        return {
+            subset_key(metric, name): getattr(sums, metric)
+            for name, sums in self.subsets.items()
+            if sums.num_targets
+            for metric in ("loss", "standard_error", "num_targets")
+        }
 
 
 class MicrobatchLosses(NamedTuple):
@@ -77,7 +106,7 @@ def sum_losses(
     loader: EvaluationLoader,
     *,
     is_to_stop: Callable[[], bool] = lambda: False,
-) -> LossSums:
+) -> SplitLosses:
     """Add up the losses of this rank's rows, without gradients and in evaluation mode.
 
     Args:
@@ -86,16 +115,29 @@ def sum_losses(
         loader: this rank's rows.
         is_to_stop: called before each batch; True cuts the evaluation short.
     """
+    examples: Any = loader.dataset
     totals = [0.0] * (len(LossSums._fields) - 1)
+    subsets = torch.zeros(len(examples.subset_names), len(totals), dtype=torch.float64)
+    is_cut_short = False
     with evaluation_mode(model):
-        for microbatch in in_even_rounds(runtime, loader):
-            if is_to_stop():
-                return LossSums(num_cut_short=1.0)
+        for rows, microbatch in zip_longest(loader.row_batches, in_even_rounds(runtime, loader)):
+            if is_cut_short := is_to_stop():
+                break
             total, nats, counts = measure_losses(runtime, model, microbatch)
             means = nats[counts > 0] / counts[counts > 0]
             batch = (total, counts.sum(), (counts > 0).sum(), means.sum(), (means**2).sum())
             totals = [total + float(value) for total, value in zip(totals, batch, strict=True)]
-    return LossSums(*totals)
+            if len(subsets) and rows is not None:
+                subsets.index_add_(0, examples.rows.subset[rows].int(), _sums_of_rows(nats.cpu(), counts.cpu()))
+    of_subsets = (LossSums(*sums) for sums in subsets.tolist())
+    whole = LossSums(num_cut_short=1.0) if is_cut_short else LossSums(*totals)
+    return SplitLosses(whole, dict(zip(examples.subset_names, of_subsets, strict=True)))
+
+
+def _sums_of_rows(nats: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return what each row adds to `LossSums`: float64, shape (rows, 5)."""
+    means = nats / counts.clamp(min=1)  # a row without a target has no nats either
+    return torch.stack([nats, counts.double(), (counts > 0).double(), means, means**2], dim=1)
 
 
 def in_even_rounds(runtime: Runtime, loader: EvaluationLoader) -> Iterator[Microbatch]:

@@ -75,6 +75,8 @@ class Evaluation:
     answers: Sequence[AnsweredRow] = ()
     num_left_out: int = 0
     """Rows without a part in the loss (`testing.drop_last`)."""
+    subsets: Mapping[str, Evaluation] = field(default_factory=dict)
+    """The scores on the rows of each subset, by its name."""
 
     @property
     def tuned(self) -> Scores:
@@ -114,8 +116,30 @@ def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, wit
     if evaluation.num_left_out:
         title += f"; the loss is over {evaluation.num_rows - evaluation.num_left_out:,} of them (drop_last)"
     print_table(["", *columns], rows, right=columns, title=title)
+    if evaluation.subsets:
+        _show_subsets(evaluation.subsets)
     for row in evaluation.answers[:num_answers]:
         print_texts([("prompt", row.prompt), ("expected", row.expected), *row.answers.items()])
+
+
+def _show_subsets(subsets: Mapping[str, Evaluation]) -> None:
+    """Print a table with one row for each subset. A metric is missing where none of the answered rows is in it."""
+    cells = [
+        {
+            (model, metric): _format_score(metric, value)
+            for model, scores in each.scores.items()
+            for metric, value in {**scores.metrics, "loss": scores.loss}.items()
+        }
+        for each in subsets.values()
+    ]
+    keys = list(dict.fromkeys(key for row in cells for key in row))
+    columns = [f"{model} {_LABELS.get(metric, metric).partition(' (')[0]}" for model, metric in keys]
+    rows = [
+        [name, f"{each.num_rows:,}", f"{each.num_targets:,}", *(row.get(key, "–") for key in keys)]
+        for (name, each), row in zip(subsets.items(), cells, strict=True)
+    ]
+    head = ["", "rows", "target tokens", *columns]
+    print_table(head, rows, right=head[1:], title="each source")
 
 
 def _format_score(name: str, value: float) -> str:

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from finetune.report.sentences import number
-from finetune.runs.metrics import measured_beside_loss
+from finetune.runs.metrics import measured_beside_loss, measured_in_subsets, subset_key
 from finetune.runs.recorded_run import Points, RecordedRun, finite
 from finetune.terminal import visible
 
@@ -218,6 +218,7 @@ def build_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
         _chart(runs, "reward-margin", "Reward margin", margin, "step", "reward_margin"),
         *_rewards(runs),
         *_metrics(runs),
+        *_subsets(runs, unit),
         _chart(runs, "learning-rate", "Learning rate", "", "step", "learning_rate", smooth=False),
         _chart(runs, "grad-norm", "Gradient norm", "before clipping", "step", "grad_norm"),
         _chart(runs, "throughput", "Throughput", "tokens per second", "step", "tokens_per_second"),
@@ -253,6 +254,32 @@ def _metrics(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
         if not any(run.points("step", name) for run in runs):  # rewards have a chart by steps
             title = visible(name).replace("_", " ").capitalize()
             yield _chart(runs, f"metric-{index}", title, "mean over answers", "validation", name, smooth=False)
+
+
+def _subsets(runs: Sequence[RecordedRun], unit: str) -> Iterator[Chart]:
+    """Yield a chart of each metric that validations measured for each source, with a curve for each of them."""
+    names = dict.fromkeys(name for run in runs for event in run.of("validation") for name in measured_in_subsets(event))
+    for index, metric in enumerate(dict.fromkeys(name.partition("/")[0] for name in names)):
+        subsets = [name.partition("/")[2] for name in names if name.partition("/")[0] == metric]
+        curves = [
+            Curve(
+                name=visible(subset) if len(runs) == 1 else f"{run.name}: {visible(subset)}",
+                run=place,
+                hue=(number if len(runs) == 1 else place) % COLOURS,
+                points=run.points("validation", subset_key(metric, subset)),
+                errors=dict(finite(run.points("validation", subset_key("standard_error", subset))))
+                if metric == "loss"
+                else {},
+                is_measured=True,
+            )
+            for place, run in enumerate(runs)
+            for number, subset in enumerate(subsets)
+        ]
+        title = "Validation loss" if metric == "loss" else visible(metric).replace("_", " ").capitalize()
+        unit_of_metric = unit if metric == "loss" else "mean over answers"
+        yield Chart(
+            name=f"sources-{index}", title=f"{title} of each source", unit=unit_of_metric, curves=curves, is_large=True
+        )
 
 
 def smoothed(points: Points) -> Points:

@@ -185,8 +185,33 @@ def number_in(event: Mapping[str, Any], name: str) -> float | None:
 
 
 def measured_beside_loss(event: Event) -> list[str]:
-    """Return the names of a validation's metrics other than its loss: metrics of answers, and rewards."""
-    return [name for name in event if name not in _OF_EVERY_VALIDATION and number_in(event, name) is not None]
+    """Return the names of a validation's metrics of answers and rewards, over all its rows."""
+    return [
+        name
+        for name in event
+        if name not in _OF_EVERY_VALIDATION and "/" not in name and number_in(event, name) is not None
+    ]
+
+
+def subset_key(metric: str, subset: str) -> str:
+    """Return the key of a metric over some of the rows of a split: those of a source or of a value of a column."""
+    return f"{metric}/{subset}"
+
+
+def measured_in_subsets(event: Event) -> list[str]:
+    """Return the names of a validation's losses and metrics over subsets of its rows: `loss/NAME`, ..."""
+    return [
+        name
+        for name in event
+        if "/" in name
+        and name.partition("/")[0] not in ("standard_error", "num_targets")
+        and number_in(event, name) is not None
+    ]
+
+
+def lower_is_better(metric: str) -> bool:
+    """Return whether a metric of a validation should fall: the loss, over all rows or over a subset."""
+    return metric.partition("/")[0] == "loss"
 
 
 def as_json(value: object) -> object:

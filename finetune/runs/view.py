@@ -12,7 +12,7 @@ import statistics
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune.runs.metrics import Event, measured_beside_loss, number_in
+from finetune.runs.metrics import Event, lower_is_better, measured_beside_loss, measured_in_subsets, number_in
 from finetune.runs.recorded_run import step_of
 from finetune.terminal import visible
 from finetune.units import format_bytes, format_duration
@@ -25,6 +25,7 @@ _SPEED_STEPS = 50
 _MOST_TREND_STEPS = 50
 _FEWEST_TREND_STEPS = 5
 _MAX_WARNINGS = 3
+_MOST_SUBSETS = 12
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 24
 _BAR_WIDTH = 24
@@ -102,7 +103,7 @@ class RunView:
             f"step {self._validation.get('step')}",
             f"validation loss {_format_metric(self._validation, 'loss', '.4f')}",
         ]
-        return _SEPARATOR.join([*facts, *self._metrics()])
+        return _SEPARATOR.join([*facts, *self._metrics(), *self._in_subsets()])
 
     def trend(self) -> Trend | None:
         """Compute the trend of the loss; None before there are enough steps."""
@@ -140,6 +141,8 @@ class RunView:
             rows.append(("reward", self._reward()))
         if self._validation:
             rows.append(("validation", self._validated()))
+            if subsets := self._in_subsets():
+                rows.append(("sources", _SEPARATOR.join(subsets)))
         if self._last:
             rate = _format_metric(self._last, "learning_rate", ".2e")
             norm = _format_metric(self._last, "grad_norm", ".3g")
@@ -159,7 +162,7 @@ class RunView:
     def _take_best(self, event: Event) -> None:
         name = str(event.get("best_metric", "loss"))
         value = number_in(event, name)
-        sign = -1 if name == "loss" else 1
+        sign = -1 if lower_is_better(name) else 1
         if value is not None and math.isfinite(value) and (self._best is None or sign * value > sign * self._best[1]):
             self._best = name, value, shown_step(event)
 
@@ -189,6 +192,12 @@ class RunView:
         """Return the metrics of the last validation beside its loss, each with its name."""
         names = [name for name in measured_beside_loss(self._validation) if name not in _OF_BOTH_SIDES]
         return [f"{visible(name)} {_format_metric(self._validation, name, '.3f')}" for name in names]
+
+    def _in_subsets(self) -> list[str]:
+        """Return the losses and metrics of the last validation over each of its sources, each with its name."""
+        names = measured_in_subsets(self._validation)
+        shown = [f"{visible(name)} {_format_metric(self._validation, name, '.4f')}" for name in names[:_MOST_SUBSETS]]
+        return shown + ([f"and {len(names) - len(shown)} more"] if len(names) > len(shown) else [])
 
     def _speed(self) -> str:
         speed = number_in(self._last, "tokens_per_second")

@@ -16,7 +16,7 @@ from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE, Choices
 from finetune.errors import ConfigError, DataError
-from finetune.inference.losses import LossSums
+from finetune.inference.losses import SplitLosses
 from finetune.model.base import longrope_boundary
 from finetune.training.checks import check_objective
 from finetune.training.objectives.preference_losses import PreferenceLoss
@@ -101,7 +101,7 @@ class PreferenceTrainer(Trainer):
             return partial(put_labelled_together, rows=collate)
         return partial(put_pairs_together, rows=collate, learns_prompt=config.training.objective == "orpo")
 
-    def measure(self, loader: EvaluationLoader) -> LossSums:
+    def measure(self, loader: EvaluationLoader) -> SplitLosses:
         """See `Trainer.measure`."""
         loss = _loss_of(self.config)
         sums, metrics = sum_preference_losses(self.runtime, self.model, loader, loss=loss)
@@ -112,7 +112,7 @@ class PreferenceTrainer(Trainer):
             _log.info(
                 "Validation: %s", ", ".join(f"{name}={mean:.3f}" for name, mean in self.validation_metrics.items())
             )
-        return sums
+        return SplitLosses(sums)
 
 
 def _loss_of(config: Config) -> PreferenceLoss:

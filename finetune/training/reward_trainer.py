@@ -17,7 +17,7 @@ from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE, Choices
 from finetune.inference.decoding import Decoding
 from finetune.inference.evaluation import answer_unless_stopped
-from finetune.inference.losses import LossSums
+from finetune.inference.losses import LossSums, SplitLosses
 from finetune.inference.rewards import Rewards
 from finetune.runs.rollouts import remove_rollouts_after
 from finetune.runs.state import TrainerState
@@ -117,7 +117,7 @@ class RewardTrainer(Trainer):
             train_loader.check_server()
         return super().run_training(train_loader, val_loader)
 
-    def measure(self, loader: EvaluationLoader) -> LossSums:
+    def measure(self, loader: EvaluationLoader) -> SplitLosses:
         """Reward greedy answers to the sample of the validation split. Collective."""
         del loader
         prompts, setup, config = self._validation_prompts, self._setup, self.config
@@ -126,9 +126,9 @@ class RewardTrainer(Trainer):
         decoding = Decoding(stop_ids=stops_of(setup), max_new_tokens=length, keeps_stop=True)
         answers = answer_unless_stopped(self.runtime, self.model, prompts.prompts, decoding, batch_size=size)
         if answers is None:
-            return LossSums(num_cut_short=1.0)
+            return SplitLosses(LossSums(num_cut_short=1.0))
         rewards = reward_on_main(setup, self._rewards, prompts, range(len(prompts)), answers)
-        return self._as_sums(rewards)
+        return SplitLosses(self._as_sums(rewards))
 
     def _as_sums(self, rewards: list[list[float]]) -> LossSums:
         """Set the metrics. Return the sums on the main process and zeros elsewhere: the caller adds up all ranks."""

@@ -5,20 +5,21 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from finetune.config.compose import resolved_yaml
 from finetune.data.batches import Collate, EvaluationLoader
-from finetune.data.encoded import EncodedExamples, EncodedSplits
+from finetune.data.encoded import EncodedExamples, EncodedSplits, digest_tensors
+from finetune.data.subsets import by_column
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.precision import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
 from finetune.engine.loss import BY_DEVICE, Choices
 from finetune.fallbacks import Fallback
-from finetune.inference.losses import LossSums
+from finetune.inference.losses import SplitLosses
 from finetune.model.base import checkpoint_gradients
 from finetune.model.fp8_base import refuse_fp8_without_engine, refuse_where_fp8_is_impossible, wants_fp8
 from finetune.model.lora import without_adapter
@@ -36,7 +37,7 @@ from finetune.training.memory.choice import MemoryChoice, agree_on_memory
 from finetune.training.memory.forecast import copy_without_data
 from finetune.training.memory.tracing import Computation
 from finetune.training.reporting.journal import Journal
-from finetune.training.validation import check_metrics, refuse_rows_without_answers
+from finetune.training.validation import check_metrics, measured_in_subsets, refuse_rows_without_answers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,7 +87,7 @@ class Objective(Protocol):
     def longest_row(config: Config, splits: Any) -> int:
         """Return the tokens of the longest row of a micro-batch."""
 
-    def measure(self, loader: EvaluationLoader) -> LossSums:
+    def measure(self, loader: EvaluationLoader) -> SplitLosses:
         """Measure this rank's rows of the validation split. Collective."""
 
 
@@ -150,12 +151,15 @@ def set_up(
     config = runtime.with_launcher_values(config)
     refuse_where_fp8_is_impossible(config, precision=runtime.precision, device=runtime.device)
     check_fit(config, model, splits, trainer=type(objective).__name__, objectives=objective.objectives)
-    metrics = check_metrics(config, objective.metrics_of(config))
+    splits = _with_subsets(config, splits)
+    in_subsets = measured_in_subsets(config, splits.validation)
+    metrics = check_metrics(config, objective.metrics_of(config), in_subsets)
     if splits.validation is not None:
         refuse_rows_without_answers(config, splits.validation.row_type)
     set_stop_and_pad_ids(model, tokenizer)
     runtime.agree_set_up()
-    runtime.refuse_differences("the data", "/".join(split.fingerprint for split in named_splits(splits).values()))
+    digests = [split.fingerprint for split in named_splits(splits).values()]
+    runtime.refuse_differences("the data", "/".join([*digests, *_digests_of_subsets(splits)]))
     runtime.fit_threads(model)
     _refuse_background_of_shards(runtime, config)
     journal = None
@@ -206,6 +210,22 @@ def set_up(
         checkpoint_gradients(model, offloads=setup.memory.offloads)
     setup.record_memory()
     return setup
+
+
+def _with_subsets(config: Config, splits: EncodedSplits) -> EncodedSplits:
+    """Divide validation and test rows by `validation.by`."""
+    measured = {name: split for name, split in named_splits(splits).items() if name != "train"}
+    if config.validation.by is None or not measured:
+        return splits
+    return replace(splits, **by_column(config.data, config.validation.by, measured))
+
+
+def _digests_of_subsets(splits: EncodedSplits) -> list[str]:
+    """Describe the subsets of the validation split: ranks add up the sums of each."""
+    rows = splits.validation
+    if not isinstance(rows, EncodedExamples):
+        return []
+    return [*rows.subset_names, digest_tensors([rows.rows.subset])]
 
 
 def _try_precision(

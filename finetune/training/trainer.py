@@ -16,7 +16,7 @@ from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
 from finetune.inference.evaluation import run_test_phase
-from finetune.inference.losses import LossSums, sum_losses
+from finetune.inference.losses import LossSums, SplitLosses, sum_losses
 from finetune.inference.scores import Evaluation, show_test_result
 from finetune.model.base import longrope_boundary
 from finetune.runs.checkpoints import load_checkpoint, take_snapshot
@@ -100,7 +100,7 @@ class Trainer:
         self.config = self._setup.config
         self.model = model
         self.tokenizer = tokenizer
-        self.splits = splits
+        self.splits = self._setup.splits
         self.journal: Journal | None = self._setup.journal
 
     @property
@@ -241,7 +241,7 @@ class Trainer:
             _log.info("Training and testing completed successfully!")
             return evaluation
 
-    def measure(self, loader: EvaluationLoader) -> LossSums:
+    def measure(self, loader: EvaluationLoader) -> SplitLosses:
         """Measure this rank's rows of the validation split; cut short if a rank was preempted. Collective."""
         return sum_losses(self.runtime, self.model, loader, is_to_stop=self.runtime.stop_requested_on_any_rank)
 

@@ -8,10 +8,9 @@ import math
 import time
 from collections.abc import Iterator
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.data.batches import EvaluationLoader, TrainLoader
-from finetune.data.held_out import shuffled
 from finetune.engine.microbatch import Microbatch
 from finetune.errors import FinetuneError, RunFailedError
 from finetune.fallbacks import Fallback
@@ -27,7 +26,7 @@ from finetune.training.memory.choice import masks_follow_microbatches
 from finetune.training.profiling import StepProfiler
 from finetune.training.setup import Objective, Setup
 from finetune.training.step import StepResult, StepSettings, StepTooLargeError, train_step
-from finetune.training.validation import Validated
+from finetune.training.validation import Validated, answered_rows
 
 if TYPE_CHECKING:
     import torch
@@ -128,13 +127,18 @@ class TrainingRun:
         """Validate and return the metrics. If the run is preempted meanwhile, record nothing and return None."""
         assert self._val_loader is not None
         self._runtime.at("evaluation", state.step)
-        sums = LossSums(*self._runtime.sum(self._objective.measure(self._val_loader)))
+        measured = self._objective.measure(self._val_loader).over_ranks(self._runtime)
+        sums = measured.whole
         if sums.num_cut_short:
             return None
         self.last_validation = sums
         _log.info("Validation: loss=%.3f ± %.3f", sums.loss, sums.standard_error)
         if self._setup.metrics and not self._measure_answers(state):
             return None
+        if measured.subsets:
+            losses = (f"loss/{name}={one.loss:.3f}" for name, one in measured.subsets.items())
+            _log.info("Validation: %s", ", ".join(losses))
+            self._objective.validation_metrics = self._objective.validation_metrics | measured.subset_metrics()
         metrics = self._objective.validation_metrics
         if self._setup.journal is not None:
             self._setup.journal.validation(state, sums, metrics=metrics)
@@ -253,11 +257,9 @@ class TrainingRun:
 
     @cached_property
     def _sample(self) -> Dialogues:
-        """The rows that validations answer. They depend only on the split and its seed."""
-        rows: Any = self._setup.splits.validation
-        answered = rows.has_answer.nonzero()[:, 0]
-        chosen = sorted(shuffled(len(answered), self._config.data.split_seed)[: self._config.validation.num_samples])
-        return Dialogues(rows.select(answered[chosen]), self._setup.tokenizer)
+        """The rows that validations answer."""
+        assert self._setup.splits.validation is not None
+        return Dialogues(answered_rows(self._config, self._setup.splits.validation), self._setup.tokenizer)
 
 
 def _halve(loader: TrainLoader, epoch: int, step: int) -> int | None:

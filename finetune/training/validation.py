@@ -9,16 +9,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.config.keys import did_you_mean
+from finetune.data.held_out import shuffled
 from finetune.errors import ConfigError, DataError
 from finetune.inference.answer_metrics import METRICS, Metric, resolve_metrics
+from finetune.runs.metrics import lower_is_better, subset_key
 from finetune.runs.state import TrainerState
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
+    from finetune.data.encoded import EncodedExamples
 
 _log = logging.getLogger(__name__)
 LOSS = "loss"
-"""The metric that every validation has. Lower is better for it; higher is better for all other metrics."""
+"""The metric that every validation has. For it and for the loss of a source, lower is better; for others, higher is."""
 
 
 class Validated(NamedTuple):
@@ -30,8 +33,8 @@ class Validated(NamedTuple):
 
     def merit(self, name: str) -> float | None:
         """Return a metric, negated if lower is better; None if it was not measured or is not finite."""
-        value = -self.loss if name == LOSS else self.metrics.get(name)
-        return value if value is not None and math.isfinite(value) else None
+        value = self.loss if name == LOSS else self.metrics.get(name)
+        return _merit_of(name, value) if value is not None and math.isfinite(value) else None
 
 
 class Criteria(NamedTuple):
@@ -57,7 +60,7 @@ def after_validation(state: TrainerState, found: Validated, criteria: Criteria) 
     merit, best = found.merit(criteria.best), best_merit(state, criteria.best)
     is_best = _improves(merit, best, criteria.min_delta if is_one else 0.0)
     if is_best:
-        value = None if criteria.best == LOSS else merit
+        value = None if criteria.best == LOSS else found.metrics[criteria.best]
         state = replace(state, best_loss=found.loss, best_step=state.step, best_value=value)
     has_improved = is_best
     if not is_one:
@@ -101,24 +104,34 @@ def best_merit(state: TrainerState, name: str) -> float | None:
     """Return the merit of the best weights so far; None before the first."""
     if name == LOSS:
         return None if state.best_loss is None else -state.best_loss
-    return state.best_value
+    return None if state.best_value is None else _merit_of(name, state.best_value)
+
+
+def _merit_of(name: str, value: float) -> float:
+    """Return a value that is higher where the metric is better."""
+    return -value if lower_is_better(name) else value
 
 
 def _improves(merit: float | None, best: float | None, min_delta: float) -> bool:
     return merit is not None and (best is None or merit > best + min_delta)
 
 
-def check_metrics(config: Config, measured: Sequence[str]) -> dict[str, Metric]:
+def check_metrics(
+    config: Config, measured: Sequence[str], in_subsets: Sequence[str] | None = None
+) -> dict[str, Metric]:
     """Look up the metrics of validations, and refuse criteria that are not measured.
 
     Args:
         config: the whole run.
         measured: the names of the objective's metrics other than the loss.
+        in_subsets: the result of `measured_in_subsets`; None before the rows are read. Then any name of a subset is
+            accepted if the run may have subsets.
 
     Raises:
         ConfigError: a metric is unknown or not allowed, or a criterion is not measured; or rows are not answers.
     """
     wanted = config.validation.metrics
+    _refuse_subsets_of_objective(config)
     if wanted and config.training.objective != "sft":
         raise ConfigError(
             f"validation.metrics is {', '.join(wanted)} ({config.origin('validation.metrics')}), but the rows of "
@@ -134,11 +147,14 @@ def check_metrics(config: Config, measured: Sequence[str]) -> dict[str, Metric]:
         )
     metrics = resolve_metrics(wanted, config.validation.metrics_from, asked_by="validation.metrics")
     known = (LOSS, *metrics, *(name for name in _HIGHER_IS_BETTER if name in measured))
+    may_have_subsets = config.training.objective == "sft" and (config.validation.by or len(config.data.mixture) > 1)
+    later = known if in_subsets is None and may_have_subsets else ()
+    known = (*known, *(in_subsets or ()))
     for key, name in (
         ("early_stopping.metric", config.early_stopping.metric),
         ("checkpoint.best_metric", config.checkpoint.best_metric),
     ):
-        if name not in known:
+        if name not in known and not ("/" in name and name.partition("/")[0] in later):
             advice = (
                 f"Add validation.metrics={name}." if name in METRICS and not measured else did_you_mean(name, known)
             )
@@ -147,6 +163,46 @@ def check_metrics(config: Config, measured: Sequence[str]) -> dict[str, Metric]:
                 f"{', '.join(known)}. {advice}".rstrip()
             )
     return metrics
+
+
+def answered_rows(config: Config, rows: EncodedExamples) -> EncodedExamples:
+    """Return the rows that validations answer. They depend only on the split and on `data.split_seed`."""
+    answered = rows.has_answer.nonzero()[:, 0]
+    chosen = sorted(shuffled(len(answered), config.data.split_seed)[: config.validation.num_samples])
+    return rows.select(answered[chosen])
+
+
+def measured_in_subsets(config: Config, rows: EncodedExamples | None) -> list[str]:
+    """Return the names of the metrics that validations measure in each subset of their rows: `loss/NAME`, ...
+
+    Args:
+        config: the whole run.
+        rows: the validation split, if there is one.
+    """
+    if rows is None or config.training.objective != "sft":
+        return []
+    found = []
+    sample = answered_rows(config, rows) if config.validation.metrics else None
+    for index, name in enumerate(rows.subset_names):
+        if int(rows.num_targets[rows.rows.subset == index].sum()):
+            found.append(subset_key(LOSS, name))
+        if sample is not None and bool((sample.rows.subset == index).any()):
+            found += [subset_key(metric, name) for metric in config.validation.metrics]
+    return found
+
+
+def _refuse_subsets_of_objective(config: Config) -> None:
+    """Refuse `validation.by` if the objective does not measure the rows of each value on their own.
+
+    Raises:
+        ConfigError: the objective is not sft.
+    """
+    if config.validation.by is not None and config.training.objective != "sft":
+        raise ConfigError(
+            f"validation.by is {config.validation.by} ({config.origin('validation.by')}), but the validation of "
+            f"training.objective={config.training.objective} is not reported by parts of the rows; that of sft is. "
+            "Remove it."
+        )
 
 
 def refuse_rows_without_answers(config: Config, row_type: str) -> None:

@@ -61,7 +61,7 @@ KEYS = {
     "rollout": "num_generations max_completion_length temperature top_p top_k batch_size server max_difference "
     "server_timeout_minutes",
     "reward": "functions functions_from weights pattern timeout_seconds",
-    "validation": f"{LOADER_KEYS} validate_every metrics metrics_from num_samples max_new_tokens",
+    "validation": f"{LOADER_KEYS} validate_every by metrics metrics_from num_samples max_new_tokens",
     "testing": f"{LOADER_KEYS} metrics compare_base max_new_tokens num_samples",
     "early_stopping": "patience min_delta metric",
     "checkpoint": "save_every save_every_epochs save_total_limit best_metric background on_disk_failure",

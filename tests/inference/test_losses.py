@@ -8,7 +8,7 @@ from finetune.data.batches import EvaluationLoader, pad
 from finetune.data.encoded import EncodedExamples
 from finetune.distributed.launch import launch
 from finetune.engine.loss import cross_entropy_per_target
-from finetune.inference.losses import LossSums, sum_losses
+from finetune.inference.losses import LossSums, SplitLosses, sum_losses
 from finetune.model.lora import add_lora
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config
 
@@ -28,7 +28,7 @@ def model():
 
 def sums(runtime, model, examples, *, rank=0, world_size=1, **keys):
     section = ValidationSection(**{"batch_size": 4, **keys})
-    return sum_losses(runtime, model, EvaluationLoader(examples, section, rank=rank, world_size=world_size))
+    return sum_losses(runtime, model, EvaluationLoader(examples, section, rank=rank, world_size=world_size)).whole
 
 
 def row_losses(model, examples):
@@ -71,7 +71,7 @@ def test_an_evaluation_that_is_cut_short_says_so_and_nothing_else(runtime, model
     asked = iter([False, True])
     loader = EvaluationLoader(tiny_examples(9), ValidationSection(batch_size=4))
     found = sum_losses(runtime, model, loader, is_to_stop=lambda: next(asked))
-    assert found == LossSums(num_cut_short=1.0)
+    assert found == SplitLosses(LossSums(num_cut_short=1.0))
     assert model.training
 
 

@@ -42,7 +42,7 @@ REFUSED = {
     "rollout": "num_generations max_completion_length temperature top_p top_k batch_size",
     "reward": "functions weights pattern",
     "preference": "beta gamma desirable_weight undesirable_weight",
-    "validation": "drop_last num_samples max_new_tokens",
+    "validation": "drop_last by num_samples max_new_tokens",
     "early_stopping": "metric",
     "checkpoint": "best_metric",
 }

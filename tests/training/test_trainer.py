@@ -18,7 +18,7 @@ from finetune import (
     load_examples,
 )
 from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedError
-from finetune.inference.losses import LossSums
+from finetune.inference.losses import LossSums, SplitLosses
 from finetune.threads import set_waiting
 from finetune.training import trainer as trainer_module
 from finetune.training import training_run
@@ -113,7 +113,8 @@ def break_at(monkeypatch, step, error):
 
 def give_validation_losses(monkeypatch, losses):
     each = iter(losses)
-    monkeypatch.setattr(trainer_module, "sum_losses", lambda *_, **__: LossSums(nats=next(each), num_targets=1.0))
+    sums = (SplitLosses(LossSums(nats=loss, num_targets=1.0)) for loss in each)
+    monkeypatch.setattr(trainer_module, "sum_losses", lambda *_, **__: next(sums))
 
 
 def test_a_run_leaves_the_promised_folder_and_events(words, tmp_path):

@@ -17,7 +17,7 @@ from finetune.inference.scores import Evaluation
 from finetune.logs import log_only_to, log_to_file, stop_logging_to
 from finetune.runs.durable import disk_failures_end_the_run, replace_file
 from finetune.runs.folder import RunFolder
-from finetune.runs.metrics import MetricsWriter
+from finetune.runs.metrics import MetricsWriter, subset_key
 from finetune.runs.record import RunRecord, RunStart, Status
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import TrainerState
@@ -269,7 +269,12 @@ class Journal:
         self.result["test_rows_left_out"] = evaluation.num_left_out
         for model, scores in evaluation.scores.items():
             metrics = {"exact_match": scores.exact_match, "json_valid": scores.json_valid}
-            self._emit("test", model=model, **metrics, loss=scores.loss)
+            in_subsets = {
+                subset_key(metric, name): value
+                for name, each in evaluation.subsets.items()
+                for metric, value in {**each.scores[model].metrics, "loss": each.scores[model].loss}.items()
+            }
+            self._emit("test", model=model, **metrics, loss=scores.loss, **in_subsets)
             self.result[f"test_{model}"] = {"loss": scores.loss, **metrics}
 
     def close(self, error: BaseException | None) -> None:
