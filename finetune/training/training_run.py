@@ -19,6 +19,7 @@ from finetune.inference.losses import LossSums
 from finetune.runs.checkpoints import take_snapshot
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
+from finetune.training.adapter_watch import AdapterWatch
 from finetune.training.half_precision import LossScale
 from finetune.training.loaders import log_cut_examples, log_microbatches
 from finetune.training.loop import Cadence
@@ -79,6 +80,7 @@ class TrainingRun:
         self._val_loader = val_loader
         self._profiler = profiler
         self._loss_scale = loss_scale
+        self._adapter_watch = AdapterWatch(setup.model, optimizer, setup.config)
         self._is_memory_tried = False
         self._data_wait_seconds: float | None = None
 
@@ -164,7 +166,7 @@ class TrainingRun:
                 self._setup.journal.save(snapshot.read_by(whole), best=state.best_step)
 
     def report(self, state: TrainerState, result: StepResult) -> None:
-        """Record the step, and after the last profiled step the profile."""
+        """Record the step, and after the last profiled step the profile. Refuse adapters that do not train."""
         if not result.is_skipped:
             self.last_loss = result.loss
         journal = self._setup.journal
@@ -175,6 +177,7 @@ class TrainingRun:
                 journal.collect_saves()
             except FinetuneError as error:
                 self._runtime.fail_in_next_step(error, "saving in the background")
+        self._adapter_watch.after_step(state.step, result)
         # A preempted run has no time to write a profile; the resumed run makes one of its own.
         profile = None if result.num_preempted else self._profiler.after(state.step)
         if profile is not None and journal is not None:

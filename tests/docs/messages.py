@@ -46,6 +46,7 @@ from tests.readable_hub import black_hole, point_to, running_hub
 from tests.test_nonfinite import words as words_with_a_bad_row
 from tests.test_nonfinite import write_model, write_row
 from tests.tiny_runs import write_rows
+from tests.training.test_adapter_watch import Experts, take_steps
 
 Printed = list[str]
 MAKERS: dict[str, Callable[[Path, pytest.MonkeyPatch], Printed]] = {}
@@ -352,6 +353,14 @@ def loss_is_nan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     write_row(write_rows(folder / "rows", train=17, validation=4, test=0) / "train.jsonl", "send ~ to Porto")
     printed = printed_by(lambda: finetune_lora(words_with_a_bad_row(folder, folder / "run")))
     return [re.sub(r"^step \d+: ", "step 57: ", line) for line in printed]
+
+
+@maker
+def untrained_adapter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    model = Experts()
+    model.unused = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(4, 4)})
+    printed = printed_by(lambda: take_steps(model))
+    return put(printed, **{"1 of 5": "1 of 128", ": unused.q_proj": ": model.layers.0.mlp.down_proj"})
 
 
 # --- the hub ------------------------------------------------------------------------------------------------------

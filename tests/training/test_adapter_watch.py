@@ -1,0 +1,245 @@
+"""A run whose adapters do not train ends after its third step, and names the layers; one that has a reason goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
+
+from finetune.config.schema import Config
+from finetune.errors import RunFailedError
+from finetune.model.lora import add_lora
+from finetune.training.adapter_watch import AdapterWatch
+from finetune.training.step import StepResult
+from tests.launches import run_launched
+from tests.methods import tiny_training
+from tests.methods.tiny_training import break_at, events, record, train, words_for, write_inputs
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+class BypassingMLP(Phi3MLP):
+    """A class whose forward multiplies by a base weight itself, and so never reaches the adapter."""
+
+    def forward(self, hidden_states):
+        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        return nn.functional.linear(up * self.activation_fn(gate), self.down_proj.base_layer.weight)
+
+
+class DetachedLinear(nn.Linear):
+    """A layer that computes and does not train."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.detach())
+
+
+def bypass(model):
+    """Change the class of one MLP."""
+    model.base_model.model.model.layers[0].mlp.__class__ = BypassingMLP
+
+
+def detach_b(model):
+    """Detach the B matrix of one layer."""
+    model.base_model.model.model.layers[0].mlp.down_proj.lora_B["default"].__class__ = DetachedLinear
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def change(monkeypatch):
+    """Let the runs of a test train a model that a function has changed; None: as it is."""
+
+    def use(function):
+        def changed(*args):
+            model = add_lora(*args)
+            if function is not None:
+                function(model)
+            return model
+
+        monkeypatch.setattr(tiny_training, "add_lora", changed)
+
+    return use
+
+
+def words(inputs, run, *more):
+    own = ["training.kernels=reference", "lora.r=4", "training.max_steps=6", "optim.learning_rate=1e-2"]
+    return [*words_for(inputs, run), *own, *more]
+
+
+def refused(words):
+    with pytest.raises(RunFailedError) as caught:
+        train(words)
+    assert caught.value.exit_code == 3
+    return str(caught.value)
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize(
+    ("function", "more"),
+    [
+        (bypass, []),
+        (detach_b, []),
+        (detach_b, ["lora.dora=true"]),
+        (detach_b, ["lora.init=pissa"]),
+        pytest.param(bypass, ["lora.init=pissa", "lora.dropout=0"], marks=pytest.mark.slow),
+        pytest.param(bypass, ["optim.optimizer=torch.optim.SGD"], marks=pytest.mark.slow),
+    ],
+)
+def test_an_adapter_without_a_gradient_ends_the_run_after_step_3(change, inputs, tmp_path, function, more):
+    change(function)
+    assert refused(words(inputs, tmp_path / "run", *more)) == (
+        f"step 3: 1 of 8 adapters received no gradient in any step of the run: {DOWN}. Expected: each of them trains. "
+        "Either the model's forward does not call these layers, or it detaches their results, or a hook or a script "
+        "freezes them. Correct that, or leave these layers out of lora.target_modules."
+    )
+    assert [event["step"] for event in events(tmp_path / "run", "step")] == [1, 2, 3]
+    assert record(tmp_path / "run")["status"] == "failed"
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-000002"]
+
+
+@pytest.mark.trains
+def test_a_matrix_that_no_update_changes_ends_the_run_unless_the_learning_rate_is_0(change, inputs, tmp_path):
+    sgd = ["optim.optimizer=torch.optim.SGD", "optim.learning_rate=1e-50"]
+    message = refused(words(inputs, tmp_path / "run", *sgd))
+    assert (
+        "the B matrices of 8 of 8 adapters received gradients but are still zero: model.layers.0.self_attn" in message
+    )
+    assert "(the highest so far was 1e-50)" in message
+    train(words(inputs, tmp_path / "none", "optim.learning_rate=0", "training.max_steps=4"))
+    assert record(tmp_path / "none")["status"] == "completed"
+
+
+@pytest.mark.trains
+def test_steps_count_from_the_start_of_the_run_and_not_from_a_resume(change, inputs, tmp_path):
+    change(bypass)
+    with pytest.MonkeyPatch.context() as patch:
+        break_at(patch, 3)
+        with pytest.raises(RuntimeError, match="power cut"):
+            train(words(inputs, tmp_path / "run"))
+    assert DOWN in refused(words(inputs, tmp_path / "run"))
+    assert "resumed from step=2" in (tmp_path / "run/log.txt").read_text()
+    change(None)
+    train(words(inputs, tmp_path / "run", "training.max_steps=4", "resume.allow=training"))
+    change(bypass)
+    train(words(inputs, tmp_path / "run", "resume.allow=training"))
+    assert record(tmp_path / "run")["status"] == "completed"
+    assert events(tmp_path / "run", "step")[-1]["step"] == 6
+
+
+# --- single layers --------------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """A router in miniature: each row goes to the expert that `route` names."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj = nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.route = [0, 0, 2]
+
+    def forward(self, x):
+        x = self.q_proj(x)
+        return torch.stack([self.experts[expert](row) for row, expert in zip(x, self.route, strict=True)])
+
+
+def result(**changes):
+    return StepResult(
+        **{"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "num_targets": 3, "num_tokens": 3} | changes
+    )
+
+
+def take_steps(model, *, config=None, results=None):
+    """Train a model of experts for three steps under a watch."""
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "0", "1", "2"]))
+    optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
+    watch = AdapterWatch(adapted, optimizer, config or Config())
+    for step in range(1, 4):
+        found = (results or {}).get(step, result())
+        if found.grad_norm:
+            adapted(torch.randn(3, 4)).square().sum().backward()
+        if not found.is_skipped:
+            optimizer.step()
+        optimizer.zero_grad()
+        watch.after_step(step, found)
+
+
+@pytest.mark.trains
+def test_an_expert_without_tokens_is_a_warning(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
+    take_steps(Experts())
+    assert caplog.messages == ["no token has reached the adapters of experts.1 until step 3: they are not trained yet"]
+
+
+@pytest.mark.trains
+def test_experts_of_which_none_trains_are_an_error():
+    model = Experts()
+    model.forward = lambda x: model.q_proj(x)
+    with pytest.raises(RunFailedError, match=r"step 3: 3 of 4 adapters .*: experts.0, experts.1, experts.2\. Expected"):
+        take_steps(model)
+
+
+@pytest.mark.trains
+def test_steps_without_any_gradient_are_legitimate_for_grpo_alone():
+    flat = {step: result(grad_norm=0.0) for step in (1, 2, 3)}
+    take_steps(Experts(), config=Config.model_validate({"training": {"objective": "grpo"}}), results=flat)
+    with pytest.raises(RunFailedError, match="4 of 4 adapters received no gradient"):
+        take_steps(Experts(), results=flat)
+    one = {**flat, 2: result()}
+    take_steps(Experts(), config=Config.model_validate({"training": {"objective": "grpo"}}), results=one)
+
+
+@pytest.mark.trains
+def test_skipped_steps_and_frozen_adapters_do_not_count():
+    take_steps(Experts(), results={step: result(not_finite="the loss is nan") for step in (1, 2, 3)})
+    model = Experts()
+    model.forward = lambda x: model.experts[0](model.q_proj(x))
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "0"]))
+    for part in (model.q_proj.lora_A, model.q_proj.lora_B):
+        part.requires_grad_(False)
+    watch = AdapterWatch(adapted, torch.optim.SGD(adapted.parameters(), lr=0.1), Config())
+    assert list(watch._b_matrices) == ["experts.0"]
+
+
+# --- several processes ----------------------------------------------------------------------------------------------
+
+_RECIPE = """
+import sys
+from finetune import Trainer, add_lora, build_base_model, build_tokenizer, encode_examples, launch, load_config
+from finetune import load_examples
+from tests.training.test_adapter_watch import bypass
+
+config = load_config(sys.argv[1:])
+with launch(config) as runtime:
+    tokenizer = build_tokenizer(config.model)
+    splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
+    model = add_lora(build_base_model(config.model), config.lora)
+    if "bypass" in config.output_dir:
+        bypass(model)
+    trainer = Trainer(runtime, config, model, tokenizer, splits)
+    trainer.run_training(*trainer.prepare_dataloaders()[:2])
+"""
+
+
+@pytest.mark.launch
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("how", ["parallel.gradient_sync=flat", "parallel.sharding=fsdp2"])
+def test_all_ranks_end_with_the_sentence(inputs, tmp_path, how):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(_RECIPE)
+    done = run_launched("torchrun", [recipe, *words(inputs, tmp_path / "bypass", how)])
+    assert done.returncode != 0
+    assert done.stdout.count(f"received no gradient in any step of the run: {DOWN}.") >= 1
+    assert record(tmp_path / "bypass")["status"] == "failed"
+    done = run_launched("torchrun", [recipe, *words(inputs, tmp_path / "whole", how)])
+    assert done.returncode == 0, done.stdout
+    assert json.loads((tmp_path / "whole/run.json").read_text())["world_size"] == 2
