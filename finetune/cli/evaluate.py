@@ -23,7 +23,6 @@ from finetune.terminal import print_json, print_table
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from finetune.distributed.runtime import Runtime
     from finetune.inference.answer_metrics import Metric
     from finetune.inference.finished_run import FinishedRun
     from finetune.inference.harness import Results
@@ -129,49 +128,12 @@ def _refuse_rows_without_one_answer(run: FinishedRun) -> None:
 def _measure(run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> Evaluation | None:
     """Launch the processes, load the run and measure it. Return None on every rank but the main one."""
     from finetune.distributed.launch import launch
+    from finetune.inference.finished_run import read_finished_run
+    from finetune.training.measuring import measure_split
 
     with launch(run.config, trains=False) as runtime:
-        evaluation = _measure_on_rank(runtime, run, split, metrics)
+        evaluation = measure_split(runtime, run.config, read_finished_run(runtime, run), split, metrics)
         return evaluation if runtime.is_main_process else None
-
-
-def _measure_on_rank(runtime: Runtime, run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> Evaluation:
-    """Load the run and measure it. Collective."""
-    from finetune.data.batches import EvaluationLoader, loader_keys_on
-    from finetune.data.encode import encode_examples
-    from finetune.data.examples import load_examples
-    from finetune.data.subsets import by_column
-    from finetune.inference.evaluation import evaluate_model
-    from finetune.inference.finished_run import place_finished_run, read_finished_run
-    from finetune.model.base import longrope_boundary
-    from finetune.training.forward import agree_on_forward
-
-    config = run.config
-    model, tokenizer = read_finished_run(runtime, run)
-    # Before the model is sharded: the engine refuses one with hooks.
-    forward = agree_on_forward(runtime, config.training, model)
-    place_finished_run(runtime, model)
-    splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
-    examples = getattr(splits, split)
-    if examples is None:
-        raise ConfigError(f"this run has no {split} split. Give one with data.{split}=FILE_OR_SPLIT.")
-    if metrics and examples.row_type == "text":
-        raise ConfigError(
-            f"the {split} split is plain text, in which there are no answers to measure by {', '.join(metrics)}. Drop "
-            "--metric, and set testing.metrics=[] where the run's config names some."
-        )
-    if config.validation.by is not None:
-        examples = by_column(config.data, config.validation.by, {split: examples})[split]
-    runtime.refuse_differences(f"the {split} rows", examples.fingerprint)
-    loader = EvaluationLoader(
-        examples,
-        loader_keys_on(runtime.device.type, config.testing).model_copy(update={"drop_last": False}),  # every row counts
-        boundary=longrope_boundary(model),
-        rank=runtime.rank,
-        world_size=runtime.world_size,
-        collate=forward.collate,
-    )
-    return evaluate_model(runtime, model, tokenizer, loader, config.testing, metrics=metrics)
 
 
 def _measure_by_harness(run: FinishedRun, tasks: str, folder: Path | None) -> Results:

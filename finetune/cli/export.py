@@ -19,10 +19,11 @@ from finetune.cli.run_options import (
     refuse_several_processes,
 )
 from finetune.logs import configure_logs, waiting
-from finetune.terminal import say
+from finetune.terminal import print_table, say
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
+    from finetune.export.compressed_folder import SchemeName
     from finetune.export.exported_folder import Exported
     from finetune.export.onnx_served import OnnxType
 
@@ -88,7 +89,9 @@ def export(
     model_folder: Annotated[
         Path,
         typer.Argument(
-            metavar="MODEL", help="A folder that `finetune merge` wrote; with --lora, a run's.", show_default=False
+            metavar="MODEL",
+            help="A folder that `finetune merge` wrote; with --lora or --compress, a run's.",
+            show_default=False,
         ),
     ],
     out: OutArgument,
@@ -111,6 +114,20 @@ def export(
             "model's 16-bit type in a GGUF file, and f32 in an ONNX model.",
         ),
     ] = "auto",
+    compress: Annotated[
+        Literal["fp8", "w8a8", "w4a16"] | None,
+        typer.Option(
+            metavar="SCHEME",
+            help="Compress a run for vLLM with llm-compressor: fp8, w8a8 or w4a16.",
+            show_default=False,
+        ),
+    ] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="--compress: training rows for calibration. Default: 256.", min=1, show_default=False
+        ),
+    ] = None,
     max_difference: Annotated[
         float | None,
         typer.Option(
@@ -136,6 +153,8 @@ def export(
 ) -> None:
     """Export a merged model for Ollama, with --gguf for llama.cpp, or with --onnx for onnxruntime-genai.
 
+    With --compress, merge a run, compress it for vLLM, and compare the compressed model with the run.
+
     With --gguf --lora, export a run's adapter instead: OUT/adapter.gguf, OUT/base.gguf and OUT/Modelfile.
     """
     refuse_several_processes("export")
@@ -143,6 +162,8 @@ def export(
         {
             "--gguf": gguf,
             "--onnx": onnx,
+            "--compress": compress,
+            "--rows": rows,
             "--lora": lora,
             "--adapter-only": adapter_only,
             "--llama-cpp": llama_cpp,
@@ -153,7 +174,9 @@ def export(
             f"--type {weight_type}": weight_type != "auto",
         }
     )
-    rules.exclude("--gguf", "--onnx", because="a folder has one format. Run finetune export twice.")
+    for option, others in (("--gguf", ("--onnx", "--compress")), ("--onnx", ("--compress",))):
+        rules.exclude(option, *others, because="a folder has one format. Run finetune export twice.")
+    rules.need("--rows", "--compress")
     rules.need(f"--type {weight_type}", *(option for option, types in _TYPES.items() if weight_type in types))
     for option in ("--lora", "--llama-cpp", "--base", "--no-modelfile"):
         rules.need(option, "--gguf")
@@ -161,6 +184,9 @@ def export(
     rules.need("--max-difference", "--onnx")
     rules.need("--allow-differences", "--gguf", "--onnx")
     configure_logs(rank=0)
+    if compress is not None:
+        _export_compressed(model_folder, out, compress, rows or 256)
+        return
     if onnx:
         int4_or_f32: OnnxType = "int4" if weight_type == "int4" else "f32"
         _export_onnx(model_folder, out, int4_or_f32, max_difference, allow_differences)
@@ -268,3 +294,31 @@ def _export_onnx(
     for mismatch in verified.mismatches:
         _log.warning("kept though it differs: %s", mismatch)
     say(f"Next: finetune verify {out}, or serve it (docs/tasks/serve.md)")
+
+
+def _export_compressed(model_folder: Path, out: Path, scheme: SchemeName, num_rows: int) -> None:
+    from finetune.export.certificate import write_certificate
+    from finetune.export.compress import certify_in_vllm, export_compressed
+    from finetune.export.digests import CERTIFICATE
+    from finetune.export.verifying import refuse_differences
+    from finetune.inference.finished_run import find_run
+
+    run = find_run(model_folder, is_alone=True)
+    with waiting(f"compressing as {scheme}, and comparing the compressed model with the run"):
+        compressed = export_compressed(run, out, scheme, num_rows)
+    with waiting("comparing in vLLM"):
+        verified = certify_in_vllm(out)
+    rows = compressed.rows()
+    if isinstance(verified, str):
+        rows.append(["certificate in vLLM", "", "not run here"])
+    else:
+        write_certificate(verified.folder / CERTIFICATE, verified)
+        rows.append(["certificate in vLLM", "", "differs" if verified.mismatches else "same"])
+    calibrated = f", calibrated on {compressed.num_rows} training rows" if compressed.num_rows else ""
+    print_table(["", "run", scheme], rows, right=("run", scheme), title=f"{out} against {run.folder.path}{calibrated}")
+    say(f"Stored as before: {', '.join(compressed.kept)}, embeddings and norms.")
+    if isinstance(verified, str):
+        say(f"Note: not run in vLLM: {verified}")
+    else:
+        refuse_differences(verified, verified.folder / CERTIFICATE)
+    say(f"Next: vllm serve {out}")

@@ -19,6 +19,7 @@ from finetune.config.schema import Config
 from finetune.config.shipped_files import SHIPPED_PREFIX
 from finetune.data.compressed import suffix_of
 from finetune.data.readers import SUFFIXES
+from finetune.export.compressed_folder import Compressed
 from finetune.export.merge import Merged
 from finetune.inference.finished_run import FinishedRun
 from finetune.runs.recorded_run import RecordedRun
@@ -38,12 +39,18 @@ class _Trained(NamedTuple):
     """The hub id of the base; None if it is not on the hub."""
 
 
-def merged_card(run: FinishedRun, merged: Merged) -> str:
+def merged_card(run: FinishedRun, merged: Merged, compressed: Compressed | None = None) -> str:
     """Write the card of a merged or fully tuned model."""
     trained = _read(run)
     header = _header(trained.config, library="transformers", relation="finetune", base=trained.base)
     return _card(
-        trained, header=header, base=_base_name(trained), is_full=run.is_full, merged=merged, system=merged.system
+        trained,
+        header=header,
+        base=_base_name(trained),
+        is_full=run.is_full,
+        merged=merged,
+        system=merged.system,
+        compressed=compressed,
     )
 
 
@@ -82,7 +89,14 @@ def _hub_id(path: str | None) -> str | None:
 
 
 def _card(
-    trained: _Trained, *, header: str, base: str, is_full: bool, merged: Merged | None, system: str | None
+    trained: _Trained,
+    *,
+    header: str,
+    base: str,
+    is_full: bool,
+    merged: Merged | None,
+    system: str | None,
+    compressed: Compressed | None = None,
 ) -> str:
     recorded, config = trained.recorded, trained.config
     best_loss, scores = recorded.result.get("best_loss"), recorded.scores()
@@ -93,6 +107,7 @@ def _card(
         base=base,
         is_full=is_full,
         merged=merged,
+        compressed=compressed,
         system=system,
         fence=max(["~~~", *re.findall("~{3,}", system or "")], key=len) + "~",
         data=_data_name(config),

@@ -33,7 +33,7 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[FolderWriter]:
         RunFailedError: the disk has too little room, or failed, or a file that the block reads cannot be read.
     """
     out = refuse_taken(out)
-    above = _nearest_parent(out)
+    above = nearest_parent(out)
     free, needed = shutil.disk_usage(above).free, num_bytes + SPARE_BYTES
     if free < needed:
         raise RunFailedError(
@@ -63,7 +63,7 @@ def refuse_taken(out: Path) -> Path:
     out = out.expanduser().absolute()
     if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} already exists and is not an empty folder. Name another; nothing was changed.")
-    above = _nearest_parent(out)
+    above = nearest_parent(out)
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise CheckpointError(f"{above} is not a folder that you can write to. Name a folder elsewhere.")
     return out
@@ -92,5 +92,6 @@ def _lock(out: Path) -> FileLock:
     return lock
 
 
-def _nearest_parent(out: Path) -> Path:
+def nearest_parent(out: Path) -> Path:
+    """Return the nearest folder above a path that exists."""
     return next(folder for folder in out.parents if os.path.lexists(folder))

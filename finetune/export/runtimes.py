@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from finetune.errors import CheckpointError, RunFailedError, first_line
+from finetune.export.compressed_folder import load_compressed, refuse_no_compressed_tensors, scheme_of
 from finetune.export.gguf_served import gguf_bound, load_gguf
 from finetune.export.logits import MOST_DIFFERENCE
 from finetune.export.onnx_served import GENAI_CONFIG, load_onnx, onnx_bound
@@ -39,9 +40,10 @@ class ServingRuntime(NamedTuple):
         return self.arithmetic_bound(folder) + (vectors.merge_bound if self.is_merged else 0.0)
 
 
-def _fp32_bound(_: Path) -> float:
-    """Return what the order of additions in fp32 explains."""
-    return MOST_DIFFERENCE["float32"]
+def _fp32_bound(folder: Path) -> float:
+    """Return what the order of additions in fp32 explains, or what a compressed folder's scheme makes of it."""
+    scheme = scheme_of(folder)
+    return MOST_DIFFERENCE["float32"] if scheme is None else scheme.bound
 
 
 class ServedByTransformers:
@@ -81,9 +83,13 @@ def load_transformers(folder: Path) -> ServedModel:
     """Load a model folder with transformers.
 
     Raises:
+        ConfigError: it is compressed, and compressed-tensors is not installed.
         RunFailedError: it cannot be loaded.
     """
     import transformers
+
+    if scheme_of(folder) is not None:
+        refuse_no_compressed_tensors()
 
     model, tokenizer = _or_failure(folder, lambda: _load(folder, folder))
     return ServedByTransformers(model, tokenizer, _stop_ids(model.generation_config), _name_and_version(transformers))
@@ -160,7 +166,10 @@ def _load(model_folder: Path | str, tokenizer_folder: Path, revision: str = "mai
     auto: Any = AutoModelForCausalLM
     # A folder that is to be verified may be hostile.
     safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    model = auto.from_pretrained(model_folder, revision=revision, use_safetensors=True, dtype="auto", **safe)
+    if scheme_of(Path(model_folder)) is not None:
+        model = load_compressed(Path(model_folder))
+    else:
+        model = auto.from_pretrained(model_folder, revision=revision, use_safetensors=True, dtype="auto", **safe)
     return model, AutoTokenizer.from_pretrained(tokenizer_folder, **safe)
 
 

@@ -18,6 +18,7 @@ from finetune.engine.loss import before_head
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export.certificate import Verified
 from finetune.export.checks import Check
+from finetune.export.compressed_folder import scheme_of
 from finetune.export.digests import RecordedDigests, digest_files, digest_tensors
 from finetune.export.merged_folder import load_tuned_model
 from finetune.export.plain_reload import logits_in_fp32
@@ -74,6 +75,8 @@ def verify_folder(
     notes = []
     if not recorded.tensors:
         notes.append(f"{runtime.name} has converted weights, so their bytes were compared with nothing")
+    if scheme_of(folder) is not None:
+        notes.append("the test vectors are of the compressed model; its README.md compares it with the run")
     if not (folder / MANIFEST).is_file():
         notes.append(f"the folder has no {MANIFEST}, so the certificate does not say of which files it is")
     return Verified(

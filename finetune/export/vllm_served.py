@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from finetune.errors import ConfigError, RunFailedError, ServerLostError, last_line
+from finetune.export.compressed_folder import scheme_of
 from finetune.export.served_model import Rendered, Turns
-from finetune.inference.vllm_server import VllmServer
+from finetune.inference.vllm_server import ServerGoneError, VllmServer
 
 PYTHON = "FINETUNE_VLLM"
 """Names the Python of an environment that has vLLM. Without it, vLLM must be installed beside finetune."""
@@ -144,7 +145,9 @@ def _started(model: Path | str, adapter: Path | None, scratch: Path) -> Iterator
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [_python(), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--model", str(model), "--dtype", "float32", "--enforce-eager", "--max-logprobs", "-1"]
+    scheme = scheme_of(Path(model))
+    command += ["--model", str(model), "--dtype", "float32" if scheme is None else scheme.vllm_dtype]
+    command += ["--enforce-eager", "--max-logprobs", "-1"]
     if adapter is not None:
         config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
         rank = max(config["r"], *config.get("rank_pattern", {}).values(), 0)
@@ -165,10 +168,10 @@ def _started(model: Path | str, adapter: Path | None, scratch: Path) -> Iterator
         )
         try:
             server.wait(logging.DEBUG)
-        except ServerLostError:
+            yield server
+        except (ServerLostError, ServerGoneError):
             text = log.read_text(encoding="utf-8", errors="replace")
             raise RunFailedError(f"vLLM does not serve {model}: {_cause(text)}") from None
-        yield server
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -193,4 +196,8 @@ def _python() -> str:
 def _cause(log: str) -> str:
     """Return the last line of a log that names an error."""
     errors = [line for line in log.splitlines() if "Error" in line]
-    return last_line("\n".join(errors) or log)
+    # An engine that breaks later names the cause first: what its worker raised, or that the worker died.
+    broken = [
+        line for line in log.splitlines() if " ERROR " in line and ("died unexpectedly" in line or "Error: " in line)
+    ]
+    return broken[0].rpartition("] ")[2].strip() if broken else last_line("\n".join(errors) or log)

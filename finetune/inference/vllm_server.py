@@ -163,7 +163,7 @@ class VllmServer:
             if self._is_to_stop():
                 raise ServerLostError("the run was asked to stop while it waited for answers", is_preempted=True)
             if seconds % _LOOK_EVERY == 0 and all(model["id"] != adapter for model in self.ask("/v1/models")["data"]):
-                raise _GoneError(self.url, "it was started again")
+                raise ServerGoneError(self.url, "it was started again")
 
     def _hang_up(self) -> None:
         """End the requests that are under way, so that their threads end."""
@@ -227,7 +227,7 @@ class VllmServer:
             answer = connection.getresponse()
             text = answer.read()
         except (OSError, HTTPException) as error:
-            raise _GoneError(self.url, str(error) or type(error).__name__) from error
+            raise ServerGoneError(self.url, str(error) or type(error).__name__) from error
         finally:
             self._connections.discard(connection)
             connection.close()
@@ -236,7 +236,7 @@ class VllmServer:
             # vLLM answers 500 to completions while it ends, and to an adapter that it cannot load. A proxy answers 502.
             server_error = HTTPStatus.INTERNAL_SERVER_ERROR
             is_gone = answer.status > server_error or (answer.status == server_error and path == _COMPLETIONS)
-            raise _GoneError(self.url, why) if is_gone else RunFailedError(why)
+            raise ServerGoneError(self.url, why) if is_gone else RunFailedError(why)
         return json.loads(text) if answer.headers.get_content_type() == "application/json" else text.decode()
 
     def _patiently(self, attempt: Callable[[], Any], level: int = logging.WARNING) -> Any:
@@ -245,7 +245,7 @@ class VllmServer:
         while True:
             try:
                 return attempt()
-            except _GoneError as error:
+            except ServerGoneError as error:
                 now = time.monotonic()
                 lost_at = now if lost_at is None else lost_at
                 if self._is_to_stop():
@@ -263,7 +263,7 @@ class VllmServer:
                 time.sleep(_PAUSE_SECONDS)
 
 
-class _GoneError(RunFailedError):
+class ServerGoneError(RunFailedError):
     """The server does not answer any more, or not yet."""
 
     def __init__(self, url: str, why: str) -> None:

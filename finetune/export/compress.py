@@ -1,0 +1,240 @@
+"""Compress a run with llm-compressor, and compare the compressed model with the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from finetune.config.objectives import OBJECTIVES
+from finetune.data.encode import encode_examples
+from finetune.data.encoded import EncodedSplits
+from finetune.data.examples import load_examples
+from finetune.distributed.launch import launch
+from finetune.errors import ConfigError, ModelError, RunFailedError, last_line
+from finetune.export import compressor
+from finetune.export.certificate import Verified
+from finetune.export.compressed_folder import (
+    SCHEMES,
+    Compressed,
+    SchemeName,
+    load_compressed,
+    refuse_no_compressed_tensors,
+)
+from finetune.export.digests import digest_files, digest_tensors
+from finetune.export.logits import LogitDifference, compare_logits
+from finetune.export.merged_folder import write_merged
+from finetune.export.model_card import merged_card
+from finetune.export.out_folder import nearest_parent, new_folder, read_on, refuse_taken
+from finetune.export.plain_reload import logits_in_fp32
+from finetune.export.vectors import Vectors, make_vectors, read_vectors, write_vectors
+from finetune.export.verifying import InVllm, verify_folder
+from finetune.inference.finished_run import FinishedRun, LoadedRun, read_finished_run
+from finetune.inference.scores import Evaluation
+from finetune.model.base import read_model_config
+from finetune.model.new_tokens import build_run_tokenizer
+from finetune.runs.durable import FolderWriter
+from finetune.training.measuring import measure_split
+
+PYTHON = "FINETUNE_LLMCOMPRESSOR"
+"""Names the Python of an environment that has llm-compressor. Without it, it must be installed beside finetune."""
+MOST_ANSWERS = 64
+"""Validation prompts that both models answer."""
+
+
+def export_compressed(run: FinishedRun, out: Path, scheme: SchemeName, num_rows: int) -> Compressed:
+    """Write a folder that vLLM and transformers load, with linear layers compressed; all of it or nothing.
+
+    Args:
+        run: of an adapter, which is merged first, or of full fine-tuning.
+        out: a folder that does not exist or is empty.
+        scheme: how to store linear layers.
+        num_rows: training rows for calibration, drawn with the run's seed; fp8 needs none.
+
+    Raises:
+        CheckpointError: `out` is taken.
+        ConfigError: llm-compressor or compressed-tensors is not installed, or the run's rows have no single answer.
+        DataError: the run's rows are not there any more.
+        ModelError: llm-compressor or this command does not support the model.
+        RunFailedError: the disk has too little room or failed, or the merged model is not the tuned one.
+    """
+    out = refuse_taken(out)
+    python = find_llm_compressor(os.environ)
+    refuse_no_compressed_tensors()
+    _refuse_unsupported(run)
+    # Before the merge, which takes longer: the rows may be gone.
+    splits = encode_examples(load_examples(run.config.data), build_run_tokenizer(run.config), run.config.data)
+    chosen = draw_rows(splits, num_rows, run.config.seed) if SCHEMES[scheme].is_calibrated else []
+    with tempfile.TemporaryDirectory(dir=nearest_parent(out), prefix=f".{out.name}.") as aside:
+        merged = write_merged(run, Path(aside, "merged"))
+        with new_folder(out, merged.num_bytes) as writer:  # twice the compressed weights
+            built = Path(aside, "compressed")
+            kept = _run_llm_compressor(python, merged.folder, built, scheme, chosen)
+            num_bytes = _fill(writer, merged.folder, built)
+            vectors, difference = _own_vectors(writer, read_vectors(merged.folder))
+            found = _compare(run, writer.path, has_validation=splits.validation is not None)
+            compressed = Compressed(
+                scheme=scheme,
+                kept=kept,
+                num_bytes=(merged.num_bytes, num_bytes),
+                num_rows=len(chosen),
+                apart=difference.relative,
+                **found,
+            )
+            stored = replace(
+                merged,
+                dtype=f"{merged.dtype}, linear layers as {scheme}",
+                difference=difference,
+                vectors_sha256=write_vectors(writer, vectors),
+            )
+            writer.write("README.md", [merged_card(run, stored, compressed).encode()])
+    return compressed
+
+
+def certify_in_vllm(folder: Path) -> Verified | str:
+    """Compare what vLLM serves with the compressed model. Returns why not, if vLLM is not here or cannot run it."""
+    try:
+        return verify_folder(folder, vllm=InVllm(None))
+    except (ConfigError, RunFailedError) as error:
+        return str(error)
+
+
+def find_llm_compressor(environment: Mapping[str, str]) -> str:
+    """Return the Python of an environment that has llm-compressor.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    named = environment.get(PYTHON)
+    if named is None and find_spec("llmcompressor") is not None:
+        return sys.executable
+    if named is not None and shutil.which(named):
+        # -I: neither the current folder nor PYTHONPATH, which are this environment's.
+        looks = "import importlib.util, sys; sys.exit(importlib.util.find_spec('llmcompressor') is None)"
+        if subprocess.run([named, "-I", "-c", looks]).returncode == 0:
+            return named
+    found = "is not installed here" if named is None else f"is not in the environment of {PYTHON}={named}"
+    raise ConfigError(
+        f"llm-compressor {found}. It needs other versions of packages than finetune, so give it an environment of its "
+        f"own: python3 -m venv compressor && compressor/bin/pip install torch llmcompressor. Then set {PYTHON} to "
+        "compressor/bin/python."
+    )
+
+
+def draw_rows(splits: EncodedSplits, num_rows: int, seed: int) -> list[list[int]]:
+    """Return the token ids of training rows that are drawn with a seed, as training encoded them."""
+    train = splits.train
+    chosen = random.Random(seed).sample(range(len(train)), min(num_rows, len(train)))
+    return [train[row].input_ids.tolist() for row in chosen]
+
+
+def _refuse_unsupported(run: FinishedRun) -> None:
+    """Refuse runs that cannot be compared, and models that were not tried.
+
+    Raises:
+        ConfigError: the rows have no single answer.
+        ModelError: the model has experts.
+    """
+    rows = OBJECTIVES[run.config.training.objective].rows
+    if rows in ("pairs", "labelled"):
+        raise ConfigError(
+            f"{run.folder.path} was trained with training.objective={run.config.training.objective}, and a compressed "
+            "model is calibrated and measured on rows with one answer each. Merge the run, and compress the folder "
+            "with llm-compressor itself."
+        )
+    if hasattr(read_model_config(run.config.model), "num_local_experts"):
+        raise ModelError(
+            "this model is a mixture of experts, whose compressed form was not tried. Serve the merged folder, or "
+            "compress it with llm-compressor itself."
+        )
+
+
+def _run_llm_compressor(python: str, model: Path, out: Path, scheme: str, rows: list[list[int]]) -> list[str]:
+    """Compress a model in the environment of llm-compressor. Returns the linear layers that it keeps as they are.
+
+    Raises:
+        ModelError: it refuses the model; the message repeats its reason.
+    """
+    request, report = (out.with_name(name) for name in ("request.json", "report.json"))
+    wanted = {"model": str(model), "out": str(out), "scheme": scheme, "rows": rows, "report": str(report)}
+    request.write_text(json.dumps(wanted), encoding="utf-8")
+    # -P, and no PYTHONPATH of this environment in another one: neither may supply modules.
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if python != sys.executable:
+        variables.pop("PYTHONPATH", None)
+    command = [python, "-P", str(compressor.__file__), str(request)]
+    done = subprocess.run(command, env=variables, cwd=out.parent, capture_output=True, text=True)
+    if done.returncode != 0:
+        reason = last_line(done.stderr) or f"exit code {done.returncode}"
+        raise ModelError(f"llm-compressor did not compress the model as {scheme}: {reason}. Nothing was written.")
+    kept: list[str] = json.loads(report.read_text(encoding="utf-8"))
+    return kept
+
+
+def _fill(writer: FolderWriter, merged: Path, built: Path) -> int:
+    """Write the compressed weights, and beside them the files of the merged folder. Returns the size of the weights."""
+    config, made = (json.loads((each / "config.json").read_text(encoding="utf-8")) for each in (merged, built))
+    config["quantization_config"] = made["quantization_config"]
+    writer.write("config.json", [(json.dumps(config, indent=2) + "\n").encode()])
+    for name in digest_files(merged).keys() - {"config.json"}:
+        if not name.endswith(".safetensors.index.json"):
+            writer.write(name, [(merged / name).read_bytes()])
+    size = 0
+    for path in sorted(built.glob("model*.safetensors*")):
+        with path.open("rb") as file:
+            size += int(writer.write(path.name, read_on(file))["size"])
+        path.unlink()
+    return size
+
+
+def _own_vectors(writer: FolderWriter, known: Vectors) -> tuple[Vectors, LogitDifference]:
+    """Make test vectors of the compressed model, for the prompts of the run's own. Returns how far they are apart."""
+    model = load_compressed(writer.path)
+    asked = [replace(vector, answer=None) for vector in known.vectors]
+    logits = logits_in_fp32(model, [vector.token_ids for vector in asked])
+    own = make_vectors(model, asked, logits, stop_ids=known.stop_ids, has_template=known.has_template)
+    own = replace(
+        own,
+        stored_as=known.stored_as,
+        trained=known.trained,
+        written=digest_tensors(writer.path),
+        files=digest_files(writer.path),
+    )
+    return own, compare_logits(own.logits, known.logits)
+
+
+def _compare(run: FinishedRun, folder: Path, *, has_validation: bool) -> dict[str, Any]:
+    """Measure the run and the compressed model on the validation split, as `finetune evaluate` does."""
+    if not has_validation:
+        return {}
+    testing = run.config.testing.model_copy(update={"compare_base": False, "num_samples": MOST_ANSWERS})
+    config = run.config.model_copy(update={"testing": testing})
+    found: list[Evaluation] = []
+    # The engine does not know the layers of compressed-tensors.
+    reference = config.training.model_copy(update={"kernels": "reference"})
+    for is_compressed in (False, True):
+        if is_compressed:
+            config = config.model_copy(update={"training": reference})
+        with launch(config, trains=False) as runtime:
+            if is_compressed:
+                loaded = LoadedRun(load_compressed(folder), build_run_tokenizer(config))
+            else:
+                loaded = read_finished_run(runtime, run)
+            found.append(measure_split(runtime, config, loaded, "validation", {}))
+    before, after = found
+    pairs = zip(before.answers, after.answers, strict=True)
+    return {
+        "num_validated": before.num_rows,
+        "losses": (before.tuned.loss, after.tuned.loss),
+        "changed": sum(one.answers["tuned"] != other.answers["tuned"] for one, other in pairs),
+        "answered": len(before.answers),
+    }

@@ -1,0 +1,124 @@
+"""Recognise and load a folder whose linear layers are compressed in a format of compressed-tensors.
+
+Formats: https://github.com/vllm-project/compressed-tensors, 0.19. vLLM loads the same files.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from finetune.errors import ConfigError
+from finetune.units import format_bytes
+
+SchemeName = Literal["fp8", "w8a8", "w4a16"]
+
+
+class Scheme(NamedTuple):
+    """A way to store and multiply the weights of linear layers."""
+
+    format: str
+    """Its name in config.json."""
+    is_calibrated: bool
+    """Whether llm-compressor needs rows for it."""
+    vllm_dtype: str
+    """The type in which vLLM 0.32 multiplies on a CPU. Its kernel for w4a16 has no fp32, and may round inputs to 8 bits
+    in bf16. Its kernel for w8a8 has no fp32 if the CPU has AMX."""
+    bound: float
+    """The largest relative difference of a position's logits that counts as equal. Inputs of fp8 and w8a8 are rounded
+    to 8 bits, so a difference in the last bit of fp32 can become a whole step. w4a16 is computed in fp16."""
+
+
+SCHEMES: dict[SchemeName, Scheme] = {
+    "fp8": Scheme("float-quantized", False, "float32", 1.25e-1),
+    "w8a8": Scheme("int-quantized", True, "bfloat16", 1.25e-1),
+    "w4a16": Scheme("pack-quantized", True, "float16", 2e-2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed:
+    """A compressed model on disk, and its differences from the run.
+
+    Attributes:
+        scheme: how its linear layers are stored.
+        kept: linear layers that are stored as before.
+        num_bytes: sizes of the weights, merged and compressed.
+        num_rows: training rows that calibrated it.
+        num_validated: validation rows; 0 if the run has none.
+        losses: validation losses of the run and of the compressed model; None without validation rows.
+        changed: validation prompts that the two answer differently.
+        answered: validation prompts that both answered.
+        apart: the relative difference of their logits, over the test vectors.
+    """
+
+    scheme: SchemeName
+    kept: list[str]
+    num_bytes: tuple[int, int]
+    num_rows: int
+    num_validated: int = 0
+    losses: tuple[float, float] | None = None
+    changed: int = 0
+    answered: int = 0
+    apart: float
+
+    def rows(self) -> list[list[str]]:
+        """Return the rows of the table: what was compared, of the run, of the compressed model."""
+        rows = [["size of the weights", *map(format_bytes, self.num_bytes)]]
+        if self.losses is not None:
+            rows.append([f"validation loss ({self.num_validated:,} rows)", *(f"{loss:.4f}" for loss in self.losses)])
+        if self.answered:
+            share = self.changed / self.answered
+            rows.append(["greedy answers that changed", "", f"{self.changed} of {self.answered} ({share:.1%})"])
+        rows.append(["logits of the test vectors apart by", "", f"{self.apart:.3g}"])
+        return rows
+
+
+def scheme_of(folder: Path) -> Scheme | None:
+    """Return the scheme of a model folder; None if its weights are not compressed."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    found = (config.get("quantization_config") or {}).get("format")
+    return next((scheme for scheme in SCHEMES.values() if scheme.format == found), None)
+
+
+def refuse_no_compressed_tensors() -> None:
+    """Refuse to go on without the package with which transformers reads compressed folders.
+
+    Raises:
+        ConfigError: says how to install it.
+    """
+    if find_spec("compressed_tensors") is None:
+        raise ConfigError(
+            "a compressed model needs compressed-tensors, not installed here. Run pip install 'finetune[compress]'."
+        )
+
+
+def load_compressed(folder: Path) -> Any:
+    """Load a compressed model on the CPU, in fp32, with its weights multiplied out.
+
+    Linear layers still round their inputs as the scheme says, so the model computes what a server computes.
+
+    Raises:
+        ConfigError: compressed-tensors is not installed.
+        OSError, ValueError: transformers cannot load the folder.
+    """
+    refuse_no_compressed_tensors()
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    auto: Any = AutoModelForCausalLM
+    with redirect_stderr(io.StringIO()):  # compressed-tensors draws progress bars
+        model = auto.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
+        )
+        model.hf_quantizer.compressor.decompress_model(model)
+    return model.eval()
