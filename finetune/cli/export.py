@@ -299,7 +299,7 @@ def _export_onnx(
 def _export_compressed(model_folder: Path, out: Path, scheme: SchemeName, num_rows: int) -> None:
     from finetune.export.certificate import write_certificate
     from finetune.export.compress import certify_in_vllm, export_compressed
-    from finetune.export.digests import CERTIFICATE
+    from finetune.export.digests import VLLM_CERTIFICATE
     from finetune.export.verifying import refuse_differences
     from finetune.inference.finished_run import find_run
 
@@ -312,7 +312,7 @@ def _export_compressed(model_folder: Path, out: Path, scheme: SchemeName, num_ro
     if isinstance(verified, str):
         rows.append(["certificate in vLLM", "", "not run here"])
     else:
-        write_certificate(verified.folder / CERTIFICATE, verified)
+        write_certificate(verified.folder / VLLM_CERTIFICATE, verified)
         rows.append(["certificate in vLLM", "", "differs" if verified.mismatches else "same"])
     calibrated = f", calibrated on {compressed.num_rows} training rows" if compressed.num_rows else ""
     print_table(["", "run", scheme], rows, right=("run", scheme), title=f"{out} against {run.folder.path}{calibrated}")
@@ -320,5 +320,5 @@ def _export_compressed(model_folder: Path, out: Path, scheme: SchemeName, num_ro
     if isinstance(verified, str):
         say(f"Note: not run in vLLM: {verified}")
     else:
-        refuse_differences(verified, verified.folder / CERTIFICATE)
+        refuse_differences(verified, verified.folder / VLLM_CERTIFICATE)
     say(f"Next: vllm serve {out}")

@@ -68,9 +68,9 @@ def export_compressed(run: FinishedRun, out: Path, scheme: SchemeName, num_rows:
         RunFailedError: the disk has too little room or failed, or the merged model is not the tuned one.
     """
     out = refuse_taken(out)
+    _refuse_unsupported(run)
     python = find_llm_compressor(os.environ)
     refuse_no_compressed_tensors()
-    _refuse_unsupported(run)
     # Before the merge, which takes longer: the rows may be gone.
     splits = encode_examples(load_examples(run.config.data), build_run_tokenizer(run.config), run.config.data)
     chosen = draw_rows(splits, num_rows, run.config.seed) if SCHEMES[scheme].is_calibrated else []
