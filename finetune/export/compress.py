@@ -205,6 +205,7 @@ def _own_vectors(writer: FolderWriter, known: Vectors) -> tuple[Vectors, LogitDi
     own = replace(
         own,
         stored_as=known.stored_as,
+        system=known.system,
         trained=known.trained,
         written=digest_tensors(writer.path),
         files=digest_files(writer.path),

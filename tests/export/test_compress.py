@@ -115,7 +115,7 @@ def test_fewer_bits_take_less_room(exports):
 def test_vllm_serves_the_compressed_model(exports):
     out, printed = exports("w4a16")
     assert re.search(r"certificate in vLLM\W+same", printed), printed
-    certificate = json.loads((out / "certificate.json").read_text())
+    certificate = json.loads((out / "certificate-vllm.json").read_text())
     assert certificate["runtime"].startswith("vLLM ")
     assert certificate["verdict"] == "same"
     assert certificate["answers"]["compared"] == 7
