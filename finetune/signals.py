@@ -154,8 +154,13 @@ def leave_signals_to_parent(*_: object) -> None:
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    end_with_parent(signal.SIGKILL)
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Ask the kernel to send this process a signal when its parent ends, however it ends. Has effect on Linux only."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 @contextmanager

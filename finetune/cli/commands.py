@@ -86,6 +86,42 @@ def train(overrides: Overrides = None) -> None:
 
 
 @app.command()
+def sweep(
+    overrides: Overrides = None,
+    trials: Annotated[
+        int | None,
+        typer.Option(help="Draw this many trials. Default: every combination, if all values are lists.", min=1),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare by this metric of validations. Default: validation.loss, or checkpoint.best_metric."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the draws, not of the runs.", min=0)] = 0,
+    halving: Annotated[
+        int,
+        typer.Option(
+            help="After the validations 1, N, N·N, … only the best of each N trials go on. 0: no trial ends early.",
+            min=0,
+        ),
+    ] = 3,
+    at_once: Annotated[int, typer.Option(help="Trials to run at once on this machine.", min=1)] = 1,
+    only: Annotated[int | None, typer.Option(help="Run only this trial, as a task of an array does.", min=1)] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Also run the trials that have failed.")] = False,
+    report_only: Annotated[
+        bool, typer.Option("--report", help="Start no trial: show the table and write the page.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train several times with other values: `lora.r=8,16 'optim.learning_rate=log(1e-5,1e-3)' --trials 12`."""
+    from finetune.cli.sweep import SweepOptions, sweep_from_overrides
+
+    options = SweepOptions(trials, metric, seed, halving, at_once, only, retry_failed, report_only, as_json)
+    raise typer.Exit(sweep_from_overrides(overrides or [], options))
+
+
+@app.command()
 def init(
     overrides: Overrides = None,
     file: Annotated[

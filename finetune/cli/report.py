@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +36,16 @@ def report(
     if not is_first_process(os.environ):
         return
     configure_logs(0, level=logging.ERROR)  # what could not be read stands on the page
+    say(f"wrote {write_report(run_folders, output, data=data)}. Open it in a browser; it needs no network.")
 
+
+def write_report(run_folders: Sequence[Path], output: Path | None, *, data: bool) -> str:
+    """Write the page about runs, and return its path and its size. The arguments are those of `report`.
+
+    Raises:
+        CheckpointError: a folder holds no run.
+        ConfigError: the extra is missing, or the file cannot be written or is not a report.
+    """
     from finetune.report.page import build_page, require_libraries
     from finetune.runs.recorded_run import open_runs
 
@@ -55,7 +65,7 @@ def report(
         raise ConfigError(
             f"{path} cannot be written: {describe_os_error(error)}. Name another file with --output."
         ) from error
-    say(f"wrote {path} ({format_bytes(len(page))}). Open it in a browser; it needs no network.")
+    return f"{path} ({format_bytes(len(page))})"
 
 
 def _refuse_to_replace(path: Path) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from finetune.config.schema import DataSection
     from finetune.runs.recorded_run import RecordedRun
 
-_STYLES = {"running": "cyan", "completed": "green", "failed": "red", "stopped": "magenta", "preempted": "magenta"}
+STYLES = {"running": "cyan", "completed": "green", "failed": "red", "stopped": "magenta", "preempted": "magenta"}
 _LOSSES = {"train_loss": "train loss", "validation_loss": "validation", "best_loss": "best"}
 
 
@@ -73,7 +73,7 @@ def _row(run: dict[str, Any]) -> list[str | tuple[str, str]]:
     losses = ["" if run[name] is None else f"{run[name]:.4f}" for name in _LOSSES]
     return [
         run["name"],
-        (run["state"], _STYLES.get(run["state"], "")),
+        (run["state"], STYLES.get(run["state"], "")),
         step,
         *losses,
         local_time(run["started"]),

@@ -67,7 +67,7 @@ class Commands:
             if process.poll() is None:
                 _kill_tree(process)
         if code:
-            raise StageError(_error_in(log), code if code > 0 else RunFailedError.exit_code)
+            raise StageError(error_in(log), code if code > 0 else RunFailedError.exit_code)
         return code is None
 
     def _refuse_overtime(self, command: str) -> None:
@@ -87,7 +87,7 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _error_in(log: Path) -> str:
+def error_in(log: Path) -> str:
     """Return the error that a command ended with, from its output."""
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     for number, line in enumerate(lines):

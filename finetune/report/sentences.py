@@ -10,7 +10,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from finetune.runs.comparison import compare_runs
-from finetune.runs.recorded_run import RecordedRun, finite
+from finetune.runs.metrics import sign_of
+from finetune.runs.recorded_run import RecordedRun, best_point, finite
 from finetune.units import format_duration
 
 _ENDED_EARLY = {
@@ -92,11 +93,23 @@ def summarize(run: RecordedRun) -> Summary:
 
 
 def best_run(runs: Sequence[RecordedRun]) -> RecordedRun | None:
-    """Return the run with the lowest validation loss; None if the runs cannot be compared."""
+    """Return the run with the best validation by `metric_of`; None if the runs cannot be compared."""
     if len(runs) < 2 or len(_validation_rows(runs)) > 1 or len(_losses(runs)) > 1:
         return None
-    known = [(lowest[1], index) for index, run in enumerate(runs) if (lowest := run.best_validation)]
-    return runs[min(known)[1]] if known else None
+    known = [run for run in runs if _best_value(run, runs) is not None]
+    return max(known, key=lambda run: sign_of(metric_of(runs)) * (_best_value(run, runs) or 0.0), default=None)
+
+
+def metric_of(runs: Sequence[RecordedRun]) -> str:
+    """Return the metric by which runs choose their best weights; the loss if they do not have it in common."""
+    names = {run.config.checkpoint.best_metric if run.config else "loss" for run in runs}
+    return names.pop() if len(names) == 1 else "loss"
+
+
+def _best_value(run: RecordedRun, runs: Sequence[RecordedRun]) -> float | None:
+    metric = metric_of(runs)
+    best = best_point(run.points("validation", metric), metric)
+    return best and best[1]
 
 
 def number(value: float) -> str:
@@ -137,14 +150,17 @@ def _of_one(run: RecordedRun) -> str:
 
 
 def _of_several(runs: Sequence[RecordedRun]) -> str:
-    best = best_run(runs)
-    found = best.best_validation if best else None
+    best, metric = best_run(runs), metric_of(runs)
+    found = _best_value(best, runs) if best else None
     if best is None or found is None:
         return f"{len(runs)} runs side by side."
-    others = [lowest[1] for run in runs if run is not best and (lowest := run.best_validation)]
+    others = [value for run in runs if run is not best and (value := _best_value(run, runs)) is not None]
     if not others:
-        return f"{best.name} is the only one of {len(runs)} runs that was validated: {number(found[1])}."
-    return f"{best.name} has the lowest validation loss: {number(found[1])}. The next best has {number(min(others))}."
+        return f"{best.name} is the only one of {len(runs)} runs that was validated: {number(found)}."
+    sign = sign_of(metric)
+    what = f"highest {metric} in validations" if sign > 0 else "lowest validation loss"
+    next_best = sign * max(sign * value for value in others)
+    return f"{best.name} has the {what}: {number(found)}. The next best has {number(next_best)}."
 
 
 def _validation_rows(runs: Sequence[RecordedRun]) -> set[str]:

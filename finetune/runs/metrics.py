@@ -209,9 +209,9 @@ def measured_in_subsets(event: Event) -> list[str]:
     ]
 
 
-def lower_is_better(metric: str) -> bool:
-    """Return whether a metric of a validation should fall: the loss, over all rows or over a subset."""
-    return metric.partition("/")[0] == "loss"
+def sign_of(metric: str) -> int:
+    """Return 1 if a higher value of a validation's metric is better, and -1 for the loss, of all rows or of a subset."""
+    return -1 if metric.partition("/")[0] == "loss" else 1
 
 
 def as_json(value: object) -> object:

@@ -15,7 +15,7 @@ from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.durable import describe_os_error
 from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
-from finetune.runs.metrics import Event, number_in, read_events
+from finetune.runs.metrics import Event, number_in, read_events, sign_of
 from finetune.runs.record import Status, read_run_record
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class RecordedRun:
     @property
     def best_validation(self) -> tuple[int, float] | None:
         """Step and value of the lowest validation loss."""
-        return min(finite(self.points("validation", "loss")), key=lambda point: point[1], default=None)
+        return best_point(self.points("validation", "loss"), "loss")
 
     @property
     def written(self) -> datetime | None:
@@ -283,6 +283,11 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
 def finite(points: Points) -> Points:
     """Return the points with finite values."""
     return [(step, value) for step, value in points if math.isfinite(value)]
+
+
+def best_point(points: Points, metric: str) -> tuple[int, float] | None:
+    """Return the step and the value of the best validation by a metric; None without one."""
+    return max(finite(points), key=lambda point: sign_of(metric) * point[1], default=None)
 
 
 def step_of(event: Event) -> int | None:

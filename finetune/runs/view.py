@@ -12,7 +12,7 @@ import statistics
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune.runs.metrics import Event, lower_is_better, measured_beside_loss, measured_in_subsets, number_in
+from finetune.runs.metrics import Event, measured_beside_loss, measured_in_subsets, number_in, sign_of
 from finetune.runs.recorded_run import step_of
 from finetune.terminal import visible
 from finetune.units import format_bytes, format_duration
@@ -162,7 +162,7 @@ class RunView:
     def _take_best(self, event: Event) -> None:
         name = str(event.get("best_metric", "loss"))
         value = number_in(event, name)
-        sign = -1 if lower_is_better(name) else 1
+        sign = sign_of(name)
         if value is not None and math.isfinite(value) and (self._best is None or sign * value > sign * self._best[1]):
             self._best = name, value, shown_step(event)
 

@@ -12,7 +12,7 @@ from finetune.config.keys import did_you_mean
 from finetune.data.held_out import shuffled
 from finetune.errors import ConfigError, DataError
 from finetune.inference.answer_metrics import METRICS, Metric, resolve_metrics
-from finetune.runs.metrics import lower_is_better, subset_key
+from finetune.runs.metrics import sign_of, subset_key
 from finetune.runs.state import TrainerState
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def best_merit(state: TrainerState, name: str) -> float | None:
 
 def _merit_of(name: str, value: float) -> float:
     """Return a value that is higher where the metric is better."""
-    return -value if lower_is_better(name) else value
+    return sign_of(name) * value
 
 
 def _improves(merit: float | None, best: float | None, min_delta: float) -> bool:
