@@ -112,12 +112,11 @@ def sweep(
     report_only: Annotated[
         bool, typer.Option("--report", help="Start no trial: show the table and write the page.")
     ] = False,
-    as_json: JsonOption = False,
 ) -> None:
     """Train several times with other values: `lora.r=8,16 'optim.learning_rate=log(1e-5,1e-3)' --trials 12`."""
     from finetune.cli.sweep import SweepOptions, sweep_from_overrides
 
-    options = SweepOptions(trials, metric, seed, halving, at_once, only, retry_failed, report_only, as_json)
+    options = SweepOptions(trials, metric, seed, halving, at_once, only, retry_failed, report_only)
     raise typer.Exit(sweep_from_overrides(overrides or [], options))
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.cli.overrides import config_from_overrides
 from finetune.cli.report import write_report
@@ -15,8 +14,8 @@ from finetune.cli.runs import STYLES
 from finetune.errors import ConfigError, FinetuneError, RunFailedError
 from finetune.runs.recorded_run import best_point
 from finetune.sweep.space import draw_trials, read_space
-from finetune.sweep.trials import Sweep, Trial, number_of, open_sweep, trials_of
-from finetune.terminal import print_json, print_table, say, shown_folder
+from finetune.sweep.trials import Sweep, Trial, open_sweep
+from finetune.terminal import print_table, say, shown_folder
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -27,26 +26,25 @@ _PREFIX = "validation."
 class SweepOptions(NamedTuple):
     """The options of the command, see `finetune sweep --help`."""
 
-    trials: int | None = None
-    metric: str | None = None
-    seed: int = 0
-    halving: int = 3
-    at_once: int = 1
-    only: int | None = None
-    retry_failed: bool = False
-    report: bool = False
-    as_json: bool = False
+    trials: int | None
+    metric: str | None
+    seed: int
+    halving: int
+    at_once: int
+    only: int | None
+    retry_failed: bool
+    report: bool
 
 
 def sweep_from_overrides(arguments: Sequence[str], options: SweepOptions) -> int:
-    """Run the trials that are not finished, and show all of them.
+    """Run the trials that are not finished, and show all of them; with `only`, run one.
 
     Args:
         arguments: as for `finetune train`, in which keys may have several values.
         options: see `SweepOptions`.
 
     Returns:
-        The exit code: 0, or 3 if no trial is complete though all have ended; with `only`, if this trial failed.
+        The exit code: 0, or 3 if every trial has failed; with `only`, if this one has.
 
     Raises:
         FinetuneError: the sweep was refused before its first trial, or a signal stopped it.
@@ -54,36 +52,26 @@ def sweep_from_overrides(arguments: Sequence[str], options: SweepOptions) -> int
     refuse_several_processes("sweep")
     if options.halving == 1:
         raise ConfigError("--halving is 1, but it is a factor: give 2 or more, or 0 to end no trial early.")
-    report_line = _report_line if options.as_json else say
     same, space = read_space(arguments)
     drawn = draw_trials(space, seed=options.seed, num_trials=options.trials)
+    if options.only is not None and options.only > len(drawn):
+        raise ConfigError(f"--only is {options.only}, but this sweep has the trials 1 to {len(drawn)}.")
     same, configs = _check(same, drawn, options.metric)
-    metric, folder = configs[0].checkpoint.best_metric, _folder_of(configs[0])
-    asked = Sweep(
-        arguments=same,
-        space=space,
-        seed=options.seed,
-        metric=metric,
-        halving=options.halving,
-        num_trials=options.trials,
-        trials=drawn,
-    )
-    trials = trials_of(folder, asked)
-    wanted = trials if options.only is None else [number_of(trials, options.only)]
+    folder, metric = _folder_of(configs[0]), configs[0].checkpoint.best_metric
+    sweep = Sweep(same, space, options.seed, metric, options.halving, options.trials, drawn)
+    open_sweep(folder, sweep)
+    trials = sweep.trials_in(folder)
+    wanted = trials if options.only is None else [trials[options.only - 1]]
     if not options.report:
-        _run(asked, trials, wanted, configs, options, report_line)
-    if options.only is not None:
-        return RunFailedError.exit_code if wanted[0].state == "failed" else 0
-    return _show(folder, asked, trials, as_json=options.as_json)
+        _run(sweep, trials, wanted, dict(zip((trial.name for trial in trials), configs, strict=True)), options)
+    if options.only is None:
+        return _show(folder, sweep, trials)
+    say(f"{wanted[0].name} is {wanted[0].state}")
+    return RunFailedError.exit_code if wanted[0].state == "failed" else 0
 
 
 def _run(
-    asked: Sweep,
-    trials: Sequence[Trial],
-    wanted: Sequence[Trial],
-    configs: Sequence[Config],
-    options: SweepOptions,
-    report_line: Callable[[str], None],
+    sweep: Sweep, trials: Sequence[Trial], wanted: Sequence[Trial], configs: Mapping[str, Config], options: SweepOptions
 ) -> None:
     from finetune.sweep.memory import places_for
     from finetune.sweep.running import Runner
@@ -91,12 +79,10 @@ def _run(
 
     gpus: list[str] = []
     if options.at_once > 1:
-        by_name = {trial.name: config for trial, config in zip(trials, configs, strict=True)}
-        gpus, memory = places_for(by_name, options.at_once)
-        report_line(memory)
-        share_cores(options.at_once * (configs[0].parallel.num_processes or 1))
-    open_sweep(trials[0].folder.parent, asked)
-    Runner(trials, asked, at_once=options.at_once, retries=options.retry_failed, gpus=gpus, say=report_line).run(wanted)
+        gpus, memory = places_for(configs, options.at_once)
+        say(memory)
+        share_cores(options.at_once * max(config.parallel.num_processes or 1 for config in configs.values()))
+    Runner(trials, sweep, at_once=options.at_once, retries=options.retry_failed, gpus=gpus).run(wanted)
 
 
 def _check(same: Sequence[str], drawn: Sequence[dict[str, str]], metric: str | None) -> tuple[list[str], list[Config]]:
@@ -116,7 +102,7 @@ def _check(same: Sequence[str], drawn: Sequence[dict[str, str]], metric: str | N
     name = None if metric is None else metric.removeprefix(_PREFIX)
     configs: list[Config] = []
     problems: dict[str, list[str]] = {}
-    validated: dict[str, bool] = {}
+    validates: dict[str, bool] = {}
     for number, values in enumerate(drawn, 1):
         arguments = [*same, *(f"{key}={value}" for key, value in values.items())]
         try:
@@ -126,20 +112,17 @@ def _check(same: Sequence[str], drawn: Sequence[dict[str, str]], metric: str | N
             check_paths(config)
             trainer_for(config)  # knows which metrics its validations have
             data = str(config.data)
-            if data not in validated:
-                validated[data] = load_examples(config.data).validation is not None
-            if not validated[data]:
+            if data not in validates:
+                validates[data] = load_examples(config.data).validation is not None
+            if not validates[data]:
                 what = "there is no validation split, by which trials are compared"
                 raise ConfigError(f"{what}. Name one with data.validation=, or hold rows out: data.validation=10%.")
             configs.append(config)
         except FinetuneError as error:
             problems.setdefault(str(error), []).append(f"trial-{number:03d}")
     if problems:
-        lines = [
-            f"{problem} ({'every trial' if len(names) == len(drawn) else ', '.join(names)})"
-            for problem, names in problems.items()
-        ]
-        raise ConfigError("\n  ".join(["no trial was started:", *lines]))
+        of = {text: "all trials" if len(names) == len(drawn) else ", ".join(names) for text, names in problems.items()}
+        raise ConfigError("\n  ".join(["no trial was started:", *(f"{text} ({of[text]})" for text in of)]))
     same = [argument for argument in same if not argument.startswith("output_dir=")]
     return same if name is None else [*same, f"checkpoint.best_metric={name}"], configs
 
@@ -150,67 +133,34 @@ def _folder_of(config: Config) -> Path:
     return shown_folder(Path(f"{config.output_dir}{suffix}").expanduser().absolute())
 
 
-def _show(folder: Path, sweep: Sweep, trials: Sequence[Trial], *, as_json: bool) -> int:
+def _show(folder: Path, sweep: Sweep, trials: Sequence[Trial]) -> int:
     """Show a table of all trials, the best one, and where the page is. Returns the exit code."""
     from finetune.report.sentences import best_run, second_line
 
-    results = [TrialResult(trial, trial.state, best_point(trial.points(), sweep.metric)) for trial in trials]
-    complete = [result.trial.run for result in results if result.state == "completed"]
+    states = [trial.state for trial in trials]
+    complete = [trial.run for trial, state in zip(trials, states, strict=True) if state == "completed"]
     best = complete[0] if len(complete) == 1 else best_run(complete)
-    page, no_page = _write_page(folder, [trial for trial in trials if trial.run.folder.holds_run()])
-    why_no_best = "" if best else second_line(complete) if complete else "No trial is complete yet."
-    code = RunFailedError.exit_code if all(each.state == "failed" for each in results) else 0
-    if as_json:
-        rows = [result.as_record() for result in results]
-        print_json({"folder": str(folder), "best": best and best.name, "report": page, "trials": rows}, indent=None)
-        return code
+    rows: list[list[str | tuple[str, str]]] = []
+    for trial, state in zip(trials, states, strict=True):
+        found = best_point(trial.points(), sweep.metric)
+        name = f"{trial.name} (best)" if best is not None and best.name == trial.name else trial.name
+        measured = [f"{found[1]:.4f}", str(found[0])] if found else ["", ""]
+        rows.append([name, *trial.values.values(), *measured, (state, STYLES.get(state, ""))])
     metric = f"{_PREFIX}{sweep.metric}"
-    head = ("trial", *sweep.space, metric, "at step", "state")
-    print_table(
-        head,
-        [result.as_row(is_best=best is not None and best.name == result.trial.name) for result in results],
-        right=(metric, "at step"),
-    )
-    for result in results:
-        if result.state == "failed":
-            say(f"{result.trial.name} failed: {result.trial.why}; see {result.trial.log}")
-    say(f"best: {shown_folder(best.folder.path)}" if best else f"best: none. {why_no_best}")
-    say(f"report: {page}" if page else no_page)
-    return code
+    print_table(("trial", *sweep.space, metric, "at step", "state"), rows, right=(metric, "at step"))
+    for trial, state in zip(trials, states, strict=True):
+        if state == "failed":
+            say(f"{trial.name} failed: {trial.why}\n  its output: {trial.log}")
+    why_none = second_line(complete) if complete else "no trial is complete"
+    say(f"best: {shown_folder(best.folder.path)}" if best else f"best: none, {why_none}")
+    say(f"report: {_write_page(folder, [trial.folder for trial in trials if trial.run.folder.holds_run()])}")
+    return RunFailedError.exit_code if all(state == "failed" for state in states) else 0
 
 
-class TrialResult(NamedTuple):
-    """A trial as the table shows it."""
-
-    trial: Trial
-    state: str
-    best: tuple[int, float] | None
-    """Step and metric of its best validation."""
-
-    def as_record(self) -> dict[str, Any]:
-        """Convert to plain values for JSON."""
-        step, value = self.best or (None, None)
-        shown = {"name": self.trial.name, "folder": str(self.trial.folder), "values": self.trial.values}
-        return {**shown, "state": self.state, "metric": value, "step": step, "command": self.trial.command}
-
-    def as_row(self, *, is_best: bool) -> list[str | tuple[str, str]]:
-        """Return the cells of its row."""
-        step, value = ("", "") if self.best is None else (str(self.best[0]), f"{self.best[1]:.4f}")
-        name = f"{self.trial.name} (best)" if is_best else self.trial.name
-        return [name, *self.trial.values.values(), value, step, (self.state, STYLES.get(self.state, ""))]
-
-
-def _write_page(folder: Path, trials: Sequence[Trial]) -> tuple[str | None, str]:
-    """Write the page about all trials. Returns its path, or None and what to do for it."""
-    if not trials:
-        return None, "report: none, because no trial has started"
+def _write_page(folder: Path, runs: Sequence[Path]) -> str:
+    """Write the page about all trials. Returns where it is, or why there is none."""
+    if not runs:
+        return "none, no trial has started"
     if find_spec("vl_convert") is None:
-        again = "Then give this command again with --report."
-        return None, f"report: none, because the extra is missing: pip install 'finetune[report]'. {again}"
-    path = folder / "report.html"
-    write_report([trial.folder for trial in trials], path, data=False)
-    return str(path), ""
-
-
-def _report_line(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+        return "none, the extra is missing: pip install 'finetune[report]', then the same command with --report"
+    return write_report(runs, folder / "report.html", data=False)

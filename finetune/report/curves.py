@@ -22,7 +22,8 @@ COLOURS = 8
 """The number of hues in page.css."""
 _SMOOTHED_FROM = 40
 """Curves with fewer points are not smoothed."""
-_LOG_FROM_RATIO = 50.0
+LOG_FROM_RATIO = 50.0
+"""An axis is logarithmic if its largest value is so many times the smallest one."""
 _VEGA_LITE = "6.1"
 _PER_GIB = 2.0**-30
 
@@ -69,7 +70,7 @@ class Chart:
     def is_log_first(self) -> bool:
         """Whether the logarithmic axis is shown first, because a linear chart would be mostly empty."""
         values = [value for curve in self.curves for _, value in curve.drawn()]
-        return self.can_be_log and max(values) / min(values) > _LOG_FROM_RATIO
+        return self.can_be_log and max(values) / min(values) > LOG_FROM_RATIO
 
     @property
     def num_left_out(self) -> int:
@@ -103,6 +104,7 @@ class Chart:
             "unit": self.unit,
             "large": self.is_large,
             "first": "log" if self.is_log_first else "linear",
+            "has_steps": True,
             "specifications": forms,
             "curves": [
                 {"name": curve.name, "run": curve.run, "hue": curve.hue, "raw": curve.is_raw, "index": index}
@@ -112,8 +114,6 @@ class Chart:
         }
 
     def _specification(self, form: str) -> dict[str, Any]:
-        import vl_convert
-
         points = [point for curve in self.curves for point in curve.drawn()]
         steps, values = [step for step, _ in points], [value for _, value in points]
         span = max(max(steps) - min(steps), 1)  # more ticks than steps would name a step twice
@@ -134,27 +134,7 @@ class Chart:
             scale = {"type": "log", "domain": [min(values) / 1.15, max(values) * 1.15], "nice": False}
             axis["values"] = _round_numbers(min(values), max(values))
         y = {"field": "value", "type": "quantitative", "title": None, "scale": scale, "axis": axis}
-        colour = {
-            "field": "hue",
-            "type": "nominal",
-            "legend": None,
-            "scale": {"domain": list(range(COLOURS)), "range": [f"var(--hue-{hue})" for hue in range(COLOURS)]},
-        }
-        specification = {
-            "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
-            "width": "container",
-            "height": 300 if self.is_large else 150,
-            "background": None,
-            "padding": {"left": 2, "right": 8, "top": 6, "bottom": 2},
-            "data": {"name": "points"},
-            "params": [{"name": "hidden", "value": []}],
-            "transform": [{"filter": "indexof(hidden, datum.run) < 0"}],
-            "encoding": {"x": x, "color": colour, "detail": {"field": "curve"}},
-            "layer": list(self._layers(y)),
-            "config": _CONFIG,
-        }
-        compiled: dict[str, Any] = vl_convert.vegalite_to_vega(specification, vl_version=_VEGA_LITE)
-        return compiled
+        return compile_chart(x, list(self._layers(y)), height=300 if self.is_large else 150)
 
     def _layers(self, y: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the layers of the chart: raw curves, smoothed curves, error bars, and measured points."""
@@ -176,6 +156,30 @@ class Chart:
             dots: dict[str, Any] = {"type": "point", "filled": True, "size": 38, "opacity": 1}
             for mark in (line, dots):
                 yield {"transform": [{"filter": "datum.measured"}], "mark": mark, "encoding": {"y": y}}
+
+
+def compile_chart(x: dict[str, Any], layers: Sequence[dict[str, Any]], *, height: int) -> dict[str, Any]:
+    """Compile layers on a common horizontal axis to Vega, for the points that the page puts into the chart."""
+    import vl_convert
+
+    hues = list(range(COLOURS))
+    scale = {"domain": hues, "range": [f"var(--hue-{hue})" for hue in hues]}
+    colour = {"field": "hue", "type": "nominal", "legend": None, "scale": scale}
+    specification = {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        "width": "container",
+        "height": height,
+        "background": None,
+        "padding": {"left": 2, "right": 8, "top": 6, "bottom": 2},
+        "data": {"name": "points"},
+        "params": [{"name": "hidden", "value": []}],
+        "transform": [{"filter": "indexof(hidden, datum.run) < 0"}],
+        "encoding": {"x": x, "color": colour, "detail": {"field": "curve"}},
+        "layer": layers,
+        "config": _CONFIG,
+    }
+    compiled: dict[str, Any] = vl_convert.vegalite_to_vega(specification, vl_version=_VEGA_LITE)
+    return compiled
 
 
 _CONFIG: dict[str, Any] = {

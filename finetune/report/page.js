@@ -25,14 +25,18 @@
       this.cursor.hidden = true;
       this.series = chart.curves.map((curve) => chart.points.filter((point) => point.curve === curve.index));
       this.steps = [...new Set(chart.points.map((point) => point.step))].sort((a, b) => a - b);
+      if (chart.has_steps) this.listen();
+      for (const button of this.figure.querySelectorAll("button[data-form]")) {
+        button.addEventListener("click", () => this.draw(button.dataset.form));
+      }
+    }
+
+    listen() {
       this.plot.addEventListener("pointermove", (event) => this.follow(event));
       this.plot.addEventListener("pointerdown", (event) => this.follow(event));
       this.plot.addEventListener("pointerleave", () => showAt(null));
       this.plot.addEventListener("keydown", (event) => this.walk(event));
       this.plot.addEventListener("blur", () => showAt(null));
-      for (const button of this.figure.querySelectorAll("button[data-form]")) {
-        button.addEventListener("click", () => this.draw(button.dataset.form));
-      }
     }
 
     async draw(form) {

@@ -23,6 +23,7 @@ from finetune.errors import CheckpointError, ConfigError
 from finetune.report import sentences
 from finetune.report.curves import COLOURS, build_charts
 from finetune.report.data_preview import PreviewedData
+from finetune.report.parallel import parallel_charts
 from finetune.runs.comparison import compare_runs, format_value
 from finetune.runs.metrics import number_in
 from finetune.runs.recorded_run import RecordedRun, mapping, step_of
@@ -82,7 +83,7 @@ def build_page(runs: Sequence[RecordedRun], data: Sequence[PreviewedData]) -> st
         lstrip_blocks=True,
     )
     environment.filters |= {"number": sentences.number, "percent": sentences.percent, "size": _size}
-    charts, best = build_charts(runs), sentences.best_run(runs)
+    charts, best = [*parallel_charts(runs), *build_charts(runs)], sentences.best_run(runs)
     scripts = [_vega(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
     template = environment.get_template("page.html.j2")
     text: str = template.render(

@@ -96,8 +96,8 @@ def best_run(runs: Sequence[RecordedRun]) -> RecordedRun | None:
     """Return the run with the best validation by `metric_of`; None if the runs cannot be compared."""
     if len(runs) < 2 or len(_validation_rows(runs)) > 1 or len(_losses(runs)) > 1:
         return None
-    known = [run for run in runs if _best_value(run, runs) is not None]
-    return max(known, key=lambda run: sign_of(metric_of(runs)) * (_best_value(run, runs) or 0.0), default=None)
+    known = [run for run in runs if best_value(run, runs) is not None]
+    return max(known, key=lambda run: sign_of(metric_of(runs)) * (best_value(run, runs) or 0.0), default=None)
 
 
 def metric_of(runs: Sequence[RecordedRun]) -> str:
@@ -106,7 +106,8 @@ def metric_of(runs: Sequence[RecordedRun]) -> str:
     return names.pop() if len(names) == 1 else "loss"
 
 
-def _best_value(run: RecordedRun, runs: Sequence[RecordedRun]) -> float | None:
+def best_value(run: RecordedRun, runs: Sequence[RecordedRun]) -> float | None:
+    """Return the best value of a run's validations by `metric_of`; None without one."""
     metric = metric_of(runs)
     best = best_point(run.points("validation", metric), metric)
     return best and best[1]
@@ -151,10 +152,10 @@ def _of_one(run: RecordedRun) -> str:
 
 def _of_several(runs: Sequence[RecordedRun]) -> str:
     best, metric = best_run(runs), metric_of(runs)
-    found = _best_value(best, runs) if best else None
+    found = best_value(best, runs) if best else None
     if best is None or found is None:
         return f"{len(runs)} runs side by side."
-    others = [value for run in runs if run is not best and (value := _best_value(run, runs)) is not None]
+    others = [value for run in runs if run is not best and (value := best_value(run, runs)) is not None]
     if not others:
         return f"{best.name} is the only one of {len(runs)} runs that was validated: {number(found)}."
     sign = sign_of(metric)

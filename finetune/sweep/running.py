@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import partial
 
 from finetune.diagnose.rehearsal_commands import error_in
@@ -19,6 +19,7 @@ from finetune.runs.recorded_run import Points, best_point, step_of
 from finetune.signals import end_with_parent, received_stop_signal, stops_after_step
 from finetune.sweep.halving import find_weak
 from finetune.sweep.trials import ENDED_EARLY, FINISHED, Sweep, Trial
+from finetune.terminal import say
 
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 15.0
@@ -26,95 +27,73 @@ _STOP_SECONDS = 15.0
 
 
 class RunningTrial:
-    """The process of a trial."""
+    """The process of a trial, which has the trial's lock."""
 
     def __init__(self, trial: Trial, lock: FileLock, place: int, gpus: str | None) -> None:
         self.trial = trial
+        self.lock = lock
         self.place = place
-        self.points: dict[int, float] = {}
         self.compared = 0
         """The number of validations after which it was compared with others."""
-        self._lock = lock
         self._metrics = MetricsReader(trial.run.folder.metrics_file)
-        variables = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+        self._points: dict[int, float] = {}
         with trial.log.open("wb") as log:
             self.process = subprocess.Popen(
-                trial.process_arguments,
+                [sys.executable, "-m", "finetune", *trial.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **variables},
+                env={**os.environ, **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})},
                 start_new_session=True,  # Ctrl-C reaches it through this process only
-                preexec_fn=partial(end_with_parent, signal.SIGTERM),  # it commits a checkpoint if this one is killed
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),  # it saves a checkpoint if this process is killed
             )
 
-    def read_points(self, metric: str) -> Points:
-        """Return step and metric of the validations so far."""
+    def points(self, metric: str) -> Points:
+        """Read step and metric of the validations so far."""
         is_new, events = self._metrics.read()
         if is_new:
-            self.points.clear()
+            self._points.clear()
         for event in events:
             step, value = step_of(event), number_in(event, metric)
             if event["event"] == "validation" and step is not None and value is not None:
-                self.points[step] = value
-        return sorted(self.points.items())
-
-    def stop(self) -> None:
-        """Ask the process to stop after its step."""
-        with suppress(ProcessLookupError):
-            self.process.terminate()
-
-    def close(self) -> None:
-        """Let other processes run this trial."""
-        self._lock.release()
+                self._points[step] = value
+        return sorted(self._points.items())
 
 
 class Runner:
-    """Run the trials of a sweep that are not finished.
+    """Run trials of a sweep.
 
     Args:
         trials: all trials of the sweep.
         sweep: what it tries.
         at_once: the most trials at once.
-        retries: also run the trials that have failed.
+        retries: also run trials that have failed.
         gpus: the GPUs of each place, as CUDA_VISIBLE_DEVICES names them; empty: the trials see all.
-        say: shows a line.
     """
 
     def __init__(
-        self,
-        trials: Sequence[Trial],
-        sweep: Sweep,
-        *,
-        at_once: int = 1,
-        retries: bool = False,
-        gpus: Sequence[str] = (),
-        say: Callable[[str], None],
+        self, trials: Sequence[Trial], sweep: Sweep, *, at_once: int, retries: bool, gpus: Sequence[str]
     ) -> None:
-        self._sweep = sweep
-        self._trials = trials
-        self._at_once = at_once
-        self._retries = retries
-        self._gpus = gpus
-        self._say = say
+        self._trials, self._sweep = trials, sweep
+        self._at_once, self._retries, self._gpus = at_once, retries, gpus
         self._running: list[RunningTrial] = []
         self._is_stopping = False
 
-    def run(self, trials: Sequence[Trial]) -> None:
+    def run(self, wanted: Sequence[Trial]) -> None:
         """Run trials, each from its last checkpoint. Those that are finished or run elsewhere are left alone.
 
         Raises:
             PreemptedError: a signal stopped the sweep, and the trials have ended.
             KeyboardInterrupt: stopped by a second Ctrl-C. A second SIGTERM raises Terminated.
         """
-        waiting = deque(trials)
+        waiting = deque(wanted)
         with stops_after_step():
             try:
                 while self._running or (waiting and not received_stop_signal()):
                     if received_stop_signal() and not self._is_stopping:
                         self._is_stopping = True
                         for running in self._running:
-                            running.stop()
+                            running.process.terminate()
                     while waiting and len(self._running) < self._at_once and not self._is_stopping:
                         self._start(waiting.popleft())
                     time.sleep(_POLL_SECONDS)
@@ -131,18 +110,17 @@ class Runner:
 
     def _start(self, trial: Trial) -> None:
         lock = try_file_lock(trial.lock)
-        if lock is None:
-            self._say(f"{trial.name} is left to the process that runs it")
-            return
         state = trial.state
-        if state in FINISHED and not (self._retries and state == "failed"):
+        if lock is None:
+            _say(f"{trial.name} is left to the process that runs it")
+        elif state in FINISHED and not (self._retries and state == "failed"):
             lock.release()
-            return
-        trial.forget_failure()
-        place = min(set(range(self._at_once)) - {running.place for running in self._running})
-        gpus = self._gpus[place % len(self._gpus)] if self._gpus else None
-        self._say(f"{trial.name}: {trial.command}")
-        self._running.append(RunningTrial(trial, lock, place, gpus))
+        else:
+            trial.forget_failure()
+            place = min(set(range(self._at_once)) - {running.place for running in self._running})
+            _say(f"{trial.name}: {trial.command}")
+            gpus = self._gpus[place % len(self._gpus)] if self._gpus else None
+            self._running.append(RunningTrial(trial, lock, place, gpus))
 
     def _look_at(self, running: RunningTrial) -> None:
         has_ended = running.process.poll() is not None  # before the metrics are read: none come after it
@@ -150,11 +128,11 @@ class Runner:
         if has_ended:
             self._running.remove(running)
             self._note_end(running)
-            running.close()
+            running.lock.release()
 
     def _compare(self, running: RunningTrial) -> None:
         """End a trial that is weak after its last validation."""
-        points, trial = running.read_points(self._sweep.metric), running.trial
+        trial, points = running.trial, running.points(self._sweep.metric)
         if not self._sweep.halving or len(points) == running.compared or trial.note:
             return
         weak = find_weak(
@@ -167,33 +145,38 @@ class Runner:
         )
         running.compared = len(points)
         if weak is not None:
-            trial.end(ENDED_EARLY, **weak._asdict())
-            self._say(f"{trial.name}: ended early, {self._sweep.metric} {weak}")
-            running.stop()
+            trial.end(ENDED_EARLY, weak._asdict())
+            _say(f"{trial.name}: ended early, {self._sweep.metric} {weak}")
+            running.process.terminate()
 
     def _note_end(self, running: RunningTrial) -> None:
+        """Say how a trial ended, and note it if it failed."""
         trial, code = running.trial, running.process.returncode
         if trial.note:
             return
-        state = trial.run.state
+        state, best = trial.run.state, best_point(trial.points(), self._sweep.metric)
         if code in (0, PreemptedError.exit_code) or self._is_stopping or state == "running":
-            best = best_point(trial.points(), self._sweep.metric)
             measured = f", {self._sweep.metric} {best[1]:.4g} at step {best[0]}" if best else ""
-            self._say(f"{trial.name}: {state}{measured}")
+            _say(f"{trial.name}: {state}{measured}")
             return
         why = error_in(trial.log)
-        trial.end("failed", exit_code=code, why=why)
-        self._say(f"{trial.name}: failed with exit code {code}: {why}")
+        trial.end("failed", {"exit_code": code, "why": why})
+        _say(f"{trial.name}: failed with exit code {code}: {why}")
 
     def _end_all(self) -> None:
         """Stop the processes that an error or a second signal leaves behind, and wait for them."""
         for running in self._running:
-            running.stop()
+            running.process.terminate()
         for running in self._running:
             try:
                 running.process.wait(_STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(running.process.pid, signal.SIGKILL)
                 running.process.wait()
-            running.close()
-        self._running.clear()
+            running.lock.release()
+
+
+def _say(text: str) -> None:
+    """Show a line at once, also in a pipe: a sweep takes hours."""
+    say(text)
+    sys.stdout.flush()

@@ -1,0 +1,49 @@
+"""A sweep's folder holds one sweep, whoever asks for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from finetune.errors import CheckpointError
+from finetune.sweep.trials import Sweep, open_sweep
+from tests.report.runs import write_run
+
+TRIALS = [{"seed": "1"}, {"seed": "2"}]
+ASKED = Sweep(["quickstart"], {"seed": "1,2,3"}, 0, "loss", 3, 2, TRIALS)
+
+
+def test_another_sweep_is_refused_and_says_what_differs(tmp_path):
+    folder = tmp_path / "sweep"
+    open_sweep(folder, ASKED)
+    before = (folder / "sweep.json").read_bytes()
+    open_sweep(folder, ASKED)
+    with pytest.raises(CheckpointError) as refused:
+        open_sweep(folder, replace(ASKED, seed=1, halving=2, trials=[{"seed": "3"}, {"seed": "1"}]))
+    assert "seed was 0, now 1; halving was 3, now 2. Give the same" in str(refused.value)
+    with pytest.raises(CheckpointError, match='arguments was \\["quickstart"\\], now \\["quickstart", "lora.r=4"\\]'):
+        open_sweep(folder, replace(ASKED, arguments=["quickstart", "lora.r=4"]))
+    with pytest.raises(CheckpointError, match="num_trials was 2, now 1"):
+        open_sweep(folder, replace(ASKED, num_trials=1, trials=TRIALS[:1]))
+    assert (folder / "sweep.json").read_bytes() == before
+
+
+def test_trials_are_added(tmp_path):
+    open_sweep(tmp_path / "sweep", ASKED)
+    open_sweep(tmp_path / "sweep", replace(ASKED, num_trials=3, trials=[*TRIALS, {"seed": "3"}]))
+    assert len(json.loads((tmp_path / "sweep/sweep.json").read_bytes())["trials"]) == 3
+
+
+def test_the_folder_of_something_else_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="holds a run and no sweep"):
+        open_sweep(write_run(tmp_path / "run"), ASKED)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"holds other files \(notes.txt\) and no sweep"):
+        open_sweep(tmp_path / "other", ASKED)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/sweep.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is damaged or from another version"):
+        open_sweep(tmp_path / "damaged", ASKED)

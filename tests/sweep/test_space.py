@@ -1,0 +1,96 @@
+"""The values of a sweep are read as they were meant, and its draws are the same each time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from finetune.errors import ConfigError
+from finetune.sweep.space import draw_trials, read_space, read_values
+
+
+def test_commas_separate_values_except_in_brackets_in_quotes_and_in_keys_that_take_a_list():
+    same, space = read_space(
+        [
+            "quickstart",
+            "lora.r=8, 16,32",
+            "testing.metrics=[exact_match,json_valid]",
+            "validation.metrics=exact_match,json_valid",
+            'data.path="a,b.jsonl"',
+            "lora.target_modules=[q_proj,v_proj],auto",
+            "optim.learning_rate=log(1e-5,1e-3)",
+            "training.max_steps=5",
+        ]
+    )
+    assert space == {
+        "lora.r": "8, 16,32",
+        "lora.target_modules": "[q_proj,v_proj],auto",
+        "optim.learning_rate": "log(1e-5,1e-3)",
+    }
+    assert [word.partition("=")[0] for word in same] == [
+        "quickstart",
+        "testing.metrics",
+        "validation.metrics",
+        "data.path",
+        "training.max_steps",
+    ]
+    assert [trial["lora.target_modules"] for trial in draw_trials({"lora.target_modules": "[a,b],auto"}, seed=0,
+            num_trials=None)] == ["[a,b]", "auto"]  # fmt: skip
+
+
+def test_without_a_number_every_combination_is_tried_in_order():
+    drawn = draw_trials({"lora.r": "8,16", "seed": "1,2"}, seed=3, num_trials=None)
+    assert drawn == [{"lora.r": r, "seed": s} for r in ("8", "16") for s in ("1", "2")]
+
+
+def test_the_same_seed_draws_the_same_trials_and_more_trials_begin_with_them():
+    space = {"lora.r": "8,16,32", "optim.learning_rate": "log(1e-5,1e-3)", "training.batch_size": "int(2,5)"}
+    twelve = draw_trials(space, seed=1, num_trials=12)
+    assert twelve == draw_trials(space, seed=1, num_trials=12)
+    assert draw_trials(space, seed=1, num_trials=20)[:12] == twelve
+    assert draw_trials(space, seed=2, num_trials=12) != twelve
+    many = draw_trials(space, seed=0, num_trials=600)
+    rates = [float(trial["optim.learning_rate"]) for trial in many]
+    assert 1e-5 <= min(rates) < 1.2e-5
+    assert 0.8e-3 < max(rates) <= 1e-3
+    assert 0.4 < sum(rate < 1e-4 for rate in rates) / 600 < 0.6, "half of them are below the geometric mean"
+    assert {trial["training.batch_size"] for trial in many} == {"2", "3", "4", "5"}
+    assert {trial["lora.r"] for trial in many} == {"8", "16", "32"}
+    even = draw_trials({"lora.dropout": "uniform(0,0.2)"}, seed=0, num_trials=600)
+    assert math.isclose(sum(float(trial["lora.dropout"]) for trial in even) / 600, 0.1, abs_tol=0.01)
+
+
+def test_a_drawn_list_of_values_is_drawn_once():
+    drawn = draw_trials({"lora.r": "8,16", "seed": "int(1,3)"}, seed=0, num_trials=6)
+    assert len({tuple(trial.values()) for trial in drawn}) == 6
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("optim.learning_rate", "log(0,1)", "expected log(LOW,HIGH) with two numbers above 0"),
+        ("optim.learning_rate", "uniform(1,1)", "the lower one first"),
+        ("lora.r", "int(1,2.5)", "two whole numbers"),
+        ("lora.r", "int(8)", "two whole numbers"),
+        ("lora.r", "8,,16", "an empty value"),
+        ("lora.r", "8,16,8", "a value twice"),
+    ],
+)
+def test_values_that_cannot_be_read_are_refused(key, text, message):
+    with pytest.raises(ConfigError) as refused:
+        read_values(key, text)
+    assert f"{key}={text}" in str(refused.value)
+    assert message in str(refused.value)
+
+
+def test_what_is_no_sweep_is_refused_with_all_problems():
+    with pytest.raises(ConfigError, match="needs a key with several values"):
+        read_space(["quickstart", "lora.r=8"])
+    with pytest.raises(ConfigError) as refused:
+        read_space(["lora.r=8,8", "output_dir=a,b", "seed=1,2", "seed=3,4"])
+    assert len(str(refused.value).splitlines()) == 3
+    with pytest.raises(ConfigError, match="needs --trials N"):
+        draw_trials({"optim.learning_rate": "log(1e-5,1e-3)"}, seed=0, num_trials=None)
+    with pytest.raises(ConfigError, match="--trials is 5, but these values have only 4 combinations"):
+        draw_trials({"lora.r": "8,16", "seed": "1,2"}, seed=0, num_trials=5)
