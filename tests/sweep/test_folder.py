@@ -23,7 +23,7 @@ def test_another_sweep_is_refused_and_says_what_differs(tmp_path):
     with pytest.raises(CheckpointError) as refused:
         open_sweep(folder, replace(ASKED, seed=1, halving=2, trials=[{"seed": "3"}, {"seed": "1"}]))
     assert "seed was 0, now 1; halving was 3, now 2. Give the same" in str(refused.value)
-    with pytest.raises(CheckpointError, match='arguments was \\["quickstart"\\], now \\["quickstart", "lora.r=4"\\]'):
+    with pytest.raises(CheckpointError, match=r'arguments was \["quickstart"\], now \["quickstart", "lora.r=4"\]'):
         open_sweep(folder, replace(ASKED, arguments=["quickstart", "lora.r=4"]))
     with pytest.raises(CheckpointError, match="num_trials was 2, now 1"):
         open_sweep(folder, replace(ASKED, num_trials=1, trials=TRIALS[:1]))

@@ -1,0 +1,138 @@
+"""A real sweep: each trial is a run like any other, one fails, a weak one ends early, and the best is found."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.in_process import Ended, run_finetune
+from tests.sweep.conftest import losses_of, noted, status_of, words_of
+
+pytestmark = [pytest.mark.process, pytest.mark.warm]
+
+RATES = "optim.learning_rate=8e-3,1e30,4e-3,1e-5"
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory) -> tuple[Path, Ended]:
+    """The folder of a sweep in which the second trial fails and the fourth is weak."""
+    folder = tmp_path_factory.mktemp("sweep") / "rates"
+    return folder, run_finetune("sweep", *words_of(folder, RATES), "--metric", "validation.loss")
+
+
+def test_it_survives_a_failure_ends_a_weak_trial_and_finds_the_best(swept):
+    folder, ended = swept
+    assert ended.returncode == 0, ended.stdout
+    assert status_of(folder / "trial-001") == status_of(folder / "trial-003") == "completed"
+    failed = noted(folder / "trial-002")
+    assert (failed["state"], failed["exit_code"]) == ("failed", 3)
+    assert re.search("trial-002: failed with exit code 3: .*not finite|is nan|is inf", ended.stdout), ended.stdout
+    weak = noted(folder / "trial-004")
+    assert (weak["state"], weak["validation"], weak["step"]) == ("ended early", 1, 2)
+    assert weak["better"] == 2
+    assert status_of(folder / "trial-004") == "preempted"
+    assert [path.name for path in (folder / "trial-004/checkpoints").iterdir()], "it could be taken up again"
+    best = min(("trial-001", "trial-003"), key=lambda name: min(loss for _, loss in losses_of(folder / name)[-1:]))
+    assert f"best: {folder / best}" in ended.stdout
+    rows = [line for line in ended.stdout.splitlines() if line.startswith("│")]
+    assert [re.findall("failed|completed|ended early", row) for row in rows] == [
+        [state] for state in ("completed", "failed", "completed", "ended early")
+    ]
+    assert "(best)" in rows[int(best[-1]) - 1]
+
+
+@pytest.mark.slow
+def test_a_trial_is_the_run_of_the_printed_command(swept, tmp_path):
+    folder, ended = swept
+    printed = re.search("^trial-001: finetune (train .*)$", ended.stdout, re.MULTILINE)
+    assert printed
+    words = shlex.split(printed[1])
+    assert words[-3:] == ["optim.learning_rate=8e-3", f"output_dir={folder / 'trial-001'}", "resume=auto"]
+    again = run_finetune(*words[:-2], f"output_dir={tmp_path / 'alone'}")
+    assert again.returncode == 0, again.stdout
+    assert losses_of(tmp_path / "alone") == losses_of(folder / "trial-001")
+
+
+def test_rows_are_encoded_once(swept):
+    folder, _ = swept
+    encoded_before = [
+        "encoded before, read from" in (folder / f"trial-00{number}.log").read_text() for number in range(1, 5)
+    ]
+    assert encoded_before == [False, True, True, True]
+
+
+def test_the_page_has_every_curve_and_the_settings_with_the_result(swept):
+    pytest.importorskip("vl_convert", reason="the extra [report] is not installed")
+    folder, _ = swept
+    page = (folder / "report.html").read_text()
+    charts = {
+        chart["name"]: chart
+        for chart in json.loads(re.search(r'id="charts">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    }
+    assert {curve["run"] for curve in charts["loss"]["curves"]} == {0, 1, 2, 3}
+    lines = [point for point in charts["parallel"]["points"] if "label" not in point]
+    assert {(point["run"], point["axis"]) for point in lines} == {
+        *((run, "optim.learning_rate") for run in range(4)),
+        *((run, "validation loss") for run in (0, 2, 3)),
+    }
+
+
+def test_the_same_command_starts_nothing_that_is_finished(swept):
+    folder, _ = swept
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("trial-*/*")}
+    again = run_finetune("sweep", *words_of(folder, RATES), "--metric", "validation.loss")
+    assert again.returncode == 0
+    assert "trial-001: finetune" not in again.stdout
+    assert "trial-002: finetune" not in again.stdout, "one that failed is not tried again unasked"
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("trial-*/*")} == before
+
+
+def test_a_failed_trial_is_tried_again_if_asked(swept):
+    folder, _ = swept
+    again = run_finetune("sweep", *words_of(folder, RATES), "--metric", "validation.loss", "--retry-failed", "--only=2")
+    assert "trial-002: finetune train" in again.stdout
+    assert "trial-001: finetune" not in again.stdout
+    assert again.returncode == 3
+    assert noted(folder / "trial-002")["state"] == "failed"
+
+
+def test_everything_is_refused_before_the_first_trial(tmp_path):
+    def refused(*words: str) -> str:
+        ended = run_finetune("sweep", *words_of(tmp_path / "sweep", *words))
+        assert ended.returncode == 2, ended.stdout
+        assert not (tmp_path / "sweep").exists()
+        return ended.errors
+
+    both = refused("lora.r=4,-1", "optim.learning_rate=1e-3,fast")
+    assert "lora.r: expected a whole number above 0, got -1" in both
+    assert "got 'fast'" in both
+    assert "(trial-001" not in both
+    assert "(trial-002)" in both
+    unknown = refused("lora.r=4,8", "--metric", "validation.accuracy")
+    assert "accuracy (--metric), which this run does not measure; it measures loss" in unknown
+    assert "Add validation.metrics=exact_match" in refused("lora.r=4,8", "--metric", "validation.exact_match")
+    assert "--only is 3, but this sweep has the trials 1 to 2" in refused("lora.r=4,8", "--only", "3")
+    assert "give 2 or more" in refused("lora.r=4,8", "--halving", "1")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 4)
+    assert "there is no validation split" in refused(f"data={rows}", "lora.r=4,8")
+
+
+def test_more_trials_at_once_than_memory_are_refused(tmp_path, monkeypatch):
+    import psutil
+
+    available = psutil.virtual_memory().available
+    taken = psutil.Process().memory_info().rss
+    small = type("Memory", (), {"available": max(1, taken // 2), "total": available})
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: small)
+    ended = run_finetune("sweep", *words_of(tmp_path / "sweep", "lora.r=4,8"), "--at-once", "2")
+    assert ended.returncode == 2, ended.stdout
+    assert re.search(
+        r"--at-once is 2, so 2 trials may share a device and take .* \(trial-00[12] .*\), but this machine's CPU has",
+        ended.errors,
+    )
+    assert not (tmp_path / "sweep/trial-001").exists()
