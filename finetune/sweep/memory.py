@@ -67,7 +67,8 @@ def places_for(configs: Mapping[str, Config], at_once: int) -> tuple[list[str], 
             f"({which}), but {where}. Lower --at-once, or let each trial take less: training.memory=least, or "
             f"training.memory_fraction={1 / sharing:.2g}."
         )
-    return places, f"{len(largest)} trials on one device take up to {format_bytes(total)}, and {where}"
+    each = f" of {processes} processes each" if processes > 1 else ""
+    return places, f"{len(largest)} trials{each} on one device take up to {format_bytes(total)}, and {where}"
 
 
 def _gpu_places(processes: int) -> list[str]:

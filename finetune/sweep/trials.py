@@ -25,7 +25,7 @@ ENDED_EARLY = "ended early"
 FINISHED = ("completed", ENDED_EARLY, "failed")
 """The states of a trial that the sweep does not start again."""
 _FILE = "sweep.json"
-_LOCK = ".lock"
+_LOCK = "sweep.lock"
 
 
 @dataclass(frozen=True)
@@ -124,16 +124,16 @@ def open_sweep(folder: Path, asked: Sweep) -> None:
     """
     file = folder / _FILE
     try:
-        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-        if file.name not in names and names - {_LOCK}:
-            what = "a run" if RunFolder(folder).holds_run() else f"other files ({', '.join(sorted(names)[:5])})"
-            raise CheckpointError(
-                f"output_dir={folder} holds {what} and no sweep. Name a new folder with output_dir=. Nothing was "
-                "changed."
-            )
         folder.mkdir(parents=True, exist_ok=True)
         with file_lock(folder / _LOCK, waiting_for=f"the sweep in {folder}"):
-            if not file.exists() or _is_longer(folder, asked, _read(file)):
+            names = sorted(path.name for path in folder.iterdir() if path.name != _LOCK)
+            if names and _FILE not in names:
+                what = "a run" if RunFolder(folder).holds_run() else f"other files ({', '.join(names[:5])})"
+                raise CheckpointError(
+                    f"output_dir={folder} holds {what} and no sweep. Name a new folder with output_dir=. Nothing was "
+                    "changed."
+                )
+            if not names or _is_longer(folder, asked, _read(file)):
                 replace_file(file, _as_file(asdict(asked)))
     except OSError as error:
         raise CheckpointError(

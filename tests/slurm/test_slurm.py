@@ -23,7 +23,9 @@ from tests.curves import (
     reporting_words,
     run_words,
 )
+from tests.in_process import run_finetune
 from tests.launches import REPOSITORY
+from tests.sweep.conftest import words_of
 from tests.warm import programs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.launch]
@@ -269,6 +271,19 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on_as_if_nothing_ha
     wait_until(lambda: "JobState=COMPLETED" in show(cluster, job), 300, told)
     row = Case(REFERENCE_BATCH_SIZE).row("sbatch, srun on one node", 2)
     assert_one_curve(read_run(tmp_path / "run"), curve_alone(), row)
+
+
+@pytest.mark.warm
+def test_a_sweep_as_an_array_trains_a_trial_in_each_task(cluster, tmp_path):
+    here = ["--partition=tests", "--array=1-2", "--gpus-per-node=1", "--cpus-per-task=1", "--time=5"]
+    words = words_of(tmp_path / "sweep", "seed=1,2")
+    output = submit(cluster, tmp_path, *here, LAUNCH_FILES / "slurm_sweep.sbatch", *words)
+    for number in (1, 2):
+        assert f"trial-00{number} is completed" in output
+        assert read_run(tmp_path / f"sweep/trial-00{number}").record["world_size"] == 1
+    shown = run_finetune("sweep", *words, "--report")
+    assert shown.stdout.count("completed") == 2, shown.stdout
+    assert "(best)" in shown.stdout
 
 
 def show(cluster, job):

@@ -133,6 +133,7 @@ def test_two_trials_at_once_of_two_processes_each_give_the_curves_of_one_after_t
     one = run_command(sweep(tmp_path / "one", *words, steps=6))
     two = run_command([*sweep(tmp_path / "two", *words, steps=6), "--at-once", "2"])
     assert one.returncode == two.returncode == 0, one.stdout + two.stdout
-    assert "2 trials on one device take up to" in two.stdout
+    assert "2 trials of 2 processes each on one device take up to" in two.stdout
     for name in ("trial-001", "trial-002"):
-        assert losses_of(tmp_path / "two" / name) == pytest.approx(losses_of(tmp_path / "one" / name), rel=1e-5)
+        mine, theirs = (dict(losses_of(tmp_path / folder / name)) for folder in ("two", "one"))
+        assert mine == pytest.approx(theirs, rel=1e-6)
