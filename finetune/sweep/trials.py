@@ -15,7 +15,7 @@ from typing import Any
 
 from finetune.errors import CheckpointError
 from finetune.runs.comparison import differing, format_value
-from finetune.runs.durable import describe_os_error, replace_file
+from finetune.runs.durable import describe_os_error, is_leftover, replace_file
 from finetune.runs.file_lock import file_lock
 from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import Points, RecordedRun, mapping
@@ -126,7 +126,8 @@ def open_sweep(folder: Path, asked: Sweep) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with file_lock(folder / _LOCK, waiting_for=f"the sweep in {folder}"):
-            names = sorted(path.name for path in folder.iterdir() if path.name != _LOCK)
+            found = (path.name for path in folder.iterdir())
+            names = sorted(name for name in found if name != _LOCK and not is_leftover(name))
             if names and _FILE not in names:
                 what = "a run" if RunFolder(folder).holds_run() else f"other files ({', '.join(names[:5])})"
                 raise CheckpointError(

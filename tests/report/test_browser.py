@@ -178,3 +178,18 @@ def test_a_run_can_be_taken_out_of_the_overlay(browser, pages):
     assert browser.evaluate(count) == 2
     assert "second-with" not in browser.evaluate("document.querySelector('#chart-loss .readout').textContent")
     assert browser.complaints() == []
+
+
+def test_parallel_coordinates_are_drawn_hidden_and_left_alone_by_the_pointer(browser, tmp_path):
+    runs = [write_run(tmp_path / f"r{r}", ["model.path=none", "data.path=none", f"lora.r={r}"]) for r in (4, 8, 16)]
+    report(runs, output=tmp_path / "page.html", data=False)
+    browser.open(tmp_path / "page.html")
+    lines = "document.querySelectorAll('#chart-parallel .mark-line.role-mark path').length"
+    texts = "[...document.querySelectorAll('#chart-parallel text')].map(text => text.textContent)"
+    assert browser.evaluate(lines) == 3
+    assert {"lora.r", "validation loss", "4", "8", "16"} <= set(browser.evaluate(texts))
+    browser.evaluate("document.querySelector('#chart-parallel .plot').dispatchEvent(new PointerEvent('pointermove'))")
+    browser.evaluate("document.querySelector('input[data-run]').click()")
+    browser.evaluate("new Promise(done => setTimeout(done, 200))")
+    assert browser.evaluate(lines) == 2
+    assert browser.complaints() == []

@@ -106,6 +106,53 @@ def test_of_several_runs_it_names_the_best_and_what_differs(tmp_path):
     assert headline_of(first, other) == "2 runs side by side."
 
 
+def test_three_runs_with_other_settings_are_shown_as_parallel_coordinates(tmp_path):
+    words = ["model.path=none", "data.path=none"]
+    made = [
+        write_run(tmp_path / name, [*words, f"optim.learning_rate={rate}", f"lora.r={r}", f"optim.schedule={schedule}"],
+                  factor=factor)
+        for name, rate, r, schedule, factor in (
+            ("a", "1e-5", 8, "cosine", 1.0), ("b", "1e-3", 32, "linear", 0.5), ("c", "1e-4", 16, "cosine", 2.0)
+        )
+    ]  # fmt: skip
+    page = page_of(*made)
+    chart = charts_of(page, made[0])["parallel"]
+    heights = {}
+    for point in chart["points"]:
+        if "label" not in point:
+            heights.setdefault(point["axis"], []).append(round(point["height"], 3))
+    assert heights == {
+        "lora.r": [0, 1, round(1 / 3, 3)],
+        "optim.learning_rate": [0, 1, 0.5],
+        "optim.schedule": [0, 1, 0],
+        "validation loss": [round(1 / 3, 3), 0, 1],
+    }, "the learning rates span more than a factor of 50, so their axis is logarithmic"
+    labels = {point["label"] for point in chart["points"] if "label" in point and point["axis"] == "optim.schedule"}
+    assert labels == {"cosine", "linear"}
+    widths = {point["run"]: point["width"] for point in chart["points"] if "label" not in point}
+    assert max(widths, key=widths.get) == 1, "the best one is bold"
+    assert "b: lora.r 32, optim.learning_rate 0.001, optim.schedule linear, validation loss 0.2083" in str(
+        page.elements
+    )
+    assert "parallel" not in charts_of(page_of(*made[:2]), made[0])
+    other = write_run(tmp_path / "other", [*words, "lora.r=4"], digest="other rows")
+    assert "parallel" not in charts_of(page_of(*made, other), made[0]), "their losses cannot be compared"
+
+
+def test_runs_are_compared_by_the_metric_that_chooses_their_weights(tmp_path):
+    words = [
+        "model.path=none",
+        "data.path=none",
+        "validation.metrics=exact_match",
+        "checkpoint.best_metric=exact_match",
+    ]
+    made = [write_run(tmp_path / name, words, factor=factor) for name, factor in (("a", 0.5), ("b", 1.0))]
+    for run, value in zip(made, (0.25, 0.75), strict=True):
+        with MetricsWriter(run / "metrics.jsonl") as metrics:
+            metrics.write("validation", step=60, epoch=0, loss=0.3, exact_match=value, num_targets=9)
+    assert headline_of(*made) == "b has the highest exact_match in validations: 0.75. The next best has 0.25."
+
+
 def test_of_runs_that_minimise_different_losses_none_is_the_best(tmp_path):
     words = ["model.path=none", "data.path=none"]
     runs = {
