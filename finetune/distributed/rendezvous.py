@@ -106,6 +106,7 @@ class Rendezvous:
                 "rank, or another launch uses the same address and port. Give each launch a port of its own "
                 "(MASTER_PORT, --master_port, --main_process_port)."
             )
+        self._ask("append", "joined", f"{environment.rank} ")
         self._ask("add", "num_joined", 1)
 
     @property
@@ -166,14 +167,13 @@ class Rendezvous:
 
     def exchange(self, topic: str, note: str, seconds: float) -> dict[int, str]:
         """Return every rank's note by rank. A rank that sends none within the seconds has no entry. Collective."""
-        rank, world_size = self.environment.rank, self.environment.world_size
-        self._ask("set", f"{topic}/{rank}", note)
+        # One key for all notes: with a key for each, a world of N ranks would ask the store N x N times.
+        self._ask("append", f"{topic}/notes", json.dumps([self.environment.rank, note]) + "\n")
         self._ask("add", topic, 1)
         for _ in self._polls(seconds, lambda: f"{topic} on the other ranks"):
-            if self._ask("add", topic, 0) >= world_size:
+            if self._ask("add", topic, 0) >= self.environment.world_size:
                 break
-        keys = {other: f"{topic}/{other}" for other in range(world_size)}
-        return {other: self._ask("get", key).decode() for other, key in keys.items() if self._ask("check", [key])}
+        return dict(sorted(json.loads(line) for line in self._ask("get", f"{topic}/notes").splitlines()))
 
     def leave(self) -> None:
         """End the rendezvous. Rank 0 waits until the others have read that there is no world. Safe to call twice."""
@@ -191,14 +191,17 @@ class Rendezvous:
     def _hand_out(self, token: str) -> None:
         """Rank 0's thread: give the token to every rank that asks, until the rendezvous is over."""
         store = PrefixStore(self._prefix, self._server)
-        num_answered = dict.fromkeys(range(1, self.environment.world_size), 0)
+        num_seen, unanswered = 0, set[int]()
         try:
+            # This goes on for the whole run, so each turn asks one question, however many ranks there are.
             while not self._is_over.wait(_POLL_SECONDS):
-                for rank, before in num_answered.items():
-                    request = f"request/{rank}/{before + 1}"
-                    if store.check([request]):
-                        store.set(f"token/{store.get(request).decode()}", token)
-                        num_answered[rank] += 1
+                num_requests = store.add("num_requests", 0)
+                unanswered.update(range(num_seen, num_requests))
+                num_seen = num_requests
+                for request in sorted(unanswered):
+                    if store.check([f"request/{request}"]):  # a rank counts its request before it writes it
+                        store.set(f"token/{store.get(f'request/{request}').decode()}", token)
+                        unanswered.remove(request)
         except RuntimeError:
             pass  # the store is gone; the main thread learns it from its own question
 
@@ -216,8 +219,7 @@ class Rendezvous:
     def _request_token(self) -> str:
         store = PrefixStore(self._prefix, self._server)
         rank, number = self.environment.rank, secrets.token_hex(8)
-        count = store.add(f"request/{rank}", 1)
-        store.set(f"request/{rank}/{count}", number)
+        store.set(f"request/{store.add('num_requests', 1) - 1}", number)
         for _ in self._polls(self.seconds_left + _MARGIN_SECONDS, lambda: "missing: rank 0 (a store is open there)"):
             if store.check([f"token/{number}"]):
                 return store.get(f"token/{number}").decode()
@@ -328,7 +330,7 @@ class Rendezvous:
         return f"missing: {format_ranks(self._missing())}"
 
     def _joined(self) -> list[int]:
-        return [rank for rank in range(self.environment.world_size) if self._ask("check", [f"joined/{rank}"])]
+        return sorted(map(int, self._ask("get", "joined").split()))
 
     def _missing(self) -> list[int]:
         return sorted(set(range(self.environment.world_size)) - set(self._joined()))
