@@ -74,15 +74,19 @@ def interface_towards(host: str) -> str | None:
     return None
 
 
-def what_answers(host: str, port: int) -> str | None:
-    """Return None if a torch store answers at the address, else what is wrong there.
+PROBE_SECONDS = 2.0
+NO_STORE = "something other than a torch store listens there"
+
+
+def what_answers(host: str, port: int, seconds: float = PROBE_SECONDS) -> str | None:
+    """Return None if a torch store answers at the address within the seconds, else what is wrong there.
 
     A store echoes the four bytes behind a ping: torch/csrc/distributed/c10d/TCPStore.cpp, VALIDATE = 0 with the magic
     number of TCPStoreBackend.hpp, PING = 13. `tests/distributed/test_rendezvous.py` tries it on the installed torch.
     """
     nonce = os.urandom(4)
     try:
-        connection = socket.create_connection((host, port), timeout=2.0)
+        connection = socket.create_connection((host, port), timeout=seconds)
     except (socket.gaierror, UnicodeError):  # UnicodeError: not a valid name, for example node..1
         return f"the name {host} cannot be resolved here"
     except OSError as error:
@@ -93,7 +97,7 @@ def what_answers(host: str, port: int) -> str | None:
             answer = connection.recv(4)
         except OSError:
             answer = b""
-    return None if answer == nonce else "something other than a torch store listens there"
+    return None if answer == nonce else NO_STORE
 
 
 def _resolve(host: str) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str, int]]]:

@@ -26,7 +26,12 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from finetune.distributed.environment import LaunchEnvironment, has_agent_store, launcher_pid
 from finetune.distributed.guardian.faults import format_ranks
-from finetune.distributed.network import is_own_address, what_answers
+from finetune.distributed.network import (
+    NO_STORE,
+    PROBE_SECONDS,
+    is_own_address,
+    what_answers,
+)
 from finetune.errors import LaunchError, RunFailedError
 
 _log = logging.getLogger(__name__)
@@ -38,6 +43,7 @@ _MARGIN_SECONDS = 5.0
 """Added to the timeout when a rank waits for rank 0, which gives its verdict at the timeout."""
 _STORE_TIMEOUT = timedelta(seconds=10)
 _LEAVE_SECONDS = 10.0
+_LONGEST_PROBE_SECONDS = 30.0
 _IDENTITY = "finetune/identity"
 
 
@@ -89,6 +95,7 @@ class Rendezvous:
         self._num_verdicts = 0
         self._num_missing = 0
         self._num_readers = 0
+        self._found = "not asked yet"
         self._is_over = threading.Event()
         self._token_thread: threading.Thread | None = None
         self._uses_agent_store = has_agent_store(os.environ)
@@ -251,27 +258,38 @@ class Rendezvous:
         return TCPStore(host, port, size, is_master=is_master, timeout=_STORE_TIMEOUT, wait_for_workers=False)
 
     def _find_store(self) -> TCPStore:
-        """Connect once a store answers: torch's own client waits silently, and may wait forever."""
+        """Connect once a store answers: torch's own client waits silently, and may wait forever.
+
+        torch's store looks up the name of each peer before it answers any, so with many ranks and a slow name server it
+        may be silent for a minute. Each probe waits twice as long as the one before: ranks that came back every two
+        seconds would bring new lookups faster than the store finishes them.
+        """
         environment = self.environment
         host, port = environment.master_addr, environment.master_port
-        # torchrun's agent opens its store before it starts a worker: one that does not answer is gone with its agent.
-        seconds = (0.0 if self._uses_agent_store else self.seconds_left) + _MARGIN_SECONDS
-        for _ in self._polls(seconds, lambda: f"rank 0: {what_answers(host, port)}"):
-            if what_answers(host, port) is None:
+        began, patience = time.monotonic(), PROBE_SECONDS
+        for _ in self._polls(self.seconds_left + _MARGIN_SECONDS, lambda: f"rank 0: {self._found}"):
+            asked = time.monotonic()
+            answer = what_answers(host, port, patience)
+            if answer is None:
                 with suppress(dist.DistError):  # it may close between the two
                     return self._tcp_store(host, is_master=False)
-        found = what_answers(host, port) or "the store answered too late"
+            self._found = answer or "the store answered too late"
+            if time.monotonic() - asked >= patience:
+                patience = min(2 * patience, max(PROBE_SECONDS, self.seconds_left), _LONGEST_PROBE_SECONDS)
+            # torchrun's agent opens its store before it starts a worker: one that refuses is gone with its agent.
+            if self._uses_agent_store and self._found != NO_STORE and time.monotonic() - began >= _MARGIN_SECONDS:
+                break
         if self._uses_agent_store:
             raise RunFailedError(
                 f"rank {environment.rank} did not find the store of its launcher ({environment.launcher}) at "
-                f"{self.address} within {seconds:g} s: {found}. The launcher of rank 0 has ended, or its machine "
-                "cannot be reached any more. Start the launch again."
+                f"{self.address} within {time.monotonic() - began:.0f} s: {self._found}. The launcher of rank 0 has "
+                "ended, or its machine cannot be reached any more. Start the launch again."
             )
         raise LaunchError(
             f"rank {environment.rank} did not find rank 0 of {environment.world_size} at {self.address} within "
-            f"{self._timeout:g} s ({environment.launcher}): {found}. Check that rank 0 was started, that MASTER_ADDR "
-            "and MASTER_PORT name its machine on every rank, and that no firewall blocks the port; or raise "
-            "parallel.timeout_minutes."
+            f"{self._timeout:g} s ({environment.launcher}): {self._found}. Check that rank 0 was started, that "
+            "MASTER_ADDR and MASTER_PORT name its machine on every rank, and that no firewall blocks the port; or "
+            "raise parallel.timeout_minutes."
         )
 
     @property

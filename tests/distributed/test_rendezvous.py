@@ -7,15 +7,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
 from finetune.distributed import rendezvous
 from finetune.distributed.environment import read_environment
-from finetune.distributed.network import what_answers
+from finetune.distributed.network import PROBE_SECONDS, what_answers
 from finetune.distributed.rendezvous import Rendezvous, Verdict
 from finetune.errors import LaunchError
 from tests.launches import REPOSITORY, free_port
@@ -260,3 +263,75 @@ def test_a_store_that_goes_away_is_a_launch_error():
     del word, first
     with pytest.raises(LaunchError, match="lost the store"):
         second.read_verdict()
+
+
+class CountingStore(PrefixStore):
+    """Counts the questions of all ranks, by thread."""
+
+    asked: ClassVar[Counter[str]] = Counter()
+
+    def __getattribute__(self, name):
+        if name in ("add", "append", "check", "get", "set"):
+            self.asked[threading.current_thread().name] += 1
+        return super().__getattribute__(name)
+
+
+def test_a_rank_asks_no_more_questions_in_a_larger_world(monkeypatch):
+    world_size, port = 24, free_port()
+    monkeypatch.setattr(rendezvous, "PrefixStore", CountingStore)
+    monkeypatch.setattr(rendezvous, "_POLL_SECONDS", 0.1)
+    place = {"LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    all_joined, found = threading.Barrier(world_size), {}
+
+    def join(rank):
+        joined = Rendezvous(read_environment(place | {"RANK": str(rank)}), timedelta(seconds=60))
+        all_joined.wait(60)
+        before = CountingStore.asked[f"rank {rank}"]
+        notes = joined.exchange("notes", f"of rank {rank}\n", 60)
+        found[rank] = notes, CountingStore.asked[f"rank {rank}"] - before, joined
+
+    ranks = [threading.Thread(target=join, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    before = CountingStore.asked["rendezvous"]
+    time.sleep(1.0)
+    asked_meanwhile = CountingStore.asked["rendezvous"] - before
+    for rank in reversed(range(world_size)):
+        found[rank][2].leave()
+    every = {rank: f"of rank {rank}\n" for rank in range(world_size)}
+    assert all(notes == every and list(notes) == list(every) for notes, _, _ in found.values())
+    assert max(asked for _, asked, _ in found.values()) < world_size
+    assert asked_meanwhile <= 11, "rank 0 looks for each rank, as long as the run lasts"
+
+
+def test_a_store_that_is_silent_for_longer_than_a_probe_is_found():
+    """As with a slow name server: the store looks up each connection, also of probes that nobody waits for any more."""
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+    server.set("finetune/identity", json.dumps({"launch_id": "", "world_size": 2}))
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as slow:
+        threading.Thread(target=pass_on_slowly, args=(slow, server.port, PROBE_SECONDS * 1.25), daemon=True).start()
+        place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(slow.getsockname()[1])}
+        began = time.monotonic()
+        with pytest.raises(LaunchError, match=r"got no answer from rank 0 of 2 .* although a store is open there"):
+            Rendezvous(read_environment(place), timedelta(seconds=10))
+        assert time.monotonic() - began < 20
+
+
+def pass_on_slowly(listener, port, seconds):
+    """Connect each connection with the port, one after the other, each after so many seconds."""
+    with suppress(OSError):  # the test is over
+        while True:
+            theirs = listener.accept()[0]
+            time.sleep(seconds)
+            ours = socket.create_connection(("127.0.0.1", port))
+            for pair in ((theirs, ours), (ours, theirs)):
+                threading.Thread(target=pass_on, args=pair, daemon=True).start()
+
+
+def pass_on(source, target):
+    with source, suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
