@@ -3,9 +3,39 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
+import resource
 import socket
 import struct
+from contextlib import suppress
+
+_log = logging.getLogger(__name__)
+
+_OWN_FILES = 512
+_CONNECTIONS_PER_RANK = 4
+
+
+def allow_connections(world_size: int) -> None:
+    """Raise this process's limit of open files, if necessary, for connections to all ranks.
+
+    A limit of 1,024 is common. Rank 0's store has a connection to each rank, and so has each of gloo's groups on every
+    rank: the world's, one more beside nccl, and two of hybrid sharding.
+    """
+    needed = _OWN_FILES + _CONNECTIONS_PER_RANK * world_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if resource.RLIM_INFINITY != soft < most:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < needed:
+        _log.warning(
+            "[Distributed] this process may open at most %d files, and %d ranks may need %d. If connections fail, "
+            "raise the hard limit (ulimit -Hn, LimitNOFILE= of a service, --ulimit nofile= of a container).",
+            most,
+            world_size,
+            needed,
+        )
 
 
 def is_loopback(host: str) -> bool:

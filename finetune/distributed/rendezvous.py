@@ -29,6 +29,7 @@ from finetune.distributed.guardian.faults import format_ranks
 from finetune.distributed.network import (
     NO_STORE,
     PROBE_SECONDS,
+    allow_connections,
     is_own_address,
     what_answers,
 )
@@ -99,6 +100,7 @@ class Rendezvous:
         self._is_over = threading.Event()
         self._token_thread: threading.Thread | None = None
         self._uses_agent_store = has_agent_store(os.environ)
+        allow_connections(environment.world_size)
         if environment.rank == 0:
             self._server = self._find_store() if self._uses_agent_store else self._open_store()
             token = secrets.token_hex(8)
