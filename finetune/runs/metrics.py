@@ -210,7 +210,7 @@ def measured_in_subsets(event: Event) -> list[str]:
 
 
 def sign_of(metric: str) -> int:
-    """Return 1 if a higher value of a validation's metric is better, and -1 for the loss, of all rows or of a subset."""
+    """Return 1 if a higher value of a metric is better, and -1 for the loss, of all rows or of a subset."""
     return -1 if metric.partition("/")[0] == "loss" else 1
 
 
