@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
-import resource
 import socket
 import struct
 from contextlib import suppress
@@ -20,8 +19,12 @@ def allow_connections(world_size: int) -> None:
     """Raise this process's limit of open files, if necessary, for connections to all ranks.
 
     A limit of 1,024 is common. Rank 0's store has a connection to each rank, and so has each of gloo's groups on every
-    rank: the world's, one more beside nccl, and two of hybrid sharding.
+    rank: the world's, one more beside nccl, and two of hybrid sharding. Does nothing on Windows.
     """
+    try:
+        import resource
+    except ImportError:
+        return
     needed = _OWN_FILES + _CONNECTIONS_PER_RANK * world_size
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
