@@ -317,6 +317,8 @@ def _export_compressed(model_folder: Path, out: Path, scheme: SchemeName, num_ro
     calibrated = f", calibrated on {compressed.num_rows} training rows" if compressed.num_rows else ""
     print_table(["", "run", scheme], rows, right=("run", scheme), title=f"{out} against {run.folder.path}{calibrated}")
     say(f"Stored as before: {', '.join(compressed.kept)}, embeddings and norms.")
+    if compressed.losses is None:
+        say("Note: the run has no validation split, so losses and answers were not compared.")
     if isinstance(verified, str):
         say(f"Note: not run in vLLM: {verified}")
     else:
