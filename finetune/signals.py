@@ -14,8 +14,11 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import ClassVar, NoReturn
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-"""SIGHUP means that the terminal is gone. If `nohup` has made the process ignore it, it stays ignored."""
+STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name)
+)
+"""Those that the system has. SIGHUP means that the terminal is gone; if `nohup` has made the process ignore it, it
+stays ignored."""
 _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h: choose the signal that the kernel sends to this process when its parent thread ends."""
 _CTRL_C_DOES = ("finetune: stops after this step and its checkpoint;", "press Ctrl-C again to stop at once")
@@ -189,7 +192,7 @@ def _note(number: int, frame: FrameType | None) -> None:
     if os.getpid() != _StopRequest.pid:
         _in_child(number)
         return
-    if number == signal.SIGHUP:
+    if number == getattr(signal, "SIGHUP", None):
         give_up_dead_screens()
     now = time.monotonic()
     is_first = _StopRequest.received is None
@@ -199,6 +202,12 @@ def _note(number: int, frame: FrameType | None) -> None:
         _acknowledge(number)
     elif is_first or (now - _StopRequest.at > _ONE_REQUEST_SECONDS and number in (signal.SIGTERM, signal.SIGINT)):
         _raise(number, frame)
+
+
+def after_fork_in_child(function: Callable[[], object]) -> None:
+    """Call a function in every child that this process forks. A system without `fork` has none."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=function)
 
 
 def give_up_dead_screens() -> None:

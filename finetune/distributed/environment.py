@@ -19,6 +19,7 @@ from typing import Literal
 from finetune.distributed.launcher_variables import LauncherVariables, number
 from finetune.distributed.slurm_notation import _first_host_from_slurm_nodelist, tasks_on_node
 from finetune.errors import LaunchError
+from finetune.signals import after_fork_in_child
 
 Launcher = Literal["torchrun", "accelerate", "spawn", "mpi", "slurm", "none"]
 
@@ -40,7 +41,7 @@ def _note_parent() -> None:
     _parent_pid = os.getppid()
 
 
-os.register_at_fork(after_in_child=_note_parent)
+after_fork_in_child(_note_parent)
 
 
 @dataclass(frozen=True, kw_only=True)

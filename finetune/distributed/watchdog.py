@@ -34,6 +34,7 @@ from finetune.distributed.guardian.faults import (
 from finetune.distributed.guardian.link import LineBuffer, Message, occupy_standard_streams
 from finetune.distributed.network import is_loopback, own_addresses
 from finetune.errors import Fault, LaunchError, RunFailedError
+from finetune.signals import after_fork_in_child
 
 _PROGRAM = str(Path(__file__).with_name("guardian") / "__main__.py")
 _ANSWER_SECONDS = 2 * START_SECONDS + 5.0
@@ -353,4 +354,4 @@ def _forget_guardians_of_parent() -> None:
         watchdog._forget()
 
 
-os.register_at_fork(after_in_child=_forget_guardians_of_parent)
+after_fork_in_child(_forget_guardians_of_parent)

@@ -276,6 +276,8 @@ def _sync(file: BinaryIO) -> None:
 
 
 def _sync_folder(path: Path) -> None:
+    if not hasattr(os, "O_DIRECTORY"):  # Windows opens no folder
+        return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -3,20 +3,33 @@
 The package filelock, which Transformers installs, does not name the holder of a lock, and a run must name the process
 that it waits for. Its older releases, which Transformers allows too, empty the lock's file at each try, so that the
 holder cannot be written there, and let a forked data worker keep the lock of a killed parent.
+
+Without `fcntl`, as on Windows, the file itself is the lock: it is created with its holder in it, and a process removes
+the file of a holder that has ended. A holder on another machine that was killed keeps its lock there.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import socket
+import threading
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+
+import psutil
+
+from finetune.signals import after_fork_in_child
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _log = logging.getLogger(__name__)
 
@@ -38,16 +51,26 @@ class LockHolder:
 
 
 class FileLock:
-    """A held lock. The end of its `with` block, or `release`, releases it and removes its file."""
+    """A held lock. The end of its `with` block, or `release`, releases it and removes its file.
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    Args:
+        path: the lock's file.
+        descriptor: of the open and locked file; None without `fcntl`.
+    """
+
+    def __init__(self, path: Path, descriptor: int | None) -> None:
         self.path = path
-        self._descriptor: int | None = descriptor
+        self._descriptor = descriptor
+        self._is_held = True
         _held.add(self)
 
     def release(self) -> None:
         """Release the lock. A second call does nothing."""
+        if not self._is_held:
+            return
         if self._descriptor is None:
+            self.path.unlink(missing_ok=True)
+            self._is_held = False
             return
         # Removed while still locked: a process that opened the old file notices that the path changed, and tries again.
         try:
@@ -57,9 +80,12 @@ class FileLock:
 
     def forget(self) -> None:
         """Close this process's handle and leave the file, as a forked child does with its parent's lock."""
-        if self._descriptor is not None:
+        if self._is_held and self._descriptor is not None:
             os.close(self._descriptor)
-            self._descriptor = None
+        elif self._is_held:
+            with suppress(OSError):  # on a disk that became read-only, it is held until this process ends
+                self.path.write_bytes(b"")  # without a holder it is free
+        self._is_held = False
         _held.discard(self)
 
     def __enter__(self) -> FileLock:
@@ -75,10 +101,11 @@ _held: weakref.WeakSet[FileLock] = weakref.WeakSet()
 def _forget_locks_of_parent() -> None:
     """Close the locks in a forked child, which would otherwise keep the lock of a dead parent."""
     for lock in list(_held):
-        lock.forget()
+        if lock._descriptor is not None:
+            lock.forget()
 
 
-os.register_at_fork(after_in_child=_forget_locks_of_parent)
+after_fork_in_child(_forget_locks_of_parent)
 
 
 def file_lock(path: Path, *, timeout_seconds: float | None = None, waiting_for: str) -> FileLock:
@@ -116,6 +143,8 @@ def try_file_lock(path: Path) -> FileLock | None:
     Raises:
         OSError: the file cannot be created, or its file system has no locks.
     """
+    if fcntl is None:
+        return _try_without_fcntl(path)
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -134,6 +163,8 @@ def try_file_lock(path: Path) -> FileLock | None:
 
 def is_held(path: Path) -> bool:
     """Whether a living process holds a lock. Writes nothing, and blocks nobody."""
+    if fcntl is None:
+        return _lives(read_holder(path))
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -166,10 +197,61 @@ def _is_still_at(path: Path, descriptor: int) -> bool:
 
 
 def _write_holder(descriptor: int) -> None:
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    holder = LockHolder(host=socket.gethostname(), pid=os.getpid(), started=started)
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(asdict(holder)).encode(), 0)
+    os.pwrite(descriptor, _as_holder(), 0)
+
+
+def _as_holder() -> bytes:
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    return json.dumps(asdict(LockHolder(host=socket.gethostname(), pid=os.getpid(), started=started))).encode()
+
+
+def _try_without_fcntl(path: Path) -> FileLock | None:
+    """Take a lock by giving its name to a file that names this process. A file whose holder has ended is removed."""
+    mine = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+    mine.write_bytes(_as_holder())
+    try:
+        for _ in range(2):
+            try:
+                os.link(mine, path)
+            except FileExistsError:
+                if _lives(read_holder(path)):
+                    return None
+                _remove_of_ended(path, mine)
+            else:
+                return FileLock(path, None)
+    finally:
+        mine.unlink(missing_ok=True)
+    return None
+
+
+def _remove_of_ended(path: Path, mine: Path) -> None:
+    """Remove the file of a holder that has ended, one process at a time: the next holder's file must stay."""
+    turn = path.with_name(f"{path.name}.turn")
+    try:
+        os.link(mine, turn)
+    except FileExistsError:
+        if not _lives(read_holder(turn)):
+            turn.unlink(missing_ok=True)
+        return
+    try:
+        if not _lives(read_holder(path)):
+            path.unlink(missing_ok=True)
+    finally:
+        turn.unlink(missing_ok=True)
+
+
+def _lives(holder: LockHolder | None) -> bool:
+    """Whether the process that wrote itself down still runs. On another machine it cannot be asked, and counts."""
+    if holder is None:
+        return False
+    if holder.host != socket.gethostname():
+        return True
+    try:
+        began = psutil.Process(holder.pid).create_time()
+        return began <= datetime.fromisoformat(holder.started).timestamp() + 1  # else the number was given again
+    except (psutil.Error, ValueError):
+        return False
 
 
 def _describe_holder(path: Path) -> str:

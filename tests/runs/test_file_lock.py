@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from finetune.runs.file_lock import file_lock, read_holder, try_file_lock
+from finetune.runs import file_lock as locks
+from finetune.runs.file_lock import file_lock, is_held, read_holder, try_file_lock
+
+WITHOUT_FCNTL = "import sys\nsys.modules['fcntl'] = None\n"
 
 HOLD = """
 import sys, time
@@ -41,6 +47,15 @@ for _ in range(25):
 """
 
 
+@pytest.fixture(params=["fcntl", "files"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the scripts of a test begin with: locks of the kernel, or the files that are used where there are none."""
+    if request.param == "fcntl":
+        return ""
+    monkeypatch.setattr(locks, "fcntl", None)
+    return WITHOUT_FCNTL
+
+
 def start(script: str, *arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", script, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -56,14 +71,15 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def test_one_holder_at_a_time(tmp_path: Path) -> None:
+def test_one_holder_at_a_time(tmp_path: Path, way: str) -> None:
     path = tmp_path / "a.lock"
     with file_lock(path, waiting_for="it"):
         assert try_file_lock(path) is None
         holder = read_holder(path)
         assert holder is not None
         assert holder.pid == os.getpid()
-    assert not path.exists()
+        assert is_held(path)
+    assert list(tmp_path.iterdir()) == []
     again = try_file_lock(path)
     assert again is not None
     again.release()
@@ -73,12 +89,12 @@ def test_one_holder_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_time_over_names_the_holder(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
     caplog.set_level(logging.INFO, "finetune.runs.file_lock")
     path = tmp_path / "a.lock"
-    process = start(HOLD, path)
+    process = start(way + HOLD, path)
     try:
         assert first_line(process) == "held"
         with pytest.raises(
@@ -91,9 +107,9 @@ def test_time_over_names_the_holder(
 
 
 @pytest.mark.process
-def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path, way: str) -> None:
     path = tmp_path / "a.lock"
-    process = start(HOLD_WITH_CHILD, path)
+    process = start(way + HOLD_WITH_CHILD, path)
     child = int(first_line(process))
     try:
         time.sleep(0.2)
@@ -108,10 +124,10 @@ def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_no_turn_is_lost_between_processes(tmp_path: Path) -> None:
+def test_no_turn_is_lost_between_processes(tmp_path: Path, way: str) -> None:
     counter = tmp_path / "counter"
     counter.write_text("0")
-    processes = [start(COUNT, tmp_path / "a.lock", counter) for _ in range(4)]
+    processes = [start(way + COUNT, tmp_path / "a.lock", counter) for _ in range(4)]
     assert [process.wait(timeout=240) for process in processes] == [0] * 4
     for process in processes:
         process.communicate()
@@ -121,3 +137,21 @@ def test_no_turn_is_lost_between_processes(tmp_path: Path) -> None:
 def test_a_folder_that_is_missing_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         file_lock(tmp_path / "missing" / "a.lock", waiting_for="it")
+
+
+def test_a_number_that_was_given_to_another_process_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "fcntl", None)
+    path = tmp_path / "a.lock"
+    holder = locks.LockHolder(host=socket.gethostname(), pid=os.getpid(), started="2001-01-01T00:00:00+00:00")
+    path.write_text(json.dumps(asdict(holder)))
+    assert not is_held(path)
+    lock = try_file_lock(path)
+    assert lock is not None
+    lock.forget()
+    assert not is_held(path)
+    elsewhere = replace(holder, host="another.machine")
+    path.write_text(json.dumps(asdict(elsewhere)))
+    assert is_held(path), "it cannot be asked"
+    assert try_file_lock(path) is None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+import psutil
 
 
 class Interval:
@@ -59,6 +60,11 @@ class Interval:
 
 def peak_host_memory() -> int:
     """Return the peak resident set of this process in bytes; shared memory is included."""
+    try:
+        import resource
+    except ImportError:  # Windows, where psutil knows the peak
+        memory = psutil.Process().memory_info()
+        return int(getattr(memory, "peak_wset", memory.rss))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
