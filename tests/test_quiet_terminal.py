@@ -77,6 +77,7 @@ SHOWN = {
         ["tokens of a row", "rows/train.jsonl:3", "the model's context is 128"],
     ),
     "plan": (["plan", *training_words(RUN)], ["global batch: 6 rows", "gradient checkpointing (off)"]),
+    "sweep": (["sweep", *training_words(f"runs/{NAME}-ranks"), "lora.r=2,3"], ["trial-001", "trial-002", "complete"]),
     "report": (["report", RUN, "--no-data"], [f"{RUN}/report.html"]),
     "generate": (["generate", "finished/run", "hello", "--compare", "--max-new-tokens", "3"], ["base", "tuned"]),
     "chat": (["chat", "finished/run", "--max-new-tokens", "2"], ["/help lists commands; Ctrl-D leaves."]),

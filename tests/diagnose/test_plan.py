@@ -383,7 +383,7 @@ def test_devices_have_names(name, is_found):
             "--device 'A100 80GB'.",
         ),
         ("A30G", "--device A30G: this device is not known. Known are "),
-        ("abacus", "--device abacus: this device is not known. Known are B200 180GB, H200 141GB, "),
+        ("abacus", "--device abacus: this device is not known. Known are B200 180GB, MI300X 192GB, "),
     ],
 )
 def test_a_device_that_is_not_known_is_refused_with_what_is(name, part):
