@@ -13,6 +13,7 @@ from tests.launches import REPOSITORY
 PAGE = REPOSITORY / "docs" / "scale.md"
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_all_parts_run_with_few_ranks_and_with_fewer_open_files_than_ranks():
     sizes = ["--ranks", "40", "--rows", "64", "--seconds", "0.2", "--open-files", "40"]

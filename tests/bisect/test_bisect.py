@@ -172,6 +172,7 @@ def test_each_answer_of_a_conversation_is_a_row(scene, tmp_path):
     assert "messages[2].content" in found["cause"]["text"]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_patched_optimizer_in_another_environment(scene, tmp_path):
     source = Path(str(find_spec("torch.optim.adam").origin)).read_text()

@@ -12,7 +12,7 @@ import pytest
 from tests.in_process import Ended, run_finetune
 from tests.sweep.conftest import losses_of, noted, status_of, words_of
 
-pytestmark = [pytest.mark.process, pytest.mark.warm]
+pytestmark = [pytest.mark.process, pytest.mark.warm, pytest.mark.slow]
 
 RATES = "optim.learning_rate=8e-3,1e30,4e-3,1e-5"
 
