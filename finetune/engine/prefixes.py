@@ -23,7 +23,7 @@ MIN_SHARED = 16
 
 _NEVER = 1 << 62
 _MOST_OF_A_SIZE = 8
-"""A bound on the number of micro-batches looks at parts of which fewer than so many fit into one."""
+"""The lower bound on the number of micro-batches counts parts so large that fewer than this many fit into one."""
 
 
 class Node(NamedTuple):

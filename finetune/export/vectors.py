@@ -36,7 +36,7 @@ _MOST_POSITIONS = 32
 _RANDOM_PROMPTS = 4
 _RANDOM_LENGTH = 24
 SYSTEM_PROMPT = "system"
-"""The name of the conversation whose system turn is that of the training rows, if they have one."""
+"""Names the conversation with a system turn. If most training rows have the same system turn, it has this one."""
 CONVERSATIONS: Mapping[str, Sequence[Mapping[str, str]]] = {
     "one turn": [{"role": "user", "content": "What is the capital of Portugal?"}],
     SYSTEM_PROMPT: [

@@ -166,10 +166,7 @@ def set_up(
     with runtime.failing_together("opening the run's folder"):
         if runtime.is_main_process:
             journal = _open_journal(runtime, config, model, tokenizer, splits)
-    if _saves_base(config) and config.resume == "auto":
-        # A resumed run keeps the random weights it began with, whatever its seed is now.
-        with runtime.failing_together("reading the base model"):
-            load_model(without_adapter(model), RunFolder(config.output_dir).base)
+    _read_saved_base(runtime, config, model)
     if runtime.shard_size is None:
         runtime.place(model)
     if config.training.neftune_alpha:
@@ -210,6 +207,13 @@ def set_up(
         checkpoint_gradients(model, offloads=setup.memory.offloads)
     setup.record_memory()
     return setup
+
+
+def _read_saved_base(runtime: Runtime, config: Config, model: Any) -> None:
+    """Give a resumed run the random base that it began with, whatever its seed is now. Collective."""
+    if _saves_base(config) and config.resume == "auto":
+        with runtime.failing_together("reading the base model"):
+            load_model(without_adapter(model), RunFolder(config.output_dir).base)
 
 
 def _with_subsets(config: Config, splits: EncodedSplits) -> EncodedSplits:

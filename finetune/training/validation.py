@@ -200,8 +200,8 @@ def _refuse_subsets_of_objective(config: Config) -> None:
     if config.validation.by is not None and config.training.objective != "sft":
         raise ConfigError(
             f"validation.by is {config.validation.by} ({config.origin('validation.by')}), but the validation of "
-            f"training.objective={config.training.objective} is not reported by parts of the rows; that of sft is. "
-            "Remove it."
+            f"training.objective={config.training.objective} is not reported by parts of the rows. Only sft's is. "
+            "Remove validation.by."
         )
 
 
