@@ -1,6 +1,6 @@
 """Divide the rows of a split by the values of a column (`validation.by`), to measure the rows of each value.
 
-The column need not be one that is encoded, so the cache of encoded rows does not have it: the rows are read again.
+The cache of encoded rows does not hold this column, so the rows are read again.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config, ModelSection
 
 SHARDS = (1, 2, 4, 8)
-"""The numbers of shards of which the plan says how much memory a process needs."""
+"""The plan says how much memory a process needs with each of these numbers of shards."""
 
 
 class Planner:

@@ -278,7 +278,7 @@ class Rendezvous:
             self._found = answer or "the store answered too late"
             if time.monotonic() - asked >= patience:
                 patience = min(2 * patience, max(PROBE_SECONDS, self.seconds_left), _LONGEST_PROBE_SECONDS)
-            # torchrun's agent opens its store before it starts a worker: one that refuses is gone with its agent.
+            # torchrun's agent opens its store before it starts a worker. If the store refuses, the agent has ended.
             if self._uses_agent_store and self._found != NO_STORE and time.monotonic() - began >= _MARGIN_SECONDS:
                 break
         if self._uses_agent_store:

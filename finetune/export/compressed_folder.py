@@ -1,4 +1,4 @@
-"""Recognise and load a folder whose linear layers are compressed in a format of compressed-tensors.
+"""Recognise and load folders that llm-compressor wrote, in the formats of compressed-tensors.
 
 Formats: https://github.com/vllm-project/compressed-tensors, 0.19. vLLM loads the same files.
 """

@@ -64,10 +64,7 @@ def write_merged(
         ModelError: transformers alone cannot load this model, or the adapter cannot be merged.
         RunFailedError: the disk has too little room or failed, or the merged model is not the tuned one.
     """
-    tokenizer = build_run_tokenizer(run.config)
-    system = usual_system(run.config.data)
-    if adds_system:
-        tokenizer.chat_template = with_default_system(tokenizer.chat_template, system)
+    tokenizer, system = _tokenizer_and_system(run, adds_system=adds_system)
     model = load_tuned_model(run)
     _refuse_foreign_code(model)
     target = _type_to_store(model, dtype)
@@ -117,6 +114,14 @@ def write_merged(
         )
         writer.write("README.md", [merged_card(run, merged).encode()])
     return merged
+
+
+def _tokenizer_and_system(run: FinishedRun, *, adds_system: bool) -> tuple[Any, str | None]:
+    """Return the run's tokenizer, and the system turn of its training rows, which its chat template may add."""
+    tokenizer, system = build_run_tokenizer(run.config), usual_system(run.config.data)
+    if adds_system:
+        tokenizer.chat_template = with_default_system(tokenizer.chat_template, system)
+    return tokenizer, system
 
 
 def load_tuned_model(run: FinishedRun) -> Any:

@@ -133,7 +133,7 @@ def measure_answers(
     """Answer prompts greedily, and return the mean of each metric, the same on all ranks. Collective: every rank.
 
     Returns:
-        The means by name, also those of each subset (`subset_key`); None if a rank was asked to stop meanwhile.
+        The means by name, of all rows and of each subset (`subset_key`); None if a rank was asked to stop meanwhile.
 
     Raises:
         DataError: on all ranks, if a user's own metric failed.

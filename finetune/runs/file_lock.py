@@ -207,7 +207,7 @@ def _as_holder() -> bytes:
 
 
 def _try_without_fcntl(path: Path) -> FileLock | None:
-    """Take a lock by giving its name to a file that names this process. A file whose holder has ended is removed."""
+    """Create the lock's file with this process as its holder. A file whose holder has ended is removed."""
     mine = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
     mine.write_bytes(_as_holder())
     try:

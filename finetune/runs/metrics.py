@@ -194,7 +194,7 @@ def measured_beside_loss(event: Event) -> list[str]:
 
 
 def subset_key(metric: str, subset: str) -> str:
-    """Return the key of a metric over some of the rows of a split: those of a source or of a value of a column."""
+    """Return the key of a metric that is measured over one source, or over the rows with one value of a column."""
     return f"{metric}/{subset}"
 
 

@@ -4,7 +4,7 @@ With a factor of 3, trials are compared after their validations 1, 3, 9 and so o
 is among the best third of the trials that have got there so far. Nobody waits for slower trials. Fewer than three
 trials are not compared, and the last validation of a run ends no trial, because it is over anyway.
 
-The variant is the one that stops trials instead of pausing them. It depends only on the values at each validation and
+Weak trials are stopped, not paused. The decision depends only on the values at each validation and
 on the order of the trials, so with one trial at a time a sweep always ends the same ones.
 """
 

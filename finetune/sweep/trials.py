@@ -104,7 +104,7 @@ class Trial:
         return str(self.note.get("why") or self.run.why or "")
 
     def points(self) -> Points:
-        """Return step and metric of each validation. Those after the one that ended the trial early do not count."""
+        """Return step and metric of each validation, up to the validation after which the trial was ended early."""
         return self.run.points("validation", self._metric)[: self.note.get("validation")]
 
     def end(self, state: str, why: Mapping[str, Any]) -> None:

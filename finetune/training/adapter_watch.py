@@ -1,4 +1,4 @@
-"""End a run whose adapters do not train: after the first steps, look for those without a gradient or an effect."""
+"""End a run after its first steps if an adapter has received no gradient or has not changed."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class AdapterWatch:
 
 
 def _is_trained(module: Any) -> bool:
-    """Return whether a module is a layer with an adapter of which a part is trained."""
+    """Return whether a module has an adapter with a trained matrix."""
     parts = [*getattr(module, "lora_A", {}).values(), *getattr(module, "lora_B", {}).values()]
     return any(part.weight.requires_grad for part in parts)
 
