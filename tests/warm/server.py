@@ -55,7 +55,7 @@ The numbers of threads are 1, as OMP_NUM_THREADS says here. A test that is warm 
 TORCHINDUCTOR_CACHE_DIR when transformers imports it, always to the same folder."""
 _MAY_DIFFER_FROM = tuple(
     "LOCAL_ GROUP_ ROLE_ TORCHELASTIC_ TORCH_NCCL_ ACCELERATE_ FSDP_ FINETUNE_ PYTEST_ SLURM_ _TORCHINDUCTOR_".split()
-    + "MLFLOW_ TRACKIO_ WANDB_".split()  # of packages that are not imported here
+    + "MLFLOW_ _MLFLOW_ TRACKIO_ WANDB_".split()  # of packages that are not imported here
     + "SLURMD_ SRUN_ SBATCH_ JPY_".split()
 )
 """The beginnings of such names; torch.compile leaves one behind in the process that asked for it."""
