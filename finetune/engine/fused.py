@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial, wraps
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -130,21 +131,13 @@ def _run(formula: Callable[..., Any], *args: Any) -> Any:
     if min(rows) < 2:  # torch.compile would make kernels for no row and for one row alone
         return formula(*args)
     given = [_any_number_of_rows(arg) for arg in args]
-    if formula not in _compiled_here:
-        _compiled_here.add(formula)
-        return _compile(formula, given)
-    try:
-        return _compiled(formula)(*given)
-    except torch._dynamo.exc.FailOnRecompileLimitHit:  # by more kinds of arguments than torch keeps kernels for
-        torch._dynamo.reset()  # the others are of models before this one
-        return _compiled(formula)(*given)
-
-
-def _compile(formula: Callable[..., Any], given: list[Any]) -> Any:
-    """Run a formula for the first time in this process, and say how long its kernels took."""
+    compiled = _compiled(formula, tuple((arg.shape[1:], arg.dtype) for arg in flat if isinstance(arg, torch.Tensor)))
+    if formula in _compiled_here:
+        return compiled(*given)
+    _compiled_here.add(formula)
     name, begun = formula.__name__.strip("_"), time.perf_counter()
     with waiting(f"compiling kernels: {name}"):
-        result = _compiled(formula)(*given)
+        result = compiled(*given)
     seconds = format_duration(time.perf_counter() - begun)
     _log.info(
         "kernels of %s are ready after %s; they are kept in %s", name, seconds, os.environ.get(_FOLDER_OF_KERNELS)
@@ -153,10 +146,17 @@ def _compile(formula: Callable[..., Any], given: list[Any]) -> Any:
 
 
 @cache
-def _compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(formula: Callable[..., Any], form: tuple[tuple[torch.Size, torch.dtype], ...]) -> Callable[..., Any]:
+    """Compile a formula for tensors of a form: their sizes without the first, and their types.
+
+    Each form has a copy of the function, because torch compiles one function for eight forms at most. fp8 alone has
+    more of them in one model.
+    """
+    code = formula.__code__.replace()
+    copy = FunctionType(code, formula.__globals__, formula.__name__, formula.__defaults__, formula.__closure__)
     # Without `fullgraph`, torch goes on without kernels of its own, in silence, where it can make none; without
     # `deterministic`, kernels are chosen by their speed in this process, and sums by the kernel.
-    return torch.compile(formula, fullgraph=True, dynamic=False, options={"deterministic": True})
+    return torch.compile(copy, fullgraph=True, dynamic=False, options={"deterministic": True})
 
 
 def _any_number_of_rows(arg: Any) -> Any:

@@ -33,18 +33,14 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _what_is_compiled_is_kept(device: torch.device) -> Iterator[None]:
-    """All tests together need more than the eight forms of a function that torch compiles by default.
-
-    It compiles in this process: the threads of its pool of processes never end, and a test would seem to leave them.
-    """
+def _torch_compiles_in_this_process(device: torch.device) -> Iterator[None]:
+    """The threads of torch's pool of processes never end, and a test would seem to leave them behind."""
     if device.type != "cuda":
         yield
         return
-    from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
-    with dynamo.patch(recompile_limit=128), inductor.patch(compile_threads=1):
+    with inductor.patch(compile_threads=1):
         yield
 
 
