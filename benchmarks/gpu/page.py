@@ -7,15 +7,19 @@ from typing import Any
 
 from benchmarks.gpu.figures import Figures, Record
 from benchmarks.gpu.goals import standings
+from benchmarks.gpu.parts import tasks
 
 _KINDS = ("matrix products", "attention", "elementwise and along rows", "copies and gathers", "GPU idle")
 _RIGHT = {True: "yes", False: "**no**", None: "–"}
 
 
 def render(figures: Figures) -> str:
-    """Return the newest figures of each task: what was reached, whole runs, one micro-batch, and what is right."""
-    newest = {record["task"]: record for record in figures.records if "figures" in record}
-    parts = (_facts(newest), map("- {}".format, standings(figures)), _runs(newest), _profile(newest), _checks(newest))
+    """Return the newest outcome of each task: what was reached, whole runs, one micro-batch, and what is right."""
+    found = {task.name: figures.last(task.name) or {} for task in tasks()}
+    newest = {name: record for name, record in found.items() if "figures" in record}
+    failed = {name: record["error"] for name, record in found.items() if "error" in record}
+    runs, checks = _runs(newest, _limits(figures)), _checks(newest, failed)
+    parts = (_facts(newest), map("- {}".format, standings(figures)), runs, _profile(newest), checks)
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
@@ -26,11 +30,17 @@ def _facts(newest: Mapping[str, Record]) -> Iterator[str]:
     yield "- repeat one with `python -m benchmarks.gpu_session figures.jsonl --again TASK`"
 
 
-def _runs(newest: Mapping[str, Record]) -> Iterator[str]:
+def _limits(figures: Figures) -> dict[str, float]:
+    """Return the measured rate of matrix products by day: no two GPUs of one name are equally fast."""
+    measured = (record for record in figures.records if record["task"] == "profile/limit" and "figures" in record)
+    return {record["at"][:10]: record["figures"]["matmul_flops_per_second"] for record in measured}
+
+
+def _runs(newest: Mapping[str, Record], limits: Mapping[str, float]) -> Iterator[str]:
     columns = ("run", "tokens / s", "slowest to fastest step", "of the limit", "memory, GB", "of the plan's")
     yield from _head([*columns, "first step, s"])
-    limit = newest.get("profile/limit", {}).get("figures", {}).get("matmul_flops_per_second")
     for task, run in _figures(newest, "median_tokens_per_second"):
+        limit = limits.get(newest[task]["at"][:10])
         yield _line(
             f"`{task}`",
             f"{run['median_tokens_per_second']:,.0f}",
@@ -43,20 +53,22 @@ def _runs(newest: Mapping[str, Record]) -> Iterator[str]:
 
 
 def _profile(newest: Mapping[str, Record]) -> Iterator[str]:
-    yield from _head(["tokens", "ms", "ms of the host", "launches", *(f"{kind}, ms" for kind in _KINDS)])
-    for _, step in _figures(newest, "launches"):
+    yield from _head(["micro-batch", "tokens", "ms", "ms of the host", "launches", *(f"{kind}, ms" for kind in _KINDS)])
+    for task, step in _figures(newest, "launches"):
         kinds = (f"{step.get(f'{kind}, ms', 0):,.1f}" for kind in _KINDS)
         times = (f"{step[name]:,.1f}" for name in ("median_ms", "host_ms"))
-        yield _line(f"{step['tokens']:,}", *times, f"{step['launches']:,}", *kinds)
+        yield _line(f"`{task}`", f"{step['tokens']:,}", *times, f"{step['launches']:,}", *kinds)
 
 
-def _checks(newest: Mapping[str, Record]) -> Iterator[str]:
+def _checks(newest: Mapping[str, Record], failed: Mapping[str, str]) -> Iterator[str]:
     yield from _head(["check", "right", "figures"])
     for task, record in newest.items():
         found = dict(record["figures"])
         if "is_right" in found or task == "kernels/syncs" or record["part"] == "ranks":
             right = _RIGHT[found.pop("is_right", None)]
             yield _line(f"`{task}`", right, ", ".join(f"{name} {_short(x)}" for name, x in found.items() if x != ""))
+    for task, error in failed.items():
+        yield _line(f"`{task}`", "failed", error)
 
 
 def _figures(newest: Mapping[str, Record], name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -31,6 +31,11 @@ PHI4_RUNS: Mapping[str, tuple[str, ...]] = {
     "defaults": (),
     "plain": ("training.batch_size=1", "training.gradient_checkpointing=false"),
     "checkpointed": ("training.batch_size=1", "training.gradient_checkpointing=true"),
+    "fp8": (
+        *("training.batch_size=1", "training.gradient_checkpointing=false"),
+        *("training.precision=bf16", "model.frozen_precision=fp8"),
+    ),
+    "least": ("training.memory=least",),
 }
 """The words of the runs of part `phi4`. By default, memory decides."""
 
@@ -103,14 +108,10 @@ def tasks() -> Iterator[Task]:
     yield Task("kernels/syncs", "benchmarks.gpu.kernels:synchronisations", 120, needs=_OF_A_RUN)
 
     yield Task("profile/limit", "benchmarks.gpu.step_profile:limits", 60)
+    profile = "benchmarks.gpu.step_profile:profile_microbatch"
     for number in TOKENS:
-        yield Task(
-            f"profile/{number}",
-            "benchmarks.gpu.step_profile:profile_microbatch",
-            120,
-            {"tokens": number},
-            needs=("peft",),
-        )
+        yield Task(f"profile/{number}", profile, 120, {"tokens": number}, needs=("peft",))
+    yield Task("profile/chat", profile, 120, needs=("peft",))
 
     for kind, engines in PEERS.items():
         yield from (_run(f"peers/{kind}/{engine}", 180, engine=engine, kind=kind) for engine in engines)

@@ -28,10 +28,10 @@ from benchmarks.clock import RankReport
 from benchmarks.gpu.recovery import (
     FILES,
     WORDS,
-    end_of,
     finish,
     largest_difference,
     losses_of,
+    reason_in,
     start,
     wait_for_checkpoint,
 )
@@ -239,7 +239,7 @@ def _trained(job: Job, words: Sequence[str]) -> list[RankReport]:
         )
         reports = [RankReport.load(path) for path in sorted(Path(folder).glob("rank-*.json"))]
     if done.returncode or len(reports) != job.processes:
-        raise RuntimeError(f"{len(reports)} of {job.processes} ranks have trained: {end_of(done.stderr)}")
+        raise RuntimeError(f"{len(reports)} of {job.processes} ranks have trained: {reason_in(done.stderr)}")
     return reports
 
 

@@ -109,8 +109,14 @@ def finish(process: subprocess.Popen[str]) -> str:
     """
     _, log = process.communicate()
     if process.returncode != 0:
-        raise RuntimeError(f"the run ended with exit code {process.returncode}: {end_of(log)}")
+        raise RuntimeError(f"the run ended with exit code {process.returncode}: {reason_in(log)}")
     return log
+
+
+def reason_in(log: str) -> str:
+    """Write a log into the task's own, and return its first error: the last lines may be the launcher's."""
+    sys.stdout.write(log)
+    return next((line for line in log.splitlines() if "Error" in line), end_of(log))
 
 
 def end_of(log: str) -> str:

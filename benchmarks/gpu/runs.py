@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -46,7 +47,11 @@ def train(
         planned = _planned_peak(order) if compares_with_plan else None
         forget_peak(session.device)
         report = carry_out(order)
+        record = Path(folder) / "run" / "run.json"
+        fp8 = json.loads(record.read_text()).get("fp8") if record.exists() else None
     figures = {"job": job.name, **_figures(job, report)}
+    if fp8 is not None:
+        figures |= {f"fp8_{name}": fp8[name] for name in ("num_layers", "loss_bf16", "loss_fp8", "gradient_error")}
     if planned is not None:
         figures["planned_peak_bytes"] = planned
         if session.device == "cuda":  # resident memory holds more than a plan counts

@@ -37,18 +37,21 @@ def limits(session: Session) -> dict[str, Any]:
     return {"matmul_flops_per_second": rate, "copied_bytes_per_second": 2 * source.nbytes / cost.seconds}
 
 
-def profile_microbatch(session: Session, tokens: int) -> dict[str, Any]:
+def profile_microbatch(session: Session, tokens: int | None = None) -> dict[str, Any]:
     """Time forward and backward of one micro-batch as a run computes it, and say what kind of operation takes the time.
 
     Args:
         session: where to compute.
-        tokens: of the micro-batch, in rows of at most 4,096 (with tiny models fewer of both).
+        tokens: of the micro-batch, in rows of at most 4,096 (with tiny models fewer of both). None: the chat rows of
+            one step.
     """
-    job = session.job("mini")
-    longest = job.longest
-    tokens = max(8, tokens // 64) if session.is_tiny else tokens
-    rows = [row._replace(ids=row.ids[:tokens], is_target=row.is_target[:tokens]) for row in job.rows()]
-    rows = rows[: math.ceil(tokens / longest)]
+    job = session.job("chat" if tokens is None else "mini")
+    if tokens is None:
+        rows = job.rows()[: job.global_batch]
+    else:
+        tokens = max(8, tokens // 64) if session.is_tiny else tokens
+        rows = [row._replace(ids=row.ids[:tokens], is_target=row.is_target[:tokens]) for row in job.rows()]
+        rows = rows[: math.ceil(tokens / job.longest)]
     model = _model(session)
     device, dtype = torch.device(session.device), TORCH_TYPES[job.precision]
     collate = packer(share_prefixes=True, prepare_attention=prepared_by_the_host(device, dtype))
@@ -82,9 +85,10 @@ def _profile(session: Session, work: Any) -> tuple[dict[str, float], int]:
     """Return the seconds of each kind of operation, and how many kernels (operators on a CPU) were launched."""
     synchronize(session)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if session.device == "cuda" else [])]
-    with profile(activities=activities) as profiled:
-        work()
-        synchronize(session)
+    for _ in range(2):  # the first profile of a process waits for the profiler's own libraries
+        with profile(activities=activities) as profiled:
+            work()
+            synchronize(session)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiled.export_chrome_trace(str(path))

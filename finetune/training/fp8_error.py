@@ -113,7 +113,8 @@ def round_base_to_fp8(runtime: Runtime, model: Any, microbatch: Any) -> Fp8Error
     if not measured.is_accepted:
         raise ConfigError(
             f"model.frozen_precision=fp8 changes this model too much: {measured}. Its weights or activations span "
-            "more than fp8 can hold in a row. Set model.frozen_precision=auto, which trains on the base in bf16."
+            "more than fp8 can hold in a row, or it amplifies rounding. Set model.frozen_precision=auto, which trains "
+            "on the base in bf16."
         )
     _log.info("%d frozen linear layers are in fp8: %s", measured.num_layers, measured)
     return measured
