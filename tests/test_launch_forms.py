@@ -4,9 +4,12 @@ How each launch that works gives one curve is in tests/test_one_curve.py.
 """
 
 import json
+import shutil
 
 import pytest
 
+from finetune.config.shipped_files import resolve_shipped
+from tests.bisect.scene import change_tensor
 from tests.curve_table import Row
 from tests.curves import (
     REFERENCE_BATCH_SIZE,
@@ -25,10 +28,11 @@ CASE = Case(REFERENCE_BATCH_SIZE)
 _LIMIT_SECONDS = 300
 
 
-def start(launcher, folder, *words, variables=None):
+def start(launcher, folder, *words, variables=None, cwd=None):
     """The reporting recipe in a folder of its own."""
     folder.mkdir(exist_ok=True)
-    return start_command([*LAUNCHERS[launcher], *reporting_words(folder, [CASE], *words)], variables=variables)
+    command = [*LAUNCHERS[launcher], *reporting_words(folder, [CASE], *words)]
+    return start_command(command, variables=variables, cwd=cwd)
 
 
 def ends(*processes):
@@ -145,3 +149,22 @@ def test_a_report_counts_processes_and_not_ranks(tmp_path):
     for world_size in (1, 2):
         with pytest.raises(AssertionError):
             assert_one_world(reports, world_size)
+
+
+@pytest.mark.warm
+def test_ranks_whose_bases_have_other_weights_are_refused_on_all_of_them(tmp_path):
+    """The same words name other files on each node."""
+    port = free_port()
+    for node in ("0", "1"):
+        shutil.copytree(resolve_shipped("shipped:phi_tiny"), tmp_path / node / "base")
+    change_tensor(tmp_path / "1" / "base" / "model.safetensors", "model.norm.weight")
+    words = ["model.path=base", "model.init=pretrained", "model.config=null", "model.tokenizer=null"]
+    processes = [
+        start("python", tmp_path, *words, cwd=tmp_path / str(rank), variables=place_variables(rank, 2, port))
+        for rank in (0, 1)
+    ]
+    codes, outputs = ends(*processes)
+    assert codes == [2, 2], outputs
+    said = "".join(outputs)
+    assert said.count("the base model of rank 1 differs from rank 0's. Give every node the same files") == 1, said
+    assert_nothing_was_written(tmp_path)

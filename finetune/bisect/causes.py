@@ -105,6 +105,8 @@ def cause_in_records(first: Side, second: Side) -> Cause | None:
         if "chat_template" in data:
             return Cause("chat template", "", "the chat template differs, and with it the training rows")
         return cause_in_rows(first, second, data["data.train"])
+    if "base" in data:
+        return Cause("base weights", "", f"{first.title} and {second.title} have bases with other weights")
     versions.pop("git_commit", None)
     facts = versions | {name: world[name] for name in _MACHINE if name in world}
     if not facts:

@@ -131,7 +131,7 @@ def load_tuned_model(run: FinishedRun) -> Any:
         ModelError: the base cannot be loaded, or the adapter does not fit it.
     """
     model: Any = build_base_model(run.config.model, dtype="auto")
-    return model if run.is_full else put_adapter_on(model, run.weights, str(run.config.model.path))
+    return model if run.is_full else put_adapter_on(model, run)
 
 
 def _type_to_store(model: Any, wish: torch.dtype | None) -> torch.dtype:

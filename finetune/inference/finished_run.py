@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from finetune.config.schema import Config, ModelSection, ParallelSection
 from finetune.errors import CheckpointError, ConfigError, ModelError, first_line
 from finetune.fallbacks import Fallback
 from finetune.runs.folder import RunFolder
+from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.verification import newest_valid, verify, verify_published
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
     from finetune.distributed.runtime import Runtime
 
+_log = logging.getLogger(__name__)
 LATEST = "latest"
 
 
@@ -128,7 +131,7 @@ def read_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
     tokenizer = build_run_tokenizer(run.config)
     model = _load_base(runtime, run.config)
     if run.config.training.method == "lora":
-        model = put_adapter_on(model, run.weights, str(run.config.model.path))
+        model = put_adapter_on(model, run)
     return LoadedRun(model, tokenizer)
 
 
@@ -143,28 +146,32 @@ def place_finished_run(runtime: Runtime, model: Any) -> None:
         runtime.shard(model)
 
 
-def put_adapter_on(base: Any, weights: Path, name: str) -> Any:
-    """Return the base as a PeftModel with a saved adapter, whose tensors must all fit.
+def put_adapter_on(base: Any, run: FinishedRun) -> Any:
+    """Return the base as a PeftModel with the run's adapter, whose tensors must all fit. Warn if the base has changed.
 
     Args:
         base: on the CPU.
-        weights: the adapter's folder.
-        name: of the base, for messages.
+        run: has the adapter, and recorded the base that it was trained on.
 
     Raises:
         ModelError: the adapter does not fit the base.
     """
-    from finetune.model.lora import load_adapter
+    from finetune.model.lora import fingerprint_base, load_adapter
     from finetune.runs.model_files import load_model
 
+    path, lora = run.config.model.path, run.config.lora
     try:
-        model = load_adapter(base, weights)
-        load_model(model, weights)  # strict, while peft only warns of missing tensors
+        model = load_adapter(base, run.weights)
+        load_model(model, run.weights)  # strict, while peft only warns of missing tensors
     except Exception as error:  # from several libraries, for other shapes or names
         raise ModelError(
-            f"the adapter in {weights} does not fit the base {name}: {first_line(error)} "
+            f"the adapter in {run.weights} does not fit the base {path}: {first_line(error)} "
             "Use --base to name the base that it was trained on."
         ) from error
+    trained_on = RecordedRun(run.folder.path).part("fingerprints").get("base")
+    # A machine that cannot quantize loads a base in 4 bits as it is.
+    if trained_on is not None and lora.quantize == "none" and fingerprint_base(model, lora) != trained_on:
+        _log.warning("%s has other weights than the base that %s was trained on", path, run.folder.path)
     return model
 
 

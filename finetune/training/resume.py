@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 _ROWS = OnResume("rows", "the rows themselves, wherever they lie")
+_BASE = OnResume("always", "the model that is trained")
 _SPLITS = ("data.train", "data.validation")
 _OWN_TO_EACH_START = ("resume", "resume_allow")
 _MAX_SHOWN = 60
@@ -67,7 +68,7 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
     Args:
         folder: the run's, open.
         config: of the resumed run.
-        fingerprints: digests by name; those of `data.train` and `data.validation` are compared.
+        fingerprints: digests by name; those of `data.train`, `data.validation` and `base` are compared.
 
     Returns:
         The changes that change the curve and that `resume.allow` allows, for run.json. Empty if nothing is resumed.
@@ -86,6 +87,7 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
     rows = _other_rows(folder, start, fingerprints)
     counting = _what_counts(before or config, config, has_same_rows=rows == [])
     matters = [it for it in found if it.effect.matters in counting] + (rows or [])
+    matters += _other_base(run, fingerprints)
     if matters and newest_valid(folder) is None:
         return []  # the run starts from its beginning
     if refused := [it for it in matters if not it.is_allowed(config.resume_allow)]:
@@ -202,6 +204,15 @@ def _other_rows(folder: RunFolder, start: Mapping[str, Any] | None, now: Mapping
         for split in _SPLITS
         if before.get(split) != now.get(split)
     ]
+
+
+def _other_base(run: RecordedRun, now: Mapping[str, str]) -> list[_Difference]:
+    """Return whether the weights of the base have changed, if both starts have a base to train an adapter on."""
+    both = [fingerprints.get("base") for fingerprints in (run.part("fingerprints"), now)]
+    if None in both or both[0] == both[1]:
+        return []
+    before, after = (f"weights {str(digest)[:12]}" for digest in both)
+    return [_Difference("model", before, after, "the base itself", _BASE)]
 
 
 def _refusal(folder: RunFolder, refused: Sequence[_Difference]) -> str:

@@ -22,7 +22,7 @@ from finetune.fallbacks import Fallback
 from finetune.inference.losses import SplitLosses
 from finetune.model.base import checkpoint_gradients
 from finetune.model.fp8_base import refuse_fp8_without_engine, refuse_where_fp8_is_impossible, wants_fp8
-from finetune.model.lora import without_adapter
+from finetune.model.lora import fingerprint_base, without_adapter
 from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.model.training_mode import add_embedding_noise
 from finetune.runs.checkpoints import save_base
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _TOKENS_FOR_FP8_ERROR = 1024
+_SAME_BASE = "Give every node the same files at model.path."
 _NOT_IN_BACKGROUND = Fallback(
     what="checkpoint.background",
     wanted="written in the background",
@@ -160,12 +161,15 @@ def set_up(
     runtime.agree_set_up()
     digests = [split.fingerprint for split in named_splits(splits).values()]
     runtime.refuse_differences("the data", "/".join([*digests, *_digests_of_subsets(splits)]))
+    has_base = config.training.method == "lora" and config.model.init == "pretrained"
+    base = fingerprint_base(model, config.lora) if has_base else None
+    runtime.refuse_differences("the base model", base or "", remedy=_SAME_BASE)
     runtime.fit_threads(model)
     _refuse_background_of_shards(runtime, config)
     journal = None
     with runtime.failing_together("opening the run's folder"):
         if runtime.is_main_process:
-            journal = _open_journal(runtime, config, model, tokenizer, splits)
+            journal = _open_journal(runtime, config, model, tokenizer, splits, base)
     _read_saved_base(runtime, config, model)
     if runtime.shard_size is None:
         runtime.place(model)
@@ -287,10 +291,16 @@ def _refuse_background_of_shards(runtime: Runtime, config: Config) -> None:
 
 
 def _open_journal(
-    runtime: Runtime, config: Config, model: Any, tokenizer: PreTrainedTokenizerBase, splits: EncodedSplits
+    runtime: Runtime,
+    config: Config,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    splits: EncodedSplits,
+    base: str | None,
 ) -> Journal:
     environment = runtime.environment
-    rows = {f"data.{name}": split.fingerprint for name, split in named_splits(splits).items()}
+    inputs = {f"data.{name}": split.fingerprint for name, split in named_splits(splits).items()}
+    inputs |= {} if base is None else {"base": base}
     texts = {"config": resolved_yaml(config), "chat_template": str(tokenizer.chat_template)}
     journal = Journal(
         config,
@@ -311,7 +321,7 @@ def _open_journal(
             "batch_size": config.training.batch_size,
             "world_size_asked": config.parallel.world_size or environment.world_size,
         },
-        fingerprints=rows | {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
+        fingerprints=inputs | {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
     )
     runtime.on_close(journal.close)
     if _saves_base(config):

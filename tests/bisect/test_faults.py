@@ -161,6 +161,8 @@ def test_the_base(scene, what, place):
     if place == "elsewhere":
         cause = assert_named(scene.bisect_both(), what, "model.path")
         assert what != "base weights" or cause["name"] == CHANGED
+    elif what == "base weights":
+        assert_named(scene.bisect_both(), what, "bases with other weights")
     elif what == "tokenizer":
         assert_named(scene.bisect_both(), "rows", "token")  # what else would change tokens is not recorded
     elif what == "base weights":

@@ -10,6 +10,7 @@ from finetune.distributed.launch import launch
 from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.inference.finished_run import find_run, load_finished_run
 from finetune.runs.verification import verify
+from tests.bisect.scene import change_tensor
 from tests.tiny_models import build_tiny, tiny_phi3_config
 
 pytestmark = pytest.mark.trains
@@ -89,6 +90,16 @@ def test_a_base_that_moved_is_named_on_the_command_line(own_copy, tmp_path):
         load(own_copy, [lost])
     _, (model, _) = load(own_copy, [lost], base=str(moved))
     assert torch.equal(logits(model), logits(load(own_copy)[1].model))
+
+
+def test_a_base_whose_weights_have_changed_is_named(own_copy, tmp_path, capsys):
+    base = shutil.copytree(resolve_shipped("shipped:phi_tiny"), tmp_path / "base")
+    load(own_copy, base=str(base))
+    said = f"{base} has other weights than the base that {own_copy} was trained on"
+    assert said not in capsys.readouterr().err
+    change_tensor(base / "model.safetensors", "model.norm.weight")
+    load(own_copy, base=str(base))
+    assert said in capsys.readouterr().err
 
 
 def test_a_base_that_the_adapter_does_not_fit_is_refused(adapter_run, tmp_path):

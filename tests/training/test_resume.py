@@ -292,6 +292,23 @@ def test_rows_that_moved_and_other_test_rows_are_no_change_of_the_curve(started:
     assert started.go_on("data.path=elsewhere", rows={**ROWS, "data.test": "dddd"}) == []
 
 
+# --- the base ------------------------------------------------------------------------------------------------------
+
+
+def test_a_base_with_other_weights_is_refused_until_allowed(started: Started) -> None:
+    """Files at the same path may be others by now. Runs of older versions did not record their base."""
+    assert started.go_on(rows={**ROWS, "base": "eeee"}) == []
+    record = json.loads(started.folder.record_file.read_text())
+    record["fingerprints"]["base"] = "eeee"
+    started.folder.record_file.write_text(json.dumps(record))
+    assert started.go_on(rows={**ROWS, "base": "eeee"}) == started.go_on(rows=ROWS) == []
+    other = {**ROWS, "base": "ffff"}
+    message = started.refusal(rows=other)
+    assert "model: started with weights eeee, now weights ffff (the base itself)" in message
+    assert "add resume.allow=model." in message
+    assert started.go_on("resume.allow=model", rows=other) == ["model"]
+
+
 # --- folders that cannot tell -------------------------------------------------------------------------------------
 
 
