@@ -81,7 +81,7 @@ LORA_CONFIG = {
     "use_dora": "lora.dora",
     "init_lora_weights": "lora.init",
     "trainable_token_indices": "lora.new_tokens",
-    "modules_to_save": "Only the adapter trains. training.method=full trains every weight.",
+    "modules_to_save": "lora.modules_to_save",
     "bias": "Biases are not trained with LoRA. training.method=full trains every weight.",
     "task_type": "Nothing to set: models are causal language models.",
     "fan_in_fan_out": "Nothing to set: it follows from the model's layers.",

@@ -278,6 +278,8 @@ class LoraSection(Section):
     """nf4: keep the base in 4 bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314). Needs CUDA and bitsandbytes."""
     new_tokens: AdapterShape[list[str]] = Field(default_factory=list)
     """Tokens to add to the tokenizer. Their embeddings are trained with the adapter."""
+    modules_to_save: AdapterShape[list[str]] = Field(default_factory=list)
+    """Names of layers to train whole and to save with the adapter: `[lm_head]`, `[embed_tokens, norm]`."""
 
     @field_validator("init")
     @classmethod
@@ -317,6 +319,13 @@ class LoraSection(Section):
         if bad:
             raise ValueError(f"expected different tokens that are not empty, got {bad[0]!r} among them")
         return tokens
+
+    @field_validator("modules_to_save")
+    @classmethod
+    def _modules_fit(cls, names: list[str], info: ValidationInfo) -> list[str]:
+        if names and info.data.get("new_tokens"):
+            raise ValueError("cannot be combined with lora.new_tokens, which trains rows of the embeddings; remove one")
+        return names
 
 
 class OptimSection(Section):

@@ -21,6 +21,7 @@ from finetune.model.quantized import refuse_unquantized
 from finetune.model.targets import (
     has_transposed_targets,
     refuse_foreign_adapter,
+    refuse_modules_to_save,
     refuse_useless_patterns,
     resolve_targets,
 )
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from finetune.config.schema import LoraSection
 
 _log = logging.getLogger(__name__)
-_OF_AN_ADAPTER = (".lora_", ".trainable_tokens_")
+_OF_AN_ADAPTER = (".lora_", ".trainable_tokens_", ".modules_to_save.")
 """Parts of the names of PEFT's own weights."""
 _VALUES_OF_AN_END = 256
 
@@ -65,10 +66,12 @@ def add_lora(
         start_from_adapter(adapted, section)
     trainable, total = count_parameters(adapted)
     _log.info(
-        "%s r=%d on %s: %s of %s parameters train (%.2f %%)%s",
+        "%s r=%d%s on %s%s: %s of %s parameters train (%.2f %%)%s",
         _describe_method(section),
         section.r,
+        " (some layers have other ranks)" if section.rank_pattern else "",
         ", ".join(targets),
+        "".join(f", and the whole {name}" for name in section.modules_to_save),
         f"{trainable:,}",
         f"{total:,}",
         100 * trainable / total,
@@ -94,6 +97,7 @@ def attach_adapter(
     from peft import get_peft_model
 
     refuse_useless_patterns(model, targets, section)
+    refuse_modules_to_save(model, targets, section.modules_to_save)
     config = _adapter_config(model, section, targets, list(ids))
     try:
         with quiet_peft():
@@ -115,7 +119,11 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
     rows = tokens.values() if isinstance(tokens, dict) else [tokens]
     grow_embeddings(base, max((max(ids) + 1 for ids in rows), default=0))
     with quiet_peft():
-        return PeftModel.from_pretrained(base, str(folder), is_trainable=True)
+        model = PeftModel.from_pretrained(base, str(folder), is_trainable=True)
+    for weight in model.parameters():
+        if weight.requires_grad:  # PEFT keeps whole layers in the type of the base
+            weight.data = weight.data.float()
+    return model
 
 
 def fingerprint_base(model: torch.nn.Module, section: LoraSection) -> str:
@@ -171,6 +179,8 @@ def _adapter_config(model: PreTrainedModel, section: LoraSection, targets: list[
         target_modules=targets,
         fan_in_fan_out=has_transposed_targets(model, targets),
         trainable_token_indices=rows_to_train(model, ids),
+        modules_to_save=list(section.modules_to_save) or None,
+        ensure_weight_tying=bool(section.modules_to_save),
         base_model_name_or_path=model.config._name_or_path or None,
     )
 

@@ -100,6 +100,22 @@ def refuse_useless_patterns(model: PreTrainedModel, targets: Sequence[str], sect
                 )
 
 
+def refuse_modules_to_save(model: PreTrainedModel, targets: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse names that match no layer, which PEFT would ignore, and layers that are adapted or hold others.
+
+    Raises:
+        ModelError: names the layers that there are.
+    """
+    layers = {name for name, layer in model.named_modules() if not [*layer.children()] and [*layer.parameters()]}
+    free = {name.rpartition(".")[2] for name in layers if not any(_is_match(name, target) for target in targets)}
+    for name in names:
+        if name not in free:
+            raise ModelError(
+                f"lora.modules_to_save: {name} is no layer of this {model.config.model_type} model that LoRA leaves "
+                f"as it is. There are: {', '.join(sorted(free))}."
+            )
+
+
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the full names of all linear layers except the head.
 

@@ -45,7 +45,7 @@ KEYS = {
     "chat_template num_processes cache_dir",
     "lora": (
         "r alpha dropout target_modules layers rank_pattern alpha_pattern rslora dora init start_from "
-        "start_from_any_base quantize new_tokens"
+        "start_from_any_base quantize new_tokens modules_to_save"
     ),
     "optim": (
         "optimizer learning_rate weight_decay args schedule min_learning_rate decay_steps warmup_steps lora_plus_ratio "

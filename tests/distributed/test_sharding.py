@@ -37,6 +37,7 @@ CASES = {
     "ranks by layer": Case(
         2, words=("lora.layers=[1]", "lora.rank_pattern={o_proj: 3}", "lora.alpha_pattern={o_proj: 5}")
     ),
+    "whole layers": Case(2, words=("lora.modules_to_save=[embed_tokens, norm]",)),
     "new tokens": Case(2, words=("lora.new_tokens=[<one>, <two>]",)),
     "noise": Case(2, words=("training.neftune_alpha=5",)),
 }

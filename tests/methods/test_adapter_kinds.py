@@ -41,6 +41,7 @@ KINDS = {
     "pissa": ["lora.init=pissa"],
     "pissa_fast": ["lora.init=pissa_fast"],
     "patterns": ["lora.layers=[1]", "lora.rank_pattern={o_proj: 3}", "lora.alpha_pattern={o_proj: 5, '1.mlp.*': 9}"],
+    "whole layers": ["lora.modules_to_save=[embed_tokens, norm]"],
     "lora_plus": ["optim.lora_plus_ratio=16"],
     "neftune": ["training.neftune_alpha=5"],
 }
@@ -76,7 +77,9 @@ def test_every_adapter_gives_its_logits_in_plain_peft_and_merged_on_the_original
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("name", ["dora", "lora_plus", "patterns", "pissa_fast"])  # rsLoRA only changes a scale
+@pytest.mark.parametrize(
+    "name", ["dora", "lora_plus", "patterns", "pissa_fast", "whole layers"]
+)  # rsLoRA only changes a scale
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, name):
     words = [*words_for(inputs, tmp_path), *_small(KINDS[name])]
     refuse_to_differ_after_a_break(words, trained[name][0], tmp_path / "broken")
@@ -105,7 +108,7 @@ def test_what_trains_is_what_was_asked_for_and_its_forward_is_told(trained):
     }
     assert all(config["init_lora_weights"] is True for config in configs.values()), "PEFT would change the base"
     told = {name for name, (run, _) in trained.items() if record(run)["fallbacks"]}
-    assert told == {"dora", "neftune"}, "the engine computes every other kind itself"
+    assert told == {"dora", "neftune", "whole layers"}, "the engine computes every other kind itself"
     assert len({curve(run)[-1]["loss"] for run, _ in trained.values()}) >= len(KINDS) - 1, "the kinds differ"
     assert curve(trained["lora_plus"][0])[0]["learning_rate"] == 1e-2, "the rate of the first matrices"
 
@@ -144,6 +147,11 @@ def test_patterns_set_rank_and_scale_of_single_layers(trained):
         ({"rank_pattern": {"(o": 3}}, r"lora\.rank_pattern: \(o is neither a layer's name nor a regular expression"),
         ({"layers": [1, 2]}, r"lora\.layers is \[1, 2\], and the decoder layers .* are \[0, 1\]"),
         ({"layers": []}, r"lora\.layers is \[\], and the decoder layers"),
+        (
+            {"modules_to_save": ["lm_hed"]},
+            r"lm_hed is no layer of .* leaves as it is\. There are: embed_tokens, .*lm_head",
+        ),
+        ({"modules_to_save": ["o_proj"]}, r"lora\.modules_to_save: o_proj is no layer of this phi3 model"),
     ],
 )
 def test_patterns_and_layers_that_match_nothing_are_refused(keys, said):

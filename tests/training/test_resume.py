@@ -30,7 +30,7 @@ REFUSED = {
     "model": "path revision init config tokenizer chat_template attention frozen_precision trust_remote_code",
     "lora": (
         "r alpha dropout target_modules layers rank_pattern alpha_pattern rslora dora init start_from quantize "
-        "new_tokens"
+        "new_tokens modules_to_save"
     ),
     "optim": (
         "optimizer learning_rate weight_decay args schedule min_learning_rate decay_steps warmup_steps max_grad_norm "
