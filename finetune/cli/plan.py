@@ -20,7 +20,9 @@ from finetune.terminal import fold, print_json
 from finetune.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
+    from finetune.diagnose.plan_devices import Device
     from finetune.diagnose.plan_record import Plan
+    from finetune.diagnose.plan_rollouts import Generating
 
 _WIDEST_BAR = 30
 
@@ -110,20 +112,22 @@ def _steps(plan: Plan) -> Iterator[str]:
 def _memory(plan: Plan) -> Iterator[str]:
     device = plan.device
     yield f"{device.name}: {format_bytes(device.memory)}"
-    if plan.peak is None or plan.needed is None:
+    if plan.peak is None or plan.needed is None or plan.phase is None:
         yield "cannot be predicted, see below"
         return
     sizes = [*plan.peak.parts.items(), ("reserved", device.reserve)]
     most = max(size for _, size in sizes)
     for name, size in sizes:
         yield f"{name:<12} {format_bytes(size):>8} {'#' * round(_WIDEST_BAR * size / most)}".rstrip()
-    made, when = plan.generating, plan.peak.when
-    if made is not None:
-        parts = f"keys and values take {format_bytes(made.cache)} and logits {format_bytes(made.logits)}"
-        whole = format_bytes(made.total + device.reserve)
-        yield f"generating {made.answers} answers at once: {whole}, of which {parts}"
-        when = "generating answers" if made.total > plan.peak.total else when
-    verdict = f"{'fits' if plan.fits else 'does not fit'} (peak: {when})"
+    if plan.generating is not None:
+        yield _generating(plan.generating, device)
+    for section, found in plan.evaluating.items():
+        if found.peak is not None:
+            whole = format_bytes(found.peak.total + device.reserve)
+            yield f"{section}, the loss of {found.rows} row{'s' * (found.rows > 1)} at once: {whole}"
+        if found.generating is not None:
+            yield f"{section}, {_generating(found.generating, device)}"
+    verdict = f"{'fits' if plan.fits else 'does not fit'} (peak: {plan.phase[0]})"
     yield f"{'at most':<12} {format_bytes(plan.needed):>8}, {plan.needed / device.memory:.1%}: {verdict}"
     if plan.checkpointing is not None:
         without, with_it, extra = plan.checkpointing
@@ -136,6 +140,17 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"in shards (parallel.sharding=fsdp2), per process: {in_shards}; {fewest}"
     if plan.choice.is_chosen:
         yield f"chosen by memory: {plan.choice}"
+
+
+def _generating(made: Generating, device: Device) -> str:
+    other = f"logits {format_bytes(made.logits)}"
+    if made.prompts > made.logits:
+        other = f"the pass over the prompts {format_bytes(made.prompts)}"
+    answers = f"{made.answers} answer{'s' * (made.answers > 1)}"
+    whole = format_bytes(made.total + device.reserve)
+    return (
+        f"generating {answers} at once: {whole}, of which keys and values take {format_bytes(made.cache)} and {other}"
+    )
 
 
 def _time(plan: Plan) -> Iterator[str]:

@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from finetune.diagnose.plan_devices import Device
+from finetune.diagnose.plan_evaluation import answer_keys
 from finetune.diagnose.plan_record import Plan
-from finetune.diagnose.plan_rollouts import (
-    ways_to_generate,
-)
+from finetune.diagnose.plan_rollouts import Generating, ways_to_generate
 from finetune.diagnose.planner import Planner, is_quantized
 from finetune.distributed.environment import read_environment
 from finetune.distributed.sharding import refuse_what_is_not_sharded
@@ -63,6 +62,7 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
         device=device,
         peak=peak,
         generating=None if peak is None else planner.generating(),
+        evaluating={} if peak is None else planner.evaluating(),
         checkpointing=planner.trade(peak) if peak is not None else None,
         in_shards=[] if forecast is None else planner.in_shards(forecast),
         choice=planner.choice,
@@ -96,16 +96,35 @@ def _judge(plan: Plan, config: Config) -> Iterator[Finding]:
         yield warning("Time", what, "train a few steps, training.max_steps=3: metrics.jsonl has rollout_seconds")
     if plan.fits is not False or plan.peak is None:
         return
-    device, generating = plan.device, plan.generating
-    there = f"but {device.name} has {format_bytes(device.memory)}"
-    if plan.peak.total + device.reserve > device.memory:
-        what = f"a step takes {format_bytes(plan.peak.total + device.reserve)}, {there}"
-        yield problem("Memory", what, "; or ".join(_ways_out(plan, config)))
-    if generating is not None and generating.total + device.reserve > device.memory:
-        needed = format_bytes(generating.total + device.reserve)
-        what = f"generating {generating.answers} answers at once takes {needed}, {there}"
-        ways = [*ways_to_generate(generating, device, config), *_shards_out(plan)]
-        yield problem("Memory", what, "; or ".join([*ways, "a smaller model"]))
+    for what, total, ways in _phases(plan, plan.peak.total, config):
+        if total + plan.device.reserve > plan.device.memory:
+            there = f"but {plan.device.name} has {format_bytes(plan.device.memory)}"
+            what = f"{what} takes {format_bytes(total + plan.device.reserve)}, {there}"
+            yield problem("Memory", what, "; or ".join(ways))
+
+
+def _phases(plan: Plan, step: int, config: Config) -> Iterator[tuple[str, int, Iterator[str]]]:
+    """Yield the phases of a run, with the bytes of each and what takes less."""
+    yield "a step", step, _ways_out(plan, config)
+    if (made := plan.generating) is not None:
+        keys = "rollout.batch_size", "rollout.max_completion_length"
+        yield f"generating {made.answers} answers at once", made.total, _ways_to_generate(plan, made, keys, config)
+    for section, found in plan.evaluating.items():
+        if found.peak is not None:
+            size = getattr(config, section).batch_size
+            ways = [f"a lower {section}.batch_size (it is {size})", *_shards_out(plan), "a smaller model"]
+            yield f"the loss of {found.rows} rows at once in {section}", found.peak.total, iter(ways)
+        if (made := found.generating) is not None:
+            what, keys = f"generating {made.answers} answers at once in {section}", answer_keys(config, section)
+            yield what, made.total, _ways_to_generate(plan, made, keys, config)
+
+
+def _ways_to_generate(plan: Plan, made: Generating, keys: tuple[str, str], config: Config) -> Iterator[str]:
+    yield from ways_to_generate(made, plan.device, config, *keys)
+    if made is plan.generating and config.training.method == "lora":
+        yield "rollout.server, to generate on another device"
+    yield from _shards_out(plan)
+    yield "a smaller model"
 
 
 def _shards_out(plan: Plan) -> Iterator[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from finetune.diagnose.plan_batches import Batches
 from finetune.diagnose.plan_devices import Device
+from finetune.diagnose.plan_evaluation import Evaluating, Section
 from finetune.diagnose.plan_rollouts import Generating
 from finetune.findings import Finding
 from finetune.runs.disk_space import DiskNeed
@@ -66,6 +68,8 @@ class Plan:
     """None if it cannot be known without data."""
     generating: Generating | None
     """None if the run does not generate the answers that it learns from, or `peak` is None."""
+    evaluating: Mapping[Section, Evaluating]
+    """Validations and the test phase, as far as the run has them. Empty if the rows or `peak` are not known."""
     checkpointing: Trade | None
     in_shards: list[ShardedNeed]
     """With the same micro-batches; empty if the peak is not known, or the run cannot be sharded."""
@@ -90,8 +94,13 @@ class Plan:
 
     @property
     def needed(self) -> int | None:
-        """The memory that a step needs on the device, or generating its answers, `device.reserve` included."""
-        return None if self.peak is None else larger(self.peak, self.generating) + self.device.reserve
+        """The memory that the run needs on the device in the phase that needs the most, `device.reserve` included."""
+        return None if self.phase is None else self.phase[1] + self.device.reserve
+
+    @property
+    def phase(self) -> tuple[str, int] | None:
+        """See `most_memory`; None if `peak` is."""
+        return None if self.peak is None else most_memory(self.peak, self.generating, self.evaluating)
 
     @property
     def fits(self) -> bool | None:
@@ -111,9 +120,16 @@ class Plan:
         record = {**asdict(self), "forward": self.forward, "disk": disk, "checkpointing": trade, **shards}
         steps = self.batches.steps
         seconds = None if self.seconds_per_step is None or steps is None else steps * self.seconds_per_step
-        return {"version": SCHEMA_VERSION, **record, "needed": self.needed, "fits": self.fits, "seconds": seconds}
+        phase = None if self.phase is None else self.phase[0]
+        needs = {"needed": self.needed, "phase": phase, "fits": self.fits}
+        return {"version": SCHEMA_VERSION, **record, **needs, "seconds": seconds}
 
 
-def larger(peak: Peak, generating: Generating | None) -> int:
-    """Return the memory of a step or the memory of generating its answers, whichever is larger."""
-    return max(peak.total, 0 if generating is None else generating.total)
+def most_memory(peak: Peak, generating: Generating | None, evaluating: Mapping[Section, Evaluating]) -> tuple[str, int]:
+    """Return the phase of a run that uses the most memory, with its bytes; of a training step, the part of the step."""
+    phases = [(peak.when, peak.total)]
+    if generating is not None:
+        phases.append(("generating answers", generating.total))
+    for section, evaluation in evaluating.items():
+        phases += evaluation.phases(section)
+    return max(phases, key=lambda phase: phase[1])

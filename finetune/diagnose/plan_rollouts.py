@@ -1,4 +1,4 @@
-"""Plan the answers that a run generates and learns from (`training.objective=grpo`): rows, memory and time.
+"""Plan the answers that a run generates, above all those that it learns from (`training.objective=grpo`).
 
 Every answer is assumed to have as many tokens as it may have.
 """
@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
 
+from finetune.config.keys import values
 from finetune.data.encoded import EncodedExample
 from finetune.diagnose.plan_devices import Device
 from finetune.diagnose.plan_time import REPETITIONS, at_full_depth
@@ -105,6 +106,26 @@ class AssumedAnswers:
         return [self.per_prompt * prompt + answer for prompt in prompts for answer in range(self.per_prompt)]
 
 
+class AnswerBatch(NamedTuple):
+    """Answers that a process generates at once."""
+
+    answers: int
+    tokens: int
+    """Of the longest prompt with its answer."""
+    sampling: Sampling | None
+    """None: the most likely token each time."""
+    prompts: int = 0
+    """Bytes of the tensors in the forward pass over the prompts; 0: not counted."""
+    room: int = 0
+    """Tokens of an answer, where `prompts` are counted."""
+
+    @classmethod
+    def of_rollout(cls, config: Config, answers: AssumedAnswers) -> AnswerBatch:
+        """Return the answers of a rollout that a process generates at once."""
+        at_once = min(config.rollout.batch_size, answers.per_step)
+        return cls(at_once, int(answers.lengths.max()), _sampling(config))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Generating:
     """The memory of a process while it generates answers. Sizes are in bytes.
@@ -116,6 +137,8 @@ class Generating:
         merged: weights with the adapter added, which the engine makes for small models.
         cache: keys and values of all tokens.
         logits: with the copies that sampling makes.
+        prompts: what the forward pass over the prompts takes beside `cache`, before there are logits. 0 for the answers
+            that a run learns from, where it is not counted.
     """
 
     answers: int
@@ -124,11 +147,12 @@ class Generating:
     merged: int
     cache: int
     logits: int
+    prompts: int = 0
 
     @property
     def total(self) -> int:
         """All bytes in use."""
-        return self.held + self.merged + self.cache + self.logits
+        return self.held + self.merged + self.cache + max(self.logits, self.prompts)
 
 
 def engine_generates(model: Any, device_type: str, shards: Shards) -> bool:
@@ -137,51 +161,69 @@ def engine_generates(model: Any, device_type: str, shards: Shards) -> bool:
 
 
 def forecast_generating(
-    config: Config, model: Any, answers: AssumedAnswers, state: OptimizerNeed, shards: Shards, device_type: str
+    model: Any, batch: AnswerBatch, state: OptimizerNeed, shards: Shards, device_type: str
 ) -> Generating:
-    """Predict the memory of a process that generates as many answers at once as it may.
+    """Predict the memory of a process that generates answers.
 
     Args:
-        config: the whole run.
         model: on the meta device, its weights in the types of the run.
-        answers: of the run.
+        batch: the answers that take the most memory.
         state: of the optimizer.
         shards: how the weights are sharded.
         device_type: of the device that generates.
     """
     bare, weights, by_engine = bare_model(model), Weights(model), engine_generates(model, device_type, shards)
     sizes, head = bare.config, bare.get_output_embeddings().weight
-    at_once = min(config.rollout.batch_size, answers.per_step)
-    tokens = int(answers.lengths.max())
     kv_heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
     head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
     in_a_layer = 2 * kv_heads * head_dim * bare.get_input_embeddings().weight.dtype.itemsize
-    # Logits, divided by the temperature, then in float64 as probabilities and as their sums (`Draw`).
-    per_logit = head.dtype.itemsize + 4 + 2 * 8
-    per_logit += 6 * (config.rollout.top_p < 1)  # sorted, with their places
+    per_logit = head.dtype.itemsize
+    if batch.sampling is not None:  # divided by the temperature, then in float64 as probabilities and sums (`Draw`)
+        per_logit += 4 + 2 * 8
+        per_logit += 6 * (batch.sampling.top_p is not None)  # sorted, with their places
+    elif by_engine:
+        per_logit += head.dtype.itemsize  # of the token before
     per_logit += 8 * (not by_engine)  # transformers copies them to float32, and keeps the scores of the token before
     with evaluation_mode(model):
         merged = bytes_of_merged(model) if by_engine else 0
+    cache = batch.answers * batch.tokens * sizes.num_hidden_layers * in_a_layer
+    # The engine allocates the whole cache first. In transformers it grows: during this pass it has the prompts only.
+    later = 0 if by_engine else cache * batch.room // batch.tokens
     kept = weights.held(shards) + weights.adapter + weights.gathered(shards)
     return Generating(
-        answers=at_once,
-        tokens=tokens,
+        answers=batch.answers,
+        tokens=batch.tokens,
         held=kept + state.state // weights.trained_shards(shards),
         merged=merged,
-        cache=at_once * tokens * sizes.num_hidden_layers * in_a_layer,
-        logits=at_once * head.shape[0] * per_logit,
+        cache=cache,
+        logits=batch.answers * head.shape[0] * per_logit,
+        prompts=max(0, batch.prompts - later),
     )
 
 
-def ways_to_generate(generating: Generating, device: Device, config: Config) -> Iterator[str]:
-    """Return what takes less memory than generating so many answers at once."""
+def ways_to_generate(
+    generating: Generating, device: Device, config: Config, batch_key: str, length_key: str
+) -> Iterator[str]:
+    """Return what takes less memory than generating so many answers at once.
+
+    Args:
+        generating: what does not fit.
+        device: on which it does not fit.
+        config: the whole run.
+        batch_key: the key that limits how many answers are generated at once.
+        length_key: the key that limits the tokens of an answer.
+    """
     room = device.memory - device.reserve - generating.held - generating.merged
-    fit = room * generating.answers // (generating.cache + generating.logits)
+    fit = room * generating.answers // (generating.total - generating.held - generating.merged)
     if 0 < fit < generating.answers:
-        yield f"a lower rollout.batch_size: {fit} answers at once fit"
-    yield f"a lower rollout.max_completion_length (it is {config.rollout.max_completion_length})"
-    if config.training.method == "lora":
-        yield "rollout.server, to generate on another device"
+        yield f"a lower {batch_key}: {fit} answers at once fit"
+    yield f"a lower {length_key} (it is {values(config)[length_key]})"
+
+
+def _sampling(config: Config) -> Sampling:
+    rollout = config.rollout
+    top_p = None if rollout.top_p == 1 else rollout.top_p
+    return Sampling(temperature=rollout.temperature, top_k=rollout.top_k or None, top_p=top_p)
 
 
 def measure_generating(
@@ -204,11 +246,9 @@ def measure_generating(
     room = room_for_answer(model, batch[-1], limit)
     # At half the length, a token takes as long as on average.
     halves = [[*prompt, *[_FILLER_TOKEN] * (room // 2)] for prompt in batch]
-    top_p = None if rollout.top_p == 1 else rollout.top_p
-    sampling = Sampling(temperature=rollout.temperature, top_k=rollout.top_k or None, top_p=top_p)
 
     def measure() -> float:
-        draw = Draw(sampling, range(len(batch)))
+        draw = Draw(_sampling(config), range(len(batch)))
         seconds = []
         with evaluation_mode(model), unchanged_weights():
             CachedDecoder(model, batch, most_tokens=len(batch[-1]) + room).start()  # allocates memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,10 @@ from finetune.data.examples import check_local_rows
 from finetune.data.objective import AnySplits, encode_for_objective
 from finetune.diagnose.plan_batches import Batching
 from finetune.diagnose.plan_devices import Device
-from finetune.diagnose.plan_record import Probed, ShardedNeed, Trade, larger
+from finetune.diagnose.plan_evaluation import Allocated, Evaluating, Section, evaluations_of
+from finetune.diagnose.plan_record import Probed, ShardedNeed, Trade, most_memory
 from finetune.diagnose.plan_rollouts import (
+    AnswerBatch,
     AssumedAnswers,
     Generating,
     engine_generates,
@@ -175,8 +177,8 @@ class Planner:
         what = "a base in 4 bits is predicted only where the engine computes every layer, so this plan counts 16 bits"
         self.findings.append(warning("Memory", what, "the run takes less than the plan says: see `forward`"))
 
-    def _build_model(self, *, checkpointed: bool) -> Any:
-        """Build the model on the meta device, as `Trainer` prepares it."""
+    def _build_model(self, *, checkpointed: bool, is_in_4_bits: bool | None = None) -> Any:
+        """Build the model on the meta device, as `Trainer` prepares it; by default in 4 bits if the run's base is."""
         config = self._config
         with torch.device("meta"):
             model: Any = build_base_model(self._sizes.model_copy(update={"init": "random"}))
@@ -184,7 +186,7 @@ class Planner:
                 model = attach_adapter(
                     model, config.lora, resolve_targets(model, config.lora.target_modules, config.lora.layers)
                 )
-            if self._is_in_4_bits:
+            if self._is_in_4_bits if is_in_4_bits is None else is_in_4_bits:
                 quantize_without_data(model)
         convert_weights(model, self.precision)
         if self._is_in_fp8:
@@ -246,12 +248,16 @@ class Planner:
     def forecast(self, model: Any) -> StepForecast | None:
         """Run a step without data; if its memory cannot be known, add a finding and return None."""
         largest = self.batching.largest
+        how = replace(self._how, accumulates=largest.per_step > 1)
+        return self._forecast(how, model, largest.microbatch, "memory", "training.batch_size")
+
+    def _forecast(self, how: Computation, model: Any, rows: Any, what: str, batch_key: str) -> StepForecast | None:
         try:
-            return forecast_step(model, largest.microbatch, replace(self._how, accumulates=largest.per_step > 1))
+            return forecast_step(model, rows, how)
         except CANNOT_TRACE as error:
             cause = f"{type(error).__name__}: {first_line(error)}"
-            what = f"memory cannot be predicted: the model's own forward needs data ({cause})"
-            fix = "start with a small training.batch_size and look at the memory that the run reports"
+            what = f"{what} cannot be predicted: the model's own forward needs data ({cause})"
+            fix = f"start with a small {batch_key} and look at the memory that the run reports"
             self.findings.append(warning("Memory", what, fix))
             return None
 
@@ -266,9 +272,39 @@ class Planner:
         if self._answers is None or self._config.rollout.server is not None:
             return None
         state = self._need or OptimizerNeed(0, 0)
-        return forecast_generating(
-            self._config, self.model, self._answers, state, shards or self._shards, self._device.type
-        )
+        batch = AnswerBatch.of_rollout(self._config, self._answers)
+        return forecast_generating(self.model, batch, state, shards or self._shards, self._device.type)
+
+    def evaluating(self, shards: Shards | None = None) -> dict[Section, Evaluating]:
+        """Predict the memory of validations and of the test phase, with the shards of the run or with others."""
+        chosen, state = shards or self._shards, self._need or OptimizerNeed(0, 0)
+        found = {}
+        for section, (rows, loss, answers) in self._evaluations.items():
+            peak = None if loss is None else self.peak_of(loss, chosen)
+            generating = None
+            if answers is not None:
+                generating = forecast_generating(self.model, answers, state, chosen, self._device.type)
+            found[section] = Evaluating(rows=rows, peak=peak, generating=generating)
+        return found
+
+    @cached_property
+    def _evaluations(self) -> dict[Section, Allocated]:
+        if self._splits is None:
+            return {}
+        how = replace(self._how, learns=False, loss_of=partial(self._trainer.evaluation_of, self._config))
+        by_engine, model = engine_generates(self.model, self._device.type, self._shards), self.model
+        if self._is_in_4_bits:  # transformers' own forward of such a base needs data, and computes what 16 bits do
+            model = self._build_model(checkpointed=False, is_in_4_bits=False)
+        return {
+            planned.section: Allocated(
+                rows=len(rows := planned.largest_batch(self.batching)),
+                loss=planned.forecast_loss(rows, self.batching, partial(self._forecast, how, self.model)),
+                answers=planned.forecast_answers(
+                    self._config, self.model, partial(self._forecast, how, model), by_engine=by_engine
+                ),
+            )
+            for planned in evaluations_of(self._config, self._splits)
+        }
 
     def in_shards(self, forecast: StepForecast) -> list[ShardedNeed]:
         """Predict the same step in each number of `SHARDS`; empty if the run cannot be sharded."""
@@ -280,7 +316,8 @@ class Planner:
         found = []
         for number in SHARDS:
             shards = Shards(number, sharded.parallel.reshard_after_forward)
-            needed = larger(self.peak_of(forecast, shards), self.generating(shards)) + self._device.reserve
+            peaks = self.peak_of(forecast, shards), self.generating(shards), self.evaluating(shards)
+            needed = most_memory(*peaks)[1] + self._device.reserve
             found.append(ShardedNeed(number, needed, fits=needed <= self._device.memory))
         return found
 

@@ -22,6 +22,7 @@ from finetune.training.checks import check_objective
 from finetune.training.objectives.preference_losses import PreferenceLoss
 from finetune.training.objectives.preferences import (
     local_sums,
+    measure_rows,
     put_labelled_together,
     put_pairs_together,
     sum_preference_losses,
@@ -88,6 +89,11 @@ class PreferenceTrainer(Trainer):
             global_sums=partial(local_sums, loss=loss) if loss.needs_global_sums else None,
             with_global_sums=with_global_sums,
         )
+
+    @staticmethod
+    def evaluation_of(config: Config, choices: Choices = BY_DEVICE) -> Any:
+        """See `Trainer.evaluation_of`."""
+        return partial(measure_rows, objective=_loss_of(config).objective, choices=choices)
 
     @staticmethod
     def metrics_of(config: Config) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ class RewardTrainer(Trainer):
         if splits.validation is not None:
             self._validation_prompts = PromptRows(_sample(config, splits.validation), tokenizer, rows)
             check_expected(config, self._rewards, self._validation_prompts)
-        super().__init__(runtime, config, model, tokenizer, _with_testable_rows(splits))
+        super().__init__(runtime, config, model, tokenizer, with_testable_rows(splits))
 
     @staticmethod
     def loss_of(config: Config, choices: Choices = BY_DEVICE) -> LossFunction:
@@ -155,7 +155,7 @@ class RewardTrainer(Trainer):
         super()._start_journal(journal, state, cadence, optimizer)
 
 
-def _with_testable_rows(splits: EncodedSplits) -> EncodedSplits:
+def with_testable_rows(splits: EncodedSplits) -> EncodedSplits:
     """Leave out the test phase, which compares with expected answers, if its rows have none."""
     test = splits.test
     if test is None or any(test.prompt_and_answer(row).answer for row in range(len(test))):

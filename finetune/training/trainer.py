@@ -14,7 +14,7 @@ from finetune.data.batches import Collate, EvaluationLoader, TrainLoader
 from finetune.data.encoded import EncodedSplits
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
-from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
+from finetune.engine.loss import BY_DEVICE, Choices, cross_entropy_per_target, summed_cross_entropy
 from finetune.inference.evaluation import run_test_phase
 from finetune.inference.losses import LossSums, SplitLosses, sum_losses
 from finetune.inference.scores import Evaluation, show_test_result
@@ -123,6 +123,12 @@ class Trainer:
         """
         del config  # this loss has no settings
         return partial(summed_cross_entropy, choices=choices)
+
+    @staticmethod
+    def evaluation_of(config: Config, choices: Choices = BY_DEVICE) -> Any:
+        """Make the function that `measure` computes of each micro-batch, for `finetune plan`. See `loss_of`."""
+        del config  # the loss of an answer has no settings
+        return partial(cross_entropy_per_target, choices=choices)
 
     @staticmethod
     def metrics_of(config: Config) -> tuple[str, ...]:

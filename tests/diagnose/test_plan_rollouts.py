@@ -14,7 +14,7 @@ from finetune.config.compose import load_config
 from finetune.config.schema import LoraSection
 from finetune.diagnose.plan import make_plan
 from finetune.diagnose.plan_devices import find_device, read_device
-from finetune.diagnose.plan_rollouts import AssumedAnswers, forecast_generating
+from finetune.diagnose.plan_rollouts import AnswerBatch, AssumedAnswers, forecast_generating
 from finetune.distributed.launch import launch
 from finetune.engine.kv_cache import CachedDecoder
 from finetune.inference.decoding import Decoding, Sampling, sample_answers
@@ -100,8 +100,8 @@ def test_memory_is_chosen_for_the_answers_of_a_step(words):
 def generating_of(config, model, *, top_p=1.0, device_type="cpu"):
     config = config.with_values({"rollout.top_p": (top_p, "here"), "rollout.batch_size": (12, "here")})
     answers = AssumedAnswers.of(config, model, PROMPTS, 3)
-    state = OptimizerNeed(0, 0)
-    return forecast_generating(config, copy_without_data(model), answers, state, Shards(1), device_type)
+    batch, state = AnswerBatch.of_rollout(config, answers), OptimizerNeed(0, 0)
+    return forecast_generating(copy_without_data(model), batch, state, Shards(1), device_type)
 
 
 @pytest.mark.parametrize("kind", ["phi3", "qwen3"])

@@ -154,14 +154,16 @@ class StepForecast:
         moments: the peak in each part of a pass, by purpose, without what was in use before.
         weights: of the model.
         device_type: of the device that computes.
+        learns: see `Computation`.
     """
 
     moments: Mapping[str, Mapping[Part, int]]
     weights: Weights
     device_type: str
+    learns: bool = True
 
     def peak(self, optimizer: OptimizerNeed, *, world_size: int = 1, shards: Shards = WHOLE) -> Peak:
-        """Predict the peak of the second training step or a later one, on one rank.
+        """Predict the peak of the second training step or a later one, or of a validation after it, on one rank.
 
         Args:
             optimizer: see `optimizer_need`; over whole weights.
@@ -180,8 +182,11 @@ class StepForecast:
         ]
         gradients = weights.gradients(shards)
         at_its_end: dict[Part, int] = {**held, "gradients": gradients}
-        peaks.append(Peak(when="optimizer", parts={**at_its_end, "workspace": optimizer.workspace // trained_shards}))
-        if world_size > 1 and trained_shards == 1:  # one flat copy, see `finetune.distributed.gradients.sum_flat`
+        if self.learns:
+            workspace = optimizer.workspace // trained_shards
+            peaks.append(Peak(when="optimizer", parts={**at_its_end, "workspace": workspace}))
+        # Summing gradients makes one flat copy, see `finetune.distributed.gradients.sum_flat`.
+        if self.learns and world_size > 1 and trained_shards == 1:
             peaks.append(Peak(when="sum of gradients", parts={**at_its_end, "workspace": gradients}))
         highest = max(peaks, key=lambda peak: peak.total)
         parts = PARTS if shards.size > 1 else PARTS[:-1]
@@ -221,7 +226,7 @@ def forecast_step(
         RuntimeError: the model cannot run without data; or one of `CANNOT_TRACE`.
     """
     moments = _trace_deep(model, microbatch, how)
-    return StepForecast(moments=moments, weights=Weights(model), device_type=how.device_type)
+    return StepForecast(moments=moments, weights=Weights(model), device_type=how.device_type, learns=how.learns)
 
 
 def optimizer_need(optimizer: torch.optim.Optimizer, *, device_type: str) -> OptimizerNeed | None:

@@ -10,7 +10,7 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -33,6 +33,7 @@ from finetune.engine.loss_head import CHUNK_BYTES
 from finetune.engine.microbatch import Microbatch
 from finetune.engine.mlp import CHUNK_ROWS
 from finetune.engine.products import unchanged_weights
+from finetune.model.base import evaluation_mode
 from finetune.training.objectives.preferences import PreferenceMicrobatch
 
 Part = Literal["weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace", "gathered"]
@@ -61,6 +62,7 @@ class Computation:
         dtype: the type in which the run computes.
         is_fused: the engine's functions are fused, so their intermediate tensors are not counted.
         accumulates: a rank has several micro-batches in a step, so a pass adds to gradients that are there already.
+        learns: there is a backward pass. Without one, the forward pass runs in evaluation mode, as in a validation.
     """
 
     loss_of: LossOf
@@ -68,6 +70,7 @@ class Computation:
     dtype: torch.dtype = torch.float32
     is_fused: bool = False
     accumulates: bool = True
+    learns: bool = True
 
 
 def name_of_layers(decoder: torch.nn.Module) -> str:
@@ -87,7 +90,8 @@ def trace(
 ) -> dict[str, dict[Part, int]]:
     """Find the peak of memory in each part of a pass, by purpose, without the memory that was in use before.
 
-    As in a step, A and B of an adapter are cast to the type of the run once, and the copies are kept (`cast`).
+    As in a step, A and B of an adapter are cast to the type of the run once, and the copies are kept (`cast`). Without
+    a backward pass, nothing keeps them.
 
     Args:
         model: on the meta device, in training mode.
@@ -103,7 +107,8 @@ def trace(
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         fused_or_not(how.is_fused),
-        unchanged_weights(),
+        unchanged_weights() if how.learns else nullcontext(),
+        nullcontext() if how.learns else evaluation_mode(model),
         _one_rotation(model),
         _rows_of_one_document(),
         _fake_weights(model) as weights,
@@ -111,13 +116,15 @@ def trace(
         vocabulary = bare_model(model).get_output_embeddings().weight.shape[0]
         allocations = Allocations(vocabulary, masked)
         allocations.ignore(*weights, *model.buffers(), *_tensors_of(rows))
-        with _watched(model, allocations, accumulates=how.accumulates), allocations:
+        with _watched(model, allocations, accumulates=how.accumulates and how.learns), allocations:
             allocations.enter(FORWARD)
             with compute:
-                summed = loss(model, microbatch).reshape(-1)[0]
-            allocations.keep("activations")
-            allocations.enter(ABOVE)
-            summed.backward()  # type: ignore[no-untyped-call]
+                computed = loss(model, microbatch)
+            if how.learns:
+                summed = computed.reshape(-1)[0]
+                allocations.keep("activations")
+                allocations.enter(ABOVE)
+                summed.backward()  # type: ignore[no-untyped-call]
     peaks = {when: allocations.peak(when) for when in allocations.phases}
     for parts in peaks.values():
         parts["workspace"] = parts.get("workspace", 0) + sum(tensor.nbytes for tensor in _tensors_of(rows))

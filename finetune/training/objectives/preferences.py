@@ -182,7 +182,7 @@ def sum_preference_losses(
         for microbatch in each:
             if is_cut := runtime.stop_requested_on_any_rank():
                 break
-            measured.append(runtime.forward(partial(_score, objective=loss.objective), model, microbatch))
+            measured.append(runtime.forward(partial(measure_rows, objective=loss.objective), model, microbatch))
             own = _added(own, local_sums(runtime, model, [microbatch], loss=loss))
     num_cut_short, *whole = runtime.sum([float(is_cut), *own])
     if num_cut_short:
@@ -207,7 +207,7 @@ def _as_preferences(microbatch: Any, objective: Objective) -> PreferenceMicrobat
     return PreferenceMicrobatch(rows=microbatch, num_tokens=0, mismatched=EMPTY_MICROBATCH, is_good=is_good)
 
 
-def _score(model: Any, microbatch: Any, *, objective: Objective, choices: Choices = BY_DEVICE) -> RowNats:
+def measure_rows(model: Any, microbatch: Any, *, objective: Objective, choices: Choices = BY_DEVICE) -> RowNats:
     """Return the nats of a micro-batch's rows, without a gradient if the caller has switched it off."""
     given = _as_preferences(microbatch, objective)
     nats = _by_row(given.rows, in_float64(cross_entropy_per_target(model, given.rows, choices)))
@@ -217,7 +217,7 @@ def _score(model: Any, microbatch: Any, *, objective: Objective, choices: Choice
 def _gained_by_mismatched(runtime: Runtime, model: Any, given: PreferenceMicrobatch, loss: PreferenceLoss) -> float:
     """Return how much more the model prefers all mismatched completions than the reference does, in nats."""
     mismatched = PreferenceMicrobatch(rows=given.mismatched or given.rows, num_tokens=0, each=1)
-    rows = runtime.forward(partial(_score, objective=loss.objective), model, mismatched)
+    rows = runtime.forward(partial(measure_rows, objective=loss.objective), model, mismatched)
     return float(rows.gained.sum())
 
 

@@ -1,0 +1,157 @@
+"""Plan validations and the test phase: which of their batches takes the most memory, and how much memory that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from finetune.config.keys import values
+from finetune.config.objectives import OBJECTIVES
+from finetune.data.batches import evaluation_batches, packer, pad
+from finetune.data.encoded import EncodedExample, EncodedSplits
+from finetune.diagnose.plan_rollouts import AnswerBatch, Generating
+from finetune.inference.decoding import group_prompts, room_for_answer
+from finetune.training.memory.forecast import Peak, StepForecast
+from finetune.training.memory.tracing import FORWARD
+from finetune.training.reward_trainer import with_testable_rows
+from finetune.training.validation import answered_rows
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+    from finetune.data.encoded import EncodedExamples
+    from finetune.data.objective import AnySplits
+    from finetune.diagnose.plan_batches import Batching
+
+Section = Literal["validation", "testing"]
+Forecast = Callable[[Any, str, str], StepForecast | None]
+"""Traces a micro-batch, given what it is for and the key that limits its rows; None if it cannot be traced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluating:
+    """The memory of a process during validations, or in the test phase.
+
+    Attributes:
+        rows: of the batch whose loss takes the most memory.
+        peak: while the loss of this batch is computed; None if no loss is computed, or its memory is not known.
+        generating: while answers are generated; None if none are.
+    """
+
+    rows: int
+    peak: Peak | None
+    generating: Generating | None
+
+    def phases(self, section: Section) -> Iterator[tuple[str, int]]:
+        """Yield the names of the phases and the bytes that they use."""
+        if self.peak is not None:
+            yield f"{section}, loss", self.peak.total
+        if self.generating is not None:
+            yield f"{section}, generating answers", self.generating.total
+
+
+class Allocated(NamedTuple):
+    """What an evaluation allocates, from which its memory follows for any number of shards."""
+
+    rows: int
+    loss: StepForecast | None
+    answers: AnswerBatch | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedEvaluation:
+    """The rows that are measured, and the prompts that are answered.
+
+    Attributes:
+        section: of the configuration.
+        rows: of the split.
+        has_loss: whether the loss of the rows is computed; with rewards, a validation only generates answers.
+        prompts: token ids of the prompts to answer.
+    """
+
+    section: Section
+    rows: Any
+    has_loss: bool
+    prompts: Sequence[Sequence[int]]
+
+    def largest_batch(self, batching: Batching) -> list[int]:
+        """Return the rows of the batch that computes the most tokens."""
+        lengths = self.rows.lengths.tolist()
+
+        def num_computed(rows: list[int]) -> int:
+            each = [lengths[row] for row in rows]
+            return len(each) * max(each) if batching.is_padded else sum(each)
+
+        batches = evaluation_batches(self.rows, getattr(batching.config, self.section), batching.boundary)
+        return max(batches, key=num_computed)
+
+    def forecast_loss(self, rows: Sequence[int], batching: Batching, forecast: Forecast) -> StepForecast | None:
+        """Predict what the loss of a batch allocates; None if no loss is computed."""
+        microbatch = batching.collate([self.rows[row] for row in rows])
+        what = f"the memory of the loss in {self.section}"
+        return forecast(microbatch, what, f"{self.section}.batch_size") if self.has_loss else None
+
+    def forecast_answers(
+        self, config: Config, model: Any, forecast: Forecast, *, by_engine: bool
+    ) -> AnswerBatch | None:
+        """Return the answers that are generated at once, each as long as it may be; None if none are.
+
+        Raises:
+            DataError: a prompt leaves no room for an answer in the model's context.
+        """
+        if not self.prompts:
+            return None
+        batch_key, length_key = answer_keys(config, self.section)
+        size, limit = values(config)[batch_key], values(config)[length_key]
+        batches = group_prompts(model, self.prompts, batch_size=size, max_new_tokens=limit)
+        most = max(batches, key=lambda rows: len(rows) * (len(self.prompts[rows[-1]]) + limit))
+        collate, longest = packer(share_prefixes=True) if by_engine else pad, self.prompts[most[-1]]
+        what = f"the memory of the pass over the prompts in {self.section}"
+        found = forecast(collate([_asking(self.prompts[row]) for row in most]), what, batch_key)
+        of_prompts = 0 if found is None else sum(found.moments[FORWARD].values())
+        room = room_for_answer(model, longest, limit)
+        return AnswerBatch(len(most), len(longest) + room, None, of_prompts, room)
+
+
+def evaluations_of(config: Config, splits: AnySplits) -> Iterator[PlannedEvaluation]:
+    """Yield the validation and the test phase of a run, if it has them."""
+    learns_prompts = OBJECTIVES[config.training.objective].rows == "prompts"
+    rows: Any = splits.validation
+    if rows is not None:
+        asks = learns_prompts or bool(config.validation.metrics)
+        yield PlannedEvaluation(
+            section="validation",
+            rows=rows,
+            has_loss=not learns_prompts,
+            prompts=_prompts(answered_rows(config, rows)) if asks else [],
+        )
+    if isinstance(splits, EncodedSplits) and learns_prompts:
+        splits = with_testable_rows(splits)
+    rows = splits.test
+    if rows is not None:
+        most = None if config.testing.metrics else config.testing.num_samples
+        yield PlannedEvaluation(
+            section="testing",
+            rows=rows,
+            has_loss=True,
+            prompts=_prompts(rows, most),
+        )
+
+
+def answer_keys(config: Config, section: Section) -> tuple[str, str]:
+    """Return the key of the answers that are generated at once in an evaluation, and the key of their most tokens."""
+    if section == "validation" and OBJECTIVES[config.training.objective].rows == "prompts":
+        return "rollout.batch_size", "rollout.max_completion_length"
+    return f"{section}.batch_size", f"{section}.max_new_tokens"
+
+
+def _asking(prompt: Sequence[int]) -> EncodedExample:
+    """Return a row whose forward pass predicts the first token of an answer."""
+    ids = torch.tensor([*prompt, prompt[-1]])
+    return EncodedExample(ids, torch.arange(len(ids)) == len(prompt))
+
+
+def _prompts(rows: EncodedExamples, most: int | None = None) -> list[Sequence[int]]:
+    return [rows.prompt_and_answer(row).prompt for row in rows.has_answer.nonzero()[:most, 0].tolist()]

@@ -1,0 +1,173 @@
+"""The memory of validations and of the test phase, as `finetune plan` predicts it, against what they really take."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import replace
+
+import pytest
+
+from finetune.cli.plan import plan_from_overrides
+from finetune.config.compose import load_config
+from finetune.diagnose.plan import make_plan
+from finetune.diagnose.plan_devices import find_device
+from finetune.distributed.launch import launch
+from finetune.inference import evaluation
+from finetune.training.train import build_trainer
+from tests.diagnose.measured import peak_of
+from tests.diagnose.test_plan_memory import SIZES
+from tests.tiny_models import PHI3_SIZES
+from tests.tiny_runs import MODEL_VOCABULARY, write_base
+
+pytestmark = [pytest.mark.trains, pytest.mark.slow]
+
+WIDE = {**PHI3_SIZES, **SIZES, "vocab_size": MODEL_VOCABULARY, "num_hidden_layers": 12, "sliding_window": None}
+MODELS = {
+    name: f"model.config={json.dumps({'model_type': name, **WIDE, **more})}"
+    for name, more in {"phi3": {}, "gemma2": {"head_dim": 24, "sliding_window": 4096}}.items()
+}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Rows of different lengths, longer in validation and test than in training, as answers and as pairs."""
+    folder, rng = tmp_path_factory.mktemp("evaluation"), random.Random(0)
+    write_base(folder / "base")
+
+    def some(most: int) -> str:
+        return " ".join(rng.choices(["crates", "of", "oranges", "to", "Porto"], k=rng.randint(most // 2, most)))
+
+    for kind, names in {"answers": ["completion"], "pairs": ["chosen", "rejected"]}.items():
+        (folder / kind).mkdir()
+        for split, (count, most) in {"train": (8, 10), "validation": (13, 60), "test": (11, 60)}.items():
+            rows = [{"prompt": some(most), **{name: some(most) for name in names}} for _ in range(count)]
+            (folder / kind / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def words(inputs, tmp_path):
+    return [
+        *(f"model.tokenizer={inputs / 'base'}", f"data.path={inputs / 'answers'}", "model.init=random"),
+        *(MODELS["phi3"], f"data.cache_dir={tmp_path / 'cache'}"),
+        *(f"output_dir={tmp_path / 'run'}", "lora.r=4", "training.batch_size=4", "training.max_steps=1"),
+        *("training.device=cpu", "training.precision=fp32", "testing.num_samples=0"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["training.method=lora"],
+        ["training.method=full"],
+        ["training.kernels=reference"],
+        ["training.gradient_checkpointing=true", "validation.batch_size=3"],
+        [MODELS["gemma2"]],
+        ["task=finetune_preferences"],
+        ["task=finetune_preferences", "training.kernels=reference"],
+    ],
+    ids=lambda more: more[-1].partition("{")[0],
+)
+def test_the_loss_of_a_validation_takes_the_planned_memory(words, inputs, more):
+    if "task=finetune_preferences" in more:
+        words = [*words, f"data.path={inputs / 'pairs'}"]
+    config = load_config([*words, *more])
+    found = make_plan(config, find_device("cpu")).evaluating["validation"]
+    with launch(config) as runtime:
+        trainer = build_trainer(runtime, config)
+        _, loader, _ = trainer.prepare_dataloaders()
+        measured = peak_of(lambda: trainer.measure(loader))
+    held = sum(found.peak.parts[part] for part in ("weights", "adapter", "optimizer"))
+    assert (found.peak.parts["gradients"], found.rows) == (0, config.validation.batch_size)
+    assert found.peak.total - held == pytest.approx(measured, rel=0.10)
+
+
+@pytest.mark.parametrize(
+    ("more", "tokens"),
+    [
+        (["training.method=lora"], 8),
+        (["training.method=lora"], 100),
+        (["training.method=full"], 100),
+        ([MODELS["gemma2"]], 8),
+        ([MODELS["gemma2"]], 60),
+    ],
+    ids=lambda value: str(value).partition("{")[0],
+)
+def test_the_answers_of_a_test_phase_take_the_planned_memory(words, more, tokens, monkeypatch):
+    """The bound has room for one of twelve layers: the engine's peak comes before the last layer has a cache."""
+    monkeypatch.setattr(evaluation, "stop_ids", lambda *_: [-1])  # every answer is as long as it may be
+    more = [*more, "testing.num_samples=11", "testing.batch_size=8", f"testing.max_new_tokens={tokens}"]
+    config = load_config([*words, *more, "testing.compare_base=false"])
+    found = make_plan(config, find_device("cpu")).evaluating["testing"].generating
+    measured = []
+    generate = evaluation.generate_answers
+
+    def measure(*args, **options):
+        answers = []
+        measured.append(peak_of(lambda: answers.extend(generate(*args, **options))))
+        return answers
+
+    monkeypatch.setattr(evaluation, "generate_answers", measure)
+    with launch(config) as runtime:
+        trainer = build_trainer(runtime, config)
+        _, _, loader = trainer.prepare_dataloaders()
+        evaluation.run_test_phase(runtime, trainer.model, trainer.tokenizer, loader, config.testing)
+    assert found.answers == 8
+    assert found.total - found.held == pytest.approx(*measured, rel=0.10)
+
+
+def test_answers_that_take_more_than_training_decide_what_fits(words, capsys):
+    words = [*words, "validation.metrics=exact_match", "validation.batch_size=12", "validation.max_new_tokens=600"]
+    config, roomy = load_config(words), replace(find_device("cpu"), reserve=0)
+    plan = make_plan(config, roomy)
+    made = plan.evaluating["validation"].generating
+    assert plan.peak.total < made.total == plan.needed == plan.in_shards[0].needed
+    assert (plan.phase, plan.fits, plan.findings) == (("validation, generating answers", made.total), True, [])
+    tight = replace(roomy, memory=(plan.peak.total + made.total) // 2)
+    refused = make_plan(config, tight)
+    (told,) = refused.findings
+    assert (refused.fits, told.level) == (False, "problem")
+    assert told.what.startswith("generating 12 answers at once in validation takes ")
+    assert "a lower validation.max_new_tokens (it is 600)" in told.fix
+    (fit,) = re.findall(r"a lower validation\.batch_size: (\d+) answers at once fit", told.fix)
+    assert make_plan(load_config([*words, f"validation.batch_size={fit}"]), tight).fits
+    assert plan_from_overrides(words, as_json=True) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["phase"] == "validation, generating answers"
+    assert record["needed"] == made.total + record["device"]["reserve"]
+    assert set(record["evaluating"]) == {"validation", "testing"}
+
+
+def test_a_loss_that_does_not_fit_is_refused(words):
+    config, roomy = load_config([*words, "testing.batch_size=11"]), replace(find_device("cpu"), reserve=0)
+    plan = make_plan(config, roomy)
+    found = plan.evaluating["testing"]
+    assert (plan.phase, found.generating) == (("testing, loss", found.peak.total), None)
+    (told,) = make_plan(config, replace(roomy, memory=plan.needed - 1)).findings
+    assert told.what.startswith("the loss of 11 rows at once in testing takes ")
+    assert told.fix.startswith("a lower testing.batch_size (it is 11); or ")
+
+
+def test_only_the_phases_of_a_run_are_shown(words, inputs, tmp_path, capsys):
+    """Answers are generated for metrics or samples only, and without test rows there is no test phase."""
+    assert plan_from_overrides(words) == 0
+    out = capsys.readouterr().out
+    assert "validation, the loss of 8 rows at once: " in out
+    assert "testing, the loss of 11 rows at once: " in out
+    assert "generating" not in out
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    (rows / "train.jsonl").write_bytes((inputs / "answers/train.jsonl").read_bytes())
+    assert plan_from_overrides([*words, f"data.path={rows}"]) == 0
+    assert not re.search("validation, |testing, ", capsys.readouterr().out)
+
+
+def test_a_validation_with_rewards_generates_its_answers(words):
+    more = ["task=finetune_grpo", "reward.functions=regex", "reward.pattern=x", "rollout.max_completion_length=5"]
+    more += ["rollout.num_generations=2", "training.global_batch_size=2", "rollout.batch_size=9"]
+    plan = make_plan(load_config([*words, *more]), find_device("cpu"))
+    found = plan.evaluating["validation"]
+    assert (plan.generating.answers, found.peak, found.generating.answers) == (4, None, 9)
+    assert plan.evaluating["testing"].peak is not None
