@@ -46,6 +46,9 @@ def is_allowed_object(name: str) -> bool:
 
 def refused_object(name: str) -> str:
     """Say why a dotted name is refused."""
+    if name.startswith("schedulefree."):
+        why = "its weights for training and for validation are different ones, which checkpoints do not hold"
+        return f"{name} is not supported: {why}. With optim.schedule=constant, no update depends on the number of steps"
     return f"{name} is not directly in a module that a config may name: {', '.join(ALLOWED_OBJECT_MODULES)}"
 
 

@@ -281,6 +281,10 @@ def test_long_values_are_shortened() -> None:
     ("word", "part"),
     [
         ("optim.optimizer=torch.nn.Linear", "torch.nn.Linear is not directly in a module that a config may name"),
+        (
+            "optim.optimizer=schedulefree.AdamWScheduleFree",
+            "is not supported: its weights for training",
+        ),
         ("optim.optimizer=torch.optim.", "may name: torch.optim, transformers.optimization, bitsandbytes.optim"),
     ],
 )
