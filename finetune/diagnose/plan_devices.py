@@ -31,9 +31,11 @@ class _Known(NamedTuple):
 
 
 _KNOWN = {
+    "GB200 186GB": _Known(184.3, half=2500, fp32=80, has_fp8=True),
     "B200 180GB": _Known(178.3, half=2250, fp32=75, has_fp8=True),
     "MI300X 192GB": _Known(191.9, half=1307, fp32=163.4),
     "H200 141GB": _Known(139.8, half=989, fp32=67, has_fp8=True),
+    "GH200 96GB": _Known(94.5, half=989, fp32=67, has_fp8=True),
     "H100 80GB": _Known(79.1, half=989, fp32=67, has_fp8=True),
     "A100 80GB": _Known(79.2, half=312, fp32=19.5),
     "A100 40GB": _Known(39.4, half=312, fp32=19.5),
@@ -53,7 +55,8 @@ _KNOWN = {
 }
 """By name. Rates are from the makers' data sheets: the fastest variant of each device, dense, with sums in fp32. Memory
 of the RTX 5090: TrajectoryCrafter/TrajectoryCrafter#20; of the L40: QwenLM/Qwen3-VL#2097; of the RTX PRO 6000:
-antirez/ds4#431; of the MI300X: ROCm/legacy-rocm-build#4750. An A10G has what an A10 has."""
+antirez/ds4#431; of the MI300X: ROCm/legacy-rocm-build#4750. An A10G has what an A10 has. Of a GB200 and a GH200 with
+96 GB, nvidia-smi shows 189,471 and 97,871 MiB."""
 
 _CUDA_RESERVE = 1 * GIB
 """For CUDA's context, workspaces of its libraries and fragmentation: a rule of thumb, not measured."""

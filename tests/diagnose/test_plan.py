@@ -365,6 +365,8 @@ def test_the_time_of_preferences_counts_their_reference():
         ("a10g", "A10G 24GB"),
         ("rtx pro 6000", "RTX PRO 6000 96GB"),
         ("mi300x", "MI300X 192GB"),
+        ("gb200", "GB200 186GB"),
+        ("GH200", "GH200 96GB"),
         ("My 24GB", "My 24GB"),
     ],
 )
@@ -383,7 +385,7 @@ def test_devices_have_names(name, is_found):
             "--device 'A100 80GB'.",
         ),
         ("A30G", "--device A30G: this device is not known. Known are "),
-        ("abacus", "--device abacus: this device is not known. Known are B200 180GB, MI300X 192GB, "),
+        ("abacus", "--device abacus: this device is not known. Known are GB200 186GB, B200 180GB, MI300X 192GB, "),
     ],
 )
 def test_a_device_that_is_not_known_is_refused_with_what_is(name, part):
