@@ -104,6 +104,8 @@ def read_device(name: str) -> Device:
     Raises:
         ConfigError: the name is not known and has no size, or fits several devices.
     """
+    # Drivers name a GH200 by the memory of its CPU.
+    name = re.sub(r"(GH200)[ _-](480|120)GB", r"\1 96GB", name, flags=re.IGNORECASE)
     known = [full for full in _KNOWN if _folded(name) in (_folded(full), _folded(full.rpartition(" ")[0]))]
     if len(known) == 1:
         spec = _KNOWN[known[0]]

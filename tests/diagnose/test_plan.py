@@ -367,6 +367,7 @@ def test_the_time_of_preferences_counts_their_reference():
         ("mi300x", "MI300X 192GB"),
         ("gb200", "GB200 186GB"),
         ("GH200", "GH200 96GB"),
+        ("NVIDIA GH200 480GB", "GH200 96GB"),
         ("My 24GB", "My 24GB"),
     ],
 )
