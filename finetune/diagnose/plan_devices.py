@@ -55,8 +55,11 @@ _KNOWN = {
 }
 """By name. Rates are from the makers' data sheets: the fastest variant of each device, dense, with sums in fp32. Memory
 of the RTX 5090: TrajectoryCrafter/TrajectoryCrafter#20; of the L40: QwenLM/Qwen3-VL#2097; of the RTX PRO 6000:
-antirez/ds4#431; of the MI300X: ROCm/legacy-rocm-build#4750. An A10G has what an A10 has. Of a GB200 and a GH200 with
-96 GB, nvidia-smi shows 189,471 and 97,871 MiB."""
+antirez/ds4#431; of the MI300X: ROCm/legacy-rocm-build#4750; of the GB200, which is one of the two GPUs of a superchip:
+vllm-project/vllm#43951; of the GH200: vllm-project/vllm#9630. An A10G has what an A10 has."""
+
+_NAMES_OF_DRIVERS = {"GH200 480GB": "GH200 96GB", "GH200 120GB": "GH200 96GB"}
+"""The driver names a GH200 after the memory of its CPU, which torch does not count: vllm-project/vllm#9630."""
 
 _CUDA_RESERVE = 1 * GIB
 """For CUDA's context, workspaces of its libraries and fragmentation: a rule of thumb, not measured."""
@@ -104,8 +107,7 @@ def read_device(name: str) -> Device:
     Raises:
         ConfigError: the name is not known and has no size, or fits several devices.
     """
-    # Drivers name a GH200 by the memory of its CPU.
-    name = re.sub(r"(GH200)[ _-](480|120)GB", r"\1 96GB", name, flags=re.IGNORECASE)
+    name = next((own for other, own in _NAMES_OF_DRIVERS.items() if _folded(other) == _folded(name)), name)
     known = [full for full in _KNOWN if _folded(name) in (_folded(full), _folded(full.rpartition(" ")[0]))]
     if len(known) == 1:
         spec = _KNOWN[known[0]]
