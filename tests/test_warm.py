@@ -13,6 +13,8 @@ import pytest
 
 from tests.launches import LAUNCHERS, is_alive, run_command, start_command
 from tests.two_nodes import reason_against
+from tests.warm import at_start, forget_what_imports_have_set, refusals
+from tests.warm.server import may_differ
 
 pytestmark = [
     pytest.mark.process,
@@ -21,6 +23,26 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="commands are forked off on Linux alone"),
 ]
 WAITS = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)"
+
+
+@pytest.fixture(autouse=True)
+def _a_failure_shows_why(monkeypatch):
+    """Earlier tests of this process may have changed variables for good: these tests are about the commands alone."""
+    changed = {name for name in {*os.environ, *at_start} if os.environ.get(name) != at_start.get(name)}
+    changed = {name for name in changed if not may_differ(name)}
+    for name in changed:
+        monkeypatch.delenv(name, raising=False)
+        if name in at_start:
+            monkeypatch.setenv(name, at_start[name])
+    yield
+    print(f"changed by earlier tests: {', '.join(sorted(changed)) or 'nothing'}", refusals()[-2000:], sep="\n")
+
+
+def test_a_variable_that_an_import_has_set_is_forgotten(script):
+    os.environ["SET_BY_AN_IMPORT"] = "1"
+    forget_what_imports_have_set()
+    asks = script("import os, sys; print('torch' in sys.modules, 'SET_BY_AN_IMPORT' in os.environ)")
+    assert run_command([sys.executable, asks]).stdout == "True False\n"
 
 
 @pytest.fixture

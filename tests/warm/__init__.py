@@ -27,14 +27,32 @@ import pytest
 
 _COLD = sys.executable
 _HERE = Path(__file__).resolve().parent
+at_start: dict[str, str] = {}
+"""The variables before the first test."""
+
+
+def pytest_sessionstart() -> None:
+    """Know the variables that no test has changed yet."""
+    at_start.update(os.environ)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """The interpreter of a marked test and of its fixtures, also for commands that the package itself starts."""
     is_warm = item.get_closest_marker("warm") and not item.get_closest_marker("promise")
+    if is_warm:
+        forget_what_imports_have_set()
     with warm_interpreter() if is_warm else nullcontext():
         return (yield)
+
+
+def forget_what_imports_have_set() -> None:
+    """Some libraries set variables when a test imports them. The server would send back all later commands."""
+    if sys.platform == "linux":
+        from tests.warm.server import may_differ
+
+        for name in [name for name in os.environ if name not in at_start and not may_differ(name)]:
+            del os.environ[name]
 
 
 @contextmanager
@@ -50,6 +68,11 @@ def warm_interpreter() -> Iterator[None]:
 def with_interpreter(command: Sequence[str | Path]) -> list[str]:
     """A command line whose interpreter is that of the running test; lists of words are often made before it begins."""
     return [sys.executable if word == _COLD else str(word) for word in command]
+
+
+def refusals() -> str:
+    """What the server of this process has said, such as which variables kept it from forking a command off."""
+    return (Path(_python()).parent / "log").read_text()
 
 
 @cache
@@ -89,7 +112,7 @@ def _python() -> str:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={**os.environ, "PYTHONPATH": str(_HERE.parent.parent), "PYTHONWARNINGS": "ignore"},
+            env={**at_start, "PYTHONPATH": str(_HERE.parent.parent), "PYTHONWARNINGS": "ignore"},
         )
     assert server.stdout is not None
     assert server.stdout.readline() == b"ready\n", (folder / "log").read_text()

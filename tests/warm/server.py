@@ -139,10 +139,15 @@ def _receive(connection: socket.socket) -> tuple[Any, dict[int, int]] | None:
     return marshal.loads(data), dict(zip(head[8:], descriptors, strict=True))
 
 
+def may_differ(name: str) -> bool:
+    """Whether a command may have another value of a variable than the process that has imported everything."""
+    return name in _MAY_DIFFER or name.startswith(_MAY_DIFFER_FROM)
+
+
 def _is_served(asked: Any) -> bool:
     variables = asked[2]
     differing = {name for name in {*variables, *_given} if variables.get(name) != _given.get(name)}
-    unknown = sorted(name for name in differing if name not in _MAY_DIFFER and not name.startswith(_MAY_DIFFER_FROM))
+    unknown = sorted(name for name in differing if not may_differ(name))
     if unknown:
         print(f"for a process of its own, because of {', '.join(unknown)}: {asked[0][:5]}", file=sys.stderr, flush=True)
     return not unknown
