@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 Section = Literal["validation", "testing"]
 Forecast = Callable[[Any, str, str], StepForecast | None]
-"""Traces a micro-batch, given what it is for and the key that limits its rows; None if it cannot be traced."""
+"""Traces a micro-batch. Its arguments are the rows, what they are for, and the key that limits their number. None if it
+cannot be traced."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -293,7 +293,8 @@ class Planner:
             return {}
         how = replace(self._how, learns=False, loss_of=partial(self._trainer.evaluation_of, self._config))
         by_engine, model = engine_generates(self.model, self._device.type, self._shards), self.model
-        if self._is_in_4_bits:  # transformers' own forward of such a base needs data, and computes what 16 bits do
+        # In 4 bits, the forward of transformers needs data. Its activations are those of 16 bits.
+        if self._is_in_4_bits:
             model = self._build_model(checkpointed=False, is_in_4_bits=False)
         return {
             planned.section: Allocated(

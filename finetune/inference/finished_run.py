@@ -169,7 +169,7 @@ def put_adapter_on(base: Any, run: FinishedRun) -> Any:
             "Use --base to name the base that it was trained on."
         ) from error
     trained_on = RecordedRun(run.folder.path).part("fingerprints").get("base")
-    # A machine that cannot quantize loads a base in 4 bits as it is.
+    # A machine that cannot quantize loads the base of a QLoRA run in 16 bits, so the two digests differ.
     if trained_on is not None and lora.quantize == "none" and fingerprint_base(model, lora) != trained_on:
         _log.warning("%s has other weights than the base that %s was trained on", path, run.folder.path)
     return model

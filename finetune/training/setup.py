@@ -159,11 +159,8 @@ def set_up(
         refuse_rows_without_answers(config, splits.validation.row_type)
     set_stop_and_pad_ids(model, tokenizer)
     runtime.agree_set_up()
-    digests = [split.fingerprint for split in named_splits(splits).values()]
-    runtime.refuse_differences("the data", "/".join([*digests, *_digests_of_subsets(splits)]))
-    has_base = config.training.method == "lora" and config.model.init == "pretrained"
-    base = fingerprint_base(model, config.lora) if has_base else None
-    runtime.refuse_differences("the base model", base or "", remedy=_SAME_BASE)
+    runtime.refuse_differences("the data", "/".join(_digests_of_rows(splits)))
+    base = _agree_on_base(runtime, config, model)
     runtime.fit_threads(model)
     _refuse_background_of_shards(runtime, config)
     journal = None
@@ -213,6 +210,14 @@ def set_up(
     return setup
 
 
+def _agree_on_base(runtime: Runtime, config: Config, model: Any) -> str | None:
+    """Refuse ranks with different bases. Return the digest of the base, None if there is none. Collective."""
+    has_base = config.training.method == "lora" and config.model.init == "pretrained"
+    base = fingerprint_base(model, config.lora) if has_base else None
+    runtime.refuse_differences("the base model", base or "", remedy=_SAME_BASE)
+    return base
+
+
 def _read_saved_base(runtime: Runtime, config: Config, model: Any) -> None:
     """Give a resumed run the random base that it began with, whatever its seed is now. Collective."""
     if _saves_base(config) and config.resume == "auto":
@@ -228,12 +233,12 @@ def _with_subsets(config: Config, splits: EncodedSplits) -> EncodedSplits:
     return replace(splits, **by_column(config.data, config.validation.by, measured))
 
 
-def _digests_of_subsets(splits: EncodedSplits) -> list[str]:
-    """Describe the subsets of the validation split: ranks add up the sums of each."""
-    rows = splits.validation
+def _digests_of_rows(splits: EncodedSplits) -> list[str]:
+    """Describe the rows, and the subsets of the validation split: ranks add up the sums of each."""
+    digests, rows = [split.fingerprint for split in named_splits(splits).values()], splits.validation
     if not isinstance(rows, EncodedExamples):
-        return []
-    return [*rows.subset_names, digest_tensors([rows.rows.subset])]
+        return digests
+    return [*digests, *rows.subset_names, digest_tensors([rows.rows.subset])]
 
 
 def _try_precision(
