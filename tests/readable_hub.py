@@ -64,7 +64,7 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """The address of a server on loopback."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
