@@ -34,7 +34,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
-ALLOWED_OBJECT_MODULES = ("torch.optim", "transformers.optimization", "bitsandbytes.optim")
+ALLOWED_OBJECT_MODULES = ("torch.optim", "transformers.optimization", "bitsandbytes.optim", "schedulefree")
 """The only modules that a dotted name in a config may be resolved from."""
 
 
@@ -46,9 +46,6 @@ def is_allowed_object(name: str) -> bool:
 
 def refused_object(name: str) -> str:
     """Say why a dotted name is refused."""
-    if name.startswith("schedulefree."):
-        why = "its weights for training and for validation are different ones, which checkpoints do not hold"
-        return f"{name} is not supported: {why}. With optim.schedule=constant, no update depends on the number of steps"
     return f"{name} is not directly in a module that a config may name: {', '.join(ALLOWED_OBJECT_MODULES)}"
 
 
@@ -335,7 +332,7 @@ class OptimSection(Section):
     """The optimizer and its learning rate."""
 
     optimizer: Annotated[str, OnResume("always", "the updates of the weights", fits=False)] = "torch.optim.AdamW"
-    """Dotted name of an optimizer class from torch.optim, transformers.optimization or bitsandbytes.optim."""
+    """Dotted name of a class in torch.optim, bitsandbytes.optim, schedulefree or transformers.optimization."""
     learning_rate: RateKey[NonNegativeFloat] = 2e-4
     """The highest learning rate of the schedule."""
     weight_decay: UpdateKey[NonNegativeFloat] = 0.0

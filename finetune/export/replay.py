@@ -33,6 +33,7 @@ from finetune.training.loop import Cadence
 from finetune.training.memory.choice import MemoryChoice, masks_follow_microbatches
 from finetune.training.optim import build_optimizer
 from finetune.training.rollouts import RolloutLoader
+from finetune.training.schedule_free import go_on_training
 from finetune.training.step import StepResult, StepSettings, train_step
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
@@ -294,6 +295,7 @@ def compute_steps(
     for start, steps in chosen.items():
         if start:
             load_checkpoint(folder.checkpoint(start), model=trainer.model, optimizer=optimizer)
+            go_on_training(optimizer)
         for step in range(start + 1, steps[-1] + 1):
             microbatches = next(loader.steps(*divmod(step - 1, cadence.steps_per_epoch)))
             settings = StepSettings.of(trainer.config, step, cadence.num_steps)

@@ -13,6 +13,7 @@ import torch
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, is_allowed_object
 from finetune.errors import ConfigError
 from finetune.model.adapter_start import is_half_frozen
+from finetune.training.schedule_free import go_on_training, is_schedule_free
 
 if TYPE_CHECKING:
     from finetune.config.schema import OptimSection
@@ -45,6 +46,12 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
         optimizer: torch.optim.Optimizer = optimizer_class(groups, lr=section.learning_rate, **arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{section.optimizer} cannot be built with optim.args {section.args}: {error}.") from error
+    if is_schedule_free(optimizer) and section.schedule != "constant":
+        raise ConfigError(
+            f"{section.optimizer} needs a learning rate that does not fall, and optim.schedule is {section.schedule}. "
+            "Set optim.schedule=constant."
+        )
+    go_on_training(optimizer)
     return optimizer
 
 
@@ -92,7 +99,7 @@ def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
         raise ConfigError(f"optim.optimizer is {name}, but {module} is not installed ({error}).") from error
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConfigError(f"optim.optimizer is {name}, but {module} has no such optimizer.")
-    if found in (torch.optim.LBFGS, torch.optim.SparseAdam):
+    if found in (torch.optim.LBFGS, torch.optim.SparseAdam) or name.endswith("Closure"):
         raise ConfigError(
             f"optim.optimizer is {name}, which needs a closure or sparse gradients. Choose torch.optim.AdamW."
         )

@@ -40,6 +40,7 @@ from finetune.training.publishing import log_disk_need, publish_best
 from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.summary import show_summary
 from finetune.training.resume import at_its_place
+from finetune.training.schedule_free import go_on_training
 from finetune.training.setup import set_up
 from finetune.training.training_run import TrainingRun
 from finetune.training.validation import Criteria, under_criteria
@@ -266,6 +267,7 @@ class Trainer:
             return state
         with self.runtime.failing_together("resuming"):
             state = load_checkpoint(Path(path), model=self.model, optimizer=optimizer)
+            go_on_training(optimizer)
         _log.info("resumed from step=%d", state.step)
         state = under_criteria(state, Criteria.of(self.config))
         return replace(state, world_size=self.runtime.world_size)  # the processes that continue it

@@ -25,6 +25,7 @@ from finetune.training.loaders import log_cut_examples, log_microbatches
 from finetune.training.loop import Cadence
 from finetune.training.memory.choice import masks_follow_microbatches
 from finetune.training.profiling import StepProfiler
+from finetune.training.schedule_free import weights_to_answer_with
 from finetune.training.setup import Objective, Setup
 from finetune.training.step import StepResult, StepSettings, StepTooLargeError, train_step
 from finetune.training.validation import Validated, answered_rows
@@ -128,8 +129,12 @@ class TrainingRun:
     def validate(self, state: TrainerState) -> Validated | None:
         """Validate and return the metrics. If the run is preempted meanwhile, record nothing and return None."""
         assert self._val_loader is not None
+        with weights_to_answer_with(self._optimizer):
+            return self._validate(state, self._val_loader)
+
+    def _validate(self, state: TrainerState, loader: EvaluationLoader) -> Validated | None:
         self._runtime.at("evaluation", state.step)
-        measured = self._objective.measure(self._val_loader).over_ranks(self._runtime)
+        measured = self._objective.measure(loader).over_ranks(self._runtime)
         sums = measured.whole
         if sums.num_cut_short:
             return None
@@ -148,6 +153,10 @@ class TrainingRun:
 
     def save(self, state: TrainerState) -> None:
         """Commit a checkpoint of the state."""
+        with weights_to_answer_with(self._optimizer):
+            self._save(state)
+
+    def _save(self, state: TrainerState) -> None:
         runtime, folder = self._runtime, RunFolder(self._config.output_dir)
         runtime.at("saving", state.step)
         _log.info("Saving checkpoint %s at epoch %d", folder.checkpoint(state.step).name, self._objective.epoch)
