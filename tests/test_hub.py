@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import logging
 import re
 import time
@@ -21,6 +22,7 @@ from finetune.config.shipped_files import resolve_shipped
 from finetune.data.encode import encode_examples
 from finetune.data.examples import load_examples
 from finetune.errors import DataError, ModelError
+from finetune.export.system_turn import usual_system
 from finetune.model import from_hub
 from finetune.model.base import build_base_model, build_tokenizer, read_model_config
 from tests import readable_hub
@@ -269,6 +271,21 @@ def test_a_data_set_that_was_prepared_here_needs_no_network(
     assert len(load_examples(DataSection(path="someone/chats")).train) == 3
     point_to(no_hub())
     assert len(load_examples(DataSection(path="someone/chats")).train) == 3
+
+
+def test_the_system_turn_of_rows_on_the_hub_is_known_to_a_merge(
+    served: ReadableHub, point_to: Callable[[str], None], tmp_path: Path, logged: Callable[[], list[str]]
+) -> None:
+    (tmp_path / "chats").mkdir()
+    row = {"messages": [{"role": role, "content": role.upper()} for role in ("system", "user", "assistant")]}
+    (tmp_path / "chats" / "train.jsonl").write_text(3 * f"{json.dumps(row)}\n")
+    served.folders["datasets/someone/chats"] = tmp_path / "chats"
+    section = DataSection(path="someone/chats", cache_dir=str(tmp_path / "kept"))
+    assert usual_system(section) == "SYSTEM"
+    point_to(no_hub())
+    assert usual_system(section) == "SYSTEM"
+    assert usual_system(section.model_copy(update={"path": "someone/others"})) is None
+    assert "the training rows cannot be read, so no system turn is used" in logged()[-1]
 
 
 @pytest.fixture

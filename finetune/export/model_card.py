@@ -76,12 +76,12 @@ def _hub_base(run: FinishedRun, config: Config) -> str | None:
         return None
     saved = run.weights / "adapter_config.json"
     if not saved.is_file():
-        return _hub_id(config.model.path)
+        return hub_id(config.model.path)
     # Here a folder is an absolute path. That in config.yaml may be relative to where the training was started.
-    return _hub_id(json.loads(saved.read_text(encoding="utf-8")).get("base_model_name_or_path"))
+    return hub_id(json.loads(saved.read_text(encoding="utf-8")).get("base_model_name_or_path"))
 
 
-def _hub_id(path: str | None) -> str | None:
+def hub_id(path: str | None) -> str | None:
     """Return the path if it is the hub id of a model or data set; None if it is a local folder or a file of rows."""
     if path is None or not HUB_ID.fullmatch(path) or path.startswith(".") or suffix_of(path) in SUFFIXES:
         return None
@@ -134,7 +134,7 @@ def _header(config: Config, *, library: str, relation: str, base: str | None) ->
     header: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["finetune"]}
     if base:
         header |= {"base_model": base, "base_model_relation": relation}
-    if data := _hub_id(config.data.path):
+    if data := hub_id(config.data.path):
         header["datasets"] = [data]
     return str(yaml.safe_dump(header, sort_keys=True))
 
@@ -167,12 +167,12 @@ def _for_others(value: Any) -> Any:
         return {key: kept for key, it in value.items() if (kept := _for_others(it)) is not None} or None
     if isinstance(value, list):
         return [kept for it in value if (kept := _for_others(it)) is not None] or None
-    return None if isinstance(value, str) and "/" in value and _hub_id(value) is None else value
+    return None if isinstance(value, str) and "/" in value and hub_id(value) is None else value
 
 
 def _data_name(config: Config) -> str:
     named = [config.data.path, *(source["path"] for source in config.data.mixture), config.data.train]
-    return ", ".join(_hub_id(path) or _last_part(path) for path in named if path) or "see the configuration"
+    return ", ".join(hub_id(path) or _last_part(path) for path in named if path) or "see the configuration"
 
 
 def _rows(recorded: RecordedRun) -> str:

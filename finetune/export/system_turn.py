@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from finetune.config.shipped_files import SHIPPED_PREFIX
 from finetune.data.values import quote
 from finetune.errors import ConfigError
+from finetune.export.model_card import hub_id
 from finetune.inference.prompts import usual_opening
 
 if TYPE_CHECKING:
@@ -19,14 +20,14 @@ _log = logging.getLogger(__name__)
 
 
 def usual_system(section: DataSection) -> str | None:
-    """Return the system turn that `finetune generate` adds; None if rows have none, or are not on this machine."""
+    """Return the system turn that `finetune generate` adds; None if rows have none or cannot be read."""
     sources = section.mixture or [{"path": section.path or section.train}]
     paths = [str(source.get("path") or source.get("train") or "") for source in sources]
-    # A merge asks neither the hub nor a server for rows.
-    if not all(path.startswith(SHIPPED_PREFIX) or Path(path).expanduser().exists() for path in paths):
-        _log.info("the training rows are not on this machine, so it is not known whether they have a system turn")
-        return None
-    return usual_opening(section).system
+    # Of a data set on the hub only the first rows are read. Other rows that are elsewhere would be copied as a whole.
+    if all(path.startswith(SHIPPED_PREFIX) or Path(path).expanduser().exists() or hub_id(path) for path in paths):
+        return usual_opening(section).system
+    _log.info("the training rows are not on this machine, so it is not known whether they have a system turn")
+    return None
 
 
 def describe_system(system: str) -> str:
