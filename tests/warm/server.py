@@ -43,7 +43,7 @@ _IMPORTED = """
 """.split()
 _MAY_DIFFER = """
     AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN CLICOLOR CLICOLOR_FORCE COLUMNS ENVIRONMENT FAULT FAULTY_PLAY FAULT_AT
-    FORCE_COLOR GIT_PAGER HF_TOKEN HOSTNAME HUGGING_FACE_HUB_TOKEN LANG LINES LRU_CACHE_CAPACITY
+    FORCE_COLOR GIT_PAGER GOMP_SPINCOUNT HF_TOKEN HOSTNAME HUGGING_FACE_HUB_TOKEN LANG LINES LRU_CACHE_CAPACITY
     MALLOC_MMAP_THRESHOLD_ MASTER_ADDR MASTER_PORT MKL_NUM_THREADS MPLBACKEND NO_COLOR NUMEXPR_NUM_THREADS OLDPWD
     ONEDNN_PRIMITIVE_CACHE_CAPACITY OPENAI_API_KEY OPENBLAS_NUM_THREADS ORT_LIB_PATH PAGER PATH PROCESSES_PER_NODE
     PS1 PWD PYDEVD_USE_FRAME_EVAL PYTHONPATH PYTHONSAFEPATH PYTHONUNBUFFERED PYTHONWARNINGS RANK RENDEZVOUS
@@ -51,8 +51,8 @@ _MAY_DIFFER = """
     VIRTUAL_ENV_PROMPT WANDB_API_KEY WORLD_SIZE _
 """.split()
 """Variables that no library reads as it is imported, or that mean nothing to one. The engine sets two of them.
-The numbers of threads are 1, as OMP_NUM_THREADS says here. A test that is warm does not look at memory. Torch sets
-TORCHINDUCTOR_CACHE_DIR when transformers imports it, always to the same folder."""
+The numbers of threads are 1, as OMP_NUM_THREADS says here, so no thread waits for another one. A test that is warm does
+not look at memory. Torch sets TORCHINDUCTOR_CACHE_DIR when transformers imports it, always to the same folder."""
 _MAY_DIFFER_FROM = tuple(
     "LOCAL_ GROUP_ ROLE_ TORCHELASTIC_ TORCH_NCCL_ ACCELERATE_ FSDP_ FINETUNE_ PYTEST_ SLURM_ _TORCHINDUCTOR_".split()
     + "MLFLOW_ _MLFLOW_ TRACKIO_ WANDB_".split()  # of packages that are not imported here
