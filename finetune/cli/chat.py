@@ -103,7 +103,8 @@ class ChatSession:
                 if isinstance(said, Command):
                     self._obey(said)
                 elif said is not None:
-                    self._reply(said)
+                    self._conversation.ask(said)
+                    self._go_on()
             except KeyboardInterrupt:  # pressed when the answer had just ended
                 self._conversation.forget_unanswered()
 
@@ -122,10 +123,6 @@ class ChatSession:
             except KeyboardInterrupt:
                 sys.stdout.write("\n")
                 self._note("Ctrl-D or /exit leaves.")
-
-    def _reply(self, said: str) -> None:
-        self._conversation.ask(said)
-        self._go_on()
 
     def _go_on(self) -> None:
         """Answer the last turn."""

@@ -149,10 +149,7 @@ app.command()(report)
 
 
 @app.command()
-def doctor(
-    overrides: Overrides = None,
-    as_json: JsonOption = False,
-) -> None:
+def doctor(overrides: Overrides = None, as_json: JsonOption = False) -> None:
     """Check launch, versions, devices, network and folders on every process. Takes the OVERRIDES of train."""
     from finetune.cli.overrides import config_from_overrides
 
@@ -223,10 +220,7 @@ def rehearse(
 
 
 @config_app.command("show")
-def config_show(
-    overrides: Overrides = None,
-    as_json: JsonOption = False,
-) -> None:
+def config_show(overrides: Overrides = None, as_json: JsonOption = False) -> None:
     """Print the configuration of a run and where each value comes from. Takes the OVERRIDES of train."""
     from finetune.cli.overrides import config_from_overrides
     from finetune.config.compose import show
@@ -268,10 +262,7 @@ def config_list(as_json: JsonOption = False) -> None:
 
 
 @recipes_app.callback()
-def recipes_list(
-    context: typer.Context,
-    as_json: JsonOption = False,
-) -> None:
+def recipes_list(context: typer.Context, as_json: JsonOption = False) -> None:
     """List the recipes."""
     if context.invoked_subcommand is None:
         from finetune.cli.recipes import list_recipes

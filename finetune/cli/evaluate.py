@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from finetune.cli.option_rules import OptionRules
-from finetune.cli.run_options import (
-    BaseOption,
-    CheckpointOption,
-    JsonOption,
-    RunFolderArgument,
-    refuse_missing_folder,
-)
+from finetune.cli.run_options import BaseOption, CheckpointOption, JsonOption, RunFolderArgument, refuse_missing_folder
 from finetune.errors import ConfigError, RunFailedError
 from finetune.terminal import print_json, print_table
 
@@ -106,11 +100,7 @@ def evaluate(
 
 
 def _refuse_rows_without_one_answer(run: FinishedRun) -> None:
-    """Refuse the rows of a run that was trained on pairs or labels, unless the command names other rows.
-
-    Raises:
-        ConfigError: the rows have no single answer to measure.
-    """
+    """Refuse the rows of a run that was trained on pairs or labels, unless the command names other rows."""
     # finetune.config imports pydantic, for which --help does not wait.
     from finetune.config.objectives import OBJECTIVES
 
@@ -172,12 +162,7 @@ def _write(output: Path, record: Mapping[str, Any]) -> None:
 
 def _as_record(run: FinishedRun, split: Split, evaluation: Evaluation) -> dict[str, Any]:
     """Convert the scores to plain values. A score that is not finite becomes None."""
-    record = {
-        "run": str(run.folder.path),
-        "weights": run.weights_name,
-        "split": split,
-        **_scores_as_record(evaluation),
-    }
+    record = {"run": str(run.folder.path), "weights": run.weights_name, "split": split, **_scores_as_record(evaluation)}
     if evaluation.subsets:
         record["sources"] = {name: _scores_as_record(each) for name, each in evaluation.subsets.items()}
     return record

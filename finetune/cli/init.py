@@ -27,9 +27,7 @@ _DEFAULTS = {"model": "phi_tiny", "data": "orders"}
 def init_from_overrides(overrides: Sequence[str], file: Path | None) -> None:
     """Ask for what the overrides leave open, and write a run file. Without a terminal, print one with the defaults.
 
-    Args:
-        overrides: as for `finetune train`, without a run file. What they set is not asked.
-        file: the file to write; by default it is named after the run's folder.
+    The arguments are those of `finetune init`.
 
     Raises:
         ConfigError: an override is wrong, or the file exists. Nothing is written then.

@@ -32,11 +32,7 @@ def plan_from_overrides(
 ) -> int:
     """Predict a run and print the plan. Under a launcher, only the first process does so.
 
-    Args:
-        overrides: as for `finetune train`.
-        device: the name of the device to plan for; by default the one at hand.
-        is_probed: run a few steps to measure the time.
-        as_json: write the forecast as JSON.
+    The arguments are those of `finetune plan`.
 
     Returns:
         The exit code: 0, or 2 where the run does not fit (with strict: also where there is a warning).

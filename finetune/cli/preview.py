@@ -54,12 +54,7 @@ def preview_from_overrides(
 ) -> int:
     """Show the rows of a run as its model will see them. Under a launcher, only the first process prints.
 
-    Args:
-        overrides: as for `finetune train`.
-        split: show rows of this split.
-        num_rows: show this many rows from the first on.
-        rows: show these instead, in full, counted from 1.
-        form: running text, a line for each token, or JSON.
+    The arguments are those of `finetune preview`. A table has a line for each token.
 
     Returns:
         The exit code: 2 with a problem (with strict: also with a warning), else 0.
@@ -102,14 +97,7 @@ def _console() -> Console:
 
 
 def show_preview(preview: Preview, console: Console, *, whole_rows: bool, as_table: bool) -> None:
-    """Print a preview.
-
-    Args:
-        preview: the result to print.
-        console: where to print. Without colours, a margin marks the tokens that carry loss.
-        whole_rows: leave nothing out of long rows.
-        as_table: print a line for each token in place of the running text.
-    """
+    """Print a preview. On a console without colours, a margin marks the tokens that carry loss."""
 
     def say(line: Table | Text | str = "", *, indent: str = "  ", style: str = "") -> None:
         if isinstance(line, str):

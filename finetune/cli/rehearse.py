@@ -36,12 +36,7 @@ def rehearse_from_overrides(
 ) -> int:
     """Rehearse a run and print the results.
 
-    Args:
-        overrides: the arguments of `finetune train`.
-        sizes: `steps`, `minutes` and `processes` of `finetune.diagnose.rehearsal.Rehearsal`.
-        device: the name of the device to plan for; by default the one at hand.
-        keep: the folder to use, which stays.
-        as_json: write the result as JSON.
+    The arguments are those of `finetune rehearse`; `sizes` has `steps`, `minutes` and `processes`.
 
     Returns:
         The exit code of the first stage that failed, or else the exit code of the plan.

@@ -69,11 +69,7 @@ def write_report(run_folders: Sequence[Path], output: Path | None, *, data: bool
 
 
 def _refuse_to_replace(path: Path) -> None:
-    """Refuse to replace anything but a report.
-
-    Raises:
-        ConfigError: the path holds something else.
-    """
+    """Refuse to replace anything but a report."""
     from finetune.report.page import MARK
 
     if path.is_symlink() or (path.exists() and not path.is_file()):

@@ -39,9 +39,7 @@ class SweepOptions(NamedTuple):
 def sweep_from_overrides(arguments: Sequence[str], options: SweepOptions) -> int:
     """Run the trials that are not finished, and show all of them; with `only`, run one.
 
-    Args:
-        arguments: as for `finetune train`, in which keys may have several values.
-        options: see `SweepOptions`.
+    The arguments are those of `finetune sweep`.
 
     Returns:
         The exit code: 0, or 3 if every trial has failed; with `only`, if this one has.

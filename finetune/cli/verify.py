@@ -119,11 +119,7 @@ def verify(
 
 
 def _refuse_other_file(out: Path) -> None:
-    """Refuse to replace a file that is not a certificate, or to write into a folder that does not exist.
-
-    Raises:
-        ConfigError: says which.
-    """
+    """Refuse to replace a file that is not a certificate, or to write into a folder that does not exist."""
     refuse_missing_folder("--out", out)
     if not out.exists():
         return

@@ -16,9 +16,7 @@ from finetune.distributed.environment import read_environment
 from finetune.distributed.sharding import refuse_what_is_not_sharded
 from finetune.errors import ConfigError
 from finetune.findings import Finding, problem, warning
-from finetune.model.base import (
-    count_parameters,
-)
+from finetune.model.base import count_parameters
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -71,7 +69,8 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
         findings=planner.findings,
     )
     if is_probed:
-        plan = replace(plan, **planner.probe()._asdict())
+        seconds_per_step, seconds_generating = planner.probe()
+        plan = replace(plan, seconds_per_step=seconds_per_step, seconds_generating=seconds_generating)
     planner.findings.extend(_judge(plan, config))
     return plan
 

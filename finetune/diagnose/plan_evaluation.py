@@ -133,12 +133,7 @@ def evaluations_of(config: Config, splits: AnySplits) -> Iterator[PlannedEvaluat
     rows = splits.test
     if rows is not None:
         most = None if config.testing.metrics else config.testing.num_samples
-        yield PlannedEvaluation(
-            section="testing",
-            rows=rows,
-            has_loss=True,
-            prompts=_prompts(rows, most),
-        )
+        yield PlannedEvaluation(section="testing", rows=rows, has_loss=True, prompts=_prompts(rows, most))
 
 
 def answer_keys(config: Config, section: Section) -> tuple[str, str]:

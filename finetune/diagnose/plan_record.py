@@ -38,13 +38,6 @@ class Trade(NamedTuple):
     """One more forward pass through the layers, as a share of a step without checkpointing."""
 
 
-class Probed(NamedTuple):
-    """Measured times, see `Plan`."""
-
-    seconds_per_step: float | None = None
-    seconds_generating: float | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The prediction for a run. Sizes are in bytes."""

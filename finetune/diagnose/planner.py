@@ -19,7 +19,7 @@ from finetune.data.objective import AnySplits, encode_for_objective
 from finetune.diagnose.plan_batches import Batching
 from finetune.diagnose.plan_devices import Device
 from finetune.diagnose.plan_evaluation import Allocated, Evaluating, Section, evaluations_of
-from finetune.diagnose.plan_record import Probed, ShardedNeed, Trade, most_memory
+from finetune.diagnose.plan_record import ShardedNeed, Trade, most_memory
 from finetune.diagnose.plan_rollouts import (
     AnswerBatch,
     AssumedAnswers,
@@ -37,11 +37,7 @@ from finetune.engine.fused import why_not_fused
 from finetune.errors import ConfigError, DataError, ModelError, first_line
 from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, warning
-from finetune.model.base import (
-    build_base_model,
-    checkpoint_gradients,
-    longrope_boundary,
-)
+from finetune.model.base import build_base_model, checkpoint_gradients, longrope_boundary
 from finetune.model.fp8_base import (
     refuse_fp8_without_engine,
     refuse_where_fp8_is_impossible,
@@ -358,22 +354,22 @@ class Planner:
         )
         return operations / (rate * 1e12)
 
-    def probe(self) -> Probed:
-        """Measure a step here; for another device, add a finding and measure nothing."""
+    def probe(self) -> tuple[float | None, float | None]:
+        """Measure the seconds of a step and of generating its answers. Add a finding if that cannot be done here."""
         if not self._device.is_here:
             fix = "leave out --device, on a machine that has it"
             self.findings.append(warning("Time", f"--probe measures this machine, not {self._device.name}", fix))
-            return Probed()
+            return None, None
         if is_quantized(self._config) or self._is_in_fp8:
             fix = "train a few steps: training.max_steps=5"
             self.findings.append(warning("Time", "--probe does not measure a base in 4 bits or in fp8", fix))
-            return Probed()
+            return None, None
         microbatch = self.batching.largest.microbatch
         can_fuse = self._how.is_fused and why_not_fused(torch.device(self._device.type)) is None
         seconds = measure_seconds(self.model, microbatch, replace(self._how, is_fused=can_fuse), self._config.optim)
         per_step = seconds / max(1, microbatch.num_computed) * self.batching.computed_per_step / self._world_size
         generating = self._measure_generating()
-        return Probed(per_step + (generating or 0.0), generating)
+        return per_step + (generating or 0.0), generating
 
     def _measure_generating(self) -> float | None:
         """Measure the seconds in which answers are generated, for each step; None if that cannot be measured here."""

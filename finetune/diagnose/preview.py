@@ -15,15 +15,7 @@ from finetune.data.labelled import EncodedLabelled
 from finetune.data.objective import AnySplits, encode_for_objective
 from finetune.data.preferences import EncodedPairs
 from finetune.data.templates import AnswerTokens
-from finetune.diagnose.preview_splits import (
-    RowGroup,
-    RowLocation,
-    Rows,
-    SplitSummary,
-    location,
-    row_digests,
-    summarize,
-)
+from finetune.diagnose.preview_splits import RowGroup, RowLocation, Rows, SplitSummary, location, row_digests, summarize
 from finetune.diagnose.preview_tokens import Piece, join_alike, on_one_line, read_pieces, special_looking_text
 from finetune.engine.prefixes import num_shared
 from finetune.errors import ConfigError, DataError

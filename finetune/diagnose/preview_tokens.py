@@ -12,10 +12,7 @@ from finetune import terminal
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LINE_BREAK = "↵"
-TAB = "⇥"
-
-_SIGNS = {"\n": f"{LINE_BREAK}\n", "\t": TAB, LINE_BREAK: "<U+21B5>", TAB: "<U+21E5>"}
+_SIGNS = {"\n": "↵\n", "\t": "⇥", "↵": "<U+21B5>", "⇥": "<U+21E5>"}
 _LOOKS_LIKE_A_SIGN = re.compile(r"<(?=U\+[0-9A-F]{4,6}>)")
 _LOOKS_SPECIAL = re.compile(r"<\|[^\s|<>]{1,32}\|>|</?s>|\[/?INST\]|<(?:start|end)_of_turn>")
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"

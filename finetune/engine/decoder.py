@@ -282,13 +282,7 @@ def _split_heads(
 ) -> tuple[torch.Tensor, ...]:
     """Apply `split_heads`, after a norm of each head where the family has one.
 
-    Args:
-        projected: see `split_heads`.
-        cos: the same.
-        sin: the same.
-        heads: the same.
-        norms: for each group that is rotated, from the left; None: no norm.
-        rotates: rotate these groups.
+    `norms` has an entry for each of the first groups, which are rotated if `rotates` is true. None: no norm.
     """
     if norms[0] is None:
         return split_heads(projected, cos, sin, heads, num_rotated=len(norms) if rotates else 0)

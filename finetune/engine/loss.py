@@ -86,13 +86,8 @@ def function_of_nats(
 ) -> tuple[torch.Tensor, Result]:
     """Compute a loss that is any function of the nats of target tokens.
 
-    Args:
-        model: see `summed_cross_entropy`.
-        microbatch: see `summed_cross_entropy`.
-        function: takes the nats of each target, row after row, float64, (num_targets,), and returns the loss, a scalar,
-            and anything else.
-        choices: see `summed_cross_entropy`.
-        temperature: logits are divided by it.
+    `function` takes the nats of each target, row after row, float64, (num_targets,), and returns the loss, a scalar,
+    and anything else. Logits are divided by `temperature`. The other arguments are those of `summed_cross_entropy`.
 
     Returns:
         The loss, with a gradient for the model, and what else `function` returned.
