@@ -83,19 +83,19 @@ class Bench:
         """The folder of the job's base model, made on first use."""
         folder = self.folder / f"base-{job.size}-{job.seed}"
         if not (folder / "tokenizer_config.json").exists():  # written last
-            self._python("benchmarks.base_model", json.dumps(asdict(job)), str(folder))
+            self._python("-m", "benchmarks.base_model", json.dumps(asdict(job)), str(folder))
         return folder
 
     def measure_limit(self, job: Job) -> dict[str, float]:
         """How fast one process multiplies matrices just now."""
-        return {"flops_per_second": float(self._python("benchmarks.limit", json.dumps(asdict(job))))}
+        return {"flops_per_second": float(self._python("-m", "benchmarks.limit", json.dumps(asdict(job))))}
 
     def measure_help(self) -> dict[str, float]:
         """Wall time of `finetune --help`."""
         seconds = []
         for _ in range(_HELP_TIMES):
             started = time.monotonic()
-            self._python("finetune", "--help")
+            self._python("-m", "finetune", "--help")
             seconds.append(time.monotonic() - started)
         return {"seconds": statistics.median(seconds)}
 
@@ -113,15 +113,9 @@ class Bench:
 
     def _reports(self, job: Job, engine: str, folder: Path) -> list[RankReport]:
         name, *words = engine.split()
-        base = self.base(job)
-        order = Order(
-            engine=name, words=tuple(words), job=job, base=str(base), folder=str(folder), started=time.monotonic()
-        )
-        order_file = folder / "order.json"
-        order_file.write_text(order.as_json())
-        launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(job.processes), "-m"]
-        self._python(*(launcher if job.processes > 1 else []), "benchmarks.worker", str(order_file))
-        reports = [RankReport.load(path) for path in sorted(folder.glob("rank-*.json"))]
+        order = Order(engine=name, words=tuple(words), job=job, base=str(self.base(job)), folder=str(folder))
+        self._python(*order.command())
+        reports = order.reports()
         if len(reports) != job.processes:
             raise StepFailedError(f"{len(reports)} of {job.processes} ranks reported")
         return reports
@@ -134,18 +128,18 @@ class Bench:
         missing = sorted({n for report in reports for n in report.first_rows if str(n) not in known})
         if missing:
             arguments = [json.dumps(asdict(job)), str(self.base(job)), json.dumps(missing)]
-            known |= json.loads(self._python("benchmarks.base_model", *arguments))
+            known |= json.loads(self._python("-m", "benchmarks.base_model", *arguments))
             path.write_text(json.dumps(known))
         return {int(number): tuple(loss) for number, loss in known.items()}
 
-    def _python(self, module: str, *arguments: str) -> str:
-        """Run a module in a process of its own with one thread a process; what it wrote to stdout.
+    def _python(self, *arguments: str) -> str:
+        """Run Python in a process of its own with one thread a process; what it wrote to stdout.
 
         Raises:
             StepFailedError: it failed, or took longer than an hour.
         """
         process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [sys.executable, *arguments],
             cwd=ROOT,
             env={**os.environ, **ONE_THREAD, **QUIET, "HF_HOME": str(self.folder / "hf"), "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
@@ -155,7 +149,7 @@ class Bench:
         try:
             output, complaints = process.communicate(timeout=_LIMIT_MINUTES * 60)
         except subprocess.TimeoutExpired as error:
-            raise StepFailedError(f"{module} took longer than {_LIMIT_MINUTES:g} minutes") from error
+            raise StepFailedError(f"{arguments[1]} took longer than {_LIMIT_MINUTES:g} minutes") from error
         finally:
             _end(process)
         if process.returncode != 0:

@@ -15,19 +15,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.bench import Bench
-from benchmarks.clock import RankReport
+from benchmarks.bench import ROOT, Bench
 from benchmarks.job import SIZES, Job
 from benchmarks.summary import figures_of
 from benchmarks.worker import Order
 
-_ROOT = Path(__file__).resolve().parent.parent
 _WARMUP = 10
 _RUN = ("testing.num_samples=0", "testing.metrics=[]", "testing.compare_base=false", "checkpoint.save_every_epochs=9")
 
@@ -53,7 +50,7 @@ def train_quickstart(setting: str, folder: Path, steps: int) -> float:
         steps: optimizer steps.
     """
     place = [f"output_dir={folder}/run", f"data.cache_dir={folder}/cache", f"training.max_steps={steps}"]
-    _python(setting, "finetune", "train", "quickstart", *_RUN, *place)
+    _python(setting, "-m", "finetune", "train", "quickstart", *_RUN, *place)
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     events = [event for event in map(json.loads, lines) if event["event"] == "step"][_WARMUP:]
     tokens = sum(event["num_tokens"] for event in events)
@@ -70,18 +67,16 @@ def train_size(setting: str, folder: Path, size: str, steps: int) -> float:
         steps: optimizer steps, of which two warm up.
     """
     job = Job(size=size, steps=steps, warmup_steps=2)
-    base = Bench(_ROOT / "runs" / "benchmarks").base(job)
-    order = Order(engine="ours", words=(), job=job, base=str(base), folder=str(folder), started=time.monotonic())
-    (folder / "order.json").write_text(order.as_json())
-    _python(setting, "benchmarks.worker", str(folder / "order.json"))
-    return figures_of(job, [RankReport.load(path) for path in folder.glob("rank-*.json")])["tokens_per_second"]
+    base = Bench(ROOT / "runs" / "benchmarks").base(job)
+    order = Order(engine="ours", job=job, base=str(base), folder=str(folder))
+    _python(setting, *order.command())
+    return figures_of(job, order.reports())["tokens_per_second"]
 
 
-def _python(setting: str, module: str, *arguments: str) -> None:
+def _python(setting: str, *arguments: str) -> None:
     variables = dict(word.split("=", 1) for word in setting.split())
-    environment = os.environ | {"PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1"} | variables
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, env=environment, cwd=_ROOT, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"} | variables
+    done = subprocess.run([sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
 

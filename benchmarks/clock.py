@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import psutil
 
 from benchmarks.job import Job, RowShape
+
+_STATUS = Path("/proc/self/status")
 
 
 class Mark(NamedTuple):
@@ -113,12 +116,38 @@ def peak_memory(device: str) -> int:
         import torch
 
         return int(torch.cuda.max_memory_allocated())
-    status = Path("/proc/self/status")
-    if status.exists():  # ru_maxrss begins with what the parent held when it started this process
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
+    if _STATUS.exists():  # ru_maxrss begins with what the parent held when it started this process
+        return memory("VmHWM")
     in_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * in_bytes
+
+
+def memory(field: str) -> int:
+    """Return a field of /proc/self/status in bytes: RssAnon is memory that is no page of a file."""
+    lines = _STATUS.read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+class Peak:
+    """The most anonymous memory that this process holds inside, read every so many seconds."""
+
+    def __init__(self, every: float) -> None:
+        self._every = every
+
+    def __enter__(self) -> Peak:
+        self.before = self.most = memory("RssAnon")
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(self._every):
+            self.most = max(self.most, memory("RssAnon"))
 
 
 def peak_reserved(device: str) -> int:

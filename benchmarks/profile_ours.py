@@ -23,7 +23,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.bench import Bench
+from benchmarks.bench import ROOT, Bench
 from benchmarks.clock import StepClock
 from benchmarks.engines import ENGINES, ours
 from benchmarks.flops import necessary_flops
@@ -31,7 +31,6 @@ from benchmarks.job import SIZES, Job, row_shape
 from benchmarks.limit import matmul_rate
 from benchmarks.worker import Order
 
-_ROOT = Path(__file__).resolve().parent.parent
 _KINDS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn::"),
     "attention": ("aten::_scaled_dot_product", "aten::_flash_attention"),
@@ -99,7 +98,7 @@ def profile_job(job: Job, base: Path) -> dict[str, float]:
     """Train the job with `ours` in this process: the share of each kind, and of the limit that the whole reaches."""
     with tempfile.TemporaryDirectory() as folder:
         profiler = _Profiler(job)
-        order = Order(engine="ours", words=(), job=job, base=str(base), folder=folder, started=time.monotonic())
+        order = Order(engine="ours", job=job, base=str(base), folder=folder)
         ours.train(order, ENGINES["ours"].options, StepClock(job, order.started))
         profiler.close()
     events = [(event.key, event.self_cpu_time_total / 1e6) for event in profiler.events]
@@ -118,7 +117,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["real"])
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps, the first three of them to warm up")
-    parser.add_argument("--folder", type=Path, default=_ROOT / "runs" / "benchmarks", help="default: runs/benchmarks")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "benchmarks", help="default: runs/benchmarks")
     wish = parser.parse_args(words)
     if wish.steps < 2:
         parser.error("--steps: at least 2, of which the first warms up")

@@ -12,13 +12,13 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.clock import Peak, memory
 from finetune.terminal import say
 
 if TYPE_CHECKING:
@@ -119,33 +119,15 @@ def made_rows(folder: Path, num_rows: int) -> EncodedExamples:
 @contextmanager
 def measured(phase: str) -> Iterator[None]:
     """Print the memory before, at most and after the block."""
-    before, most = memory("RssAnon"), 0
-    is_over = threading.Event()
-
-    def watch() -> None:
-        nonlocal most
-        while not is_over.wait(_EVERY_SECONDS):
-            most = max(most, memory("RssAnon"))
-
-    thread = threading.Thread(target=watch)
-    thread.start()
     started = time.perf_counter()
-    try:
+    with Peak(_EVERY_SECONDS) as held:
         yield
-    finally:
         after, files = memory("RssAnon"), memory("RssFile")
-        is_over.set()
-        thread.join()
     say(
-        f"{phase}: RssAnon {before:,.0f} MB before, {max(most, after) - before:+,.0f} MB at most, "
-        f"{after - before:+,.0f} MB at the end; RssFile {files:,.0f} MB; {time.perf_counter() - started:.0f} s"
+        f"{phase}: RssAnon {held.before / 1e6:,.0f} MB before, {(max(held.most, after) - held.before) / 1e6:+,.0f} MB "
+        f"at most, {(after - held.before) / 1e6:+,.0f} MB at the end; RssFile {files / 1e6:,.0f} MB; "
+        f"{time.perf_counter() - started:.0f} s"
     )
-
-
-def memory(field: str) -> float:
-    """Return a field of /proc/self/status, in MB."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1000
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,13 +94,8 @@ def _write(descriptor: int, data: bytes) -> None:
 
 def in_threads(ranks: Sequence[int], run: Callable[[int], Any]) -> list[Any]:
     """Run each rank in a thread, and return the results in their order."""
-    results: dict[int, Any] = {}
-    threads = [threading.Thread(target=lambda r=rank: results.update({r: run(r)})) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [results[rank] for rank in ranks]
+    with ThreadPoolExecutor(len(ranks) or 1) as threads:
+        return list(threads.map(run, ranks))
 
 
 def cpu_share(process: psutil.Process, seconds: float) -> float:
@@ -130,10 +126,7 @@ def rendezvous(ranks: Sequence[int], seconds: float) -> None:
         for child in (first, *others):
             child.end()
     head = ["ranks", "all have joined, s", "all know the verdict, s", "all have all notes, s"]
-    _print(
-        [*head, "rank 0's CPU until then, s", "its open files", "its CPU afterwards, of a core"],
-        rows,
-    )
+    _print([*head, "rank 0's CPU until then, s", "its open files", "its CPU afterwards, of a core"], rows)
 
 
 def join(rank: int, world_size: int, port: int) -> list[float]:

@@ -90,14 +90,7 @@ def checkpoint(model: str, disk: float) -> list[Any]:
     """Return how long a checkpoint of full fine-tuning takes, through rank 0 and with a file for each rank."""
     size = MODELS[model] * CHECKPOINT_BYTES
     each = size / 1024 * (1 / GPU_COPY + 2 / HASHING) + 2 * size / disk
-    return [
-        model,
-        round(size / 1e9),
-        f"{disk / 1e9:.0f}",
-        size * _seconds_of_a_byte(disk),
-        2 * size / HASHING,
-        each,
-    ]
+    return [model, round(size / 1e9), f"{disk / 1e9:.0f}", size * _seconds_of_a_byte(disk), 2 * size / HASHING, each]
 
 
 def most_weights(disk: float, minutes: float) -> float:

@@ -16,13 +16,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.bench import ONE_THREAD, QUIET, ROOT, Bench
+from benchmarks.clock import Peak, memory
 from benchmarks.job import FIRST_TEXT_ID, LORA_TARGETS, SIZES, Job
+from benchmarks.worker import torchrun
 
 _RUNS = {
     "lora": (("none", 1), ("none", 2), ("fsdp2", 2), ("fsdp2", 4)),
@@ -46,31 +47,6 @@ class Held(NamedTuple):
     peak: int
 
 
-class Peak:
-    """The most anonymous memory that this process holds inside."""
-
-    def __enter__(self) -> Peak:
-        self.before = self.most = anonymous_bytes()
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._is_over.wait(_LOOK_SECONDS):
-            self.most = max(self.most, anonymous_bytes())
-
-
-def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-
-
 def train(folder: Path, size: str, words: Sequence[str]) -> None:
     """Train as one rank, and write what it held to a file of this folder."""
     import peft  # noqa: F401
@@ -83,12 +59,12 @@ def train(folder: Path, size: str, words: Sequence[str]) -> None:
     with launch(config) as runtime:
         tokenizer = build_tokenizer(config.model)
         splits = EncodedSplits(EncodedExamples.from_rows(_rows(SIZES[size].vocabulary), end_id=2))
-        with Peak() as held:
+        with Peak(_LOOK_SECONDS) as held:
             model = build_base_model(config.model)
             model = add_lora(model, config.lora) if config.training.method == "lora" else model
             trainer = Trainer(runtime, config, model, tokenizer, splits)
             loader, _, _ = trainer.prepare_dataloaders()
-            loading, loaded = held.most - held.before, anonymous_bytes() - held.before
+            loading, loaded = held.most - held.before, memory("RssAnon") - held.before
             trainer.run_training(loader)
         made = Held(loading, loaded, held.most - held.before)
         (folder / f"rank-{runtime.rank}.json").write_text(json.dumps(made._asdict()))
@@ -124,8 +100,8 @@ def measure(
         *(f"training.global_batch_size={_ROWS_OF_A_STEP}", "training.batch_size=2", f"training.max_steps={_STEPS}"),
         *(f"parallel.sharding={sharding}", *more),
     ]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
-    command += ["-m", "benchmarks.sharding", "--size", size, "--rank-of", str(folder), *words]
+    command = [sys.executable, *torchrun(num_ranks), "-m", "benchmarks.sharding", "--size", size]
+    command += ["--rank-of", str(folder), *words]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | ONE_THREAD | QUIET | _SMALLEST_MAPPING
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:

@@ -6,7 +6,8 @@ import importlib
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,40 +17,52 @@ from benchmarks.job import Job
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What a process is told to do.
+    """What the processes of a run are told to do.
 
     Attributes:
         engine: a key of `benchmarks.engines.ENGINES`.
-        words: settings of the engine's own.
         job: the work.
         base: the folder of the base model.
-        has_weights: False if the folder holds none, so that they are made at random on the device.
         folder: for the reports and whatever the engine writes.
+        words: settings of the engine's own.
+        has_weights: False if the base has none, so that they are made at random on the device.
         started: `time.monotonic()` at the start of the command.
     """
 
     engine: str
-    words: tuple[str, ...]
     job: Job
     base: str
     folder: str
-    started: float
+    words: tuple[str, ...] = ()
     has_weights: bool = True
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def rank(self) -> int:
         """This process among those of the run."""
         return int(os.environ.get("RANK", "0"))
 
-    def as_json(self) -> str:
-        """For the command line."""
-        return json.dumps(asdict(self))
+    def command(self) -> list[str]:
+        """Write the order into its folder, and return the arguments of Python with which all its processes run."""
+        file = Path(self.folder) / "order.json"
+        file.write_text(json.dumps(asdict(self)))
+        launcher = torchrun(self.job.processes) if self.job.processes > 1 else []
+        return [*launcher, "-m", "benchmarks.worker", str(file)]
 
     @classmethod
-    def from_json(cls, text: str) -> Order:
-        """Read back what `as_json` wrote."""
-        fields: dict[str, Any] = json.loads(text)
+    def load(cls, file: Path) -> Order:
+        """Read back what `command` wrote."""
+        fields: dict[str, Any] = json.loads(file.read_text())
         return cls(**{**fields, "job": Job(**fields["job"]), "words": tuple(fields["words"])})
+
+    def reports(self) -> list[RankReport]:
+        """Read what the ranks have reported."""
+        return [RankReport.load(path) for path in sorted(Path(self.folder).glob("rank-*.json"))]
+
+
+def torchrun(processes: int) -> list[str]:
+    """Return the arguments of Python that start so many ranks on this machine."""
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
 
 
 def carry_out(order: Order) -> RankReport:
@@ -73,5 +86,5 @@ def carry_out(order: Order) -> RankReport:
 
 
 if __name__ == "__main__":
-    given = Order.from_json(Path(sys.argv[1]).read_text())
+    given = Order.load(Path(sys.argv[1]))
     carry_out(given).save(Path(given.folder))

@@ -38,14 +38,14 @@ from benchmarks.gpu.recovery import (
 from benchmarks.gpu.session import Session
 from benchmarks.job import Job
 from benchmarks.summary import figures_of
-from benchmarks.worker import Order
+from benchmarks.worker import Order, torchrun
 
-_TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 _ACCELERATE = (
-    *(sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
+    *("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"),
     *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
 )
-_LAUNCHERS = {"alone": (sys.executable,), "torchrun": _TORCHRUN, "accelerate": _ACCELERATE, "spawn": (sys.executable,)}
+_LAUNCHERS = {"torchrun": torchrun(2), "accelerate": _ACCELERATE}
+"""Arguments of Python. In other forms, one process is started."""
 _BATCH = ("training.global_batch_size=8", "training.batch_size=4")
 """The same micro-batches for one rank and for two: with dropout, the curve depends on them."""
 _TINY = ("data.max_rows=48", "training.max_steps=4", "validation.validate_every=4")
@@ -214,30 +214,19 @@ def _finished(session: Session, form: str, words: tuple[str, ...]) -> Path:
     run = _folder() / f"{form}-{len(list(_folder().iterdir()))}"
     own = [*WORDS, *(_TINY if session.is_tiny else ()), *words, f"data.cache_dir={_folder()}/cache"]
     own += [f"training.device={session.device}"] if form == "alone" else _two_ranks(session)
-    finish(start([*own, *(["parallel.num_processes=2"] if form == "spawn" else [])], run, _LAUNCHERS[form]))
+    finish(start([*own, *(["parallel.num_processes=2"] if form == "spawn" else [])], run, _LAUNCHERS.get(form, ())))
     return run
 
 
 def _trained(job: Job, words: Sequence[str]) -> list[RankReport]:
     """Train a job with finetune in processes of its own; return what each rank reports."""
     with TemporaryDirectory() as folder:
-        write_base_without_weights(job, Path(folder) / "base")
-        order = Order(
-            engine="ours",
-            words=("training.batch_size=1", *words),
-            job=job,
-            base=str(Path(folder) / "base"),
-            folder=folder,
-            started=time.monotonic(),
-            has_weights=False,
-        )
-        file = Path(folder) / "order.json"
-        file.write_text(order.as_json())
-        launcher = _TORCHRUN if job.processes == 2 else (sys.executable,)
-        done = subprocess.run(
-            [*launcher, "-m", "benchmarks.worker", str(file)], cwd=ROOT, capture_output=True, text=True
-        )
-        reports = [RankReport.load(path) for path in sorted(Path(folder).glob("rank-*.json"))]
+        base = str(Path(folder) / "base")
+        write_base_without_weights(job, Path(base))
+        own = ("training.batch_size=1", *words)
+        order = Order(engine="ours", words=own, job=job, base=base, folder=folder, has_weights=False)
+        done = subprocess.run([sys.executable, *order.command()], cwd=ROOT, capture_output=True, text=True)
+        reports = order.reports()
     if done.returncode or len(reports) != job.processes:
         raise RuntimeError(f"{len(reports)} of {job.processes} ranks have trained: {reason_in(done.stderr)}")
     return reports

@@ -75,10 +75,10 @@ def run_gpu_tests(session: Session) -> dict[str, Any]:
     return {**counts, "is_right": ended.returncode == 0 and (counts["passed"] > 0 or session.device == "cpu")}
 
 
-def start(words: Sequence[str], folder: Path, launcher: Sequence[str] = (sys.executable,)) -> subprocess.Popen[str]:
-    """Start `finetune train` from this checkout, and let it run."""
+def start(words: Sequence[str], folder: Path, launcher: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """Start `finetune train` from this checkout, and let it run. The launcher is given as arguments of Python."""
     return subprocess.Popen(
-        [*launcher, "-m", "finetune", "train", *words, f"output_dir={folder}"],
+        [sys.executable, *launcher, "-m", "finetune", "train", *words, f"output_dir={folder}"],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

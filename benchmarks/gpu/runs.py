@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -35,15 +34,8 @@ def train(
     job = session.job(kind)
     with TemporaryDirectory() as folder:
         write_base_without_weights(job, Path(folder) / "base")
-        order = Order(
-            engine=engine,
-            words=tuple(words),
-            job=job,
-            base=str(Path(folder) / "base"),
-            folder=folder,
-            started=time.monotonic(),
-            has_weights=False,
-        )
+        base = str(Path(folder) / "base")
+        order = Order(engine=engine, words=tuple(words), job=job, base=base, folder=folder, has_weights=False)
         planned = _planned_peak(order) if compares_with_plan else None
         forget_peak(session.device)
         report = carry_out(order)

@@ -189,12 +189,7 @@ def _nested(events: Iterable[Event]) -> Iterator[_Nested]:
         around = stack[-1] if stack else None
         whole, own = _kinds(event["name"])
         whole = around.kind if around and around.is_whole else whole
-        one = _Nested(
-            event,
-            depth=len(stack),
-            kind=whole or own,
-            is_whole=bool(whole),
-        )
+        one = _Nested(event, depth=len(stack), kind=whole or own, is_whole=bool(whole))
         stack.append(one)
         yield one
 
