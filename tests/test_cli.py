@@ -40,6 +40,7 @@ def assert_is_one_message(done: Ended, *parts: str) -> None:
     [
         (["--help"], 0, "pydantic yaml"),
         (["train", "quickstart", "optim.learning_rat=1", "training.batch_size=many"], 2, ""),
+        (["doctor", "optim.learning_rat=1"], 2, ""),
     ],
 )
 def test_help_and_a_config_error_answer_at_once_and_import_no_torch(words, code, more):

@@ -139,24 +139,18 @@ def test_the_readme_has_the_figures_that_are_recorded(tmp_path, monkeypatch, cap
     assert "| `phi4/defaults` | 8,862 |" in README
 
 
-def test_words_that_name_nothing_are_refused(tmp_path, capsys):
+def test_words_that_name_nothing_and_figures_of_another_device_are_refused(tmp_path, capsys):
+    path = tmp_path / "figures.jsonl"
+    Figures(path).add("kernels/syncs", figures={}, device="Another GPU")
     for words, said in (
         (["--again", "kernel"], "there is no part or task kernel. Parts: kernels, profile"),
         (["--device", "cuda"], "nvidia-smi shows no GPU"),
+        (["--device", "cpu", "--tiny"], "holds figures of Another GPU. Name another file"),
     ):
         with pytest.raises(SystemExit) as left:
-            gpu_session.main([str(tmp_path / "f.jsonl"), *words])
+            gpu_session.main([str(path), *words])
         assert left.value.code == 2
         assert said in capsys.readouterr().err
-
-
-def test_figures_of_another_device_are_not_mixed_in(tmp_path, capsys):
-    path = tmp_path / "figures.jsonl"
-    Figures(path).add("kernels/syncs", figures={}, device="Another GPU")
-    with pytest.raises(SystemExit) as left:
-        gpu_session.main([str(path), "--device", "cpu", "--tiny"])
-    assert left.value.code == 2
-    assert "holds figures of Another GPU. Name another file" in capsys.readouterr().err
 
 
 @pytest.mark.slow

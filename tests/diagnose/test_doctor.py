@@ -20,13 +20,7 @@ import pytest
 import torch
 
 from finetune.config.compose import compose
-from finetune.diagnose.folder_checks import (
-    check_folders,
-    file_system,
-    judge_space,
-    sees_token,
-    write_token,
-)
+from finetune.diagnose.folder_checks import check_folders, file_system, judge_space, sees_token, write_token
 from finetune.diagnose.launch_checks import check_address, check_launch, check_sharding
 from finetune.diagnose.machine_checks import (
     check_backend,
@@ -55,7 +49,7 @@ from finetune.distributed.environment import LaunchEnvironment, read_environment
 from finetune.findings import Finding, exit_code, findings_of_others, ok, problem, warning, what_and_fix
 from finetune.runs.file_lock import try_file_lock
 from finetune.runs.folder import existing_folder
-from tests.launches import run_launched
+from tests.launches import free_port, run_launched
 from tests.readable_hub import point_to, running_hub
 from tests.tiny_runs import write_base
 from tests.two_nodes import INTERFACE, reason_against, torchrun, two_nodes
@@ -71,12 +65,6 @@ print("imported", flush=True)
 initialize_ddp(timedelta(seconds=60))
 time.sleep(60)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as any_port:
-        any_port.bind(("127.0.0.1", 0))
-        return any_port.getsockname()[1]
 
 
 def rank_variables(rank: int, port: int) -> dict[str, str]:
@@ -192,14 +180,6 @@ def test_strict_turns_a_warning_into_exit_code_2(tmp_path):
     assert code == 2
 
 
-@pytest.mark.process
-def test_help_imports_no_torch_and_a_wrong_word_is_one_message():
-    program = "import sys; from finetune.cli import main\ntry: main({words})\nfinally: print('torch' in sys.modules)"
-    for words, code in ((["doctor", "--help"], 0), (["doctor", "optim.learning_rat=1"], 2)):
-        done = subprocess.run([sys.executable, "-c", program.format(words=words)], capture_output=True, text=True)
-        assert (done.returncode, done.stdout.split()[-1]) == (code, "False"), done.stderr
-
-
 # Launch and address
 
 
@@ -253,12 +233,7 @@ FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
         ([SHARDED, "parallel.num_processes=2"], {}, "ok", "2 processes would shard the weights"),
         ([], {**FOUR, **FSDP2}, "ok", "fsdp2 (accelerate's FSDP_VERSION=2): 4 processes"),
         ([SHARDED], {}, "warning", "it would be a plain run that keeps all weights"),
-        (
-            [SHARDED, "parallel.shard_size=3"],
-            FOUR,
-            "problem",
-            "parallel.shard_size is 3 (command line), which does not",
-        ),
+        ([SHARDED, "parallel.shard_size=3"], FOUR, "problem", "shard_size is 3 (command line), which does not"),
         ([SHARDED, "parallel.gradient_sync=ddp"], FOUR, "problem", "parallel.gradient_sync is ddp (command line)"),
         (["parallel.sharding=none"], {**FOUR, **FSDP2}, "problem", "but parallel.sharding is none (command line)"),
     ],

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.compose import compose, list_configs
 from finetune.config.schema import LoraSection
-from finetune.diagnose.plan_devices import find_device, read_device
+from finetune.diagnose.plan_devices import Device, find_device, read_device
 from finetune.diagnose.rehearsal import Rehearsal, _merge, _plan, rehearsal_folder
 from finetune.diagnose.rehearsal_overrides import MOST_ROWS, Change, Scale, changes
 from finetune.errors import ModelError
@@ -54,17 +54,9 @@ def test_a_stand_in_is_of_the_same_family(name: str) -> None:
     assert sum(weight.numel() for weight in tiny.parameters()) < 30e6
     assert target_names(tiny) == target_names(real)
     assert longrope_boundary(tiny) == longrope_boundary(real)
-    kept = (
-        "model_type",
-        "vocab_size",
-        "max_position_embeddings",
-        "sliding_window",
-        "tie_word_embeddings",
-        "eos_token_id",
-    )
-    assert {key: getattr(tiny.config, key, None) for key in kept} == {
-        key: getattr(real.config, key, None) for key in kept
-    }
+    kept = ("model_type", "vocab_size", "max_position_embeddings", "sliding_window", "tie_word_embeddings")
+    for key in (*kept, "eos_token_id"):
+        assert getattr(tiny.config, key, None) == getattr(real.config, key, None), key
     heads, groups = tiny.config.num_attention_heads, tiny.config.num_key_value_heads
     assert heads / groups == real.config.num_attention_heads / real.config.num_key_value_heads
     assert groups >= 2
@@ -81,11 +73,16 @@ def test_a_stand_in_has_a_layer_of_each_layer_type() -> None:
     assert on_meta(shrink(every_second)).config.no_rope_layers == [1, 0]
 
 
+def set_dtype(base: Path, dtype: str) -> None:
+    """Change the type of a base's weights in its configuration."""
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+
+
 def test_a_stand_in_keeps_the_type_of_the_weights_and_what_ends_an_answer(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base")
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [320, 321]}))
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    set_dtype(base, "bfloat16")
     section = compose([f"model.path={base}"], complete=False).model
     write_stand_in(section, tmp_path / "one", seed=1, least_width=100)
     write_stand_in(section, tmp_path / "same", seed=1, least_width=100)
@@ -149,33 +146,35 @@ def test_a_world_that_this_machine_cannot_start_is_smaller_and_keeps_the_global_
         assert found["lora.quantize"].limit == "weights in 4 bits need CUDA and bitsandbytes"
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("words", "processes", "planned"), [([], 3, 3), (["parallel.num_processes=2"], None, 2)])
-def test_the_plan_is_that_of_the_real_launch(
-    tmp_path: Path, words: list[str], processes: int | None, planned: int
-) -> None:
-    config = compose(["model=phi_tiny", *FEW_ORDERS, f"data.cache_dir={tmp_path}", *words])
+def planned(tmp_path: Path, *words: str, device: Device | None = None, processes: int | None = None) -> Rehearsal:
+    """Return a rehearsal after its first stage."""
     rehearsal = Rehearsal(
-        config=config, arguments=words, folder=tmp_path, device=find_device("cpu"), steps=6, minutes=15.0,
+        config=compose(["model=phi_tiny", *FEW_ORDERS, f"data.cache_dir={tmp_path}", *words]),
+        arguments=words,
+        folder=tmp_path,
+        device=device or find_device("cpu"),
+        steps=6,
+        minutes=15.0,
         processes=processes,
-    )  # fmt: skip
+    )
     _plan(rehearsal, tmp_path)
     assert rehearsal.plan is not None
-    assert rehearsal.plan.batches.world_size == planned
+    return rehearsal
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("words", "processes", "world_size"), [([], 3, 3), (["parallel.num_processes=2"], None, 2)])
+def test_the_plan_is_that_of_the_real_launch(
+    tmp_path: Path, words: list[str], processes: int | None, world_size: int
+) -> None:
+    assert planned(tmp_path, *words, processes=processes).plan.batches.world_size == world_size
 
 
 @pytest.mark.slow
 def test_a_plan_of_qlora_on_a_machine_without_a_gpu_names_what_it_leaves_out(tmp_path: Path) -> None:
-    config = compose(["model=phi_tiny", *FEW_ORDERS, f"data.cache_dir={tmp_path}", "lora.quantize=nf4"])
-    for device, limits in (
-        ("cpu", ["the plan is made with lora.quantize=none: name the GPU with --device"]),
-        (None, []),
-    ):
-        where = find_device("cpu") if device else read_device("RTX 4090")
-        rehearsal = Rehearsal(config=config, arguments=[], folder=tmp_path, device=where, steps=6, minutes=15.0)
-        _plan(rehearsal, tmp_path)
-        assert rehearsal.plan is not None
-        assert rehearsal.limits == limits
+    left_out = "the plan is made with lora.quantize=none: name the GPU with --device"
+    assert planned(tmp_path, "lora.quantize=nf4").limits == [left_out]
+    assert planned(tmp_path, "lora.quantize=nf4", device=read_device("RTX 4090")).limits == []
 
 
 @pytest.mark.parametrize("signal", [KeyboardInterrupt, Terminated])
@@ -299,8 +298,7 @@ def test_a_metric_that_raises_would_have_failed_in_training_also_of_a_preset_wit
 def test_weights_beyond_the_range_of_their_type_would_have_failed_in_merge(job: Job, tmp_path: Path) -> None:
     """The norms keep the loss finite; in the type of the base the merged weights are not."""
     words = job("optim.learning_rate=1e6", "optim.max_grad_norm=null")
-    config = json.loads((tmp_path / "base/config.json").read_text())
-    (tmp_path / "base/config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    set_dtype(tmp_path / "base", "float16")
     ended, stages = rehearse(words, "--steps", "3")
     assert ended.returncode == stages["merge"]["exit_code"] == 3, stages
     assert outcomes(stages) == {
@@ -324,8 +322,7 @@ def test_a_command_that_does_not_end_in_time_is_ended(job: Job) -> None:
 def test_an_adapter_that_has_learned_little_is_merged_in_float32(job: Job, tmp_path: Path) -> None:
     """In the type of the base, bfloat16, nothing would be left of it."""
     words = job("optim.learning_rate=1e-7", "training.max_steps=1", "training.precision=fp32")
-    config = json.loads((tmp_path / "base/config.json").read_text())
-    (tmp_path / "base/config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    set_dtype(tmp_path / "base", "bfloat16")
     folder = tmp_path / "rehearsal"
     assert run_finetune("train", *words, f"output_dir={folder / 'killed'}").returncode == 0
     rehearsal = Rehearsal(
@@ -340,13 +337,8 @@ def test_an_adapter_that_has_learned_little_is_merged_in_float32(job: Job, tmp_p
 @pytest.mark.launch
 def test_a_job_of_two_processes_is_rehearsed_to_its_end(job: Job, tmp_path: Path) -> None:
     keep = tmp_path / "kept"
-    words = [
-        "parallel.world_size=2",
-        "training.num_epochs=4",
-        "validation.metrics=exact_match",
-        "lora.new_tokens=[<a>,<b>]",
-        "lora.dropout=0.1",
-    ]
+    words = ["parallel.world_size=2", "training.num_epochs=4", "validation.metrics=exact_match"]
+    words += ["lora.new_tokens=[<a>,<b>]", "lora.dropout=0.1"]
     ended = run_finetune("rehearse", *job(*words), "--keep", str(keep))
     assert ended.returncode == 0, ended.stdout
     shown = " ".join(ended.stdout.split())

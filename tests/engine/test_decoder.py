@@ -102,9 +102,8 @@ def engine_loss(model, rows, targets, **options):
     at = torch.cat([start + own for start, own in zip(starts, targets, strict=True)])
     ids = torch.cat(rows)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     hidden = Decoder(model, plain_attention, **options).hidden_states(ids, positions, lengths, at)
-    head = bare.get_output_embeddings()
+    head = decoder.bare_model(model).get_output_embeddings()
     return summed_head_loss(hidden, head.weight, ids[at + 1], bias=head.bias)
 
 
@@ -216,7 +215,12 @@ def test_layers_computed_again_drop_the_same():
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_bf16_base_comes_close_to_fp32(kind):
-    exact, rounded = (with_lora(build_tiny(CONFIGS[kind], dtype=dtype)) for dtype in (torch.float32, torch.bfloat16))
+    assert_bf16_base_comes_close(kind)
+
+
+def assert_bf16_base_comes_close(kind, **settings):
+    dtypes = (torch.float32, torch.bfloat16)
+    exact, rounded = (with_lora(build_tiny(CONFIGS[kind], dtype=dtype), **settings) for dtype in dtypes)
     for parameter in rounded.parameters():
         parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
     assert_close_steps(exact, rounded)
@@ -247,15 +251,19 @@ def assert_close_steps(exact, rounded, *, autocast=False):
     assert 0 < difference.norm() < 0.1 * whole.norm()
 
 
+def rows_that_begin_alike():
+    """Rows, the positions that predict their targets, and which tokens are targets."""
+    rows = some_rows((22, 23, 19, 5))
+    for row in rows[1:3]:
+        row[:17] = rows[0][:17]
+    return rows, [torch.arange(3, len(row) - 1) for row in rows], [torch.arange(len(row)) > 3 for row in rows]
+
+
 @pytest.mark.parametrize("share_prefixes", [False, True])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_packed_rows_that_begin_alike_give_the_step_of_the_rows_alone(kind, share_prefixes):
     model = with_lora(build_tiny(CONFIGS[kind]))
-    rows = some_rows((22, 23, 19, 5))
-    for row in rows[1:3]:
-        row[:17] = rows[0][:17]
-    targets = [torch.arange(3, len(row) - 1) for row in rows]
-    marks = [torch.arange(len(row)) > 3 for row in rows]
+    rows, targets, marks = rows_that_begin_alike()
     packed = pack(list(zip(rows, marks, strict=True)), share_prefixes=share_prefixes)
     assert packed.num_computed == (35 if share_prefixes else 69)
     assert_same(model, summed_cross_entropy(model, packed), own_loss(model, rows, targets))
@@ -267,11 +275,8 @@ def test_without_rounding_each_gradient_equals_the_models_own(kind, method):
     """To 1e-6, in float64: what is left are the norms, which the model's own forward computes in fp32."""
     model = build_tiny(CONFIGS[kind])
     model = (with_lora(model) if method == "lora" else model).double().train()
-    rows = some_rows((22, 23, 19, 5))
-    for row in rows[1:3]:
-        row[:17] = rows[0][:17]
-    marks = [torch.arange(len(row)) > 3 for row in rows]
-    expected = own_loss(model, rows, [torch.arange(3, len(row) - 1) for row in rows])
+    rows, targets, marks = rows_that_begin_alike()
+    expected = own_loss(model, rows, targets)
     theirs = gradients(model, expected)
     assert method == "full" or len(theirs) == 2 * len(LORA_TARGETS[model.config.model_type]) * len(layer_windows(model))
     for share_prefixes in (True, False):
@@ -413,12 +418,7 @@ def test_layers_with_a_way_of_their_own_are_called_and_named(kind, what, checkpo
 
 
 def test_layers_with_a_way_of_their_own_compute_in_bf16_too():
-    exact, rounded = (
-        with_lora(build_tiny(CONFIGS["phi3"], dtype=dtype), use_dora=True) for dtype in (torch.float32, torch.bfloat16)
-    )
-    for parameter in rounded.parameters():
-        parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
-    assert_close_steps(exact, rounded)
+    assert_bf16_base_comes_close("phi3", use_dora=True)
 
 
 def test_residual_dropout_of_phi_is_the_models_own():
