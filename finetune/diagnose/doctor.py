@@ -7,9 +7,11 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from finetune.diagnose.folder_checks import check_folders
 from finetune.diagnose.launch_checks import AREA as THIS_PROCESS
@@ -54,18 +56,22 @@ def diagnose(config: Config, *, as_json: bool = False) -> int:
     except LaunchError as error:
         fix = "start through torchrun, accelerate launch, srun or mpirun, which set all variables, or unset them"
         findings = [problem(THIS_PROCESS, _sentence(error), fix), *_examine_machine(config, local_world_size=1)]
-        return _Report(is_silent=False, as_json=as_json).end(findings, config)
+        if not as_json:
+            show(findings, Console())
+        return _conclude(findings, config, as_json=as_json)
     configure_logs(environment.rank, level=logging.WARNING, num_processes=environment.world_size)
-    report = _Report(is_silent=environment.rank != 0, as_json=as_json)
-    findings = [
+    is_first = environment.rank == 0
+    own = [
         *launch,
         *check_address(environment, config, os.environ),
         *_examine_machine(config, environment.local_world_size),
     ]
-    report.show(findings)  # now: the other ranks may take a minute to join
-    if environment.world_size > 1:
-        findings += _examine_world(environment, config, findings)
-    return report.end(findings, config)
+    if is_first and not as_json:
+        show(own, Console())  # now: the other ranks may take a minute to join
+    others = _examine_world(environment, config, own) if environment.world_size > 1 else []
+    if is_first and not as_json:
+        show(others, Console())
+    return _conclude([*own, *others], config, as_json=as_json, is_silent=not is_first)
 
 
 def _examine_machine(config: Config, local_world_size: int) -> list[Finding]:
@@ -123,32 +129,14 @@ def _sentence(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
-@dataclass(kw_only=True)
-class _Report:
-    """Print the report on rank 0. Each finding is printed once."""
-
-    is_silent: bool
-    as_json: bool
-    num_shown: int = 0
-
-    def show(self, findings: Sequence[Finding]) -> None:
-        """Print the findings that are new in a growing list."""
-        if not self.is_silent and not self.as_json:
-            from rich.console import Console
-
-            show(findings[self.num_shown :], Console())
-            sys.stdout.flush()
-        self.num_shown = len(findings)
-
-    def end(self, findings: Sequence[Finding], config: Config) -> int:
-        """Print the rest, and return the exit code."""
-        self.show(findings)
-        code = exit_code(findings, strict=config.strict)
-        if self.is_silent:
-            return code
-        if self.as_json:
-            print_json({"exit_code": code, "findings": [asdict(finding) for finding in findings]})
-        else:
-            sys.stdout.write(f"{count(findings)}\n")
-        sys.stdout.flush()
+def _conclude(findings: Sequence[Finding], config: Config, *, as_json: bool, is_silent: bool = False) -> int:
+    """Print the number of findings, or all of them as JSON, and return the exit code."""
+    code = exit_code(findings, strict=config.strict)
+    if is_silent:
         return code
+    if as_json:
+        print_json({"exit_code": code, "findings": [asdict(finding) for finding in findings]})
+    else:
+        sys.stdout.write(f"{count(findings)}\n")
+    sys.stdout.flush()
+    return code

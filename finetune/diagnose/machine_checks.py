@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 import resource
 import shutil
 import sys
@@ -213,4 +212,4 @@ def _describe_gpu(index: int) -> str:
 
 
 def _wants_gpu(config: Config) -> bool:
-    return not re.fullmatch("cpu|mps", config.training.device)
+    return config.training.device not in ("cpu", "mps")

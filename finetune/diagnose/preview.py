@@ -201,8 +201,8 @@ def _encode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[AnySpli
             passed = encode(is_checked=False)  # raises for rows that cannot be encoded at all, as in training
             first, *others = str(error).split("\n  ")
             refused = others or [first]
-    findings = [Finding("Data", "problem", *_what_and_fix(message)) for message in refused]
-    findings += [Finding("Data", "warning", *_what_and_fix(message)) for message in dict.fromkeys(warnings)]
+    findings = [problem("Data", *_what_and_fix(message)) for message in refused]
+    findings += [warning("Data", *_what_and_fix(message)) for message in dict.fromkeys(warnings)]
     return passed, findings
 
 

@@ -55,16 +55,7 @@ def summed_cross_entropy(model: torch.nn.Module, microbatch: Microbatch, choices
     """
     if not isinstance(microbatch, PackedMicrobatch):
         return in_float64(cross_entropy_of_padded(model, microbatch)).sum()
-    hidden, head = before_head(model, microbatch, choices)
-    with torch.autocast(hidden.device.type, enabled=False):
-        return summed_head_loss(
-            hidden,
-            head.weight,
-            microbatch.labels,
-            bias=head.bias,
-            counts=microbatch.counts,
-            chunk_bytes=choices.logits_chunk_bytes,
-        )
+    return _BeforeHead.of(model, microbatch, choices).summed(microbatch.counts)
 
 
 def cross_entropy_per_target(
@@ -118,7 +109,7 @@ class _BeforeHead(NamedTuple):
     chunk_bytes: int | None
 
     @classmethod
-    def of(cls, model: Any, rows: PackedMicrobatch, choices: Choices, temperature: float) -> _BeforeHead:
+    def of(cls, model: Any, rows: PackedMicrobatch, choices: Choices, temperature: float = 1.0) -> _BeforeHead:
         """Compute the layers before the head; the temperature divides what enters it."""
         hidden, head = before_head(model, rows, choices)
         bias = head.bias
@@ -138,15 +129,13 @@ class _BeforeHead(NamedTuple):
         """Return the sum of the nats of all targets, each times its weight, (num_targets,), with a gradient."""
         of_terms = torch.zeros(len(self.rows.labels), dtype=weights.dtype, device=weights.device)
         of_terms.index_add_(0, self.rows.target_term.to(weights.device), weights)
-        counts = of_terms.to(self.hidden.device, wide_type(self.hidden))
+        return self.summed(of_terms.to(self.hidden.device, wide_type(self.hidden)))
+
+    def summed(self, counts: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the nats of all terms, each times its count, (terms,), with a gradient."""
         with torch.autocast(self.hidden.device.type, enabled=False):
             return summed_head_loss(
-                self.hidden,
-                self.weight,
-                self.rows.labels,
-                bias=self.bias,
-                counts=counts,
-                chunk_bytes=self.chunk_bytes,
+                self.hidden, self.weight, self.rows.labels, bias=self.bias, counts=counts, chunk_bytes=self.chunk_bytes
             )
 
 

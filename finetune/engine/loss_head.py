@@ -40,7 +40,6 @@ def summed_head_loss(
         counts: (targets,), the weight of each loss, without a gradient, or None for 1.
         chunk_bytes: the size of a chunk's logits in fp32; None: `CHUNK_BYTES` of the device.
     """
-    chunk_bytes = _chunk_bytes(hidden) if chunk_bytes is None else chunk_bytes
     loss: torch.Tensor = _SummedHeadLoss.apply(hidden, weight, bias, labels, counts, chunk_bytes)  # type: ignore[no-untyped-call]
     return loss
 
@@ -56,7 +55,7 @@ def head_loss_per_target(
 ) -> torch.Tensor:
     """Return nats of each target, (targets,), in fp32 or better, without a gradient. See `summed_head_loss`."""
     losses = hidden.new_empty(len(hidden), dtype=wide_type(hidden))
-    for rows in _chunks(hidden, weight, _chunk_bytes(hidden) if chunk_bytes is None else chunk_bytes):
+    for rows in _chunks(hidden, weight, chunk_bytes):
         losses[rows] = _loss_and_softmax(_logits(hidden[rows], weight, bias), labels[rows].unsqueeze(1))[0].squeeze(1)
     return losses
 
@@ -70,7 +69,7 @@ class _SummedHeadLoss(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         counts: torch.Tensor | None,
-        chunk_bytes: int,
+        chunk_bytes: int | None,
     ) -> torch.Tensor:
         wants_hidden, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         d_hidden = torch.empty_like(hidden) if wants_hidden else None
@@ -141,11 +140,9 @@ def _loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torc
     return loss, softmax.to(logits.dtype)
 
 
-def _chunk_bytes(hidden: torch.Tensor) -> int:
-    return CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"])
-
-
-def _chunks(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) -> Iterator[slice]:
+def _chunks(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int | None) -> Iterator[slice]:
     """Return one or more chunks; without targets, an empty one."""
+    if chunk_bytes is None:
+        chunk_bytes = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"])
     num_rows = max(MIN_CHUNK_ROWS, chunk_bytes // (4 * len(weight)))
     return (slice(start, start + num_rows) for start in range(0, max(1, len(hidden)), num_rows))
