@@ -67,12 +67,7 @@ def chat(
 
 
 class ChatSession:
-    """A conversation at the keyboard, or with the lines of a pipe; with a pipe, only answers go to standard output.
-
-    Args:
-        answering: the loaded run.
-        compare: show the base's answers too.
-    """
+    """A conversation at the keyboard, or with the lines of a pipe; with a pipe, only answers go to standard output."""
 
     def __init__(self, answering: Answering, *, compare: bool) -> None:
         from finetune.inference.conversation import Conversation

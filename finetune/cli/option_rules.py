@@ -32,10 +32,7 @@ class OptionRules:
     def exclude(self, option: str, *others: str, because: str) -> None:
         """Refuse an option when the user also gave one of the others.
 
-        Args:
-            option: the name of the option.
-            others: the names of the options that it excludes.
-            because: the reason and what to do instead, as sentences.
+        `because` is the reason and what to do instead, as sentences.
 
         Raises:
             ConfigError: names the options that were given together, and the reason.

@@ -18,11 +18,7 @@ def config_from_overrides(
 ) -> Config:
     """Compose the configuration that `finetune COMMAND [RUN] OVERRIDES…` describes.
 
-    Args:
-        overrides: the arguments of the command.
-        command: the command's name, for messages.
-        complete: also require a model and data.
-        needs_data: False: require only a model.
+    If `complete` is true, require a model, and with `needs_data` also data. Messages name the command.
 
     Raises:
         ConfigError: with every problem found.

@@ -38,9 +38,7 @@ _DEFAULT_TIMEOUT = timedelta(seconds=60)
 def diagnose(config: Config, *, as_json: bool = False) -> int:
     """Examine the launch and the machine, and print a report on rank 0. Collective under a launcher.
 
-    Args:
-        config: the run to examine; it need not be complete.
-        as_json: print the findings as JSON.
+    The configuration need not be complete.
 
     Returns:
         The exit code: 2 with a problem (with strict: also with a warning), else 0. The same on every rank.

@@ -52,13 +52,7 @@ def file_system(path: Path) -> str:
 
 
 def judge_space(free_bytes: int, needed_bytes: int | None, folder: str) -> Finding:
-    """Judge whether checkpoints will fit.
-
-    Args:
-        free_bytes: free space.
-        needed_bytes: the size of the checkpoints that the run will write; None if it is not known.
-        folder: the folder to name in the message.
-    """
+    """Judge whether the checkpoints of a run will fit into a folder. Their size is None if it is not known."""
     free, needed = format_bytes(free_bytes), format_bytes(needed_bytes or 0)
     fix = (
         "free space there, or name a folder on a larger disk with output_dir=, "

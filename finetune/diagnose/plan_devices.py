@@ -122,11 +122,7 @@ def read_device(name: str) -> Device:
 
 
 def find_device(wish: str) -> Device:
-    """Find the device at hand that a run would use.
-
-    Args:
-        wish: `training.device`.
-    """
+    """Find the device at hand that a run would use, given its `training.device`."""
     device = _resolve_device(wish if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

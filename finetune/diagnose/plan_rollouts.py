@@ -204,14 +204,9 @@ def forecast_generating(
 def ways_to_generate(
     generating: Generating, device: Device, config: Config, batch_key: str, length_key: str
 ) -> Iterator[str]:
-    """Return what takes less memory than generating so many answers at once.
+    """Yield what takes less memory than generating so many answers at once.
 
-    Args:
-        generating: what does not fit.
-        device: on which it does not fit.
-        config: the whole run.
-        batch_key: the key that limits how many answers are generated at once.
-        length_key: the key that limits the tokens of an answer.
+    The two keys limit how many answers are generated at once, and the tokens of an answer.
     """
     room = device.memory - device.reserve - generating.held - generating.merged
     fit = room * generating.answers // (generating.total - generating.held - generating.merged)

@@ -137,13 +137,8 @@ class Preview:
 def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 3, rows: Sequence[int] = ()) -> Preview:
     """Encode the rows of a run as training does, and examine them.
 
-    No weights are read, and nothing is written but the data cache.
-
-    Args:
-        config: a complete run.
-        split: show rows of this split.
-        num_rows: show this many rows from the first on.
-        rows: show these instead, counted from 1.
+    No weights are read, and nothing is written but the data cache. The configuration must be complete. The preview
+    shows the first rows of a split, or the given ones, which are counted from 1.
 
     Raises:
         ConfigError: there is no such split or row.

@@ -82,12 +82,9 @@ class SplitSummary:
 
 
 def summarize(rows: Rows, digests: Sequence[bytes], training: Iterable[bytes] = ()) -> SplitSummary:
-    """Summarize a split.
+    """Summarize a split of at least one row.
 
-    Args:
-        rows: the rows of the split, at least one.
-        digests: the digests of its rows, see `row_digests`.
-        training: the digests of the training split, if this is another split.
+    `digests` are those of its rows, and `training` those of the training split, if this is another split.
     """
     ordered = rows.lengths.sort().values
     num_tokens = sum(int(side.lengths.sum()) for side in rows.sides)

@@ -66,14 +66,7 @@ def read_pieces(
     carries_loss: Sequence[bool],
     special_ids: Collection[int],
 ) -> list[Piece]:
-    """Decode the tokens of a row piece by piece.
-
-    Args:
-        tokenizer: a fast tokenizer.
-        token_ids: the tokens of one row.
-        carries_loss: whether the model must predict each of them.
-        special_ids: the ids of special tokens.
-    """
+    """Decode the tokens of a row piece by piece, with a fast tokenizer."""
     pieces: list[Piece] = []
     start = 0
     while start < len(token_ids):

@@ -125,11 +125,7 @@ class Rehearsal:
         )
 
     def choose_changes(self, measured_rows: int = 0) -> None:
-        """Choose the keys that the rehearsal sets. Called again when the number of rows is known.
-
-        Args:
-            measured_rows: the rows of the validation split or of the test split, whichever is larger.
-        """
+        """Choose the keys that the rehearsal sets. Called again when the number of measured rows is known."""
         real = None if self.plan is None else self.plan.batches.steps
         scale = Scale(min(self.steps, real or self.steps), real, self.world_size, measured_rows, self.minutes)
         self.changes = changes(self.config, scale, stand_in=self.folder / "stand-in")
@@ -161,9 +157,7 @@ class Rehearsal:
 def rehearsal_folder(config: Config, keep: Path | None) -> Iterator[Path]:
     """Make the folder of a rehearsal beside the run's folder. When the block ends, remove everything but the logs.
 
-    Args:
-        config: the real run.
-        keep: a folder to use instead, of which nothing is removed.
+    If `keep` is given, use that folder instead and remove nothing.
 
     Raises:
         CheckpointError: `keep` is not empty, or no folder can be made.

@@ -73,10 +73,7 @@ class _Setting(NamedTuple):
 def changes(config: Config, scale: Scale, *, stand_in: Path) -> list[Change]:
     """Return the keys that a rehearsal sets to another value than the real run.
 
-    Args:
-        config: the real run.
-        scale: the sizes of the rehearsal.
-        stand_in: the folder of the model that takes the place of the real one.
+    `stand_in` is the folder of the model that takes the place of the real one.
     """
     real = values(config)
     settings = [*_model(config, stand_in), *_world(config, scale), *_device(config), *_lengths(config, scale)]

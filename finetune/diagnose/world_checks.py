@@ -93,11 +93,7 @@ class WorldMeasurement(NamedTuple):
 
 
 def probe_world(context: ProcessContext, output_dir: Path) -> WorldMeasurement:
-    """Measure for a few seconds. Collective: every rank of the group.
-
-    Args:
-        context: this process's rank and device.
-        output_dir: the run's folder, which need not exist yet.
+    """Measure for a few seconds. The run's folder need not exist yet. Collective: every rank of the group.
 
     Raises:
         RuntimeError: a rank stopped answering, or a collective took longer than the group's timeout.
@@ -235,9 +231,7 @@ def _time_all_reduce(length: int, context: ProcessContext) -> float:
 def judge_ranks(ranks: Sequence[RankMeasurement], *, needs_shared_folder: bool) -> Iterator[Finding]:
     """Report every rank's measurements. Name wrong sums, folders that a rank cannot see, slow ranks, links and clocks.
 
-    Args:
-        ranks: all of them, in order.
-        needs_shared_folder: the run is resumed, so every rank will read from `output_dir`.
+    A run that is resumed needs a shared folder, because every rank will read from `output_dir`.
     """
     yield judge_sums(ranks)
     if ranks[0].sees_output_dir is not None:  # otherwise rank 0 has reported that it cannot write
@@ -326,12 +320,7 @@ def judge_shared_folder(ranks: Sequence[RankMeasurement], *, is_needed: bool) ->
 
 
 def judge_bandwidth(latency_seconds: float, bandwidths: Sequence[Bandwidth]) -> Iterator[Finding]:
-    """Judge how fast gradients are summed.
-
-    Args:
-        latency_seconds: the time of an all-reduce of one number.
-        bandwidths: the measurements of all-reduces of rising size.
-    """
+    """Judge how fast gradients are summed, from the time of one number and the measurements of larger sizes."""
     area = "Bandwidth"
     yield ok(area, f"an all-reduce of one number takes {_ms(latency_seconds)} ms")
     for each in bandwidths:

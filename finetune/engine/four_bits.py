@@ -95,9 +95,7 @@ def _state_tensors(weight: Any) -> list[torch.Tensor]:
 def weight_without_data(weight: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Make a parameter without data like another, which is widened as that is if it is in 4 bits.
 
-    Args:
-        weight: on any device.
-        make: makes a tensor without data like another.
+    `make` makes a tensor without data like another.
     """
     twin: Any = torch.nn.Parameter(make(weight.data), weight.requires_grad)
     if is_in_4_bits(weight):

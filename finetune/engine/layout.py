@@ -67,10 +67,7 @@ class Layout:
     def sees(self, query: torch.Tensor, key: torch.Tensor, window: int | None = None) -> torch.Tensor:
         """Return whether flat token `query` attends to flat token `key`; the two are broadcast.
 
-        Args:
-            query: flat indices.
-            key: flat indices.
-            window: the number of tokens of its row that a token sees, itself included; None: all before it.
+        `window` is the number of tokens of its row that a token sees, itself included; None: all before it.
         """
         seen = (key <= query) & (query < self.visible_until[key])
         return seen if window is None else seen & (self.position_ids[query] - self.position_ids[key] < window)
@@ -191,10 +188,7 @@ class PackedMicrobatch:
 
         Some kernels need a plan that is computed from Python numbers. On a GPU, the host would have to wait for
         `positions`. So the plan is made here, while the micro-batch is on the CPU, and is copied to the GPU with it.
-
-        Args:
-            prepare: see `Layout.prepared`.
-            windows: of the model's layers, see `finetune.engine.decoder.layer_windows`.
+        `finetune.engine.decoder.layer_windows` returns the windows.
         """
         *before, last = windows
         for window in dict.fromkeys(before):

@@ -53,10 +53,9 @@ class Linear(NamedTuple):
         return self.merged(x.dtype) if is_less_work else self
 
     def merged(self, dtype: torch.dtype) -> Linear:
-        """Return the layer with the adapter added to a copy of the weight if that is exact, else the layer itself.
+        """Return the layer with the adapter added to a copy of the weight if that is exact for an input of this dtype.
 
-        Args:
-            dtype: of the layer's input.
+        Otherwise return the layer itself.
         """
         if self.lora_a is None or self.lora_b is None or self.keep is not None:
             return self
