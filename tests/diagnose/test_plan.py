@@ -309,6 +309,22 @@ def test_a_probe_does_not_speak_for_another_device(words, capsys):
     assert "at the limit of 989 TFLOP/s in bf16" in out
 
 
+def equal_rows(number: int) -> PaddedMicrobatch:
+    """Rows of ten tokens, which carry loss except for the first."""
+    ids = torch.full((number, 10), 5)
+    is_target = torch.ones_like(ids, dtype=torch.bool)
+    is_target[:, 0] = False
+    return PaddedMicrobatch(input_ids=ids, is_target=is_target, num_tokens=10 * number, num_targets=9 * number)
+
+
+def products_of(loss, model, microbatch) -> int:
+    """The operations of the matrix products of a step, as torch counts them."""
+    with FlopCounterMode(display=False) as counter:
+        loss(model, microbatch).backward()
+    counts = counter.get_flop_counts()["Global"]
+    return sum(number for of, number in counts.items() if of in (torch.ops.aten.mm, torch.ops.aten.addmm))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -321,14 +337,7 @@ def test_the_time_at_the_limit_is_that_of_the_products_that_a_step_makes(words, 
     model = add_lora(model, config.lora) if method == "lora" else model
     if checkpointing == "true":
         checkpoint_gradients(model)
-    ids = torch.full((2, 10), 5)
-    all_but_first = torch.ones_like(ids, dtype=torch.bool)
-    all_but_first[:, 0] = False
-    batch = PaddedMicrobatch(input_ids=ids, is_target=all_but_first, num_tokens=20, num_targets=18)
-    with FlopCounterMode(display=False) as counter:
-        summed_cross_entropy(model.train(), batch).backward()
-    counts = counter.get_flop_counts()["Global"]
-    products = sum(number for of, number in counts.items() if of in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    products = products_of(summed_cross_entropy, model.train(), equal_rows(2))
     options = {"num_targets": 18, "is_checkpointing": checkpointing == "true"}
     assert operations_of_step(model, num_computed=20, **options) == pytest.approx(products, rel=0.1)
     batches = plan.batches
@@ -341,14 +350,8 @@ def test_the_time_at_the_limit_is_that_of_the_products_that_a_step_makes(words, 
 
 def test_the_time_of_preferences_counts_their_reference():
     model = add_lora(build_tiny(tiny_phi3_config()), LoraSection(r=2)).train()
-    ids = torch.full((4, 10), 5)
-    answers = torch.zeros_like(ids, dtype=torch.bool)
-    answers[:, 1:] = True
-    rows = PaddedMicrobatch(input_ids=ids, is_target=answers, num_tokens=40, num_targets=36)
-    with FlopCounterMode(display=False) as counter:
-        summed_preferences(model, PreferenceMicrobatch(rows=rows, num_tokens=0), loss=DPO)[0].backward()
-    counts = counter.get_flop_counts()["Global"]
-    products = sum(number for of, number in counts.items() if of in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    pairs = PreferenceMicrobatch(rows=equal_rows(4), num_tokens=0)
+    products = products_of(lambda *given: summed_preferences(*given, loss=DPO)[0], model, pairs)
     options = {"num_targets": 36, "is_checkpointing": False, "has_reference": True}
     assert operations_of_step(model, num_computed=40, **options) == pytest.approx(products, rel=0.1)
 

@@ -77,11 +77,6 @@ def sft(choices):
     return partial(summed_cross_entropy, choices=choices)
 
 
-class Example(tuple):
-    input_ids = property(lambda self: self[0])
-    is_target = property(lambda self: self[1])
-
-
 def prepare(model, method: str, *, checkpointed: bool, dropout: float = 0.0):
     adapted = add_lora(model, LoraSection(r=4, dropout=dropout)) if method == "lora" else model
     if checkpointed:
@@ -168,7 +163,7 @@ def test_the_table_of_the_docs_has_these_cases_and_no_others():
 def test_the_predicted_peak_is_the_measured_one(family, method, checkpointed, way):
     config = CONFIGS[family]()
     given = rows(shared=120 if way == "shared" else 0)
-    make = (lambda: pad([Example(row) for row in given])) if way == "padded" else (lambda: pack(given))
+    make = (lambda: pad([EncodedExample(*row) for row in given])) if way == "padded" else (lambda: pack(given))
     predicted = predict(config, make(), method, checkpointed=checkpointed)
     model = prepare(build_tiny(config), method, checkpointed=checkpointed)
     measured = measure(model, build_optimizer(model, OptimSection()), make)

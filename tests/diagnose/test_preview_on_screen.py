@@ -1,20 +1,17 @@
-"""`finetune preview` as a user meets it: real processes, a real pseudo-terminal, rows that mean harm."""
+"""`finetune preview` as a user meets it: a real pseudo-terminal, pipes of real processes, rows that mean harm."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
 
+from tests.terminals import run_on_terminal
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY
@@ -38,41 +35,14 @@ def words(tmp_path_factory) -> list[str]:
     return [f"model.path={folder / 'base'}", f"data.path={data}", f"data.cache_dir={folder / 'cache'}"]
 
 
-def on_a_terminal(words: list[str], **variables: str) -> str:
-    """What the command writes to a terminal of 100 columns."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    environment = {**os.environ, "TERM": "xterm-256color", **variables}
-    environment.pop("COLUMNS", None)
-    with subprocess.Popen(
-        with_interpreter([*PREVIEW, *words]), stdout=theirs, stderr=subprocess.PIPE, env=environment
-    ) as process:
-        os.close(theirs)
-        written = bytearray()
-        while True:
-            try:
-                part = os.read(ours, 65536)
-            except OSError:  # the other side has closed it
-                break
-            if not part:
-                break
-            written += part
-        stderr = process.stderr.read().decode() if process.stderr else ""
-        os.close(ours)
-    assert process.returncode == 0, stderr
-    assert "\x1b" not in stderr
-    return written.decode()
-
-
 def assert_is_harmless(text: str) -> None:
     for character in text:
         assert character in "\r\n" or character.isprintable(), hex(ord(character))
 
 
-@pytest.mark.process
-@pytest.mark.slow
+@pytest.mark.trains
 def test_colours_say_what_carries_loss_and_the_rows_steer_nothing(words):
-    written = on_a_terminal([*words, "--rows", "1"])
+    written = run_on_terminal(100, "preview", *words, "--rows", "1").raw
     plain = COLOUR.sub("", written)
     assert_is_harmless(plain)
     text = "".join(plain.split())  # it is folded to the width
@@ -89,7 +59,7 @@ def test_colours_say_what_carries_loss_and_the_rows_steer_nothing(words):
 
 @pytest.mark.slow
 def test_without_colours_a_margin_says_the_same(words):
-    written = on_a_terminal([*words, "--rows", "1"], NO_COLOR="1")
+    written = run_on_terminal(100, "preview", *words, "--rows", "1", NO_COLOR="1").raw
     assert_is_harmless(written)
     command = with_interpreter([*PREVIEW, *words, "--rows", "1"])
     piped = subprocess.run(command, capture_output=True, text=True, timeout=240)

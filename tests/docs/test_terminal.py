@@ -51,23 +51,17 @@ def test_the_completion_of_the_shell_above_it_can_be_shown(shell):
 
 
 @pytest.mark.process
-def test_the_shell_is_told_the_commands():
-    asked = {"_FINETUNE_COMPLETE": "complete_bash", "COMP_WORDS": "finetune pr", "COMP_CWORD": "1"}
-    done = subprocess.run(FINETUNE, env={**os.environ, **asked}, capture_output=True, text=True)
-    assert done.stdout.split() == ["preview"], done.stderr
-
-
-@pytest.mark.process
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
+        ("finetune pr", "preview"),
         ("finetune train quicks", "quickstart"),
         ("finetune plan quickstart model=phi4_m", "model=phi4_mini"),
         ("finetune preview quickstart optim.learn", "optim.learning_rate="),
         ("finetune config sh", "show"),
     ],
 )
-def test_the_shell_is_told_runs_configs_and_keys(typed, offered):
+def test_the_shell_is_told_commands_runs_configs_and_keys(typed, offered):
     asked = {"_FINETUNE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": typed}
     done = subprocess.run(FINETUNE, env={**os.environ, **asked}, capture_output=True, text=True)
     assert re.findall(r'"([^"]+?)"', done.stdout)[0].partition(":")[0] == offered, done.stdout + done.stderr
