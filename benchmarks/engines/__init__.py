@@ -53,7 +53,7 @@ ENGINES: dict[str, Engine] = {
     "trl-packed": Engine(_TRL, "TRL SFTTrainer, packing (best fit, position ids)", _PACKED, _FOR_TRL),
     "trl-packed-targets": Engine(_TRL, "TRL, packing, loss positions only", _PACKED | _TARGETS, _FOR_TRL),
     "trl-1x16-liger": Engine(
-        _TRL, "TRL SFTTrainer with Liger's layers (CUDA only)", _SINGLE | _LIGER, (*_FOR_TRL, "liger_kernel"), True
+        _TRL, "TRL SFTTrainer with Liger's layers (CUDA only)", _SINGLE | _LIGER, _FOR_TRL_LIGER, True
     ),
     "trl-1x16-flash": Engine(
         _TRL, "TRL SFTTrainer with FlashAttention (CUDA only)", _SINGLE | _FLASH, (*_FOR_TRL, "flash_attn"), True
@@ -62,7 +62,7 @@ ENGINES: dict[str, Engine] = {
         _TRL, "TRL SFTTrainer, rows grouped by length, sixteen in a micro-batch", _SIXTEEN, _FOR_TRL
     ),
     "trl-grouped-16-liger": Engine(
-        _TRL, "the same with Liger's layers (CUDA only)", _SIXTEEN | _LIGER, (*_FOR_TRL, "liger_kernel"), True
+        _TRL, "the same with Liger's layers (CUDA only)", _SIXTEEN | _LIGER, _FOR_TRL_LIGER, True
     ),
     "trl-packed-flash-liger": Engine(
         _TRL,

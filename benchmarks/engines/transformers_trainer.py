@@ -25,13 +25,10 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
         TrainingArguments,
     )
 
-    from benchmarks.base_model import TORCH_TYPES, make_base
+    from benchmarks.base_model import make_base
 
     auto: Any = AutoModelForCausalLM
-    init = {"dtype": TORCH_TYPES[order.job.precision]}
-    if "attention" in options:
-        torch_varlen.register()
-        init["attn_implementation"] = options["attention"]
+    init = model_arguments(order, options)
     model = (
         auto.from_pretrained(order.base, **init) if order.has_weights else make_base(order.job, order.job.shape, **init)
     )
@@ -60,6 +57,17 @@ def report_of(trainer: Any, seen: SeenRows, order: Order) -> RankReport:
     report = RankReport(losses={line["step"]: line["loss"] for line in lines})
     seen.fill(report, order.job)
     return report
+
+
+def model_arguments(order: Order, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What transformers is told when it makes or loads the base model."""
+    from benchmarks.base_model import TORCH_TYPES
+
+    init = {"dtype": TORCH_TYPES[order.job.precision]}
+    if "attention" in options:
+        torch_varlen.register()
+        init["attn_implementation"] = options["attention"]
+    return init
 
 
 def arguments(order: Order, options: Mapping[str, Any]) -> dict[str, Any]:

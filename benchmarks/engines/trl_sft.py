@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.clock import RankReport, StepClock
-from benchmarks.engines import torch_varlen
 from benchmarks.engines.peer_rows import SeenRows, dataset_of
-from benchmarks.engines.transformers_trainer import arguments, lora_config, report_of
+from benchmarks.engines.transformers_trainer import arguments, lora_config, model_arguments, report_of
 from benchmarks.job import Job
 from benchmarks.worker import Order
 
@@ -22,7 +21,7 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
     """Train the job as the options have it."""
     from transformers import AutoTokenizer
 
-    from benchmarks.base_model import TORCH_TYPES, make_base
+    from benchmarks.base_model import make_base
 
     trl: Any = importlib.import_module("trl")  # an extra: type checkers need not find it
     if options.get("only_targets"):
@@ -36,10 +35,7 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
         keywords |= {"padding_free": True, "max_length": None}  # TRL refuses a limit that it would not apply
     else:
         keywords["max_length"] = order.job.longest
-    init = {"dtype": TORCH_TYPES[order.job.precision]}
-    if "attention" in options:
-        torch_varlen.register()
-        init["attn_implementation"] = options["attention"]
+    init = model_arguments(order, options)
     trainer = trl.SFTTrainer(
         model=order.base if order.has_weights else make_base(order.job, order.job.shape, **init),
         args=trl.SFTConfig(

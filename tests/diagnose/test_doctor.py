@@ -49,7 +49,7 @@ from finetune.distributed.environment import LaunchEnvironment, read_environment
 from finetune.findings import Finding, exit_code, findings_of_others, ok, problem, warning, what_and_fix
 from finetune.runs.file_lock import try_file_lock
 from finetune.runs.folder import existing_folder
-from tests.launches import free_port, run_launched
+from tests.launches import free_port, place_variables, run_launched
 from tests.readable_hub import point_to, running_hub
 from tests.tiny_runs import write_base
 from tests.two_nodes import INTERFACE, reason_against, torchrun, two_nodes
@@ -68,8 +68,7 @@ time.sleep(60)
 
 
 def rank_variables(rank: int, port: int) -> dict[str, str]:
-    values = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-    return {**{name: str(value) for name, value in values.items()}, "MASTER_ADDR": "127.0.0.1"}
+    return place_variables(rank, 2, port)
 
 
 def start(*words: str | Path, cwd: Path | None = None, **variables: str) -> subprocess.Popen[str]:

@@ -21,6 +21,7 @@ from finetune.diagnose.preview_splits import histogram, row_digests, summarize
 from finetune.errors import ConfigError, DataError
 from finetune.model.base import build_tokenizer
 from finetune.report import data_preview
+from tests.launches import place_variables
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY
@@ -38,19 +39,25 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
+def run_over(tmp_path: Path, base: Path, **splits: list[str]) -> list[str]:
+    """Write the lines of each split, and return the arguments of a run over them."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, lines in splits.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return [f"model.path={base}", f"data.path={folder}", f"data.cache_dir={tmp_path / 'cache'}", "data.max_length=64"]
+
+
 @pytest.fixture
 def words(tmp_path: Path, base: Path) -> list[str]:
     """A run over three splits: a row that comes twice, one that is cut, one of training in the test split."""
-    rows = {
-        "train": [chat("a", "b"), "", chat("send", "crates"), chat("a", "b"), chat("a b", "long " * 40)],
-        "validation": [chat("a", "c")],
-        "test": [chat("send", "crates"), chat("x", "y")],
-    }
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for name, lines in rows.items():
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    return [f"model.path={base}", f"data.path={folder}", f"data.cache_dir={tmp_path / 'cache'}", "data.max_length=64"]
+    return run_over(
+        tmp_path,
+        base,
+        train=[chat("a", "b"), "", chat("send", "crates"), chat("a", "b"), chat("a b", "long " * 40)],
+        validation=[chat("a", "c")],
+        test=[chat("send", "crates"), chat("x", "y")],
+    )
 
 
 TOLERANT = ["data.on_truncated_answer=warn", "data.on_overlap=warn"]
@@ -195,16 +202,9 @@ def pair(prompt: str, chosen: str, rejected: str) -> str:
 @pytest.fixture
 def words_of_pairs(tmp_path: Path, base: Path) -> list[str]:
     """A run over pairs: one that comes twice, one that is cut on one side, one without a preference."""
-    rows = {
-        "train": [pair("a", "b", "c"), pair("send it", "crates", "no"), pair("a", "b", "c"), pair("x", "y", "y")],
-        "validation": [pair("a", "b", "d"), pair("a b", "c", "long " * 40)],
-    }
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for name, lines in rows.items():
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    words = [f"model.path={base}", f"data.path={folder}", f"data.cache_dir={tmp_path / 'cache'}", "data.max_length=64"]
-    return [*words, "task=finetune_preferences"]
+    train = [pair("a", "b", "c"), pair("send it", "crates", "no"), pair("a", "b", "c"), pair("x", "y", "y")]
+    validation = [pair("a", "b", "d"), pair("a b", "c", "long " * 40)]
+    return [*run_over(tmp_path, base, train=train, validation=validation), "task=finetune_preferences"]
 
 
 def test_pairs_are_those_that_training_encodes(words_of_pairs):
@@ -301,13 +301,10 @@ def test_a_report_shows_both_sides_of_a_pair(words_of_pairs, tmp_path):
 
 
 def test_a_rank_other_than_the_first_says_nothing(words, capsys, monkeypatch):
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in place_variables(1, 2, 29500).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "29500")
     assert preview_from_overrides(words) == 0
     assert capsys.readouterr().out == ""
-    monkeypatch.undo()
 
 
 def test_each_answer_is_shown_after_the_turns_as_they_are_served(base: Path, tmp_path: Path) -> None:

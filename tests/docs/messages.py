@@ -41,7 +41,7 @@ from finetune.runs import folder as run_folder
 from finetune.runs.folder import RunFolder
 from recipes.finetune_lora import main as finetune_lora
 from tests.export.test_gguf_tokens import lowercasing_tokenizer
-from tests.launches import free_port
+from tests.launches import free_port, place_variables
 from tests.readable_hub import black_hole, point_to, running_hub
 from tests.test_nonfinite import words as words_with_a_bad_row
 from tests.test_nonfinite import write_model, write_row
@@ -131,8 +131,7 @@ def port_in_use_for_torchrun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def _environment(rank: int, port: int) -> LaunchEnvironment:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return read_environment({name: str(value) for name, value in place.items()})
+    return read_environment(place_variables(rank, 2, port))
 
 
 @maker
