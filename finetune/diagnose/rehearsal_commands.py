@@ -42,10 +42,7 @@ class Commands:
     def run(self, log: Path, *arguments: str, kill_when: Callable[[], bool] | None = None) -> bool:
         """Run a command to its end, or kill it and its children when `kill_when` returns true.
 
-        Args:
-            log: the file for its output.
-            arguments: the command and its arguments, without `finetune`.
-            kill_when: called every few milliseconds while the command runs.
+        The arguments are without `finetune`. While the command runs, `kill_when` is called every few milliseconds.
 
         Returns:
             Whether `kill_when` ended the command.

@@ -114,14 +114,11 @@ def gradients(model, loss):
 
 
 def assert_same_step(model, **options):
+    """Loss to 1e-6 and gradients to 1e-5, relative."""
     assert unsupported_reason(model) is None
     rows = some_rows()
     targets = some_targets(rows)
-    assert_same(model, engine_loss(model, rows, targets, **options), own_loss(model, rows, targets))
-
-
-def assert_same(model, got, expected):
-    """Loss to 1e-6 and gradients to 1e-5, relative."""
+    got, expected = engine_loss(model, rows, targets, **options), own_loss(model, rows, targets)
     assert got.dtype == torch.float64
     assert got.item() == pytest.approx(expected.item(), rel=1e-6)
     ours, theirs = gradients(model, got), gradients(model, expected)
@@ -251,36 +248,23 @@ def assert_close_steps(exact, rounded, *, autocast=False):
     assert 0 < difference.norm() < 0.1 * whole.norm()
 
 
-def rows_that_begin_alike():
-    """Rows, the positions that predict their targets, and which tokens are targets."""
-    rows = some_rows((22, 23, 19, 5))
-    for row in rows[1:3]:
-        row[:17] = rows[0][:17]
-    return rows, [torch.arange(3, len(row) - 1) for row in rows], [torch.arange(len(row)) > 3 for row in rows]
-
-
-@pytest.mark.parametrize("share_prefixes", [False, True])
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_packed_rows_that_begin_alike_give_the_step_of_the_rows_alone(kind, share_prefixes):
-    model = with_lora(build_tiny(CONFIGS[kind]))
-    rows, targets, marks = rows_that_begin_alike()
-    packed = pack(list(zip(rows, marks, strict=True)), share_prefixes=share_prefixes)
-    assert packed.num_computed == (35 if share_prefixes else 69)
-    assert_same(model, summed_cross_entropy(model, packed), own_loss(model, rows, targets))
-
-
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_without_rounding_each_gradient_equals_the_models_own(kind, method):
+def test_packed_rows_that_begin_alike_give_each_gradient_of_the_models_own(kind, method):
     """To 1e-6, in float64: what is left are the norms, which the model's own forward computes in fp32."""
     model = build_tiny(CONFIGS[kind])
     model = (with_lora(model) if method == "lora" else model).double().train()
-    rows, targets, marks = rows_that_begin_alike()
-    expected = own_loss(model, rows, targets)
+    rows = some_rows((22, 23, 19, 5))
+    for row in rows[1:3]:
+        row[:17] = rows[0][:17]
+    marks = [torch.arange(len(row)) > 3 for row in rows]
+    expected = own_loss(model, rows, [torch.arange(3, len(row) - 1) for row in rows])
     theirs = gradients(model, expected)
     assert method == "full" or len(theirs) == 2 * len(LORA_TARGETS[model.config.model_type]) * len(layer_windows(model))
     for share_prefixes in (True, False):
-        got = summed_cross_entropy(model, pack(list(zip(rows, marks, strict=True)), share_prefixes=share_prefixes))
+        packed = pack(list(zip(rows, marks, strict=True)), share_prefixes=share_prefixes)
+        assert packed.num_computed == (35 if share_prefixes else 69)
+        got = summed_cross_entropy(model, packed)
         assert got.item() == pytest.approx(expected.item(), rel=1e-6)
         ours = gradients(model, got)
         assert ours.keys() == theirs.keys()

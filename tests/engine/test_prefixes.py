@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy
@@ -150,15 +149,6 @@ def test_rows_go_to_the_rank_with_the_least() -> None:
     assert assign_to_ranks([9, 1, 1, 1], 2) == [[0, 3], [1, 2]]  # two each at most
     assert assign_to_ranks([7], 3) == [[0], [], []]
     assert assign_to_ranks([], 2) == [[], []]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_a_deal_gives_each_microbatch_once_and_none_a_rank_too_many(ranks: int) -> None:
-    weights = [cut.num_tokens for cut in split_global_batch(seeded(rows=30, mean=120, seed=ranks), max_rows=4)]
-    hands = assign_to_ranks(weights, ranks)
-    assert sorted(index for hand in hands for index in hand) == list(range(len(weights)))
-    assert max(map(len, hands)) == -(-len(weights) // ranks)
-    assert all(a < b for hand in hands for a, b in pairwise(hand))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
