@@ -61,9 +61,9 @@ class Bench:
         mine = [run for run in runs if run["code"] == self.code]
         return list({(run["job"], run["work"], run["engine"], run["round"]): run for run in mine}.values())
 
-    def is_done(self, job: Job, engine: str, number: int) -> bool:
+    def is_done(self, job: Job | None, engine: str, number: int) -> bool:
         """Whether a run is in the log without an error."""
-        wanted = (job.fingerprint(), engine, number)
+        wanted = (job.fingerprint() if job else "", engine, number)
         return any((run["work"], run["engine"], run["round"]) == wanted and "error" not in run for run in self.runs())
 
     def note(self, job: Job | None, engine: str, number: int, **outcome: Any) -> None:

@@ -40,7 +40,8 @@ def render(runs: Sequence[Run], machine: Mapping[str, Any], device: str = "cpu")
     measured = [name for name in in_order(runs, lambda run: run["job"]) if name != "help"]
     goals = [] if device == "cuda" else [f"#### Figures to reach\n\n{_goals(runs)}"]
     tables = [f"#### {name}\n\n{_table(runs, name)}" for name in measured]
-    return "\n\n".join([_machine(machine), *goals, *tables]) + "\n"
+    facts = "\n".join(f"- {name}: {value}" for name, value in machine.items())
+    return "\n\n".join([facts, *goals, *tables]) + "\n"
 
 
 def put_into(readme: Path, text: str, device: str = "cpu") -> None:
@@ -56,10 +57,6 @@ def put_into(readme: Path, text: str, device: str = "cpu") -> None:
     if not (begin and end):
         raise ValueError(f"{readme.name} has no place for results: expected the lines {first} and {last}")
     readme.write_text(f"{before}{begin}\n\n{text}\n{end}{after}", encoding="utf-8")
-
-
-def _machine(machine: Mapping[str, Any]) -> str:
-    return "\n".join(f"- {name}: {value}" for name, value in machine.items())
 
 
 def _goals(runs: Sequence[Run]) -> str:

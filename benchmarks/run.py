@@ -90,7 +90,7 @@ def main(words: Sequence[str]) -> int:
 def _once(bench: Bench, job: Job | None, engine: str, number: int, where: str) -> bool:
     """One run, unless it was done before. Whether all is well."""
     name = f"{where}: {job.name if job else ''} {engine}".rstrip()
-    if (job and bench.is_done(job, engine, number)) or (job is None and _is_help_done(bench, number)):
+    if bench.is_done(job, engine, number):
         _say(f"{name}: done before")
         return True
     started = time.monotonic()
@@ -109,10 +109,6 @@ def _once(bench: Bench, job: Job | None, engine: str, number: int, where: str) -
     shown = ", ".join(f"{key} {value:,.4g}" for key, value in figures.items())
     _say(f"{name}: {shown} ({time.monotonic() - started:.0f} s)")
     return True
-
-
-def _is_help_done(bench: Bench, number: int) -> bool:
-    return any(run["engine"] == "help" and run["round"] == number and "figures" in run for run in bench.runs())
 
 
 def _installed(setting: Setting) -> Setting:
