@@ -62,6 +62,11 @@ Overrides = Annotated[
 ]
 
 
+DeviceOption = Annotated[
+    str | None, typer.Option(help="Plan for this device: 'H100 80GB'. Default: the device of this machine.")
+]
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         say(f"finetune {__version__}")
@@ -182,9 +187,7 @@ def preview(
 @app.command()
 def plan(
     overrides: Overrides = None,
-    device: Annotated[
-        str | None, typer.Option(help="Plan for this device: 'H100 80GB'. Default: the device of this machine.")
-    ] = None,
+    device: DeviceOption = None,
     probe: Annotated[
         bool, typer.Option("--probe", help="Run a few steps on this machine to measure the time.")
     ] = False,
@@ -204,9 +207,7 @@ def rehearse(
     processes: Annotated[
         int | None, typer.Option(help="Processes of the real launch. Default: as the OVERRIDES say.", min=1)
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="Plan for this device: 'H100 80GB'. Default: the device of this machine.")
-    ] = None,
+    device: DeviceOption = None,
     keep: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Rehearse in this new folder, and leave it.")
     ] = None,

@@ -134,13 +134,9 @@ def _judge_other_accelerator(wish: str, accelerator: str | None, processes: int)
 
 
 def judge_cores(cores: float, threads: int, processes: int, *, on_gpu: bool) -> Finding:
-    """Check that there are enough processor cores for the processes on this machine.
+    """Check that there are enough cores, of those that this process may use, for the processes on this machine.
 
-    Args:
-        cores: the number that this process may use.
-        threads: torch's threads in each process.
-        processes: processes of this run on this machine.
-        on_gpu: whether they compute on GPUs.
+    Each process has `threads` threads of torch, which matter only if it does not compute on a GPU.
     """
     counts = f"processor cores: {cores:g}; processes of this run on them: {processes}; threads in each: {threads}"
     if processes > cores:

@@ -163,14 +163,9 @@ def engine_generates(model: Any, device_type: str, shards: Shards) -> bool:
 def forecast_generating(
     model: Any, batch: AnswerBatch, state: OptimizerNeed, shards: Shards, device_type: str
 ) -> Generating:
-    """Predict the memory of a process that generates answers.
+    """Predict the memory of a process that generates a batch of answers.
 
-    Args:
-        model: on the meta device, its weights in the types of the run.
-        batch: the answers that take the most memory.
-        state: of the optimizer.
-        shards: how the weights are sharded.
-        device_type: of the device that generates.
+    The model is on the meta device, with weights in the types of the run.
     """
     bare, weights, by_engine = bare_model(model), Weights(model), engine_generates(model, device_type, shards)
     sizes, head = bare.config, bare.get_output_embeddings().weight
@@ -226,12 +221,8 @@ def measure_generating(
 ) -> float:
     """Measure here how long a process generates for an optimizer step, in seconds for the model's whole depth.
 
-    Args:
-        config: the whole run, whose answers the engine generates on this machine's CPU.
-        model: see `at_full_depth`.
-        answers: of the run.
-        order: the prompts of the rollout to measure.
-        world_size: the number of processes.
+    The engine generates, on the CPU. `order` has the prompts of the rollout to measure. For the model, see
+    `at_full_depth`.
     """
     rollout = config.rollout
     prompts = [answers.prompts[prompt] for prompt in order for _ in range(answers.per_prompt)]

@@ -63,11 +63,7 @@ def _products_with(weight: Any, *, more: int) -> int:
 def measure_seconds(model: Any, microbatch: Any, how: Computation, section: OptimSection) -> float:
     """Measure forward, backward and optimizer for one micro-batch, in seconds for the model's whole depth.
 
-    Args:
-        model: see `at_full_depth`.
-        microbatch: on the CPU.
-        how: how the run computes a step; the device is the one at hand.
-        section: the configuration of the optimizer.
+    The micro-batch is on the CPU, and the device of `how` is the one at hand. For the model, see `at_full_depth`.
     """
     device = torch.device(how.device_type)
 
