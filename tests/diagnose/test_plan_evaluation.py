@@ -88,10 +88,10 @@ def test_the_loss_of_a_validation_takes_the_planned_memory(words, inputs, more):
     ("more", "tokens"),
     [
         (["training.method=lora"], 8),
-        (["training.method=lora"], 100),
-        (["training.method=full"], 100),
+        (["training.method=lora"], 32),
+        (["training.method=full"], 32),
         ([MODELS["gemma2"]], 8),
-        ([MODELS["gemma2"]], 60),
+        ([MODELS["gemma2"]], 24),
     ],
     ids=lambda value: str(value).partition("{")[0],
 )
