@@ -66,7 +66,9 @@ def takes_mapping(dotted: str) -> bool:
 
 def expected(dotted: str) -> str:
     """Describe the values that a key takes: ``a whole number above 0``."""
-    return _describe(_field_schema(dotted))
+    section, _, key = dotted.rpartition(".")
+    model = section_class(section) or Config
+    return _describe(model.model_json_schema()["properties"][key])
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
@@ -102,19 +104,6 @@ def _is_text(annotation: object) -> bool:
         kind is str or (get_origin(kind) is Literal and all(isinstance(choice, str) for choice in get_args(kind)))
         for kind in kinds
     )
-
-
-@cache
-def _whole_schema() -> dict[str, Any]:
-    return Config.model_json_schema()
-
-
-def _field_schema(dotted: str) -> Mapping[str, Any]:
-    section, _, key = dotted.rpartition(".")
-    model = section_class(section)
-    holder: dict[str, Any] = _whole_schema()["$defs"][model.__name__] if model else _whole_schema()
-    schema: Mapping[str, Any] = holder["properties"][key]
-    return schema
 
 
 def _describe(schema: Mapping[str, Any]) -> str:

@@ -11,7 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo
+from pydantic.functional_validators import BeforeValidator, field_validator
+from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from finetune.config.on_resume import (
     AdapterKey,
@@ -29,10 +31,13 @@ from finetune.config.on_resume import (
     UpdateKey,
 )
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+def _without_commas(value: object) -> object:
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+TextList = Annotated[list[str], BeforeValidator(_without_commas)]
+"""A list of texts, which may also be written as one text with commas: `reward.functions=length,json_valid`."""
 
 ALLOWED_OBJECT_MODULES = ("torch.optim", "transformers.optimization", "bitsandbytes.optim", "schedulefree")
 """The only modules that a dotted name in a config may be resolved from."""
@@ -512,9 +517,9 @@ class RolloutSection(Section):
 class RewardSection(Section):
     """What answers are rewarded for (`training.objective=grpo`); docs/tasks/rewards.md shows how to write functions."""
 
-    functions: UpdateKey[list[str]] = Field(default_factory=list)
+    functions: UpdateKey[TextList] = Field(default_factory=list)
     """exact_match, json_equal, json_valid, token_f1, regex, format_think, length, or `my_package.rewards.solves`."""
-    functions_from: Free[list[str]] = Field(default_factory=list)
+    functions_from: Free[TextList] = Field(default_factory=list)
     """Installed modules that `functions` may name. Only the command line may set it, because a function is code."""
     weights: UpdateKey[list[float] | None] = None
     """The weight of each function in the sum; null: 1 for each. One of weight 0 is only measured."""
@@ -522,11 +527,6 @@ class RewardSection(Section):
     """regex: the regular expression that a whole answer should match."""
     timeout_seconds: Free[PositiveFloat] = 600.0
     """The longest that a function may take for all answers of a rollout."""
-
-    @field_validator("functions", "functions_from", mode="before")
-    @classmethod
-    def _one_word_is_a_list(cls, value: object) -> object:
-        return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
 
 
 class ValidationSection(LoaderKeys):
@@ -540,19 +540,14 @@ class ValidationSection(LoaderKeys):
     """Optimizer steps between two validations. Default: validate at the end of each epoch."""
     by: SubsetKey[str | None] = None
     """A column of the rows: also report the loss of the rows of each of its values. Default: of each mixture source."""
-    metrics: Free[list[str]] = Field(default_factory=list)
+    metrics: Free[TextList] = Field(default_factory=list)
     """Metrics of generated answers: exact_match, json_valid, json_equal, token_f1, or `my_package.scores.bleu`."""
-    metrics_from: Free[list[str]] = Field(default_factory=list)
+    metrics_from: Free[TextList] = Field(default_factory=list)
     """Installed modules whose functions `metrics` may name. Only the command line may set it: a metric is code."""
     num_samples: SampleKey[PositiveInt] = 64
     """With `metrics`: the most rows to answer, chosen by `data.split_seed`, the same in every validation."""
     max_new_tokens: SampleKey[PositiveInt] = 256
     """With `metrics`: maximum number of tokens in a generated answer."""
-
-    @field_validator("metrics", "metrics_from", mode="before")
-    @classmethod
-    def _one_word_is_a_list(cls, value: object) -> object:
-        return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
 
 
 class TestingSection(LoaderKeys):
@@ -609,7 +604,7 @@ class Config(Section):
     """The run's folder."""
     resume: Free[Literal["never", "auto"]] = "never"
     """auto: go on from the newest valid checkpoint in `output_dir`, or start from the beginning if there is none."""
-    resume_allow: Free[list[str]] = Field(default_factory=list)
+    resume_allow: Free[TextList] = Field(default_factory=list)
     """Keys or sections that may change on resume although they change the curve: `resume.allow=seed,data`."""
     strict: Free[bool] = False
     """Refuse every fallback, instead of taking and recording it."""
@@ -629,11 +624,6 @@ class Config(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
-
-    @field_validator("resume_allow", mode="before")
-    @classmethod
-    def _one_word_is_a_list(cls, value: object) -> object:
-        return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
 
     def origin(self, key: str) -> str:
         """Return the origin of a key's value: `configs/task/debug.yaml:4`, `command line` or `default`.
