@@ -40,13 +40,8 @@ def build_config(
 ) -> Config:
     """Set keys one after the other, check the result against the schema, and freeze it.
 
-    Args:
-        settings: the later of two for one key counts.
-        problems: found while the settings were read.
-        run_name: names the run's folder if no setting does.
-        complete: also require a model and data, without which there is no run.
-        needs_data: False: require only a model.
-        typed: the whole command, for messages that complete it.
+    The later of two settings for one key counts. `problems` were found while the settings were read. `run_name` names
+    the run's folder if no setting does. The other arguments are those of `compose`.
 
     Raises:
         ConfigError: with every problem found, one per line.
@@ -126,24 +121,21 @@ def _missing(chosen: Settings, typed: str, *, needs_data: bool) -> list[str]:
 def _contradicting(chosen: Settings) -> list[str]:
     """Check the keys of model and data that contradict each other."""
     problems = []
-    has_model, has_config = _value(chosen, "model.path"), _value(chosen, "model.config")
-    if has_config and _value(chosen, "model.init") != "random":
-        where = _origin(chosen, "model.config")
-        problems.append(f"{where}: model.config: has no pretrained weights. Add model.init=random.")
-    if has_config and not has_model and not _value(chosen, "model.tokenizer"):
+    config, mixture = _find(chosen, "model.config"), _find(chosen, "data.mixture")
+    if config and config.value and _value(chosen, "model.init") != "random":
+        problems.append(f"{config.origin}: model.config: has no pretrained weights. Add model.init=random.")
+    if config and config.value and not _value(chosen, "model.path") and not _value(chosen, "model.tokenizer"):
         problems.append("model.tokenizer: not set, and there is no model.path to take it from. Give one of them.")
-    if _value(chosen, "data.path") and _value(chosen, "data.mixture"):
-        problems.append(f"{_origin(chosen, 'data.mixture')}: data.mixture: data.path is set too. Keep one of them.")
+    if mixture and mixture.value and _value(chosen, "data.path"):
+        problems.append(f"{mixture.origin}: data.mixture: data.path is set too. Keep one of them.")
     return problems
 
 
 def _unknown_to_allow(config: Config, chosen: Settings) -> list[str]:
-    setting = _find(chosen, "resume_allow")
-    unknown = [name for name in config.resume_allow if name not in fields() and not section_class(name)]
     return [
-        _line(setting, f"there is no key or section {name}. {did_you_mean_key(name)}".rstrip())
-        for name in unknown
-        if setting is not None
+        _line(chosen["resume_allow",], f"there is no key or section {name}. {did_you_mean_key(name)}".rstrip())
+        for name in config.resume_allow
+        if name not in fields() and not section_class(name)
     ]
 
 
@@ -250,8 +242,3 @@ def _find(chosen: Settings, dotted: str) -> Setting | None:
 def _value(chosen: Settings, dotted: str) -> object:
     setting = _find(chosen, dotted)
     return setting.value if setting else None
-
-
-def _origin(chosen: Settings, dotted: str) -> str:
-    setting = _find(chosen, dotted)
-    return setting.origin if setting else "default"

@@ -39,11 +39,6 @@ class Repository(NamedTuple):
     revision: str | None
     repository_type: Literal["model", "dataset"]
 
-    @property
-    def page(self) -> str:
-        """Return the URL of its page on the hub."""
-        return f"{_endpoint()}/{'datasets/' if self.repository_type == 'dataset' else ''}{self.name}"
-
 
 class HubFault(NamedTuple):
     """Why the hub does not give a repository."""
@@ -94,7 +89,7 @@ def fault_of(error: BaseException) -> HubFault | None:
         if isinstance(seen, errors.HfHubHTTPError) and not isinstance(seen, errors.EntryNotFoundError):
             return _refusal(seen)
         if type(seen).__module__.startswith("httpx") or isinstance(seen, (ConnectionError, TimeoutError)):
-            return HubFault("unreachable", f"{_endpoint()} cannot be reached ({without_passwords(first_line(seen))})")
+            return _unreachable(seen)
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)
     return None
 
@@ -113,20 +108,20 @@ def explain(fault: HubFault, repository: Repository, key: str, state: str) -> st
 
 def what_to_do(fault: HubFault, repository: Repository, key: str) -> str:
     """Write what helps against a fault; see `explain`."""
-    noun, folder = (
-        "data set" if repository.repository_type == "dataset" else "model",
-        repository.name.rpartition("/")[2],
-    )
+    is_dataset = repository.repository_type == "dataset"
+    noun = "data set" if is_dataset else "model"
     if fault.reason == "gated":
+        page = f"{_endpoint()}/{'datasets/' if is_dataset else ''}{repository.name}"
         return (
-            f"Ask for access at {repository.page}, then run `hf auth login` or set HF_TOKEN, with a token of the "
+            f"Ask for access at {page}, then run `hf auth login` or set HF_TOKEN, with a token of the "
             "account that has access."
         )
     if fault.reason == "missing":
         return f"Correct {key}; if it is a private {noun}, run `hf auth login` or set HF_TOKEN."
     if fault.reason == "revision":
         return f"Correct {key.partition('.')[0]}.revision, or drop it."
-    options = " --repo-type dataset" if repository.repository_type == "dataset" else ""
+    folder = repository.name.rpartition("/")[2]
+    options = " --repo-type dataset" if is_dataset else ""
     options += f" --revision {repository.revision}" if repository.revision else ""
     copy = (
         f"run `hf download {repository.name}{options} --local-dir {folder}` on a machine that reaches the hub, "
@@ -158,8 +153,8 @@ def cached_file(repository: Repository, name: str) -> Path | None:
     """Return a file of a repository in the hub's cache; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
-    repository_type, revision = repository.repository_type, repository.revision
-    found = try_to_load_from_cache(repository.name, name, revision=revision, repo_type=repository_type)
+    hub_id, revision, repository_type = repository
+    found = try_to_load_from_cache(hub_id, name, revision=revision, repo_type=repository_type)
     return Path(found) if isinstance(found, str) else None
 
 
@@ -194,18 +189,14 @@ def _request(repository: Repository, limit: float) -> HubFault | None:
     from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_url
 
     try:
-        name = "config.json" if repository.repository_type == "model" else ".gitattributes"
-        repository_type, revision = repository.repository_type, repository.revision
-        url = hf_hub_url(
-            repository.name, name, repo_type=repository_type, revision=revision, endpoint=constants.ENDPOINT
-        )
+        hub_id, revision, repository_type = repository
+        name = "config.json" if repository_type == "model" else ".gitattributes"
+        url = hf_hub_url(hub_id, name, repo_type=repository_type, revision=revision, endpoint=constants.ENDPOINT)
         found = get_hf_file_metadata(url, timeout=2 * limit)  # `_ask` counts
     except errors.EntryNotFoundError:
         return None
     except Exception as error:  # the client's own errors differ from version to version
-        return fault_of(error) or HubFault(
-            "unreachable", f"{_endpoint()} cannot be reached ({without_passwords(first_line(error))})"
-        )
+        return fault_of(error) or _unreachable(error)
     if found.commit_hash is None:
         return HubFault("unreachable", f"what answers at {_endpoint()} is no hub: a proxy, or the page of a login")
     return None
@@ -220,6 +211,10 @@ def _refusal(error: Any) -> HubFault:
         return _missing()
     phrase = getattr(error.response, "reason_phrase", "")
     return HubFault("refused", f"{_endpoint()} answers {status} {phrase}".rstrip())
+
+
+def _unreachable(error: BaseException) -> HubFault:
+    return HubFault("unreachable", f"{_endpoint()} cannot be reached ({without_passwords(first_line(error))})")
 
 
 def _missing() -> HubFault:

@@ -75,6 +75,8 @@ def _class_name(value: object) -> object:
     return f"torch.optim.{value}" if isinstance(value, str) and value.isidentifier() else value
 
 
+_EMPTY = Dropped("it is empty", _is_nothing)
+
 RENAMED = {
     "lora.targets": "lora.target_modules",
     "training.trackers": "training.report_to",
@@ -89,11 +91,8 @@ REMOVED = {"data.stream": "data.max_rows alone reads the first rows of a hub dat
 TABLE: dict[str, tuple[Rule, ...]] = {
     **{older: (Dropped(reason),) for older, reason in REMOVED.items()},
     "training.optimizer_type": (Renamed("optim.optimizer", _class_name),),
-    "training.optimizer_args": (
-        Dropped("it is empty", _is_nothing),
-        Renamed("optim.learning_rate", _only_item),  # the first positional argument of every torch optimizer
-    ),
-    "training.optimizer_kwargs": (Dropped("it is empty", _is_nothing),),
+    "training.optimizer_args": (_EMPTY, Renamed("optim.learning_rate", _only_item)),  # the first argument in torch
+    "training.optimizer_kwargs": (_EMPTY,),
     **{
         f"training.{older}.{name}": (Renamed(key),)
         for older in ("optimizer_args", "optimizer_kwargs")
@@ -106,21 +105,15 @@ TABLE: dict[str, tuple[Rule, ...]] = {
     "num_epochs": (Renamed("training.num_epochs"),),
     "epochs": (Renamed("training.num_epochs"),),
     "early_stopping.type": (Dropped("there is one rule, and early_stopping.patience sets it"),),
-    "early_stopping.args": (
-        Dropped("it is empty", _is_nothing),
-        Renamed("early_stopping.patience", _only_item),
-    ),
+    "early_stopping.args": (_EMPTY, Renamed("early_stopping.patience", _only_item)),
     "early_stopping.args.*": (Renamed("early_stopping"),),
-    "early_stopping.kwargs": (Dropped("it is empty", _is_nothing),),
+    "early_stopping.kwargs": (_EMPTY,),
     "early_stopping.kwargs.*": (Renamed("early_stopping"),),
     "validation.validator.device": (Dropped(_ONE_DEVICE),),
     "testing.tester.device": (Dropped(_ONE_DEVICE),),
     "parallel.master_port": (Renamed("parallel.master_port", _number),),
     **dict.fromkeys(("criterion", "criterion.*", "training.criterion", "training.criterion.*"), (Refused(_LOSS),)),
-    "model.type": (
-        Dropped("the class follows from the model's own config.json", _is_causal_lm),
-        Refused(_NOT_CAUSAL),
-    ),
+    "model.type": (Dropped("the class follows from the model's own config.json", _is_causal_lm), Refused(_NOT_CAUSAL)),
 }
 """Older keys (``.*``: anything below) and their rules. The first rule that applies counts."""
 

@@ -30,12 +30,8 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-def _represent_dotted_name(dumper: yaml.SafeDumper, name: DottedName) -> yaml.ScalarNode:
-    return dumper.represent_scalar("!pyobject", str(name))
-
-
 _Dumper.add_representer(str, _represent_text)
-_Dumper.add_representer(DottedName, _represent_dotted_name)
+_Dumper.add_representer(DottedName, lambda dumper, name: dumper.represent_scalar("!pyobject", str(name)))
 
 
 def resolved_yaml(config: Config) -> str:
