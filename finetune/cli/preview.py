@@ -20,7 +20,7 @@ from rich.text import Text
 
 from finetune.cli.overrides import config_from_overrides
 from finetune.config.objectives import OBJECTIVES
-from finetune.data.rows import describe_row_type
+from finetune.data.rows import ROW_TYPE_NAMES
 from finetune.diagnose.preview_tokens import Piece, on_one_line, visible
 from finetune.distributed.environment import is_first_process
 from finetune.findings import count, exit_code
@@ -166,7 +166,7 @@ def _split_cells(split: SplitSummary) -> list[str]:
 def _bars(preview: Preview) -> Iterator[str]:
     split = preview.splits[preview.shown_split]
     row = "the longer side of a pair" if OBJECTIVES[preview.objective].rows == "pairs" else "a row"
-    yield f"tokens of {row} ({preview.shown_split}, {describe_row_type(split.kind)})"
+    yield f"tokens of {row} ({preview.shown_split}, {ROW_TYPE_NAMES[split.kind]})"
     most = max(bin_.rows for bin_ in split.histogram)
     width = len(f"{split.histogram[-1].longest:,}")
     digits = len(f"{most:,}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.data.row_file import CannotWriteError, Encode, EncodedRows, map_rows, rows_in_memory, write_rows
-from finetune.data.rows import describe_row_type
+from finetune.data.rows import ROW_TYPE_NAMES
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.runs.durable import describe_os_error
 from finetune.runs.file_lock import file_lock
@@ -103,7 +103,7 @@ def _read(path: Path, what: str) -> EncodedRows | None:
     except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
         _log.warning("%s is damaged (%s); %s is encoded again", path, error, what)
         return None
-    _log.info("%s: %s; encoded before, read from %s", what, rows.read_as or describe_row_type(rows.row_type), path)
+    _log.info("%s: %s; encoded before, read from %s", what, rows.read_as or ROW_TYPE_NAMES[rows.row_type], path)
     return rows
 
 

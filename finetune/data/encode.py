@@ -23,7 +23,7 @@ from finetune.data.parallel import (
 )
 from finetune.data.row_checks import check_rows, name_some
 from finetune.data.row_file import RowFacts, RowWriter
-from finetune.data.rows import Examples, RowProblems, describe_row_type
+from finetune.data.rows import ROW_TYPE_NAMES, Examples, RowProblems
 from finetune.data.templates import AnswerTokens, TrainOn, digest_tokenizer, encode_batch
 from finetune.data.turns import Dialogue
 from finetune.data.values import BadRowError
@@ -189,12 +189,12 @@ class _Encoder:
         self._digest = digest_tokenizer(tokenizer)
         self._section = section
         self._fallbacks = fallbacks
-        self._done: dict[int, EncodedExamples] = {}
+        self._done: dict[Examples, EncodedExamples] = {}
 
     def encode(self, examples: Examples) -> Part:
         """Encode the rows that a split has from one source."""
         whole = examples.whole
-        if id(whole) not in self._done:
+        if whole not in self._done:
             rows = load_or_encode(
                 Path(self._section.cache_dir).expanduser(),
                 encoding_key(whole, self._digest, self._section),
@@ -203,8 +203,8 @@ class _Encoder:
                 whole.label,
             )
             end_id = self.tokens.end_id_of(rows.row_type)
-            self._done[id(whole)] = EncodedExamples([rows], end_id, whole.source.place)
-        encoded = self._done[id(whole)]
+            self._done[whole] = EncodedExamples([rows], end_id, whole.source.place)
+        encoded = self._done[whole]
         if examples.choose is not None:
             encoded = encoded.select_examples(examples.choose(encoded.num_examples))
         return Part(encoded, examples.label, examples.weight, examples.name)
@@ -253,7 +253,7 @@ def _count(examples: EncodedExamples) -> str:
 
 def _describe_split(name: str, examples: EncodedExamples) -> list[str]:
     lines = [
-        f"{name}: {_count(examples)} of {describe_row_type(examples.row_type)}, "
+        f"{name}: {_count(examples)} of {ROW_TYPE_NAMES[examples.row_type]}, "
         f"{int(examples.lengths.sum()):,} tokens, {int(examples.num_targets.sum()):,} target tokens, "
         f"longest row {int(examples.lengths.max()):,} tokens, {int(examples.is_truncated.sum()):,} rows truncated"
     ]

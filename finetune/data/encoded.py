@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import Dataset
@@ -19,6 +19,8 @@ from finetune.data.row_file import EncodedRows, RowFacts, RowWriter, rows_in_mem
 from finetune.data.templates import TokenisedRow
 from finetune.engine.prefixes import Tokens
 from finetune.errors import DataError
+
+RowsT = TypeVar("RowsT")
 
 _PIECE = 1 << 24
 """Tokens that are looked at together."""
@@ -101,6 +103,10 @@ class EncodedExamples(Dataset[EncodedExample]):
         name_row: names a row in messages, given its number in the source: `orders/train.jsonl:17`.
         rows: the chosen rows. Default: all of the only source.
         subset_names: the names of the subsets that are measured beside the whole split, see `finetune.data.subsets`.
+
+    Attributes:
+        lengths: tokens of each row, int64, shape (rows,).
+        num_targets: target tokens of each row, int64, shape (rows,).
     """
 
     def __init__(
@@ -113,9 +119,10 @@ class EncodedExamples(Dataset[EncodedExample]):
     ) -> None:
         self.sources = tuple(sources)
         self.rows = RowTable.of(*sources) if rows is None else rows
+        self.lengths, self.num_targets = self.rows.lengths, self.rows.num_targets
         self.end_id = end_id
+        self.name_row = name_row
         self.subset_names = tuple(subset_names)
-        self._name_row = name_row
         self._begins = [0, *accumulate(len(source.token_ids) for source in sources)]
 
     @classmethod
@@ -150,7 +157,7 @@ class EncodedExamples(Dataset[EncodedExample]):
         return cls(
             [source for part in parts for source in part.sources],
             talking[0].end_id,
-            partial(_name_joined_row, [part._name_row for part in parts], numbers),
+            partial(_name_joined_row, [part.name_row for part in parts], numbers),
             rows._replace(example_of=_example_of(begins_example[1:])),
             names,
         )
@@ -158,7 +165,7 @@ class EncodedExamples(Dataset[EncodedExample]):
     def with_subsets(self, names: Sequence[str], subset: torch.Tensor) -> EncodedExamples:
         """Return the same rows with these subsets; `subset` has the index of each row's name, int16, shape (rows,)."""
         rows = self.rows._replace(subset=subset)
-        return EncodedExamples(self.sources, self.end_id, self._name_row, rows, names)
+        return EncodedExamples(self.sources, self.end_id, self.name_row, rows, names)
 
     def select(self, indices: Sequence[int] | torch.Tensor) -> EncodedExamples:
         """Return the rows at these indices, in their order; a row may come more than once."""
@@ -169,7 +176,7 @@ class EncodedExamples(Dataset[EncodedExample]):
         # An example that comes again begins again, also where it follows itself.
         example_of = _example_of((rows.example_of.diff() != 0) | (chosen.diff() <= 0))
         rows = rows._replace(example_of=example_of)
-        return EncodedExamples(self.sources, self.end_id, self._name_row, rows, self.subset_names)
+        return EncodedExamples(self.sources, self.end_id, self.name_row, rows, self.subset_names)
 
     def select_examples(self, examples: Sequence[int]) -> EncodedExamples:
         """Return the rows of the examples at these indices, in their order; an example may come more than once."""
@@ -241,16 +248,6 @@ class EncodedExamples(Dataset[EncodedExample]):
         """Whether an example may have several rows."""
         return self.num_examples < len(self)
 
-    @property
-    def lengths(self) -> torch.Tensor:
-        """Tokens of each row, int64, shape (rows,)."""
-        return self.rows.lengths
-
-    @property
-    def num_targets(self) -> torch.Tensor:
-        """Target tokens of each row, int64, shape (rows,)."""
-        return self.rows.num_targets
-
     @cached_property
     def is_truncated(self) -> torch.Tensor:
         """Whether each row was cut at data.max_length, bool, shape (rows,)."""
@@ -289,11 +286,7 @@ class EncodedExamples(Dataset[EncodedExample]):
 
     def source(self, index: int) -> str:
         """Name the origin of a row: `orders/train.jsonl:17`."""
-        return self.place(int(self.rows.numbers[index]))
-
-    def place(self, number: int) -> str:
-        """Name the origin of the row with this number in the source."""
-        return self._name_row(number)
+        return self.name_row(int(self.rows.numbers[index]))
 
     def prompt_and_answer(self, index: int) -> PromptAndAnswer:
         """Split a row into its last answer and everything before it, for generation.
@@ -357,12 +350,16 @@ class Part:
 
 
 @dataclass(frozen=True)
-class EncodedSplits:
-    """The encoded rows of a run."""
+class SplitsOf(Generic[RowsT]):
+    """The splits of a run."""
 
-    train: EncodedExamples
-    validation: EncodedExamples | None = None
-    test: EncodedExamples | None = None
+    train: RowsT
+    validation: RowsT | None = None
+    test: RowsT | None = None
+
+
+class EncodedSplits(SplitsOf[EncodedExamples]):
+    """The encoded rows of a run."""
 
 
 def _add_to(digest: hashlib._Hash, dtype: torch.dtype, length: int, pieces: Iterable[torch.Tensor]) -> None:

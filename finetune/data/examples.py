@@ -15,8 +15,8 @@ from finetune.config.shipped_files import resolve_shipped
 from finetune.data.compressed import stem_of, suffix_of
 from finetune.data.held_out import SplitSize, parse_split_size, rows_of_split
 from finetune.data.hub import open_split, split_names
-from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RowSource, quiet_datasets
-from finetune.data.remote import RemoteRows, is_address, local_path, name_of, names_at
+from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, quiet_datasets
+from finetune.data.remote import RemoteRows, RowSource, is_address, local_path, name_of, names_at
 from finetune.data.rows import Examples, JoinedExamples
 from finetune.data.subset_names import names_of_sources
 from finetune.errors import ConfigError, DataError
@@ -42,6 +42,11 @@ class ExampleSplits:
     train: Examples | JoinedExamples
     validation: Examples | JoinedExamples | None = None
     test: Examples | JoinedExamples | None = None
+
+    def wholes(self) -> list[Examples]:
+        """Return all rows of each source. A source that several splits have rows of comes once."""
+        parts = (part for split in vars(self).values() if split is not None for part in split.parts)
+        return list(dict.fromkeys(part.whole for part in parts))
 
 
 @dataclass(frozen=True)
@@ -199,10 +204,8 @@ def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sourc
         )
     wanted = {split: getattr(section, split) for split in SPLIT_NAMES if split not in without}
     sizes = {split: size for split, text in wanted.items() if (size := _size_of(split, text, at_path)) is not None}
-    cache_dir = section.cache_dir
-    sources = {
-        split: _find_split(split, text, at_path, cache_dir) for split, text in wanted.items() if split not in sizes
-    }
+    others = {split: text for split, text in wanted.items() if split not in sizes}
+    sources = {split: _find_split(split, text, at_path, section.cache_dir) for split, text in others.items()}
     return _Sources(at_path, sizes, sources)
 
 

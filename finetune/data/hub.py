@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from finetune.config.hub import HubFault, Repository, cache_only, explain, fault_of, find_fault
 from finetune.config.schema import DataSection
-from finetune.data.readers import DatasetRows, FileRows, RowSource, quiet_datasets
+from finetune.data.readers import DatasetRows, FileRows, quiet_datasets
 from finetune.errors import DataError
 from finetune.runs.durable import describe_os_error, replace_file
 from finetune.runs.file_lock import file_lock
@@ -43,15 +43,14 @@ def split_names(section: DataSection, path: str) -> list[str]:
         return list(datasets.get_dataset_split_names(path, section.name, revision=section.revision))
 
     fault = _hub_fault(section, path)
-    kept = [] if fault is None else _kept_rows(section, path)
-    if fault is not None and kept:
+    if fault is not None and (kept := _kept_rows(section, path)):
         _log.warning("%s: %s; the rows that were read before are used", path, fault.text)
         return list(dict.fromkeys(map(_split_of, kept)))
     with quiet_datasets():
         return _ask(section, path, ask)
 
 
-def open_split(section: DataSection, path: str, split: str) -> RowSource:
+def open_split(section: DataSection, path: str, split: str) -> FileRows | DatasetRows:
     """Return the rows of a split. The first `data.max_rows` of a hub data set are read without downloading the others.
 
     Args:
@@ -152,11 +151,6 @@ def _ask(section: DataSection, path: str, question: Callable[[], _Answer]) -> _A
     """Call `datasets`, and turn its errors into one sentence.
 
     If the hub does not answer, the client only uses its cache, which has the data sets that were prepared here.
-
-    Args:
-        section: `data.revision`.
-        path: a hub id or a local folder.
-        question: the call.
 
     Raises:
         DataError: the hub does not answer, does not have it, or the data set cannot be read.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,11 +16,10 @@ import torch
 from torch.utils.data import Dataset
 
 from finetune.data.encode import encode_examples
-from finetune.data.encoded import EncodedExample, EncodedExamples, digest_tensors
+from finetune.data.encoded import EncodedExample, EncodedExamples, SplitsOf, digest_tensors
 from finetune.data.examples import load_examples
 from finetune.data.formats import LABELLED
 from finetune.data.preferences import reading_as, refuse_each_turn
-from finetune.engine.prefixes import Tokens
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -52,12 +50,20 @@ class EncodedLabelled(Dataset[LabelledExample]):
         label: the file or split, for messages.
         max_length: the most tokens of a prompt with a mismatched completion; the rest is cut off.
 
+    Attributes:
+        is_good: the label of each row, bool, shape (rows,).
+        lengths, sides, tokens: those of the rows, see `EncodedExamples`.
+
     Raises:
         DataError: there is one row only, or a row has no target left.
     """
 
+    row_type = LABELLED.name
+
     def __init__(self, answers: EncodedExamples, label: str, *, max_length: int) -> None:
         self.answers = answers
+        self.is_good = answers.rows.is_good
+        self.lengths, self.sides, self.tokens = answers.lengths, answers.sides, answers.tokens
         self.label = label
         self.max_length = max_length
         if len(answers) < 2:
@@ -89,26 +95,6 @@ class EncodedLabelled(Dataset[LabelledExample]):
         """Return the indices of rows that take their mismatched completions from the rows in `before`."""
         return list(zip(rows, before, strict=True))
 
-    @property
-    def is_good(self) -> torch.Tensor:
-        """The label of each row, bool, shape (rows,)."""
-        return self.answers.rows.is_good
-
-    @property
-    def sides(self) -> tuple[EncodedExamples, ...]:
-        """See `EncodedExamples.sides`."""
-        return (self.answers,)
-
-    @property
-    def row_type(self) -> str:
-        """See `EncodedExamples.row_type`."""
-        return LABELLED.name
-
-    @property
-    def lengths(self) -> torch.Tensor:
-        """See `EncodedExamples.lengths`."""
-        return self.answers.lengths
-
     @cached_property
     def longest_mismatched(self) -> int:
         """An upper limit for the tokens of a mismatched completion: the longest prompt with the longest answer."""
@@ -120,18 +106,9 @@ class EncodedLabelled(Dataset[LabelledExample]):
         """The fingerprint of the rows, and one of their labels."""
         return f"{self.answers.fingerprint}/{digest_tensors([self.is_good])}"
 
-    def tokens(self, index: int) -> Tokens:
-        """See `EncodedExamples.tokens`."""
-        return self.answers.tokens(index)
 
-
-@dataclass(frozen=True, kw_only=True)
-class EncodedLabelledSplits:
-    """The encoded labelled rows of a run. There is no test phase for them: `test` is always off."""
-
-    train: EncodedLabelled
-    validation: EncodedLabelled | None = None
-    test: None = None
+class EncodedLabelledSplits(SplitsOf[EncodedLabelled]):
+    """The encoded labelled rows of a run. There is no test phase for them: `test` is always None."""
 
 
 def encode_labelled(
@@ -143,11 +120,7 @@ def encode_labelled(
 ) -> EncodedLabelledSplits:
     """Read and encode the labelled rows of the training and the validation split.
 
-    Args:
-        section: describes the rows.
-        tokenizer: see `encode_examples`.
-        fallbacks: see `encode_examples`.
-        is_checked: see `encode_examples`.
+    The arguments are those of `encode_examples`.
 
     Raises:
         DataError: a row cannot be used.

@@ -26,11 +26,7 @@ def encode_for_objective(
 ) -> AnySplits:
     """Read and encode the rows of a run: answers, pairs of answers or labelled answers, as its objective needs them.
 
-    Args:
-        config: the whole run.
-        tokenizer: the model's.
-        fallbacks: see `encode_examples`.
-        is_checked: see `encode_examples`.
+    The arguments after the config are those of `encode_examples`.
 
     Raises:
         DataError: a row cannot be used.

@@ -7,7 +7,6 @@ completion, like every other row.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -16,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from finetune.data.encode import encode_examples
-from finetune.data.encoded import EncodedExample, EncodedExamples
+from finetune.data.encoded import EncodedExample, EncodedExamples, SplitsOf
 from finetune.data.examples import load_examples
 from finetune.data.row_checks import ROW_CHECKS
 from finetune.engine.prefixes import Tokens, num_shared
@@ -44,13 +43,18 @@ class EncodedPairs(Dataset[EncodedPair]):
         rejected: the rejected side, in the same order.
         label: the file or split, for messages.
 
+    Attributes:
+        sides: the chosen and the rejected answers, each with its prompt.
+        lengths: tokens of the longer side of each pair, int64, shape (pairs,).
+
     Raises:
         DataError: the sides have different rows, or one has no target left.
     """
 
+    row_type = "preference"
+
     def __init__(self, chosen: EncodedExamples, rejected: EncodedExamples, label: str) -> None:
-        self.chosen = chosen
-        self.rejected = rejected
+        self.chosen, self.rejected = self.sides = chosen, rejected
         self.label = label
         if chosen.rows.numbers.tolist() != rejected.rows.numbers.tolist():
             raise DataError(f"{label}: {len(chosen)} rows have a chosen answer and {len(rejected)} a rejected one.")
@@ -60,27 +64,13 @@ class EncodedPairs(Dataset[EncodedPair]):
                 f"{label}: {len(empty)} pairs have a side without a target token, the first is "
                 f"{chosen.source(empty[0])}. Raise data.max_length, or remove them."
             )
+        self.lengths = torch.maximum(chosen.lengths, rejected.lengths)
 
     def __len__(self) -> int:
         return len(self.chosen)
 
     def __getitem__(self, index: int) -> EncodedPair:
         return EncodedPair(self.chosen[index], self.rejected[index])
-
-    @property
-    def sides(self) -> tuple[EncodedExamples, EncodedExamples]:
-        """The chosen and the rejected answers, each with its prompt."""
-        return self.chosen, self.rejected
-
-    @property
-    def row_type(self) -> str:
-        """See `EncodedExamples.row_type`."""
-        return "preference"
-
-    @cached_property
-    def lengths(self) -> torch.Tensor:
-        """Tokens of the longer side of each pair, int64, shape (pairs,)."""
-        return torch.maximum(self.chosen.lengths, self.rejected.lengths)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -97,13 +87,8 @@ class EncodedPairs(Dataset[EncodedPair]):
         return num_shared(self.chosen.tokens(index), self.rejected.tokens(index))
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncodedPairSplits:
-    """The encoded pairs of a run. There is no test phase for pairs: `test` is always off."""
-
-    train: EncodedPairs
-    validation: EncodedPairs | None = None
-    test: None = None
+class EncodedPairSplits(SplitsOf[EncodedPairs]):
+    """The encoded pairs of a run. There is no test phase for pairs: `test` is always None."""
 
 
 def side_of_pairs(section: DataSection, side: Literal["chosen", "rejected"]) -> DataSection:
@@ -172,11 +157,8 @@ def encode_preferences(
 ) -> EncodedPairSplits:
     """Read and encode the pairs of the training and the validation split.
 
-    Args:
-        section: describes the rows; only `prompt`, `label` and `tools` of its `columns` are used.
-        tokenizer: see `encode_examples`.
-        fallbacks: see `encode_examples`.
-        is_checked: see `encode_examples`.
+    Of the section's `columns`, only `prompt`, `label` and `tools` are used. The arguments are those of
+    `encode_examples`.
 
     Raises:
         DataError: a row cannot be used.
@@ -186,14 +168,10 @@ def encode_preferences(
     if is_checked:
         _refuse_drops(section)
     sides = []
-    side: Literal["chosen", "rejected"]
-    for side in ("chosen", "rejected"):
-        of_side = side_of_pairs(section, side)
+    for of_side in (side_of_pairs(section, "chosen"), side_of_pairs(section, "rejected")):
         examples = load_examples(of_side)
-        sides.append(
-            (examples, encode_examples(examples, tokenizer, of_side, fallbacks=fallbacks, is_checked=is_checked))
-        )
-    (examples, chosen), (_, rejected) = sides
+        sides.append(encode_examples(examples, tokenizer, of_side, fallbacks=fallbacks, is_checked=is_checked))
+    chosen, rejected = sides
     train = EncodedPairs(chosen.train, rejected.train, examples.train.label)
     if chosen.validation is None or rejected.validation is None:
         return EncodedPairSplits(train=train)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from finetune.data.compressed import is_compressed, opened, suffix_of, suffixes_of
 from finetune.errors import DataError
@@ -112,23 +112,6 @@ class DatasetRows:
     def rows(self) -> Iterator[RawRow]:
         """Yield every row."""
         return (RawRow(number, row) for number, row in enumerate(self.dataset, start=1))
-
-
-class RowSource(Protocol):
-    """The rows of one split, wherever they are; see `FileRows`."""
-
-    @property
-    def label(self) -> str:
-        """The file or split as the user would name it."""
-
-    def place(self, number: int) -> str:
-        """Name one row."""
-
-    def digest(self) -> str:
-        """Compute a SHA-256 over the rows."""
-
-    def rows(self) -> Iterator[RawRow]:
-        """Yield every row, also rows that cannot be read."""
 
 
 def _read_json_lines(path: Path, label: str) -> Iterator[RawRow]:

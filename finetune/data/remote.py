@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from finetune.data.compressed import suffix_of, suffixes_of
-from finetune.data.readers import SUFFIXES, FileRows, RawRow
+from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RawRow
 from finetune.errors import DataError, first_line
 from finetune.logs import waiting
 from finetune.runs.durable import describe_os_error, replacing
@@ -127,6 +127,10 @@ class RemoteRows:
 
     def _ask(self, question: Callable[[Any, str], _Answer]) -> _Answer:
         return ask(self.key, self.address, question)
+
+
+RowSource: TypeAlias = FileRows | DatasetRows | RemoteRows
+"""The rows of one split, wherever they are."""
 
 
 def names_at(key: str, address: str) -> dict[str, str]:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MAX_NAMED = 3
+_RAISE_LENGTH = "Raise data.max_length (the longest has {longest:,} tokens)"
+_OR_KEEP = ", or =warn to keep them"
 
 
 @dataclass(frozen=True)
@@ -64,21 +66,21 @@ ROW_CHECKS = (
         lambda examples, _: examples.is_truncated,
         "are longer than data.max_length={max_length}",
         "the rest is cut off",
-        "Raise data.max_length (the longest has {longest:,} tokens)",
+        _RAISE_LENGTH,
     ),
     RowCheck(
         "on_no_target",
         lambda examples, _: examples.num_targets == 0,
         "have no token that carries loss within data.max_length={max_length}",
         "they can neither be learned from nor measured on",
-        "Raise data.max_length (the longest has {longest:,} tokens)",
+        _RAISE_LENGTH,
     ),
     RowCheck(
         "on_truncated_answer",
         lambda examples, _: is_answer_truncated(examples),
         "have an answer that data.max_length={max_length} cuts before its end of turn",
         "the model would learn answers that break off",
-        "Raise data.max_length (the longest has {longest:,} tokens)",
+        _RAISE_LENGTH,
     ),
     RowCheck(
         "on_doubled_bos",
@@ -132,7 +134,9 @@ def _apply(
     """Apply a check to a split. Returns its parts without the rows that are dropped."""
     action = getattr(section, check.key)
     masks = [check.find(part.examples, bos_id) for part in parts]
-    found = [(part.examples, row) for part, mask in zip(parts, masks, strict=True) for row in _rows(mask)]
+    found = [
+        (part.examples, row) for part, mask in zip(parts, masks, strict=True) for row in mask.nonzero()[:, 0].tolist()
+    ]
     if not found:
         return parts
     longest = max(int(examples.rows.full_lengths[row]) for examples, row in found)
@@ -146,15 +150,16 @@ def _apply(
     message = (
         f"{what}: {check.so}. {check.advice.format(**known)}, or set data.{check.key}=drop to leave these rows out"
     )
-    _warn_or_refuse(action, message, refused)
+    _warn_or_refuse(action, message, refused, _OR_KEEP)
     return parts
 
 
-def _warn_or_refuse(action: str, message: str, refused: list[str]) -> None:
+def _warn_or_refuse(action: str, message: str, refused: list[str], or_warn: str = "") -> None:
+    """Log the message as a warning, or add it to `refused`, followed by what the user can set instead."""
     if action == "warn":
         _log.warning("%s.", message)
     else:
-        refused.append(f"{message}, or =warn to keep them.")
+        refused.append(f"{message}{or_warn}.")
 
 
 def _check_keys(parts: Mapping[str, Sequence[Part]], section: DataSection, template: str, refused: list[str]) -> None:
@@ -164,13 +169,10 @@ def _check_keys(parts: Mapping[str, Sequence[Part]], section: DataSection, templ
         for key, count, first in examples.ignored_keys:
             message = (
                 f"{label}: the chat template of {template} does not render {key} (rows that have it: {count:,}, the "
-                f"first is {examples.place(first)}): the model would not see it. Use a template that renders it "
+                f"first is {examples.name_row(first)}): the model would not see it. Use a template that renders it "
                 "(data.chat_template), remove the key, or set data.on_ignored_key=warn to train without it"
             )
-            if section.on_ignored_key == "warn":
-                _log.warning("%s.", message)
-            else:
-                refused.append(f"{message}.")
+            _warn_or_refuse(section.on_ignored_key, message, refused)
 
 
 def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: list[str]) -> None:
@@ -197,7 +199,7 @@ def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: 
             f"{what}: results on them say nothing about new rows. Remove them from one of the two, or set "
             "data.on_overlap=drop to take them out of training"
         )
-        _warn_or_refuse(section.on_overlap, message, refused)
+        _warn_or_refuse(section.on_overlap, message, refused, _OR_KEEP)
 
 
 def _check_end_of_turn(train: Sequence[Part], section: DataSection, refused: list[str]) -> None:
@@ -212,10 +214,8 @@ def _check_end_of_turn(train: Sequence[Part], section: DataSection, refused: lis
         f"{'an answer' if talking else 'a text'} (id {end_id}) among those that carry loss, so the model would not "
         f"learn to stop. Raise data.max_length, which is {section.max_length}, until answers fit with their end"
     )
-    if section.on_untrained_end == "warn" or not talking:  # plain text is often cut into pieces
-        _log.warning("%s.", message)
-    else:
-        refused.append(f"{message}, or set data.on_untrained_end=warn to train like that.")
+    action = section.on_untrained_end if talking else "warn"  # plain text is often cut into pieces
+    _warn_or_refuse(action, message, refused, ", or set data.on_untrained_end=warn to train like that")
 
 
 def _teaches_end(examples: EncodedExamples) -> bool:
@@ -254,11 +254,6 @@ def _without(parts: Sequence[Part], keep: Sequence[torch.Tensor], split: str, ke
     if not left:
         raise DataError(f"{split}: data.{key}=drop leaves no row. {advice}, or give other rows.")
     return left
-
-
-def _rows(mask: torch.Tensor) -> list[int]:
-    rows: list[int] = mask.nonzero()[:, 0].tolist()
-    return rows
 
 
 def _name_row(examples: EncodedExamples, row: int) -> str:

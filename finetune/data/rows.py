@@ -9,13 +9,14 @@ from functools import cached_property
 from itertools import chain, islice
 
 from finetune.data.formats import FORMATS, LABELLED, PROMPTS, Example, Format, RowType, detect_format, parse_row
-from finetune.data.readers import RawRow, RowSource
+from finetune.data.readers import RawRow
+from finetune.data.remote import RowSource
 from finetune.data.values import BadRowError
 from finetune.errors import DataError
 
 _log = logging.getLogger(__name__)
 
-_ROW_TYPES = {
+ROW_TYPE_NAMES = {
     "messages": "chat messages",
     "prompt_completion": "prompt and completion",
     "text": "plain text",
@@ -23,6 +24,7 @@ _ROW_TYPES = {
     "preference": "pairs of answers",
     "labelled": "good and bad answers",
 }
+"""The row types, and their names in messages."""
 _MAX_SHOWN = 5
 _LABEL_WORDS = ("true", "false", "0", "1", "0.0", "1.0")
 
@@ -180,11 +182,6 @@ class JoinedExamples(_OfRows):
         return [row for part in self.parts for row in part.rows]
 
 
-def describe_row_type(row_type: str) -> str:
-    """Return the name of a row type for messages."""
-    return _ROW_TYPES[row_type]
-
-
 def _detect(raw: Iterator[RawRow], examples: Examples) -> tuple[Format, list[RawRow]]:
     """Find the format by the columns of the first readable row. Returns it with the rows read so far."""
     leading: list[RawRow] = []
@@ -241,9 +238,7 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
     is_read = labels.column in (columns.get(name, name) for name in (*known.needs, *known.may_have))
     note = labels.check(examples.label, count) if labels.column in seen and not is_read else ""
     if not examples.read_as:
-        examples.read_as = (
-            _describe(known, columns, f"{count} rows of {describe_row_type(first.row_type)}", seen) + note
-        )
+        examples.read_as = _describe(known, columns, f"{count} rows of {ROW_TYPE_NAMES[first.row_type]}", seen) + note
         _log.info("%s: %s", examples.label, examples.read_as)
 
 

@@ -63,11 +63,7 @@ def by_column(section: DataSection, column: str, splits: Mapping[str, EncodedExa
 def _read_values(section: DataSection, column: str, places: Collection[str]) -> dict[str, str]:
     """Return the value of the column in each of the rows at these places that has one."""
     values: dict[str, str] = {}
-    splits = load_examples(section)
-    wholes = {
-        id(part.whole): part.whole for split in vars(splits).values() if split is not None for part in split.parts
-    }
-    for whole in wholes.values():
+    for whole in load_examples(section).wholes():
         for row in islice(whole.source.rows(), whole.max_rows):
             place = whole.source.place(row.number)
             value = row.value.get(column) if place in places and isinstance(row.value, Mapping) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -230,7 +230,7 @@ def _with_subsets(config: Config, splits: EncodedSplits) -> EncodedSplits:
     measured = {name: split for name, split in named_splits(splits).items() if name != "train"}
     if config.validation.by is None or not measured:
         return splits
-    return replace(splits, **by_column(config.data, config.validation.by, measured))
+    return EncodedSplits(**vars(splits) | by_column(config.data, config.validation.by, measured))
 
 
 def _digests_of_rows(splits: EncodedSplits) -> list[str]:
