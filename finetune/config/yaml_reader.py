@@ -181,13 +181,9 @@ class _Reading:
             return self._scalar(node, key)
         if not self._is_plain(node, key):
             return None
-        if isinstance(node, yaml.MappingNode):
-            return self._plain_mapping(node, key)
-        return [self._plain(item, key) for item in node.value]
-
-    def _plain_mapping(self, node: yaml.MappingNode, key: tuple[str, ...]) -> dict[str, object]:
-        """Convert a mapping inside a list. It has no dotted key of its own."""
-        values: dict[str, object] = {}
+        if not isinstance(node, yaml.MappingNode):
+            return [self._plain(item, key) for item in node.value]
+        values: dict[str, object] = {}  # a mapping inside a list, which has no dotted key of its own
         for key_node, value_node in node.value:
             below = self._key(key_node, key)
             if below is None:

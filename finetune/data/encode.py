@@ -16,6 +16,7 @@ from finetune.data.examples import ExampleSplits
 from finetune.data.formats import Example
 from finetune.data.parallel import (
     PAYS_FROM_CHARACTERS,
+    ROWS_AT_ONCE,
     Encoded,
     WorkerLostError,
     choose_processes,
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from finetune.config.schema import DataSection
 
 _log = logging.getLogger(__name__)
-
-ROWS_AT_ONCE = 512
-"""Rows of a batch: one call of the template and of the tokenizer."""
 
 
 @waiting("reading and encoding the rows")
@@ -86,7 +84,18 @@ def describe(splits: EncodedSplits) -> list[str]:
     """Summarise each split on one line, and name the rows without a target token."""
     lines = []
     for name, examples in vars(splits).items():
-        lines += [f"{name}: off"] if examples is None else _describe_split(name, examples)
+        if examples is None:
+            lines.append(f"{name}: off")
+            continue
+        lines.append(
+            f"{name}: {_count(examples)} of {ROW_TYPE_NAMES[examples.row_type]}, "
+            f"{int(examples.lengths.sum()):,} tokens, {int(examples.num_targets.sum()):,} target tokens, "
+            f"longest row {int(examples.lengths.max()):,} tokens, {int(examples.is_truncated.sum()):,} rows truncated"
+        )
+        empty = (examples.num_targets == 0).nonzero()[:, 0].tolist()
+        if empty:
+            named = name_some(examples.source(index) for index in empty)
+            lines.append(f"{name}: {len(empty):,} rows have no target token after truncation: {named}")
     return lines
 
 
@@ -111,7 +120,7 @@ def encode_rows(
     """
     seen = _look_through(examples, tokens.template, section.train_on)
     train_on: TrainOn = "last" if section.train_on == "last" else "all"
-    num_processes = choose_processes(seen.num_to_encode, seen.characters, section.num_processes, ROWS_AT_ONCE)
+    num_processes = choose_processes(seen.num_to_encode, seen.characters, section.num_processes)
 
     def write(encoded: Iterable[Encoded]) -> None:
         problems = _write_rows(encoded, writer, section.max_length)
@@ -249,16 +258,3 @@ def _count(examples: EncodedExamples) -> str:
     if not examples.has_branches:
         return f"{len(examples):,} rows"
     return f"{examples.num_examples:,} rows with {len(examples):,} answers, each with the turns before it,"
-
-
-def _describe_split(name: str, examples: EncodedExamples) -> list[str]:
-    lines = [
-        f"{name}: {_count(examples)} of {ROW_TYPE_NAMES[examples.row_type]}, "
-        f"{int(examples.lengths.sum()):,} tokens, {int(examples.num_targets.sum()):,} target tokens, "
-        f"longest row {int(examples.lengths.max()):,} tokens, {int(examples.is_truncated.sum()):,} rows truncated"
-    ]
-    empty = (examples.num_targets == 0).nonzero()[:, 0].tolist()
-    if empty:
-        named = name_some(examples.source(index) for index in empty)
-        lines.append(f"{name}: {len(empty):,} rows have no target token after truncation: {named}")
-    return lines

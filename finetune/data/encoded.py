@@ -207,7 +207,12 @@ class EncodedExamples(Dataset[EncodedExample]):
         firsts = torch.cat([starts[:1], starts[1:][breaks]])
         lasts = torch.cat([ends[:-1][breaks], ends[-1:]])
         for begin, end in zip(firsts.numpy().data, lasts.numpy().data, strict=True):
-            yield from self._between(begin, end)
+            while begin < end:
+                source = bisect_right(self._begins, begin, hi=len(self.sources)) - 1
+                until = min(end, self._begins[source + 1], begin + _PIECE)
+                inside = slice(begin - self._begins[source], until - self._begins[source])
+                yield self.sources[source].token_ids[inside], self.sources[source].is_target[inside]
+                begin = until
 
     def tokens_at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens at these positions in all sources and whether they are targets; 0 and false outside."""
@@ -310,15 +315,6 @@ class EncodedExamples(Dataset[EncodedExample]):
         source = bisect_right(self._begins, start, hi=len(self.sources)) - 1
         start -= self._begins[source]
         return self.sources[source], start, start + length
-
-    def _between(self, begin: int, end: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the tokens from one place to another, and which are targets, in pieces of some size."""
-        while begin < end:
-            source = bisect_right(self._begins, begin, hi=len(self.sources)) - 1
-            until = min(end, self._begins[source + 1], begin + _PIECE)
-            inside = slice(begin - self._begins[source], until - self._begins[source])
-            yield self.sources[source].token_ids[inside], self.sources[source].is_target[inside]
-            begin = until
 
 
 @dataclass(frozen=True)

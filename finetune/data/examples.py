@@ -123,12 +123,11 @@ def _is_here(path: str) -> bool:
         return True  # it may not be read; reading it raises an error that says so
 
 
-def _holds(is_such: Callable[[Path], bool], path: str) -> bool:
-    """Return the result of `is_such` for a path; False if the path may not be read."""
+def _is_file(path: str) -> bool:
     try:
-        return is_such(local_path(path))
+        return local_path(path).is_file()
     except OSError:
-        return False
+        return False  # it may not be looked at
 
 
 def _no_such_path(path: str) -> str:
@@ -215,7 +214,7 @@ def _as_examples(source: RowSource, section: DataSection) -> Examples:
 
 def _size_of(split: str, text: str | None, at_path: _Splits | None) -> SplitSize | None:
     """Return the size of a split that is held out of the training rows; None if `text` names a split or a file."""
-    if split == "train" or text is None or (at_path is not None and at_path.has(text)) or _holds(Path.is_file, text):
+    if split == "train" or text is None or (at_path is not None and at_path.has(text)) or _is_file(text):
         return None
     return parse_split_size(text, split)
 
@@ -243,7 +242,7 @@ def _find_split(split: str, wanted: str | None, at_path: _Splits | None, cache_d
     if is_address(wanted):
         return RemoteRows(f"data.{split}", wanted, cache_dir)
     path = local_path(wanted)
-    if _holds(Path.is_file, wanted) or (suffix_of(path) in SUFFIXES and _is_here(wanted)):
+    if _is_file(wanted) or (suffix_of(path) in SUFFIXES and _is_here(wanted)):
         return _file_rows(path, wanted)
     if suffix_of(path) in SUFFIXES or at_path is None:
         raise DataError(_no_such_file(split, wanted))

@@ -45,7 +45,8 @@ def split_names(section: DataSection, path: str) -> list[str]:
     fault = _hub_fault(section, path)
     if fault is not None and (kept := _kept_rows(section, path)):
         _log.warning("%s: %s; the rows that were read before are used", path, fault.text)
-        return list(dict.fromkeys(map(_split_of, kept)))
+        splits = (file.stem.split("-", 2)[2].rpartition("-")[0] for file in kept)  # of hub-DIGEST-SPLIT-COMMIT
+        return list(dict.fromkeys(splits))
     with quiet_datasets():
         return _ask(section, path, ask)
 
@@ -76,9 +77,14 @@ def _first_rows(section: DataSection, hub_id: str, split: str) -> Path:
 
     Without the hub, return the newest file.
     """
+    from huggingface_hub import HfApi, constants
+
+    def newest() -> str:
+        return str(HfApi(endpoint=constants.ENDPOINT).dataset_info(hub_id, revision=section.revision).sha)
+
     folder = Path(section.cache_dir).expanduser()
     is_reachable = _hub_fault(section, hub_id) is None
-    commit = _ask(section, hub_id, lambda: _commit(section, hub_id)) if is_reachable else "offline"
+    commit = _ask(section, hub_id, newest) if is_reachable else "offline"
     prefix = f"hub-{_digest(section, hub_id)}-{split}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,12 +126,6 @@ def _as_line(row: Mapping[str, Any]) -> bytes:
     return json.dumps(finite, default=lambda _: None).encode() + b"\n"
 
 
-def _commit(section: DataSection, hub_id: str) -> str:
-    from huggingface_hub import HfApi, constants
-
-    return str(HfApi(endpoint=constants.ENDPOINT).dataset_info(hub_id, revision=section.revision).sha)
-
-
 def _digest(section: DataSection, hub_id: str) -> str:
     parts = [hub_id, section.name, section.revision, section.max_rows]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
@@ -136,10 +136,6 @@ def _kept_rows(section: DataSection, hub_id: str, split: str = "*", commit: str 
     folder = Path(section.cache_dir).expanduser()
     found = folder.glob(f"hub-{_digest(section, hub_id)}-{split}-{commit}.jsonl")
     return sorted(found, key=lambda file: file.stat().st_mtime)
-
-
-def _split_of(file: Path) -> str:
-    return file.stem.split("-", 2)[2].rpartition("-")[0]
 
 
 def _hub_fault(section: DataSection, path: str) -> HubFault | None:

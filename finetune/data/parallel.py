@@ -33,6 +33,8 @@ from finetune.threads import num_cores
 
 _log = logging.getLogger(__name__)
 
+ROWS_AT_ONCE = 512
+"""Rows of a batch: one call of the template and of the tokenizer."""
 PAYS_FROM_CHARACTERS = 24_000_000
 """With less text, one process with the tokenizer's own threads is as fast: measured in docs/data.md."""
 MOST_PROCESSES = 16
@@ -46,9 +48,9 @@ class WorkerLostError(RuntimeError):
     """An encoding process cannot be started, or has ended."""
 
 
-def choose_processes(num_rows: int, characters: int, wanted: int | None, rows_at_once: int) -> int:
+def choose_processes(num_rows: int, characters: int, wanted: int | None) -> int:
     """Return the number of encoding processes: as many as wanted; otherwise one, or one per core if it pays."""
-    num_batches = -(-num_rows // rows_at_once)
+    num_batches = -(-num_rows // ROWS_AT_ONCE)
     if wanted is not None:
         return min(wanted, num_batches)
     if num_batches < 2 or num_cores() < 2 or characters < PAYS_FROM_CHARACTERS:
@@ -89,13 +91,13 @@ def _encode_in_turn(workers: Sequence[_Worker], batches: Iterable[list[Example]]
     for batch in batches:
         if not free:
             worker, earlier = busy.popleft()
-            yield earlier, worker.receive(len(earlier))
+            yield earlier, worker.receive()
             free.append(worker)
         worker = free.popleft()
         worker.send(batch)
         busy.append((worker, batch))
     for worker, batch in busy:
-        yield batch, worker.receive(len(batch))
+        yield batch, worker.receive()
 
 
 def _describe(tokens: AnswerTokens, train_on: TrainOn, folder: str) -> bytes:
@@ -143,7 +145,7 @@ class _Worker:
         """Send a batch. The process must have none."""
         self.connection.send_bytes(json.dumps(batch).encode())
 
-    def receive(self, num_rows: int) -> list[TokenisedRow | BadRowError]:
+    def receive(self) -> list[TokenisedRow | BadRowError]:
         """Wait for the rows of the batch.
 
         Raises:
@@ -165,7 +167,6 @@ class _Worker:
             marked = TokenisedRow(token_ids[start:stop], bytearray(is_target[start:stop]))  # type: ignore[arg-type]
             rows.append(BadRowError(problems[row]) if row in problems else marked)
             start = stop
-        assert len(rows) == num_rows
         return rows
 
     def end(self) -> None:

@@ -94,7 +94,7 @@ ROW_CHECKS = (
 
 
 def check_rows(
-    parts: Mapping[str, Sequence[Part]], section: DataSection, bos_id: int | None, template: str = "the tokenizer"
+    parts: Mapping[str, Sequence[Part]], section: DataSection, bos_id: int | None, template: str
 ) -> dict[str, list[Part]]:
     """Run all checks. Rows are dropped, refused or named in a warning, as the section says.
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.config.schema import DataSection
 from finetune.data import parallel
-from finetune.data.encode import ROWS_AT_ONCE, encode_examples
+from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.data.formats import Example
@@ -31,7 +31,7 @@ from tests.tiny import tiny_tokenizer
 Make = Callable[..., DataSection]
 Write = Callable[..., str]
 
-NUM_ROWS = 3 * ROWS_AT_ONCE + 7
+NUM_ROWS = 3 * parallel.ROWS_AT_ONCE + 7
 
 
 def row(number: int) -> dict[str, Any]:
@@ -149,13 +149,13 @@ def test_a_tokenizer_of_a_class_of_ones_own_is_encoded_with_by_one_process(secti
 
 def test_several_processes_are_taken_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "num_cores", lambda: 8)
-    assert choose_processes(4096, PAYS_FROM_CHARACTERS, None, 512) == 8
-    assert choose_processes(1536, PAYS_FROM_CHARACTERS, None, 512) == 3
-    assert choose_processes(4096, PAYS_FROM_CHARACTERS // 2, None, 512) == 1
-    assert choose_processes(100, PAYS_FROM_CHARACTERS, None, 512) == 1
-    assert choose_processes(4096, 4096, 3, 512) == 3
+    assert choose_processes(4096, PAYS_FROM_CHARACTERS, None) == 8
+    assert choose_processes(1536, PAYS_FROM_CHARACTERS, None) == 3
+    assert choose_processes(4096, PAYS_FROM_CHARACTERS // 2, None) == 1
+    assert choose_processes(100, PAYS_FROM_CHARACTERS, None) == 1
+    assert choose_processes(4096, 4096, 3) == 3
     monkeypatch.setattr(parallel, "num_cores", lambda: 1)
-    assert choose_processes(4096, PAYS_FROM_CHARACTERS, None, 512) == 1
+    assert choose_processes(4096, PAYS_FROM_CHARACTERS, None) == 1
 
 
 ENCODE_FOR_EVER = """
