@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import datasets
@@ -39,7 +38,7 @@ pytestmark = pytest.mark.warm
 
 
 @pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+def logged(caplog, monkeypatch):
     """The messages that finetune has logged."""
     monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
     caplog.set_level("INFO", logger="finetune")
@@ -47,7 +46,7 @@ def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def point_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def point_to(tmp_path, monkeypatch):
     """Use the hub at an address, with an empty cache, as if nothing had been asked before."""
     for name in ("HF_TOKEN", "HF_ENDPOINT", "HF_HUB_ETAG_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
@@ -58,7 +57,7 @@ def point_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
 
-    def point(address: str) -> None:
+    def point(address):
         hub._answers.clear()
         from_hub._warn_once.cache_clear()
         readable_hub.point_to(monkeypatch, address)
@@ -68,7 +67,7 @@ def point_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 
 
 @pytest.fixture
-def served(point_to: Callable[[str], None]) -> Iterator[ReadableHub]:
+def served(point_to):
     with running_hub() as state:
         state.folders["someone/tiny"] = TINY
         point_to(state.address)
@@ -83,13 +82,13 @@ def asked_for_config(state: ReadableHub) -> int:
     return sum(request.endswith("/resolve/main/config.json") for request in state.requests)
 
 
-def test_a_model_is_read_from_the_hub_and_asked_for_once(served: ReadableHub) -> None:
+def test_a_model_is_read_from_the_hub_and_asked_for_once(served):
     _, tokenizer = build_base_model(MODEL), build_tokenizer(MODEL)
     assert len(tokenizer) > 0
     assert asked_for_config(served) == 1
 
 
-def test_a_hub_that_refuses_connections_ends_with_what_to_do(point_to: Callable[[str], None], tmp_path: Path) -> None:
+def test_a_hub_that_refuses_connections_ends_with_what_to_do(point_to, tmp_path):
     address = no_hub()
     point_to(address)
     started = time.monotonic()
@@ -104,9 +103,7 @@ def test_a_hub_that_refuses_connections_ends_with_what_to_do(point_to: Callable[
     )
 
 
-def test_a_hub_that_is_named_by_hand_is_to_be_checked_first(
-    point_to: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_is_named_by_hand_is_to_be_checked_first(point_to, monkeypatch):
     point_to("http://me:secret@127.0.0.1:1")
     monkeypatch.setenv("HF_ENDPOINT", "http://me:secret@127.0.0.1:1")
     with pytest.raises(ModelError, match=r"\)\. Check HF_ENDPOINT; or run `hf download") as caught:
@@ -114,9 +111,7 @@ def test_a_hub_that_is_named_by_hand_is_to_be_checked_first(
     assert "secret" not in str(caught.value)
 
 
-def test_a_hub_that_never_answers_is_left_after_the_limit(
-    point_to: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_never_answers_is_left_after_the_limit(point_to, monkeypatch):
     monkeypatch.setattr(hub, "LIMIT_SECONDS", 1.0)
     with black_hole() as address:
         point_to(address)
@@ -128,9 +123,7 @@ def test_a_hub_that_never_answers_is_left_after_the_limit(
         assert time.monotonic() - started < 3.5
 
 
-def test_a_question_that_may_wait_longer_is_asked_again(
-    point_to: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_question_that_may_wait_longer_is_asked_again(point_to, monkeypatch):
     monkeypatch.setattr(hub, "LIMIT_BESIDE_CACHE_SECONDS", 0.2)
     monkeypatch.setattr(hub, "LIMIT_SECONDS", 0.4)
     one, other = Repository("someone/tiny", None, "model"), Repository("someone/rows", None, "dataset")
@@ -141,7 +134,7 @@ def test_a_question_that_may_wait_longer_is_asked_again(
 
 
 @pytest.mark.slow
-def test_a_wait_that_the_user_wants_is_kept(point_to: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_the_user_wants_is_kept(point_to, monkeypatch):
     monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
     with black_hole() as address:
@@ -151,7 +144,7 @@ def test_a_wait_that_the_user_wants_is_kept(point_to: Callable[[str], None], mon
     assert fault.text.endswith(("does not answer within 1 s", "cannot be reached (timed out)"))
 
 
-def test_offline_mode_is_told_and_asks_nothing(served: ReadableHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_is_told_and_asks_nothing(served, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match=r"and HF_HUB_OFFLINE is set\. Unset HF_HUB_OFFLINE; or run `hf download"):
         build_base_model(MODEL)
@@ -161,9 +154,7 @@ def test_offline_mode_is_told_and_asks_nothing(served: ReadableHub, monkeypatch:
 @pytest.mark.parametrize(
     ("token", "why"), [(None, "it is gated: no token is set"), ("hf_other", "it is gated: your token may not read it")]
 )
-def test_a_gated_model_needs_a_token(
-    served: ReadableHub, monkeypatch: pytest.MonkeyPatch, token: str | None, why: str
-) -> None:
+def test_a_gated_model_needs_a_token(served, monkeypatch, token, why):
     served.gated.add("someone/tiny")
     if token is not None:
         monkeypatch.setenv("HF_TOKEN", token)
@@ -192,13 +183,13 @@ def test_a_gated_model_needs_a_token(
         ),
     ],
 )
-def test_what_is_not_at_the_hub_is_told(served: ReadableHub, section: ModelSection, message: str) -> None:
+def test_what_is_not_at_the_hub_is_told(served, section, message):
     with pytest.raises(ModelError, match=message) as caught:
         build_base_model(section)
     assert "hf download" not in str(caught.value)
 
 
-def test_a_hub_that_is_down_or_no_hub_is_told(served: ReadableHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_is_down_or_no_hub_is_told(served, monkeypatch):
     served.status = 503
     with pytest.raises(ModelError, match=r"answers 503 Service Unavailable\. Try again later; or run `hf download"):
         build_base_model(MODEL)
@@ -208,9 +199,7 @@ def test_a_hub_that_is_down_or_no_hub_is_told(served: ReadableHub, monkeypatch: 
         build_base_model(MODEL)
 
 
-def test_what_is_in_the_cache_needs_no_network(
-    served: ReadableHub, point_to: Callable[[str], None], logged: Callable[[], list[str]]
-) -> None:
+def test_what_is_in_the_cache_needs_no_network(served, point_to, logged):
     build_base_model(MODEL), build_tokenizer(MODEL)
     with black_hole() as address:
         point_to(address)
@@ -224,7 +213,7 @@ def test_what_is_in_the_cache_needs_no_network(
     assert [line for line in logged() if "cache" in line] == [warning]
 
 
-def test_a_copy_that_lacks_a_file_is_no_copy(served: ReadableHub, point_to: Callable[[str], None]) -> None:
+def test_a_copy_that_lacks_a_file_is_no_copy(served, point_to):
     read_model_config(MODEL)
     point_to(no_hub())
     with pytest.raises(ModelError, match=r"which is not complete in the hub's cache \(.*\) \(model\.safetensors is"):
@@ -232,7 +221,7 @@ def test_a_copy_that_lacks_a_file_is_no_copy(served: ReadableHub, point_to: Call
 
 
 @pytest.mark.slow
-def test_a_slow_download_is_not_cut_off(served: ReadableHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_download_is_not_cut_off(served, monkeypatch):
     monkeypatch.setattr(hub, "LIMIT_SECONDS", 3.0)
     served.delay_seconds = 0.5  # of each eighth of the weights, which take longer than the limit as a whole
     served.slow_files.add("model.safetensors")
@@ -240,9 +229,7 @@ def test_a_slow_download_is_not_cut_off(served: ReadableHub, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("revision", [None, "v9"])
-def test_a_data_set_is_asked_for_once_too(
-    served: ReadableHub, point_to: Callable[[str], None], revision: str | None
-) -> None:
+def test_a_data_set_is_asked_for_once_too(served, point_to, revision):
     section = DataSection(path="someone/chats", revision=revision)
     with pytest.raises(
         DataError, match=r"has none of that name that you may read\. Correct data\.path; if it is a priv"
@@ -262,9 +249,7 @@ def test_a_data_set_is_asked_for_once_too(
     )
 
 
-def test_a_data_set_that_was_prepared_here_needs_no_network(
-    served: ReadableHub, point_to: Callable[[str], None], tmp_path: Path
-) -> None:
+def test_a_data_set_that_was_prepared_here_needs_no_network(served, point_to, tmp_path):
     (tmp_path / "chats").mkdir()
     (tmp_path / "chats" / "train.jsonl").write_text(3 * ROWS)
     served.folders["datasets/someone/chats"] = tmp_path / "chats"
@@ -289,7 +274,7 @@ def test_the_system_turn_of_rows_on_the_hub_is_known_to_a_merge(
 
 
 @pytest.fixture
-def shards(served: ReadableHub, tmp_path: Path) -> Path:
+def shards(served, tmp_path):
     """A data set of the hub: a split in several Parquet files, with columns that JSON cannot express."""
     folder = tmp_path / "set"
     (folder / "data").mkdir(parents=True)
@@ -307,17 +292,11 @@ def shards(served: ReadableHub, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_only_the_first_rows_of_a_data_set_are_read_and_they_are_kept(
-    served: ReadableHub,
-    shards: Path,
-    tmp_path: Path,
-    logged: Callable[[], list[str]],
-    point_to: Callable[[str], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    served, shards, tmp_path, logged, point_to, monkeypatch
+):
     section = DataSection(path="someone/chats", max_rows=7, cache_dir=str(tmp_path / "kept"))
     examples = load_examples(section)
     assert [example.prompt for example in examples.train] == [f"train {row}" for row in range(7)]
-    assert examples.test is not None
     assert len(examples.test) == 5
     assert examples.train[6].source == "someone/chats train row 7"
     assert "someone/chats train: the first 7 rows read from the hub" in logged()
@@ -330,7 +309,6 @@ def test_only_the_first_rows_of_a_data_set_are_read_and_they_are_kept(
         assert [example.prompt for example in load_examples(section).train] == [f"train {row}" for row in range(7)]
         held_out = section.model_copy(update={"validation": "2"})
         splits = encode_examples(load_examples(held_out), tiny_tokenizer(), held_out)
-        assert splits.validation is not None
         assert (len(splits.train), len(splits.validation)) == (5, 2)
 
         point_to(no_hub())
@@ -346,10 +324,9 @@ def test_only_the_first_rows_of_a_data_set_are_read_and_they_are_kept(
 
 
 @pytest.mark.slow
-def test_a_slice_is_read_and_an_unknown_configuration_is_named(shards: Path) -> None:
+def test_a_slice_is_read_and_an_unknown_configuration_is_named(shards):
     section = DataSection(path="someone/chats", revision=COMMIT, max_rows=7, validation="train[80%:]")
     validation = load_examples(section).validation
-    assert validation is not None
     assert [example.prompt for example in validation] == ["train 12", "train 13", "train 14"]
     with pytest.raises(
         DataError, match=r"the hub's data set cannot be read \(ValueError: BuilderConfig 'en' not found"
@@ -358,7 +335,7 @@ def test_a_slice_is_read_and_an_unknown_configuration_is_named(shards: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_new_commit_of_a_data_set_is_read(served: ReadableHub, shards: Path, tmp_path: Path) -> None:
+def test_a_new_commit_of_a_data_set_is_read(served, shards, tmp_path):
     section = DataSection(path="someone/chats", max_rows=2, cache_dir=str(tmp_path / "kept"))
     assert load_examples(section).train[0].prompt == "train 0"
     for path in shards.rglob("*.parquet"):
@@ -367,11 +344,10 @@ def test_a_new_commit_of_a_data_set_is_read(served: ReadableHub, shards: Path, t
     assert load_examples(section).train[0].prompt == "new"
 
 
-def test_a_downloaded_data_set_is_read_from_its_folder(shards: Path, served: ReadableHub) -> None:
+def test_a_downloaded_data_set_is_read_from_its_folder(shards, served):
     for path in (shards, shards / "data"):
         examples = load_examples(DataSection(path=str(path), max_rows=7))
         assert [example.prompt for example in examples.train] == [f"train {row}" for row in range(7)]
-        assert examples.test is not None
         assert len(examples.test) == 5
     assert served.requests == []
     for path in shards.rglob("*.parquet"):
@@ -380,7 +356,7 @@ def test_a_downloaded_data_set_is_read_from_its_folder(shards: Path, served: Rea
         load_examples(DataSection(path=str(shards)))
 
 
-def test_a_gated_data_set_needs_a_token(served: ReadableHub) -> None:
+def test_a_gated_data_set_needs_a_token(served):
     served.folders["datasets/someone/chats"] = TINY
     served.gated.add("datasets/someone/chats")
     with pytest.raises(
@@ -400,14 +376,7 @@ def test_a_gated_data_set_needs_a_token(served: ReadableHub) -> None:
         (["data.path=rows.jsonl", "model.tokenizer=./gone"], ROWS, "model.tokenizer is ./gone, but there is no such"),
     ],
 )
-def test_what_is_wrong_here_is_told_before_the_hub_is_asked(
-    served: ReadableHub,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    rows: str | None,
-    message: str,
-) -> None:
+def test_what_is_wrong_here_is_told_before_the_hub_is_asked(served, tmp_path, monkeypatch, words, rows, message):
     monkeypatch.chdir(tmp_path)
     if rows is not None:
         Path("rows.jsonl").write_text(rows)
@@ -416,16 +385,14 @@ def test_what_is_wrong_here_is_told_before_the_hub_is_asked(
     assert served.requests == []
 
 
-def test_preview_tells_of_wrong_rows_before_the_hub_is_asked(served: ReadableHub) -> None:
+def test_preview_tells_of_wrong_rows_before_the_hub_is_asked(served):
     ended = run_finetune("preview", "task=finetune_lora", "model.path=someone/tiny", "data.path=gone.jsonl")
     assert (ended.returncode, "there is no such file or folder" in ended.stdout) == (2, True)
     assert served.requests == []
 
 
 @pytest.mark.slow
-def test_a_run_leaves_a_silent_hub_after_the_limit(
-    point_to: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_leaves_a_silent_hub_after_the_limit(point_to, tmp_path, monkeypatch):
     assert hub.LIMIT_SECONDS == 15
     monkeypatch.setattr(hub, "LIMIT_SECONDS", 1.0)
     monkeypatch.chdir(tmp_path)
@@ -439,7 +406,7 @@ def test_a_run_leaves_a_silent_hub_after_the_limit(
 
 
 @pytest.mark.launch
-def test_all_ranks_end_with_the_same_message(tmp_path: Path) -> None:
+def test_all_ranks_end_with_the_same_message(tmp_path):
     (tmp_path / "rows.jsonl").write_text(ROWS)
     words = ["-m", "finetune", "train", "task=finetune_lora", "model=phi4_mini", "data.path=rows.jsonl"]
     command = [*LAUNCHERS["torchrun"], *words, "output_dir=run"]

@@ -17,7 +17,7 @@ from tests.tiny_runs import write_rows
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = write_rows(tmp_path / "rows", validation=0, test=0)
     (rows / "train.jsonl").rename("chats.jsonl")
@@ -51,7 +51,7 @@ def loaded(text: str) -> Config:
     ],
     ids=lambda words: " ".join(words[:2]),
 )
-def test_without_a_terminal_it_prints_a_file_that_says_the_same_as_the_words(words: list[str]) -> None:
+def test_without_a_terminal_it_prints_a_file_that_says_the_same_as_the_words(words):
     text = printed(*words)
     config = loaded(text)
     given = [f"data={word}" if "=" not in word else word for word in words]
@@ -65,7 +65,7 @@ def test_without_a_terminal_it_prints_a_file_that_says_the_same_as_the_words(wor
     assert loaded(with_every_key) == config
 
 
-def test_every_key_has_its_meaning() -> None:
+def test_every_key_has_its_meaning():
     lines = printed("lora.r=4").splitlines()
     for key, field in fields().items():
         (number,) = (n for n, line in enumerate(lines) if re.match(f"#?{re.escape(key)}: ", line))
@@ -74,13 +74,13 @@ def test_every_key_has_its_meaning() -> None:
     assert max(map(len, lines)) <= 130
 
 
-def test_the_printed_default_trains_as_it_is() -> None:
+def test_the_printed_default_trains_as_it_is():
     config = loaded(printed())
     assert (config.model.path, config.data.path) == ("shipped:phi_tiny", "shipped:orders")
     assert config.output_dir == "runs/orders"
 
 
-def test_a_file_is_written_where_it_is_named_and_never_over_another() -> None:
+def test_a_file_is_written_where_it_is_named_and_never_over_another():
     assert run_finetune("init", "chats.jsonl", "--file", "mine.yaml").returncode == 0
     first = Path("mine.yaml").read_bytes()
     assert load_config(run="mine.yaml").data.path == "chats.jsonl"
@@ -102,7 +102,7 @@ def test_a_file_is_written_where_it_is_named_and_never_over_another() -> None:
         (["lora.r=x"], "lora.r: expected a whole number above 0, got 'x'"),
     ],
 )
-def test_a_wrong_word_writes_nothing(words: list[str], message: str) -> None:
+def test_a_wrong_word_writes_nothing(words, message):
     done = run_finetune("init", *words, "--file", "mine.yaml")
     assert done.returncode == 2
     assert message in done.errors
@@ -110,7 +110,7 @@ def test_a_wrong_word_writes_nothing(words: list[str], message: str) -> None:
 
 
 @pytest.mark.process
-def test_on_a_terminal_it_asks_checks_and_writes(tmp_path: Path) -> None:
+def test_on_a_terminal_it_asks_checks_and_writes(tmp_path):
     (tmp_path / "taken.yaml").write_text("mine\n")
     with Screen([*FINETUNE, "init"], tmp_path) as screen:
         screen.wait_for("a folder or a hub id [phi_tiny]: ")
@@ -134,7 +134,7 @@ def test_on_a_terminal_it_asks_checks_and_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_on_a_terminal_it_asks_only_what_is_open_and_may_be_stopped(tmp_path: Path) -> None:
+def test_on_a_terminal_it_asks_only_what_is_open_and_may_be_stopped(tmp_path):
     with Screen([*FINETUNE, "init", "model=microsoft/phi-4"], tmp_path) as screen:
         screen.wait_for("which is shipped [chats.jsonl]: ")
         assert "Model:" not in screen.text
@@ -146,7 +146,7 @@ def test_on_a_terminal_it_asks_only_what_is_open_and_may_be_stopped(tmp_path: Pa
 
 
 @pytest.mark.trains
-def test_the_file_trains() -> None:
+def test_the_file_trains():
     assert run_finetune("init", "model=phi_tiny", "chats.jsonl", "--file", "mine.yaml").returncode == 0
     words = ["training.max_steps=1", "testing.num_samples=0", "data.cache_dir=cache"]
     done = run_finetune("train", "mine.yaml", *words)

@@ -84,7 +84,7 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     write_base(folder / "tokenizer")
     write_rows(folder / "rows")
@@ -92,18 +92,18 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(inputs: Path, tmp_path: Path) -> Place:
+def place(inputs, tmp_path):
     return Place(inputs, tmp_path / "place")
 
 
 @pytest.fixture(scope="module")
-def completed(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Place, str]:
+def completed(inputs, tmp_path_factory):
     """A run of two processes that has done all there is to do, and its screen."""
     place = Place(inputs, tmp_path_factory.mktemp("completed"))
     return place, place.run("parallel.num_processes=2")
 
 
-def test_the_search_finds_what_is_there(tmp_path: Path) -> None:
+def test_the_search_finds_what_is_there(tmp_path):
     for number, (name, secret) in enumerate(SECRETS.items()):
         file = tmp_path / "deep" / f"{number}.bin"
         file.parent.mkdir(exist_ok=True)
@@ -113,7 +113,7 @@ def test_the_search_finds_what_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
-def test_a_run_that_completes(completed: tuple[Place, str]) -> None:
+def test_a_run_that_completes(completed):
     place, screen = completed
     assert screen.endswith("exit code 0"), screen
     assert "DEBUG" in screen
@@ -121,7 +121,7 @@ def test_a_run_that_completes(completed: tuple[Place, str]) -> None:
 
 
 @pytest.mark.launch
-def test_two_processes_of_which_one_has_a_bug(place: Place) -> None:
+def test_two_processes_of_which_one_has_a_bug(place):
     """Python's own traceback, the guardians' words and those of torch's launcher."""
     program = (str(REPOSITORY / "tests" / "faulty_run.py"),)
     fault_at = str(place.folder / "fault")
@@ -155,12 +155,7 @@ def test_two_processes_of_which_one_has_a_bug(place: Place) -> None:
     ids=" ".join,
 )
 @pytest.mark.launch
-def test_what_commands_print(
-    completed: tuple[Place, str],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    command: list[str],
-) -> None:
+def test_what_commands_print(completed, monkeypatch, capfd, command):
     place, _ = completed
     for name, value in place.variables.items():
         monkeypatch.setenv(name, value)
@@ -177,7 +172,7 @@ def test_what_commands_print(
 
 
 @pytest.mark.launch
-def test_what_reaches_the_hub(completed: tuple[Place, str]) -> None:
+def test_what_reaches_the_hub(completed):
     """The token that opens it, and the others beside it."""
     place, _ = completed
     words = [sys.executable, "-m", "finetune", "push", place.folder / "run", "me/orders", "--base", "owner/base"]
@@ -215,9 +210,7 @@ def exit_code(run: Callable[[], object]) -> object:
     ],
 )
 @pytest.mark.parametrize("command", ["train", "config show"])
-def test_an_address_with_a_password_is_refused_and_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: str, word: str
-) -> None:
+def test_an_address_with_a_password_is_refused_and_not_repeated(tmp_path, monkeypatch, capfd, command, word):
     """It would stand in config.yaml, run.json and log.txt for whoever is shown the run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -245,9 +238,7 @@ def test_an_address_with_a_password_is_refused_and_not_repeated(
     ],
     ids=" ".join,
 )
-def test_a_password_given_to_a_command_on_a_run_is_refused_and_not_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], command: list[str]
-) -> None:
+def test_a_password_given_to_a_command_on_a_run_is_refused_and_not_repeated(tmp_path, monkeypatch, capfd, command):
     from tests.export.finished_runs import write_run
 
     monkeypatch.chdir(tmp_path)
@@ -261,9 +252,7 @@ def test_a_password_given_to_a_command_on_a_run_is_refused_and_not_repeated(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_an_address_with_a_password_in_a_file_is_refused_with_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_address_with_a_password_in_a_file_is_refused_with_its_line(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lab.yaml").write_text(f"model: phi_tiny\ndata:\n  path: {ADDRESS}\n")
     assert exit_code(lambda: finetune(["train", "lab.yaml"])) == MISTAKE
@@ -275,7 +264,7 @@ def test_an_address_with_a_password_in_a_file_is_refused_with_its_line(
 
 
 @pytest.mark.parametrize("address", ["https://127.0.0.1:9/a@b/rows.jsonl", "rows@home/x.jsonl", "s3://bucket/x@y"])
-def test_other_addresses_are_not_meant(address: str) -> None:
+def test_other_addresses_are_not_meant(address):
     from finetune.config.compose import load_config
 
     assert load_config(["model=phi_tiny", f"data.path={address}"]).data.path == address

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,22 +12,9 @@ from finetune.config.compose import compose
 from finetune.config.schema import Config
 from finetune.errors import ConfigError
 
-Write = Callable[[str, str], Path]
+pytestmark = pytest.mark.usefixtures("write")
+
 MODEL_AND_DATA = ["model=phi_tiny", "data=orders"]
-
-
-@pytest.fixture(autouse=True)
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Each test stands in an empty folder and can write files there."""
-    monkeypatch.chdir(tmp_path)
-
-    def write(name: str, text: str) -> Path:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write
 
 
 def problems_of(*words: str, run: str | None = None, complete: bool = False) -> list[str]:
@@ -51,7 +37,7 @@ def one_problem(*words: str, run: str | None = None, complete: bool = False) -> 
 # --- precedence ---------------------------------------------------------------------------------------------------
 
 
-def test_defaults_then_run_file_then_group_files_then_words(write: Write) -> None:
+def test_defaults_then_run_file_then_group_files_then_words(write):
     write("configs/mine.yaml", "optim: {learning_rate: 1.0, weight_decay: 1.0, warmup_steps: 1}\n")
     write("configs/task/slow.yaml", "optim: {learning_rate: 2.0, weight_decay: 2.0}\n")
     config = compose(["task=slow", "optim.learning_rate=3.0"], run="mine", complete=False)
@@ -61,14 +47,14 @@ def test_defaults_then_run_file_then_group_files_then_words(write: Write) -> Non
     assert config.optim.learning_rate == 3.0
 
 
-def test_a_run_file_overrides_the_groups_that_it_chooses(write: Write) -> None:
+def test_a_run_file_overrides_the_groups_that_it_chooses(write):
     write("configs/task/slow.yaml", "optim: {learning_rate: 2.0, weight_decay: 2.0}\n")
     write("configs/mine.yaml", "optim: {learning_rate: 1.0}\ntask: slow\n")
     config = compose(["run=mine"], complete=False)
     assert (config.optim.learning_rate, config.optim.weight_decay) == (1.0, 2.0)
 
 
-def test_a_group_word_replaces_the_choice_of_the_run_file_and_wins_over_its_keys(write: Write) -> None:
+def test_a_group_word_replaces_the_choice_of_the_run_file_and_wins_over_its_keys(write):
     write("configs/task/slow.yaml", "optim: {weight_decay: 2.0}\n")
     write("configs/task/fast.yaml", "optim: {learning_rate: 5.0}\n")
     write("configs/mine.yaml", "task: slow\noptim: {learning_rate: 1.0, warmup_steps: 3}\n")
@@ -78,7 +64,7 @@ def test_a_group_word_replaces_the_choice_of_the_run_file_and_wins_over_its_keys
     assert config.optim.warmup_steps == 3
 
 
-def test_the_callers_choice_gives_way_to_run_file_and_words(write: Write) -> None:
+def test_the_callers_choice_gives_way_to_run_file_and_words(write):
     for name, rate in (("a", 1.0), ("b", 2.0), ("c", 3.0)):
         write(f"configs/task/{name}.yaml", f"optim.learning_rate: {rate}\n")
     write("r.yaml", "task: b\n")
@@ -92,24 +78,24 @@ def test_the_callers_choice_gives_way_to_run_file_and_words(write: Write) -> Non
     assert (by_caller.model.path, by_caller.data.path) == ("shipped:phi_tiny", "shipped:orders")
 
 
-def test_among_group_files_the_later_kind_wins_whatever_the_order_of_words(write: Write) -> None:
+def test_among_group_files_the_later_kind_wins_whatever_the_order_of_words(write):
     for group, rate in (("model", 1.0), ("data", 2.0), ("task", 3.0), ("parallel", 4.0)):
         write(f"configs/{group}/x.yaml", f"optim.learning_rate: {rate}\n")
     assert compose(["parallel=x", "task=x", "model=x"], complete=False).optim.learning_rate == 4.0
     assert compose(["task=x", "data=x", "model=x"], complete=False).optim.learning_rate == 3.0
 
 
-def test_the_last_of_two_equal_words_counts() -> None:
+def test_the_last_of_two_equal_words_counts():
     assert compose(["seed=1", "seed=2"], complete=False).seed == 2
 
 
-def test_files_here_win_over_shipped_ones(write: Write) -> None:
+def test_files_here_win_over_shipped_ones(write):
     write("configs/task/debug.yaml", "seed: 77\n")
     config = compose(["task=debug"], complete=False)
     assert (config.seed, config.training.debug) == (77, False)
 
 
-def test_mappings_merge_lists_are_replaced_and_braces_empty(write: Write) -> None:
+def test_mappings_merge_lists_are_replaced_and_braces_empty(write):
     write("r.yaml", "optim: {args: {eps: 1e-6, betas: [0.1, 0.2]}}\nlora.target_modules: [a, b]\n")
     merged = compose(["optim.args.betas=[0.5, 0.6]", "lora.target_modules=[c]"], run="r.yaml", complete=False)
     assert merged.optim.args == {"eps": 1e-6, "betas": [0.5, 0.6]}
@@ -118,7 +104,7 @@ def test_mappings_merge_lists_are_replaced_and_braces_empty(write: Write) -> Non
     assert emptied.optim.args == {"momentum": 0.9}
 
 
-def test_a_section_with_nothing_in_it_changes_nothing(write: Write) -> None:
+def test_a_section_with_nothing_in_it_changes_nothing(write):
     write("r.yaml", "optim: {learning_rate: 1.0}\n")
     write("configs/task/t.yaml", "optim:\ndata: {}\n")
     assert compose(["task=t"], run="r.yaml", complete=False).optim.learning_rate == 1.0
@@ -127,14 +113,14 @@ def test_a_section_with_nothing_in_it_changes_nothing(write: Write) -> None:
 # --- choosing files -----------------------------------------------------------------------------------------------
 
 
-def test_files_are_chosen_by_path_too(write: Write) -> None:
+def test_files_are_chosen_by_path_too(write):
     write("lab/my.yaml", "seed: 5\n")
     write("lab/run.yml", "parallel: lab/my.yaml\nddp: true\n")
     config = compose(["run=lab/run.yml"], complete=False)
     assert (config.seed, config.ddp) == (5, True)
 
 
-def test_a_run_file_may_set_single_keys_of_a_section_whose_group_it_chooses(write: Write) -> None:
+def test_a_run_file_may_set_single_keys_of_a_section_whose_group_it_chooses(write):
     write("r.yaml", "model: phi_tiny\nmodel.revision: 12e7\ndata: orders\ndata.max_length: 99\n")
     config = load_config(run="r.yaml")
     assert (config.model.path, config.model.revision) == ("shipped:phi_tiny", "12e7")
@@ -157,25 +143,25 @@ def test_a_run_file_may_set_single_keys_of_a_section_whose_group_it_chooses(writ
         ("run=none.yaml", ["the file does not exist"]),
     ],
 )
-def test_a_file_that_is_not_there(word: str, parts: list[str]) -> None:
+def test_a_file_that_is_not_there(word, parts):
     problem = one_problem(word)
     assert problem.startswith(f"command line: {word}: ")
     assert all(part in problem for part in parts), problem
 
 
-def test_a_folder_in_place_of_a_run_file(write: Write) -> None:
+def test_a_folder_in_place_of_a_run_file(write):
     write("runs/old/config.yaml", "seed: 1\n")
     assert "write run=runs/old/config.yaml" in one_problem("run=runs/old")
     write("folder.yaml/x", "")
     assert "is not a file" in one_problem("run=folder.yaml")
 
 
-def test_two_run_files_are_one_too_many() -> None:
+def test_two_run_files_are_one_too_many():
     assert "the run file is already quickstart" in one_problem("run=other", run="quickstart")
     assert compose(["run=quickstart"], run="quickstart") == compose([], run="quickstart")
 
 
-def test_a_group_file_chooses_no_other(write: Write) -> None:
+def test_a_group_file_chooses_no_other(write):
     write("configs/task/t.yaml", "model: phi4\ntask: debug\n")
     problems = problems_of("task=t")
     assert problems[0].startswith("configs/task/t.yaml:1: model: is a section with keys (model.path,")
@@ -183,7 +169,7 @@ def test_a_group_file_chooses_no_other(write: Write) -> None:
     assert problems[1].startswith("configs/task/t.yaml:2: task: task is not a section")
 
 
-def test_a_choice_in_a_run_file_is_named_by_its_line(write: Write) -> None:
+def test_a_choice_in_a_run_file_is_named_by_its_line(write):
     write("r.yaml", "seed: 1\ntask: debgu\n")
     assert one_problem(run="r.yaml").startswith("r.yaml:2: task=debgu: there is no configs/task/debgu.yaml")
 
@@ -207,25 +193,25 @@ def test_a_choice_in_a_run_file_is_named_by_its_line(write: Write) -> None:
         ("optim.args=[1", "not valid YAML"),
     ],
 )
-def test_words_that_are_none(word: str, part: str) -> None:
+def test_words_that_are_none(word, part):
     problem = one_problem(word)
     assert problem.startswith("command line: ")
     assert part in problem
 
 
-def test_words_at_the_top() -> None:
+def test_words_at_the_top():
     config = compose(["ddp=False", "seed=3", "output_dir=out", "resume=auto", "strict=true"], complete=False)
     assert (config.ddp, config.seed, config.output_dir) == (False, 3, "out")
     assert (config.resume, config.strict) == ("auto", True)
 
 
 @pytest.mark.parametrize("text", ["12e7", "007", "true", "*.jsonl", "a: b", "x=y", "{{ m }}", "'1e5'"])
-def test_a_key_of_text_takes_the_word_as_it_is(text: str) -> None:
+def test_a_key_of_text_takes_the_word_as_it_is(text):
     assert compose([f"data.path={text}"], complete=False).data.path == text.strip("'")
 
 
 @pytest.mark.parametrize(("word", "device"), [("0", "cuda:0"), ("'1'", "cuda:1"), ("CPU", "cpu"), ("null", "auto")])
-def test_devices_are_normalised(word: str, device: str) -> None:
+def test_devices_are_normalised(word, device):
     assert compose([f"training.device={word}"], complete=False).training.device == device
 
 
@@ -269,11 +255,11 @@ def test_devices_are_normalised(word: str, device: str) -> None:
         ),
     ],
 )
-def test_values_of_another_kind(word: str, problem: str) -> None:
+def test_values_of_another_kind(word, problem):
     assert one_problem(word) == f"command line: {problem}"
 
 
-def test_long_values_are_shortened() -> None:
+def test_long_values_are_shortened():
     assert one_problem(f"seed={'x' * 500}").endswith("xxx ...")
 
 
@@ -287,7 +273,7 @@ def test_long_values_are_shortened() -> None:
         ),
     ],
 )
-def test_values_that_are_refused_with_a_reason(word: str, part: str) -> None:
+def test_values_that_are_refused_with_a_reason(word, part):
     assert part in one_problem(word)
 
 
@@ -305,11 +291,11 @@ def test_values_that_are_refused_with_a_reason(word: str, part: str) -> None:
         ("task.name=x", "the command line or a run file chooses configs/task/NAME.yaml with it"),
     ],
 )
-def test_keys_that_do_not_exist(word: str, part: str) -> None:
+def test_keys_that_do_not_exist(word, part):
     assert part in one_problem(word)
 
 
-def test_every_problem_at_once(write: Write) -> None:
+def test_every_problem_at_once(write):
     write("r.yaml", "seed: 1\nseed: 2\ntraining:\n  max_stepz: 3\n  num_epochs: many\nlora: {r: 0}\n")
     write("configs/data/bad.yaml", "data: [\n")
     problems = problems_of(
@@ -329,7 +315,7 @@ def test_every_problem_at_once(write: Write) -> None:
     assert [p for p, start in zip(problems, starts, strict=True) if not p.startswith(start)] == []
 
 
-def test_what_a_run_cannot_do_without() -> None:
+def test_what_a_run_cannot_do_without():
     problems = problems_of(complete=True)
     assert [p.partition(":")[0] for p in problems] == ["model.path", "data.path"]
     assert "model=phi_tiny" in problems[0]
@@ -341,7 +327,7 @@ def test_what_a_run_cannot_do_without() -> None:
     assert "data.path: not set" in one_problem("data=phi4", "model=phi4", complete=True)
 
 
-def test_a_configuration_without_weights() -> None:
+def test_a_configuration_without_weights():
     problems = problems_of("model.config={model_type: phi3}", "data=orders", complete=True)
     assert problems[0].startswith("command line: model.config: has no pretrained weights. Add model.init=random.")
     assert problems[1].startswith("model.tokenizer: not set")
@@ -349,7 +335,7 @@ def test_a_configuration_without_weights() -> None:
     assert compose(words).model.config == {"model_type": "phi3"}
 
 
-def test_a_name_outside_the_allow_list_is_never_imported(write: Write) -> None:
+def test_a_name_outside_the_allow_list_is_never_imported(write):
     write("evil_module.py", "open('imported', 'w')\n")
     write("r.yaml", "optim:\n  args:\n    x: [!pyobject evil_module.Thing]\n")
     problem = one_problem(run="r.yaml")
@@ -361,7 +347,7 @@ def test_a_name_outside_the_allow_list_is_never_imported(write: Write) -> None:
 # --- origins ------------------------------------------------------------------------------------------------------
 
 
-def test_where_each_value_came_from(write: Write) -> None:
+def test_where_each_value_came_from(write):
     write("configs/mine.yaml", "\nlora:\n  r: 4\noptim.args:\n  eps: 1\n")
     outside = write("../elsewhere.yaml", "lora:\n  alpha: 4\n")
     config = compose(["run=mine", f"parallel={outside.resolve()}", "task=debug", "seed=3"], complete=False)
@@ -374,7 +360,7 @@ def test_where_each_value_came_from(write: Write) -> None:
     assert config.origin("output_dir") == "default"
 
 
-def test_equal_values_from_different_places_are_equal_configs(write: Write) -> None:
+def test_equal_values_from_different_places_are_equal_configs(write):
     write("r.yaml", "seed: 3\noutput_dir: runs/run\n")
     assert compose([], run="r.yaml", complete=False) == compose(["seed=3"], complete=False)
     assert compose([], run="r.yaml", complete=False) != compose(["seed=4"], complete=False)
@@ -390,13 +376,13 @@ def test_equal_values_from_different_places_are_equal_configs(write: Write) -> N
         (["task=debug", "output_dir=x"], "x"),
     ],
 )
-def test_the_folder_of_a_run_that_was_not_told_one(write: Write, words: list[str], folder: str) -> None:
+def test_the_folder_of_a_run_that_was_not_told_one(write, words, folder):
     write("some/where.yaml", "seed: 1\n")
     assert compose(words, complete=False).output_dir == folder
 
 
 @pytest.mark.process
-def test_a_config_error_answers_without_torch() -> None:
+def test_a_config_error_answers_without_torch():
     code = (
         "import sys\nfrom finetune.config import load_config\nfrom finetune.errors import ConfigError\n"
         "try:\n    load_config(['run=quickstart', 'lora.r=x'])\nexcept ConfigError as error:\n    print(error)\n"

@@ -121,14 +121,12 @@ def composed(tmp_path: Path, text: str, *words: str) -> Config:
     return compose(words, run=str(path), complete=False)
 
 
-def test_every_row_is_tested() -> None:
+def test_every_row_is_tested():
     assert {row for row, *_ in ROWS + REFUSED} | set(REMOVED) == set(TABLE)
 
 
 @pytest.mark.parametrize(("row", "text", "key", "value", "warning"), ROWS)
-def test_what_a_row_becomes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, row: str, text: str, key: str, value: object, warning: str
-) -> None:
+def test_what_a_row_becomes(tmp_path, caplog, row, text, key, value, warning):
     with caplog.at_level(logging.WARNING, "finetune"):
         found: object = composed(tmp_path, text)
     for part in key.split("."):
@@ -143,7 +141,7 @@ def test_what_a_row_becomes(
 
 
 @pytest.mark.parametrize(("row", "text", "reason"), REFUSED)
-def test_what_is_refused(tmp_path: Path, row: str, text: str, reason: str) -> None:
+def test_what_is_refused(tmp_path, row, text, reason):
     with pytest.raises(ConfigError) as caught:
         composed(tmp_path, text)
     assert str(caught.value).startswith(f"{tmp_path}/old.yaml:1: {row.removesuffix('.*')}: refused: ")
@@ -169,7 +167,7 @@ def test_what_is_refused(tmp_path: Path, row: str, text: str, reason: str) -> No
         "null",
     ],
 )
-def test_names_of_causal_models_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+def test_names_of_causal_models_are_left_out(tmp_path, caplog, name):
     with caplog.at_level(logging.WARNING, "finetune"):
         composed(tmp_path, f"model.type: {name}")
     (message,) = caplog.messages
@@ -179,19 +177,19 @@ def test_names_of_causal_models_are_left_out(tmp_path: Path, caplog: pytest.LogC
 @pytest.mark.parametrize(
     "name", ["bert", "resnet50", "phishing", "t5", "transformers.BertForMaskedLM", "phi.Classifier"]
 )
-def test_names_of_other_models(tmp_path: Path, name: str) -> None:
+def test_names_of_other_models(tmp_path, name):
     with pytest.raises(ConfigError, match="only causal language models"):
         composed(tmp_path, f"model.type: {name}")
 
 
-def test_our_own_spelling_warns_of_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_our_own_spelling_warns_of_nothing(tmp_path, caplog):
     text = "parallel: {rank: null, master_port: 29500}\ntraining: {device: 'cuda:0', num_epochs: 3}\nseed: 1\n"
     config = composed(tmp_path, text)
     assert (config.parallel.rank, config.parallel.master_port, config.training.device) == (None, 29500, "cuda:0")
     assert caplog.messages == []
 
 
-def test_words_have_the_older_spelling_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_words_have_the_older_spelling_too(caplog):
     config = compose(["training.optimizer_kwargs.lr=0.5", "training.path=x"], complete=False)
     assert (config.optim.learning_rate, config.output_dir) == (0.5, "x")
     assert caplog.messages == [
@@ -209,7 +207,7 @@ def renamed_values(config: Config) -> list[object]:
     ]
 
 
-def test_the_folder_of_an_earlier_run_is_read_with_its_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_folder_of_an_earlier_run_is_read_with_its_keys(tmp_path, caplog):
     assert RENAMED.keys() == RENAMED_VALUES.keys()
     saved = Config().model_dump(mode="json")
     for (older, value), key in zip(RENAMED_VALUES.items(), RENAMED.values(), strict=True):
@@ -228,7 +226,7 @@ def test_the_folder_of_an_earlier_run_is_read_with_its_keys(tmp_path: Path, capl
 
 
 @pytest.mark.parametrize(("older", "key"), RENAMED.items())
-def test_a_renamed_key_is_refused_elsewhere_with_its_name_of_today(tmp_path: Path, older: str, key: str) -> None:
+def test_a_renamed_key_is_refused_elsewhere_with_its_name_of_today(tmp_path, older, key):
     said = f"{older}: there is no such key. Did you mean {key}?"
     with pytest.raises(ConfigError) as caught:
         composed(tmp_path, f"{older}: {RENAMED_VALUES[older]}\n")
@@ -238,7 +236,7 @@ def test_a_renamed_key_is_refused_elsewhere_with_its_name_of_today(tmp_path: Pat
     assert f"command line: {said}" in str(caught.value)
 
 
-def test_a_key_of_ours_that_was_removed_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_of_ours_that_was_removed_is_left_out(tmp_path, caplog):
     file = "data.max_rows: 8\ndata.mixture: [{path: a.jsonl, stream: true}]\n"
     config = composed(tmp_path, file)
     assert (config.data.max_rows, config.data.mixture) == (8, [{"path": "a.jsonl"}])
@@ -249,7 +247,7 @@ def test_a_key_of_ours_that_was_removed_is_left_out(tmp_path: Path, caplog: pyte
     ]
 
 
-def test_a_key_in_both_spellings_names_both(tmp_path: Path) -> None:
+def test_a_key_in_both_spellings_names_both(tmp_path):
     text = "seed: 1\ntraining:\n  seed: 1\n  epochs: 2\nnum_epochs: 2\n"
     with pytest.raises(ConfigError) as caught:
         composed(tmp_path, text)
@@ -258,12 +256,12 @@ def test_a_key_in_both_spellings_names_both(tmp_path: Path) -> None:
     assert f"{file}:5: num_epochs: means the same as training.epochs ({file}:4)" in str(caught.value)
 
 
-def test_another_spelling_in_another_place_overrides(tmp_path: Path) -> None:
+def test_another_spelling_in_another_place_overrides(tmp_path):
     assert composed(tmp_path, "training: {seed: 1}", "seed=2").seed == 2
     assert composed(tmp_path, "seed: 1", "training.seed=2").seed == 2
 
 
-def test_problems_name_the_key_as_it_was_written(tmp_path: Path) -> None:
+def test_problems_name_the_key_as_it_was_written(tmp_path):
     with pytest.raises(ConfigError) as caught:
         composed(
             tmp_path,
@@ -275,6 +273,6 @@ def test_problems_name_the_key_as_it_was_written(tmp_path: Path) -> None:
     assert f"{file}:4: optim.learning_rate (written training.optimizer_args): expected a number" in str(caught.value)
 
 
-def test_origins_are_those_of_the_older_keys(tmp_path: Path) -> None:
+def test_origins_are_those_of_the_older_keys(tmp_path):
     config = composed(tmp_path, "training:\n  optimizer_kwargs:\n    lr: 0.5\n")
     assert config.origin("optim.learning_rate") == f"{tmp_path}/old.yaml:3"

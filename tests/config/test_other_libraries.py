@@ -18,7 +18,7 @@ def names_of(*classes: type) -> set[str]:
     return {field.name for kind in classes for field in dataclasses.fields(kind)}
 
 
-def test_every_name_is_one_of_the_installed_libraries() -> None:
+def test_every_name_is_one_of_the_installed_libraries():
     from peft import LoraConfig
     from transformers import TrainingArguments
 
@@ -28,7 +28,7 @@ def test_every_name_is_one_of_the_installed_libraries() -> None:
 
 
 @pytest.mark.needs("trl")
-def test_every_name_of_trl_is_one_of_the_installed_library() -> None:
+def test_every_name_of_trl_is_one_of_the_installed_library():
     trl = importlib.import_module("trl")
     with warnings.catch_warnings():  # of what may change
         warnings.simplefilter("ignore")
@@ -39,18 +39,18 @@ def test_every_name_of_trl_is_one_of_the_installed_library() -> None:
     assert set(EARLIER) & names_of(*classes) == set()
 
 
-def test_a_name_stands_in_one_table() -> None:
+def test_a_name_stands_in_one_table():
     tables = (TRAINING_ARGUMENTS, LORA_CONFIG, TRL, EARLIER)
     assert len(OUR_NAME) == sum(map(len, tables))
 
 
-def test_what_a_name_means_is_a_key_or_a_sentence() -> None:
+def test_what_a_name_means_is_a_key_or_a_sentence():
     for name, ours in OUR_NAME.items():
         assert ours in fields() or (" " in ours and ours.endswith(".")), name
 
 
 @pytest.mark.parametrize("name", OUR_NAME)
-def test_each_name_is_answered(name: str) -> None:
+def test_each_name_is_answered(name):
     ours = OUR_NAME[name]
     same = [key for key in fields() if key.rpartition(".")[2] == name]
     answer = f"Did you mean {' or '.join(same) or ours}?" if same or ours in fields() else ours
@@ -75,7 +75,7 @@ def test_each_name_is_answered(name: str) -> None:
         ("load_in_4bit=true", "Write lora.quantize=nf4."),
     ],
 )
-def test_what_a_person_from_there_reads(word: str, answer: str) -> None:
+def test_what_a_person_from_there_reads(word, answer):
     with pytest.raises(ConfigError) as caught:
         compose([word], complete=False)
     assert str(caught.value) == f"command line: {word.partition('=')[0]}: there is no such key. {answer}"

@@ -49,7 +49,7 @@ def read_back(tmp_path: Path, config: Config) -> Config:
 
 
 @pytest.mark.parametrize("words", [["run=quickstart"], ["model=phi2", "data=orders", "task=debug"], ["data=phi4"]])
-def test_a_resolved_config_composes_to_an_equal_one(tmp_path: Path, words: list[str]) -> None:
+def test_a_resolved_config_composes_to_an_equal_one(tmp_path, words):
     config = compose([*words, "optim.learning_rate=1e-05"], complete=False)
     again = read_back(tmp_path, config)
     assert again == config
@@ -57,13 +57,13 @@ def test_a_resolved_config_composes_to_an_equal_one(tmp_path: Path, words: list[
 
 
 @pytest.mark.parametrize("text", AWKWARD)
-def test_awkward_text_reads_back(tmp_path: Path, text: str) -> None:
+def test_awkward_text_reads_back(tmp_path, text):
     values = {"model": {"path": text, "config": {"a": text, text or "b": [text, {"c": text}]}}, "output_dir": text}
     config = Config.model_validate(values)
     assert read_back(tmp_path, config) == config
 
 
-def test_awkward_values_read_back(tmp_path: Path) -> None:
+def test_awkward_values_read_back(tmp_path):
     args: dict[str, object] = {
         "a": None,
         "b": [],
@@ -80,20 +80,20 @@ def test_awkward_values_read_back(tmp_path: Path) -> None:
     assert json.dumps(again.model_dump()) == json.dumps(config.model_dump())
 
 
-def test_a_dotted_name_below_a_free_key_reads_back(tmp_path: Path) -> None:
+def test_a_dotted_name_below_a_free_key_reads_back(tmp_path):
     config = compose(["optim.args.base=!pyobject torch.optim.SGD"], complete=False)
     assert "base: !pyobject" in resolved_yaml(config)
     assert read_back(tmp_path, config) == config
 
 
-def test_resolved_yaml_holds_every_key() -> None:
+def test_resolved_yaml_holds_every_key():
     lines = resolved_yaml(Config()).splitlines()
     num_sections = len({key.partition(".")[0] for key in fields() if "." in key})
     assert len(lines) == len(fields()) + num_sections  # each section opens with a line
     assert "  learning_rate: 0.0002" in lines
 
 
-def test_show_aligns_a_comment_with_each_origin(tmp_path: Path) -> None:
+def test_show_aligns_a_comment_with_each_origin(tmp_path):
     run = tmp_path / "r.yaml"
     run.write_text("lora:\n  r: 4\nmodel.tokenizer: " + "x" * 200 + "\n")
     lines = show(compose(["seed=3", "optim.args.eps=1"], run=str(run), complete=False)).splitlines()
@@ -109,7 +109,7 @@ def test_show_aligns_a_comment_with_each_origin(tmp_path: Path) -> None:
     assert columns
 
 
-def test_the_schema_describes_fragments() -> None:
+def test_the_schema_describes_fragments():
     schema = json_schema()
     json.dumps(schema)
     assert '"required"' not in json.dumps(schema)

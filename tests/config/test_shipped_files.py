@@ -9,13 +9,13 @@ from finetune.config.shipped_files import resolve_shipped, shipped_folder
 from finetune.errors import ConfigError
 
 
-def test_in_a_checkout_the_folders_lie_beside_the_package() -> None:
+def test_in_a_checkout_the_folders_lie_beside_the_package():
     root = Path(shipped_files.__file__).resolve().parents[2]
     assert shipped_folder("configs") == root / "configs"
     assert shipped_folder("recipes") == root / "recipes"
 
 
-def test_in_a_wheel_the_packages_own_folder_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_wheel_the_packages_own_folder_wins(tmp_path, monkeypatch):
     package = tmp_path / "finetune"
     monkeypatch.setattr(shipped_files, "_PACKAGE", package)
     with pytest.raises(ConfigError, match=r"no configs/ folder\. Install"):
@@ -26,7 +26,7 @@ def test_in_a_wheel_the_packages_own_folder_wins(tmp_path: Path, monkeypatch: py
     assert shipped_folder("configs") == package / "shipped" / "configs"
 
 
-def test_assets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assets_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(shipped_files, "_PACKAGE", tmp_path)
     with pytest.raises(ConfigError, match="There is: nothing"):
         resolve_shipped("shipped:orders")
@@ -42,9 +42,9 @@ def test_assets_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("path", ["microsoft/phi-4", "/data/rows.jsonl", "./shipped:x", ""])
-def test_other_paths_stay_as_they_are(path: str) -> None:
+def test_other_paths_stay_as_they_are(path):
     assert resolve_shipped(path) == path
 
 
-def test_the_orders_are_there() -> None:
+def test_the_orders_are_there():
     assert Path(resolve_shipped("shipped:orders"), "test.jsonl").is_file()

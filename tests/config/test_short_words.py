@@ -1,6 +1,5 @@
 """`model=` and `data=` take names of configs, paths and hub ids; a file of rows needs no key at all."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,22 +9,7 @@ from finetune.config.compose import compose, config_from_dict, resolved_yaml
 from finetune.config.schema import Config
 from finetune.errors import ConfigError
 
-Write = Callable[..., Path]
-ROW = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-
-
-@pytest.fixture(autouse=True)
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
-    """Each test stands in an empty folder and can write files there."""
-    monkeypatch.chdir(tmp_path)
-
-    def write(name: str, text: str = ROW) -> Path:
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write
+pytestmark = pytest.mark.usefixtures("write")
 
 
 def problem_of(*words: str, run: str | None = None) -> str:
@@ -38,7 +22,7 @@ def problem_of(*words: str, run: str | None = None) -> str:
     "name",
     ["chats.jsonl", "rows", "rows/", "./gone.jsonl", "../up", "/abs/gone.jsonl", "~/rows", "org/set", "shipped:orders"],
 )
-def test_data_takes_a_path_or_a_hub_id(write: Write, name: str) -> None:
+def test_data_takes_a_path_or_a_hub_id(write, name):
     write("chats.jsonl")
     write("rows/train.jsonl")
     config = compose([f"data={name}", "model=phi_tiny"])
@@ -48,14 +32,14 @@ def test_data_takes_a_path_or_a_hub_id(write: Write, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["./my-phi", "my-phi", "microsoft/phi-4", "shipped:phi_tiny"])
-def test_model_takes_a_folder_or_a_hub_id(write: Write, name: str) -> None:
+def test_model_takes_a_folder_or_a_hub_id(write, name):
     write("my-phi/config.json", "{}")
     config = compose([f"model={name}", "data=orders"])
     assert config.model.path == name
     assert config.origin("model.path") == f"command line: model={name}"
 
 
-def test_a_name_in_configs_wins_over_a_file_and_a_dot_makes_a_path(write: Write) -> None:
+def test_a_name_in_configs_wins_over_a_file_and_a_dot_makes_a_path(write):
     write("orders")
     write("phi4/config.json", "{}")
     by_name = compose(["data=orders", "model=phi4"])
@@ -64,19 +48,19 @@ def test_a_name_in_configs_wins_over_a_file_and_a_dot_makes_a_path(write: Write)
     assert (by_path.data.path, by_path.model.path) == ("./orders", "./phi4")
 
 
-def test_a_yaml_file_stays_a_config(write: Write) -> None:
+def test_a_yaml_file_stays_a_config(write):
     write("mine.yaml", "data.path: rows.jsonl\ndata.max_length: 9\n")
     config = compose(["data=./mine.yaml"], complete=False)
     assert (config.data.path, config.data.max_length) == ("rows.jsonl", 9)
 
 
-def test_task_and_parallel_take_no_path(write: Write) -> None:
+def test_task_and_parallel_take_no_path(write):
     write("mine")
     assert "there is no configs/task/mine.yaml" in problem_of("task=mine")
     assert "there is no configs/parallel/./mine.yaml" in problem_of("parallel=./mine")
 
 
-def test_neither_a_config_nor_a_path_is_told_how_to_write_both(write: Write) -> None:
+def test_neither_a_config_nor_a_path_is_told_how_to_write_both(write):
     write("chats.jsonl")
     problem = problem_of("data=chat.jsonl")
     assert problem.startswith("command line: data=chat.jsonl: there is no configs/data/chat.jsonl.yaml")
@@ -86,7 +70,7 @@ def test_neither_a_config_nor_a_path_is_told_how_to_write_both(write: Write) -> 
     assert "Did you mean phi4_mini? For a model of your own write model=./FOLDER" in problem_of("model=phi4_minni")
 
 
-def test_a_path_wins_over_group_files_and_gives_way_to_the_key(write: Write) -> None:
+def test_a_path_wins_over_group_files_and_gives_way_to_the_key(write):
     write("chats.jsonl")
     write("configs/task/mine.yaml", "data: {path: of-the-task, max_length: 9}\n")
     write("r.yaml", "data: orders\ndata.path: of-the-run-file\n")
@@ -96,14 +80,14 @@ def test_a_path_wins_over_group_files_and_gives_way_to_the_key(write: Write) -> 
     assert compose(["data=chats.jsonl", "data=orders"], complete=False).data.path == "shipped:orders"
 
 
-def test_a_path_replaces_the_group_of_a_run_file() -> None:
+def test_a_path_replaces_the_group_of_a_run_file():
     """The format of the group does not stay behind, the keys of the run file do."""
     config = compose(["data=org/chats", "model=./my-phi"], run="quickstart")
     assert (config.data.path, config.data.format, config.data.max_length) == ("org/chats", "auto", 256)
     assert config.model.path == "./my-phi"
 
 
-def test_run_files_dicts_and_callers_choose_paths_too(write: Write) -> None:
+def test_run_files_dicts_and_callers_choose_paths_too(write):
     write("chats.jsonl")
     write("r.yaml", "seed: 0\nmodel: microsoft/phi-4\ndata: chats.jsonl\ntask: finetune_lora\n")
     from_file = load_config(run="r.yaml")
@@ -116,21 +100,21 @@ def test_run_files_dicts_and_callers_choose_paths_too(write: Write) -> None:
     assert (replaced.data.path, replaced.model.path) == ("shipped:orders", "./x")
 
 
-def test_a_file_of_rows_needs_no_key(write: Write) -> None:
+def test_a_file_of_rows_needs_no_key(write):
     write("chats.jsonl")
     for words in (["chats.jsonl", "model=phi_tiny"], ["model=phi_tiny", "chats.jsonl"]):
         assert compose(words) == compose(["data=chats.jsonl", "model=phi_tiny"])
     assert compose(["chats.jsonl"], run="quickstart").data.path == "chats.jsonl"
 
 
-def test_the_data_is_chosen_once(write: Write) -> None:
+def test_the_data_is_chosen_once(write):
     write("a.jsonl")
     write("b.jsonl")
     assert "command line: a.jsonl and b.jsonl: choose the data once" in problem_of("a.jsonl", "b.jsonl")
     assert "command line: a.jsonl and data=orders: choose the data once" in problem_of("data=orders", "a.jsonl")
 
 
-def test_a_word_that_is_no_file_of_rows(write: Write) -> None:
+def test_a_word_that_is_no_file_of_rows(write):
     write("folder/train.jsonl")
     write("configs/mine.yaml", "seed: 1\n")
     write("mine")
@@ -140,13 +124,13 @@ def test_a_word_that_is_no_file_of_rows(write: Write) -> None:
     assert "For rows write data=folder, for a model model=folder." in problem_of("run=folder")
 
 
-def test_a_password_in_a_path_is_refused_and_not_repeated() -> None:
+def test_a_password_in_a_path_is_refused_and_not_repeated():
     problem = problem_of("data=https://someone:hunter2@host/rows.jsonl")
     assert "data.path: https://…@host/rows.jsonl contains a user name, a password or a token" in problem
     assert "hunter2" not in problem
 
 
-def test_a_signed_address_is_refused_like_a_password() -> None:
+def test_a_signed_address_is_refused_like_a_password():
     signed = "https://host/rows.jsonl?X-Amz-Date=1&X-Amz-Signature=5ecret"
     problem = problem_of(f"data.path={signed}")
     assert "rows.jsonl?X-Amz-Date=1&X-Amz-Signature=… contains a user name, a password or a token" in problem
@@ -155,7 +139,7 @@ def test_a_signed_address_is_refused_like_a_password() -> None:
     assert "X-Amz-Signature=… contains" not in problem_of("data.path=https://host/rows.txt?download=1", "seed=x")
 
 
-def test_the_folder_of_a_run_resolves_to_the_same(write: Write) -> None:
+def test_the_folder_of_a_run_resolves_to_the_same(write):
     """What a run keeps has no short words, so a file that comes later under a name changes nothing."""
     write("chats.jsonl")
     config = load_config(["chats.jsonl", "model=org/phi", "task=finetune_lora"])
@@ -164,7 +148,7 @@ def test_the_folder_of_a_run_resolves_to_the_same(write: Write) -> None:
     assert load_config(run=str(kept)) == config
 
 
-def test_a_model_that_is_missing_is_listed_and_the_command_completed() -> None:
+def test_a_model_that_is_missing_is_listed_and_the_command_completed():
     with pytest.raises(ConfigError) as caught:
         compose(["data=org/set"], typed="finetune train data=org/set")
     first, *models = str(caught.value).splitlines()
@@ -177,5 +161,5 @@ def test_a_model_that_is_missing_is_listed_and_the_command_completed() -> None:
         compose(["model=phi4", "data=phi4"], typed="finetune plan model=phi4 data=phi4")
 
 
-def test_without_words_the_configuration_is_the_schemas() -> None:
+def test_without_words_the_configuration_is_the_schemas():
     assert compose([], complete=False) == Config()

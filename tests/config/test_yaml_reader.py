@@ -52,14 +52,14 @@ def one_problem(tmp_path: Path, text: str | bytes) -> str:
         ("ünï", "ünï"),
     ],
 )
-def test_values(tmp_path: Path, text: str, value: object) -> None:
+def test_values(tmp_path, text, value):
     settings, problems = read(tmp_path, f"seed: {text}\n")
     assert problems == []
     assert settings == {"seed": value}
     assert type(settings["seed"]) is type(value)
 
 
-def test_each_setting_knows_its_line_and_its_text(tmp_path: Path) -> None:
+def test_each_setting_knows_its_line_and_its_text(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("# about\noptim:\n\n  args:\n    eps: 1e-8\n  optimizer: 'x'\ndata.max_length: 512\n")
     settings = read_file(path, "shown.yaml", [])
@@ -70,13 +70,13 @@ def test_each_setting_knows_its_line_and_its_text(tmp_path: Path) -> None:
     ]
 
 
-def test_dots_split_only_keys_at_the_top(tmp_path: Path) -> None:
+def test_dots_split_only_keys_at_the_top(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("model:\n  config:\n    a.b: 1\n")
     assert [s.key for s in read_file(path, "c.yaml", [])] == [("model", "config", "a.b")]
 
 
-def test_keys_are_text_as_written(tmp_path: Path) -> None:
+def test_keys_are_text_as_written(tmp_path):
     settings, problems = read(tmp_path, "model: {config: {id2label: {0: a, on: b, 1e3: c}}}")
     assert problems == []
     assert settings == {
@@ -86,7 +86,7 @@ def test_keys_are_text_as_written(tmp_path: Path) -> None:
     }
 
 
-def test_pyobject_reads_as_a_dotted_name(tmp_path: Path) -> None:
+def test_pyobject_reads_as_a_dotted_name(tmp_path):
     settings, problems = read(tmp_path, "optim: {optimizer: !pyobject torch.optim.AdamW}")
     assert problems == []
     name = settings["optim.optimizer"]
@@ -95,7 +95,7 @@ def test_pyobject_reads_as_a_dotted_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n", "---\n", b"\xef\xbb\xbf# a mark in front\n"])
-def test_an_empty_file_sets_nothing(tmp_path: Path, text: str | bytes) -> None:
+def test_an_empty_file_sets_nothing(tmp_path, text):
     assert read(tmp_path, text) == ({}, [])
 
 
@@ -136,20 +136,20 @@ def test_an_empty_file_sets_nothing(tmp_path: Path, text: str | bytes) -> None:
         ("a: " + "x" * 1_000_001, "c.yaml", "larger than"),
     ],
 )
-def test_broken_and_hostile_text(tmp_path: Path, text: str | bytes, where: str, what: str) -> None:
+def test_broken_and_hostile_text(tmp_path, text, where, what):
     problem = one_problem(tmp_path, text)
     assert problem.startswith(f"{where}:")
     assert what in problem
 
 
-def test_every_problem_of_a_file_is_reported_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_every_problem_of_a_file_is_reported_and_the_rest_is_read(tmp_path):
     settings, problems = read(tmp_path, "a: 1\na: 2\nb: !mine 3\n<<: {}\nc: 4\n")
     assert [p.partition(": ")[0] for p in problems] == ["c.yaml:2", "c.yaml:3", "c.yaml:4"]
     assert settings["a"] == 1
     assert settings["c"] == 4
 
 
-def test_what_is_no_file(tmp_path: Path) -> None:
+def test_what_is_no_file(tmp_path):
     problems: list[str] = []
     assert read_file(tmp_path, "folder", problems) == []
     assert read_file(tmp_path / "none.yaml", "none.yaml", problems) == []
@@ -157,7 +157,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     assert "none.yaml: cannot be read (No such file or directory)" in problems[1]
 
 
-def test_nothing_runs(tmp_path: Path) -> None:
+def test_nothing_runs(tmp_path):
     trace = tmp_path / "trace"
     for tag in ("!!python/object/apply:os.system", "!!python/object/new:os.system", "!pyobject"):
         _, problems = read(tmp_path, f"seed: {tag} ['touch {trace}']\n")
@@ -182,12 +182,12 @@ def value_of(text: str, *, as_text: bool = False) -> tuple[object, list[str]]:
         ("x=y", {"a.b": "x=y"}),
     ],
 )
-def test_words_are_read_like_files(text: str, settings: dict[str, object]) -> None:
+def test_words_are_read_like_files(text, settings):
     assert value_of(text) == (settings, [])
 
 
 @pytest.mark.parametrize("text", ["*.jsonl", "{{ x }}", "{% if a %}", "a: b", "# a", "@x", "%y", "[draft", "{a: b}"])
-def test_a_key_of_text_takes_what_is_no_yaml(text: str) -> None:
+def test_a_key_of_text_takes_what_is_no_yaml(text):
     assert value_of(text, as_text=True) == ({"a.b": text}, [])
     settings, problems = value_of(text)
     assert settings != {"a.b": text}
@@ -195,14 +195,14 @@ def test_a_key_of_text_takes_what_is_no_yaml(text: str) -> None:
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-def test_a_tag_in_a_word_is_never_text(as_text: bool) -> None:
+def test_a_tag_in_a_word_is_never_text(as_text):
     settings, problems = value_of("!!python/object/apply:os.system [x]", as_text=as_text)
     assert settings != {"a.b": "!!python/object/apply:os.system [x]"}
     assert len(problems) == 1
     assert problems[0].startswith("command line: a.b: the tag !!python/object/apply:os.system is refused")
 
 
-def test_a_word_has_no_line() -> None:
+def test_a_word_has_no_line():
     _, problems = value_of("[1, 2")
     assert len(problems) == 1
     assert problems[0].startswith("command line: a.b: not valid YAML")

@@ -2,23 +2,27 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from finetune.config.schema import DataSection
+from finetune.data.encode import encode_examples
+from finetune.data.encoded import EncodedExamples, EncodedSplits
+from finetune.data.examples import load_examples
+from tests.tiny import tiny_tokenizer
 
 
 @pytest.fixture
-def make_section(tmp_path: Path) -> Callable[..., DataSection]:
+def make_section(tmp_path):
     """A data section with a cache of its own."""
     return lambda **keys: DataSection(**{"cache_dir": str(tmp_path / "cache"), **keys})
 
 
 @pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+def logged(caplog, monkeypatch):
     """Return the lines that the package has logged so far, also after another test has configured its log."""
     monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
     caplog.set_level(logging.INFO, "finetune")
@@ -26,10 +30,10 @@ def logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def write_jsonl(tmp_path: Path) -> Callable[..., str]:
+def write_jsonl(tmp_path):
     """Write rows, or lines as they are, to a file of that name; returns its path."""
 
-    def write(rows: Iterable[Any], name: str = "train.jsonl") -> str:
+    def write(rows, name="train.jsonl"):
         return write_lines(tmp_path / name, rows)
 
     return write
@@ -41,3 +45,14 @@ def write_lines(path: Path, rows: Iterable[Any]) -> str:
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(path)
+
+
+def encode(section: DataSection, tokenizer: Any = "phi4_mini", **options: Any) -> EncodedSplits:
+    """The encoded rows of a section, with a tokenizer or the tiny one of a style."""
+    used = tiny_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    return encode_examples(load_examples(section), used, section, **options)
+
+
+def encode_train(section: DataSection, tokenizer: Any = "phi4_mini", **options: Any) -> EncodedExamples:
+    """The encoded training rows of a section."""
+    return encode(section, tokenizer, **options).train

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from finetune.data.cache import load_or_encode
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
-from finetune.data.row_file import RowFacts, RowWriter
+from finetune.data.row_file import RowFacts
 from finetune.data.rows import Examples
 from finetune.data.templates import TokenisedRow
 from finetune.errors import ConfigError, DataError
@@ -27,21 +26,18 @@ from tests.tiny import tiny_tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}]}
 
-Make = Callable[..., DataSection]
-Write = Callable[..., str]
-
 
 @pytest.fixture
-def section(make_section: Make, write_jsonl: Write) -> DataSection:
+def section(make_section, write_jsonl):
     return make_section(path=write_jsonl([CHAT] * 3))
 
 
 @pytest.fixture
-def times_tokenised(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+def times_tokenised(monkeypatch):
     """Count the batches of rows that have gone through a tokenizer."""
     calls: list[int] = []
 
-    def counting(*arguments: Any) -> Any:
+    def counting(*arguments):
         calls.append(1)
         return templates.encode_batch(*arguments)
 
@@ -59,12 +55,7 @@ def cache_files(section: DataSection) -> list[Path]:
     return sorted(Path(section.cache_dir).iterdir())
 
 
-def test_a_second_time_nothing_is_parsed_or_tokenised(
-    section: DataSection,
-    times_tokenised: Callable[[], int],
-    logged: Callable[[], list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_time_nothing_is_parsed_or_tokenised(section, times_tokenised, logged, monkeypatch):
     first = encode(section)
     assert times_tokenised() == 1
     monkeypatch.setattr(Examples, "read", lambda self: pytest.fail("the file was parsed"))
@@ -80,11 +71,9 @@ def test_a_second_time_nothing_is_parsed_or_tokenised(
     assert second.prompt_and_answer(0) == first.prompt_and_answer(0)
 
 
-def test_a_folder_that_may_not_be_looked_into_is_a_downgrade(
-    section: DataSection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refusing(real: Any) -> Any:  # a permission would not stop root
-        def refuse(path: Any, *arguments: Any, **keywords: Any) -> Any:
+def test_a_folder_that_may_not_be_looked_into_is_a_downgrade(section, monkeypatch):
+    def refusing(real):  # a permission would not stop root
+        def refuse(path, *arguments, **keywords):
             if str(path).startswith(section.cache_dir):
                 raise PermissionError(13, "Permission denied", str(path))
             return real(path, *arguments, **keywords)
@@ -98,7 +87,7 @@ def test_a_folder_that_may_not_be_looked_into_is_a_downgrade(
     assert [taken["what"] for taken in fallbacks.as_records()] == ["data.cache_dir"]
 
 
-def test_the_only_cached_file_has_the_same_bytes_however_often_it_is_made(section: DataSection) -> None:
+def test_the_only_cached_file_has_the_same_bytes_however_often_it_is_made(section):
     encode(section)
     (path,) = cache_files(section)
     with safe_open(path, framework="pt") as file:
@@ -109,19 +98,18 @@ def test_the_only_cached_file_has_the_same_bytes_however_often_it_is_made(sectio
     assert path.read_bytes() == before
 
 
-def test_whatever_changes_the_tokens_changes_the_key(section: DataSection, times_tokenised: Callable[[], int]) -> None:
+def test_whatever_changes_the_tokens_changes_the_key(section, times_tokenised):
     encode(section)
     encode(section.model_copy(update={"max_length": 8}))
     encode(section.model_copy(update={"max_rows": 2}))
     encode(section.model_copy(update={"format": "messages"}))
     encode(section, template=(tiny_tokenizer().chat_template or "").replace("<|end|>", "<|end|> "))
-    assert section.path is not None
     Path(section.path).write_text(Path(section.path).read_text().replace("yes", "no"))
     encode(section)
     assert times_tokenised() == len(cache_files(section)) == 6
 
 
-def test_padding_that_another_call_left_in_the_tokenizer_does_not_change_its_digest() -> None:
+def test_padding_that_another_call_left_in_the_tokenizer_does_not_change_its_digest():
     tokenizer = tiny_tokenizer()
     before = templates.digest_tokenizer(tokenizer), tokenizer.backend_tokenizer.to_str()
     tokenizer(["a", "a b c"], padding=True, truncation=True, max_length=2)
@@ -130,9 +118,7 @@ def test_padding_that_another_call_left_in_the_tokenizer_does_not_change_its_dig
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "other"])
-def test_a_damaged_file_is_found_and_made_again(
-    section: DataSection, times_tokenised: Callable[[], int], logged: Callable[[], list[str]], damage: str
-) -> None:
+def test_a_damaged_file_is_found_and_made_again(section, times_tokenised, logged, damage):
     fingerprint = encode(section).fingerprint
     (path,) = cache_files(section)
     whole = path.read_bytes()
@@ -143,7 +129,7 @@ def test_a_damaged_file_is_found_and_made_again(
     assert path.read_bytes() == whole
 
 
-def test_every_byte_of_the_tensors_is_watched(section: DataSection, times_tokenised: Callable[[], int]) -> None:
+def test_every_byte_of_the_tensors_is_watched(section, times_tokenised):
     encode(section)
     (path,) = cache_files(section)
     whole = path.read_bytes()
@@ -154,7 +140,7 @@ def test_every_byte_of_the_tensors_is_watched(section: DataSection, times_tokeni
         assert times_tokenised() == count, f"byte {position}"
 
 
-def test_rows_that_cannot_be_used_are_never_cached(make_section: Make, write_jsonl: Write) -> None:
+def test_rows_that_cannot_be_used_are_never_cached(make_section, write_jsonl):
     section = make_section(path=write_jsonl([CHAT, "no"]))
     for _ in range(2):
         with pytest.raises(DataError, match=r"train.jsonl:2: not JSON"):
@@ -162,9 +148,7 @@ def test_rows_that_cannot_be_used_are_never_cached(make_section: Make, write_jso
     assert cache_files(section) == []
 
 
-def test_without_a_cache_rows_are_mapped_from_a_file_without_a_name_and_that_is_recorded(
-    section: DataSection, tmp_path: Path
-) -> None:
+def test_without_a_cache_rows_are_mapped_from_a_file_without_a_name_and_that_is_recorded(section, tmp_path):
     cached = encode(section)
     (tmp_path / "file").touch()
     section = section.model_copy(update={"cache_dir": str(tmp_path / "file" / "cache")})
@@ -183,10 +167,8 @@ def test_without_a_cache_rows_are_mapped_from_a_file_without_a_name_and_that_is_
 
 
 @pytest.mark.parametrize("call", ["fsync", "write"])
-def test_a_disk_that_fills_up_while_writing_is_a_fallback_to_memory(
-    section: DataSection, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    def full(*_: object) -> None:
+def test_a_disk_that_fills_up_while_writing_is_a_fallback_to_memory(section, monkeypatch, call):
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     whole = encode(section)
@@ -236,13 +218,12 @@ def start_encoding(tmp_path: Path, seconds: float) -> subprocess.Popen[str]:
     """Another process, which has the lock and takes so long to encode."""
     command = [sys.executable, "-c", ENCODE, str(tmp_path / "cache"), str(seconds)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     assert process.stdout.readline() == "encoding\n"
     return process
 
 
 @pytest.mark.process
-def test_while_one_process_encodes_another_waits_and_reads(tmp_path: Path, logged: Callable[[], list[str]]) -> None:
+def test_while_one_process_encodes_another_waits_and_reads(tmp_path, logged):
     other = start_encoding(tmp_path, 0.5)
     rows = load_or_encode(
         tmp_path / "cache", "0" * 64, lambda _: pytest.fail("encoded twice"), Fallbacks(strict=True), "rows"
@@ -253,12 +234,12 @@ def test_while_one_process_encodes_another_waits_and_reads(tmp_path: Path, logge
 
 
 @pytest.mark.process
-def test_a_process_killed_while_encoding_leaves_the_work_to_the_next(tmp_path: Path) -> None:
+def test_a_process_killed_while_encoding_leaves_the_work_to_the_next(tmp_path):
     killed = start_encoding(tmp_path, 60)
     killed.kill()
     killed.communicate()
 
-    def encode(writer: RowWriter) -> RowFacts:
+    def encode(writer):
         writer.add(1, TokenisedRow([1], bytearray([1])), max_length=9)
         return RowFacts()
 

@@ -5,7 +5,6 @@ import errno
 import gzip
 import lzma
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from io import BytesIO
@@ -14,12 +13,9 @@ from pathlib import Path
 import pytest
 from backports import zstd
 
-from finetune.config.schema import DataSection
-from finetune.data.encode import encode_examples
-from finetune.data.examples import load_examples
 from finetune.data.readers import FileRows
 from finetune.errors import DataError
-from tests.tiny import tiny_tokenizer
+from tests.data.conftest import encode
 
 WITH_CHECKSUM = {zstd.CompressionParameter.checksum_flag: 1}  # as the command zstd writes by default
 COMPRESS = {
@@ -31,8 +27,6 @@ COMPRESS = {
 LINES = b'{"prompt": "a", "completion": "b"}\n\n{"prompt": "c", "completion": 5\n{"prompt": "d", "completion": "e"}\n'
 TABLE = b'prompt,completion\n"a, b",007\n'
 
-Make = Callable[..., DataSection]
-
 
 def file_rows(path: Path, content: bytes) -> FileRows:
     path.write_bytes(content)
@@ -40,7 +34,7 @@ def file_rows(path: Path, content: bytes) -> FileRows:
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-def test_rows_and_their_numbers_are_those_of_the_file_itself(tmp_path: Path, suffix: str) -> None:
+def test_rows_and_their_numbers_are_those_of_the_file_itself(tmp_path, suffix):
     plain = file_rows(tmp_path / "a.jsonl", LINES)
     compressed = file_rows(tmp_path / f"a.jsonl{suffix}", COMPRESS[suffix](LINES))
     assert list(compressed.rows()) == list(plain.rows())
@@ -49,7 +43,7 @@ def test_rows_and_their_numbers_are_those_of_the_file_itself(tmp_path: Path, suf
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.json", b'[{"text": "a"},\n{"text": "b"}]'), ("a.csv", TABLE)])
-def test_json_and_csv_files_may_be_compressed_too(tmp_path: Path, name: str, content: bytes) -> None:
+def test_json_and_csv_files_may_be_compressed_too(tmp_path, name, content):
     plain = file_rows(tmp_path / name, content)
     compressed = file_rows(tmp_path / f"{name}.gz", gzip.compress(content))
     assert compressed.digest() != file_rows(tmp_path / "a.jsonl.gz", gzip.compress(content)).digest()
@@ -59,9 +53,7 @@ def test_json_and_csv_files_may_be_compressed_too(tmp_path: Path, name: str, con
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("damage", ["cut", "flipped", "other"])
-def test_a_damaged_file_is_refused_and_none_of_its_rows_lost_in_silence(
-    tmp_path: Path, suffix: str, damage: str
-) -> None:
+def test_a_damaged_file_is_refused_and_none_of_its_rows_lost_in_silence(tmp_path, suffix, damage):
     whole = COMPRESS[suffix](LINES * 500)
     middle = len(whole) // 2
     flipped = whole[:middle] + bytes([whole[middle] ^ 0xFF]) + whole[middle + 1 :]
@@ -71,11 +63,11 @@ def test_a_damaged_file_is_refused_and_none_of_its_rows_lost_in_silence(
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_a_disk_that_fails_is_no_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_disk_that_fails_is_no_damaged_file(tmp_path, monkeypatch, name):
     rows = file_rows(tmp_path / name, LINES)
 
     class Failing(BytesIO):
-        def read(self, *_: object) -> bytes:
+        def read(self, *_):
             raise OSError(errno.EIO, "Input/output error")
 
         readline = __next__ = read
@@ -85,7 +77,7 @@ def test_a_disk_that_fails_is_no_damaged_file(tmp_path: Path, monkeypatch: pytes
         list(rows.rows())
 
 
-def test_a_table_without_room_for_its_copy_is_no_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_without_room_for_its_copy_is_no_damaged_file(tmp_path, monkeypatch):
     rows = file_rows(tmp_path / "a.csv.gz", gzip.compress(TABLE))
     monkeypatch.setattr("tempfile.TemporaryDirectory", lambda prefix: nullcontext(tmp_path))
     (tmp_path / "a.csv").symlink_to("/dev/full")
@@ -93,13 +85,13 @@ def test_a_table_without_room_for_its_copy_is_no_damaged_file(tmp_path: Path, mo
         list(rows.rows())
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "backports.zstd", None)
     with pytest.raises(DataError, match=r"needs the package backports.zstd. Run `pip install 'finetune\[zstd\]'`"):
         list(file_rows(tmp_path / "a.jsonl.zst", zstd.compress(LINES)).rows())
 
 
-def test_a_compressed_split_encodes_to_the_same_rows(make_section: Make, tmp_path: Path) -> None:
+def test_a_compressed_split_encodes_to_the_same_rows(make_section, tmp_path):
     line = b'{"prompt": "Hi", "completion": "yes"}\n'
     for folder, pack in (("plain", bytes), ("packed", gzip.compress)):
         (tmp_path / folder).mkdir()
@@ -109,8 +101,7 @@ def test_a_compressed_split_encodes_to_the_same_rows(make_section: Make, tmp_pat
     found = []
     for folder in ("plain", "packed"):
         section = make_section(path=str(tmp_path / folder), on_overlap="warn")
-        splits = encode_examples(load_examples(section), tiny_tokenizer(), section)
-        assert splits.validation is not None
+        splits = encode(section)
         found.append((splits.train.fingerprint, splits.validation.fingerprint))
     assert found[0] == found[1]
     assert splits.train.source(1) == f"{tmp_path}/packed/train.jsonl.gz:2"

@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from finetune.config.compose import load_config
-from finetune.config.schema import DataSection
 from finetune.data.batches import TrainLoader, packer
-from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
-from finetune.data.examples import load_examples
 from finetune.data.labelled import encode_labelled
 from finetune.data.preferences import encode_preferences
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.errors import ConfigError, DataError
 from finetune.training.loaders import log_batches, plan_batches
+from tests.data.conftest import encode_train
 from tests.launches import REPOSITORY
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config
 from tests.tiny_runs import conversation
 
-Make = Callable[..., DataSection]
-Write = Callable[..., str]
 TEMPLATE = REPOSITORY / "finetune/data/chat_templates/phi4_mini.jinja"
 
 
 @pytest.fixture
-def encode(make_section: Make, write_jsonl: Write) -> Callable[..., EncodedExamples]:
-    def encode_rows(rows: list[dict[str, Any]], **keys: Any) -> EncodedExamples:
+def encode(make_section, write_jsonl):
+    def encode_rows(rows, **keys):
         keys = {"train_on": "each_turn", "chat_template": "phi4_mini", **keys}
         section = make_section(path=write_jsonl(rows), **keys)
-        return encode_examples(load_examples(section), tiny_tokenizer(), section).train
+        return encode_train(section)
 
     return encode_rows
 
@@ -49,7 +43,7 @@ def rule_of(examples: Any, *, is_packed: bool = True, **words: Any) -> Any:
     return plan_batches(config, examples, is_packed=is_packed, boundary=None, global_batch_size=size)
 
 
-def test_each_answer_follows_the_turns_as_they_are_served(encode: Callable[..., EncodedExamples]) -> None:
+def test_each_answer_follows_the_turns_as_they_are_served(encode):
     rows = [conversation(3, seed=1), conversation(1, seed=2)]
     rows[1]["messages"].insert(1, {"role": "assistant", "content": "no", "weight": 0})
     examples = encode(rows)
@@ -67,7 +61,7 @@ def test_each_answer_follows_the_turns_as_they_are_served(encode: Callable[..., 
         assert examples.source(index).endswith(f":{1 if index < 3 else 2}")
 
 
-def test_a_conversation_is_one_example_in_shares_weights_and_steps(encode: Callable[..., EncodedExamples]) -> None:
+def test_a_conversation_is_one_example_in_shares_weights_and_steps(encode):
     rows = [conversation(turns, seed=turns) for turns in (1, 2, 3, 4)]
     assert len(encode(rows).rows_of_examples) == 4
     most = encode(rows, validation="0.25")
@@ -85,9 +79,7 @@ def test_a_conversation_is_one_example_in_shares_weights_and_steps(encode: Calla
     assert sorted(seen) == list(range(len(most)))
 
 
-def test_a_row_without_thinking_shares_everything_with_the_answer_before(
-    encode: Callable[..., EncodedExamples],
-) -> None:
+def test_a_row_without_thinking_shares_everything_with_the_answer_before(encode):
     row = conversation(6, seed=3, thinking=0)
     (cut,) = rule_of(encode([row])).microbatches_of_step(0, 0)
     whole = encode([row], train_on="all")
@@ -113,9 +105,7 @@ DataLoaderKeys = load_config(["data.path=a.jsonl", "model=phi_tiny"], task="fine
 
 
 @pytest.mark.parametrize("max_tokens", [None, 400, 40])
-def test_losses_and_gradients_are_those_of_each_turn_alone(
-    encode: Callable[..., EncodedExamples], max_tokens: int | None
-) -> None:
+def test_losses_and_gradients_are_those_of_each_turn_alone(encode, max_tokens):
     examples = encode([conversation(turns, seed=turns, thinking=8) for turns in (3, 5)])
     model = build_tiny(tiny_phi3_config(vocab_size=400, pad_token_id=0, bos_token_id=1, eos_token_id=1))
     alone = 0.0
@@ -133,9 +123,7 @@ def test_losses_and_gradients_are_those_of_each_turn_alone(
     assert (gradient - expected).norm() <= 1e-5 * expected.norm()
 
 
-def test_ten_turns_compute_at_most_half_as_much_again_as_the_conversation_once(
-    encode: Callable[..., EncodedExamples], tmp_path: Path
-) -> None:
+def test_ten_turns_compute_at_most_half_as_much_again_as_the_conversation_once(encode, tmp_path):
     keeps = TEMPLATE.read_text().replace(" and loop.index0 > last.question", "")
     (tmp_path / "keeps.jinja").write_text(keeps)
     for seed in range(5):
@@ -147,9 +135,7 @@ def test_ten_turns_compute_at_most_half_as_much_again_as_the_conversation_once(
         assert sum(examples.lengths.tolist()) > 2.5 * len(once[0].input_ids), "rows of their own would do as well"
 
 
-def test_answers_stay_together_until_they_are_too_many_and_the_log_says_what_that_costs(
-    encode: Callable[..., EncodedExamples], logged: Callable[[], list[str]]
-) -> None:
+def test_answers_stay_together_until_they_are_too_many_and_the_log_says_what_that_costs(encode, logged):
     examples = encode([conversation(4, seed=7), conversation(2, seed=8)], max_length=8192)
     config = load_config(["data.path=a.jsonl", "model=phi_tiny"], task="finetune_lora")
     together = rule_of(examples, global_batch_size=2, batch_size=1)
@@ -167,7 +153,7 @@ def test_answers_stay_together_until_they_are_too_many_and_the_log_says_what_tha
     assert f"computes {shared:,} tokens of an epoch again" in line
 
 
-def test_padded_rows_and_a_boundary_keep_all_answers(encode: Callable[..., EncodedExamples]) -> None:
+def test_padded_rows_and_a_boundary_keep_all_answers(encode):
     examples = encode([conversation(4, seed=7), conversation(2, seed=8)], max_length=8192)
     padded = rule_of(examples, is_packed=False, global_batch_size=2, batch_size=2)
     assert padded.tokens is None
@@ -178,14 +164,14 @@ def test_padded_rows_and_a_boundary_keep_all_answers(encode: Callable[..., Encod
     assert all(len({bool(examples.lengths[row] > boundary) for row in cut.rows}) == 1 for cut in cuts)
 
 
-def test_a_bad_conversation_counts_once(encode: Callable[..., EncodedExamples]) -> None:
+def test_a_bad_conversation_counts_once(encode):
     rows = [conversation(3, seed=1), conversation(1, seed=2)]
     rows[0]["messages"][0]["content"] = "<|end|>"
     with pytest.raises(DataError, match="1 of 2 rows cannot be used"):
         encode(rows)
 
 
-def test_the_answers_of_a_conversation_are_packed_or_refused(encode: Callable[..., EncodedExamples]) -> None:
+def test_the_answers_of_a_conversation_are_packed_or_refused(encode):
     examples = encode([conversation(3, seed=0)])
     with pytest.raises(ConfigError, match=r"training\.packing is false, but data\.train_on=each_turn packs"):
         rule_of(examples, packing="false")
@@ -199,9 +185,7 @@ def test_the_answers_of_a_conversation_are_packed_or_refused(encode: Callable[..
         (encode_preferences, {"chosen": "yes", "rejected": "no"}),
     ],
 )
-def test_rows_of_preferences_have_no_turns(
-    make_section: Make, write_jsonl: Write, encode_rows: Callable[..., Any], answers: dict[str, Any]
-) -> None:
+def test_rows_of_preferences_have_no_turns(make_section, write_jsonl, encode_rows, answers):
     path = write_jsonl([{"prompt": f"{number}?", **answers} for number in range(3)])
     with pytest.raises(ConfigError, match=r"data.train_on is each_turn, but a row of preferences has one answer"):
         encode_rows(make_section(path=path, train_on="each_turn"), tiny_tokenizer())

@@ -1,33 +1,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from itertools import accumulate
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from finetune.config.schema import DataSection
-from finetune.data.encode import describe, encode_examples
-from finetune.data.encoded import EncodedExamples, EncodedSplits, digest_tensors
-from finetune.data.examples import load_examples
+from finetune.data.encode import describe
+from finetune.data.encoded import EncodedExamples, digest_tensors
 from finetune.errors import DataError
+from tests.data.conftest import encode
 from tests.tiny import Style, tiny_tokenizer
 
 USER = {"role": "user", "content": "Hi"}
 CHAT = {"messages": [USER, {"role": "assistant", "content": "yes"}]}
 TWO_ANSWERS = {"messages": [*CHAT["messages"], USER, {"role": "assistant", "content": "no"}]}
-
-Make = Callable[..., DataSection]
-Write = Callable[..., str]
-
-
-def encode(section: DataSection, style: Style = "phi4_mini") -> EncodedSplits:
-    return encode_examples(load_examples(section), tiny_tokenizer(style), section)
 
 
 def shown(examples: EncodedExamples, index: int, style: Style = "phi4_mini") -> tuple[str, str]:
@@ -37,7 +26,7 @@ def shown(examples: EncodedExamples, index: int, style: Style = "phi4_mini") -> 
     return str(tokenizer.decode(row.input_ids)), str(tokenizer.decode(row.input_ids[row.is_target]))
 
 
-def test_rows_become_flat_tensors(make_section: Make, write_jsonl: Write) -> None:
+def test_rows_become_flat_tensors(make_section, write_jsonl):
     train = encode(make_section(path=write_jsonl([CHAT, "", TWO_ANSWERS]))).train
     assert len(train) == 2
     assert train[0].input_ids.dtype == torch.int64
@@ -53,7 +42,7 @@ def test_rows_become_flat_tensors(make_section: Make, write_jsonl: Write) -> Non
         train[2]
 
 
-def test_each_row_of_a_json_list_on_one_line_is_an_example(tmp_path: Path, make_section: Make) -> None:
+def test_each_row_of_a_json_list_on_one_line_is_an_example(tmp_path, make_section):
     path = tmp_path / "train.json"
     path.write_text(json.dumps([CHAT, TWO_ANSWERS] * 2))
     train = encode(make_section(path=str(path))).train
@@ -62,13 +51,13 @@ def test_each_row_of_a_json_list_on_one_line_is_an_example(tmp_path: Path, make_
     assert train.source(3) == f"{path} row 4"
 
 
-def test_a_loader_with_workers_reads_every_row(make_section: Make, write_jsonl: Write) -> None:
+def test_a_loader_with_workers_reads_every_row(make_section, write_jsonl):
     train = encode(make_section(path=write_jsonl([CHAT, TWO_ANSWERS]))).train
     assert [len(row.input_ids) for row in DataLoader(train, batch_size=None, num_workers=1)] == [9, 16]
 
 
 @pytest.mark.parametrize("style", ["phi4_mini", "phi3", "phi4"])
-def test_prompt_and_last_answer(make_section: Make, write_jsonl: Write, style: Style) -> None:
+def test_prompt_and_last_answer(make_section, write_jsonl, style):
     tokenizer = tiny_tokenizer(style)
     train = encode(make_section(path=write_jsonl([TWO_ANSWERS])), style).train
     prompt, answer = train.prompt_and_answer(0)
@@ -77,7 +66,7 @@ def test_prompt_and_last_answer(make_section: Make, write_jsonl: Write, style: S
     assert tokenizer.decode(answer) == "no"
 
 
-def test_prompt_and_completion_without_a_template_are_joined_and_ended(make_section: Make, write_jsonl: Write) -> None:
+def test_prompt_and_completion_without_a_template_are_joined_and_ended(make_section, write_jsonl):
     rows = [{"prompt": "Hi: ", "completion": "yes"}, {"prompt": "", "completion": "yes"}]
     train = encode(make_section(path=write_jsonl(rows)), "none").train
     assert shown(train, 0, "none") == ("Hi: yes<|endoftext|>", "yes<|endoftext|>")
@@ -85,7 +74,7 @@ def test_prompt_and_completion_without_a_template_are_joined_and_ended(make_sect
     assert train[1].is_target.tolist() == [False, True, True], "nothing predicts a row's first token"
 
 
-def test_plain_text_is_all_target_but_its_first_token(make_section: Make, write_jsonl: Write) -> None:
+def test_plain_text_is_all_target_but_its_first_token(make_section, write_jsonl):
     rows = [{"text": "the<|user|>no"}, {"text": "the<|endoftext|>"}]
     train = encode(make_section(path=write_jsonl(rows))).train
     tokenizer = tiny_tokenizer()
@@ -101,9 +90,7 @@ def test_plain_text_is_all_target_but_its_first_token(make_section: Make, write_
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet", "directory"])
-def test_tables_give_the_same_tokens_as_json_lines(
-    make_section: Make, write_jsonl: Write, tmp_path: Path, ending: str
-) -> None:
+def test_tables_give_the_same_tokens_as_json_lines(make_section, write_jsonl, tmp_path, ending):
     rows = [{"prompt": "Hi", "completion": "yes"}, {"prompt": "And?", "completion": "null"}]
     path = tmp_path / f"table.{ending}"
     table = Dataset.from_list(rows)
@@ -114,9 +101,7 @@ def test_tables_give_the_same_tokens_as_json_lines(
     assert found.source(1).endswith(" row 2")
 
 
-def test_long_rows_are_cut_on_the_right_and_counted(
-    make_section: Make, write_jsonl: Write, logged: Callable[[], list[str]]
-) -> None:
+def test_long_rows_are_cut_on_the_right_and_counted(make_section, write_jsonl, logged):
     rows = [CHAT, TWO_ANSWERS, {"messages": [{**USER, "content": "x" * 30}, CHAT["messages"][1]]}]
     splits = encode(make_section(path=write_jsonl(rows), max_length=9, on_no_target="warn"))
     train = splits.train
@@ -136,13 +121,13 @@ def test_long_rows_are_cut_on_the_right_and_counted(
         train.prompt_and_answer(2)
 
 
-def test_an_answer_that_is_cut_keeps_all_its_tokens(make_section: Make, write_jsonl: Write) -> None:
+def test_an_answer_that_is_cut_keeps_all_its_tokens(make_section, write_jsonl):
     section = make_section(path=write_jsonl([CHAT]), max_length=7, on_truncated_answer="warn", on_untrained_end="warn")
     train = encode(section).train
     assert tiny_tokenizer().decode(train.prompt_and_answer(0).answer) == "yes"
 
 
-def test_a_split_without_any_target_is_refused(make_section: Make, write_jsonl: Write) -> None:
+def test_a_split_without_any_target_is_refused(make_section, write_jsonl):
     with pytest.raises(DataError, match=r"none of its 2 rows has a target token within data.max_length=5; the longest"):
         encode(make_section(path=write_jsonl([CHAT, TWO_ANSWERS]), max_length=5))
 
@@ -158,9 +143,7 @@ def test_a_split_without_any_target_is_refused(make_section: Make, write_jsonl: 
         ),
     ],
 )
-def test_special_tokens_in_a_content_are_refused(
-    make_section: Make, write_jsonl: Write, row: dict[str, Any], special: str
-) -> None:
+def test_special_tokens_in_a_content_are_refused(make_section, write_jsonl, row, special):
     with pytest.raises(DataError) as caught:
         encode(make_section(path=write_jsonl([CHAT, row])))
     assert "1 of 2 rows cannot be used" in str(caught.value)
@@ -168,7 +151,7 @@ def test_special_tokens_in_a_content_are_refused(
     assert f" contains {special}, a special token of the tokenizer" in str(caught.value)
 
 
-def test_rows_that_the_template_cannot_render_are_named(make_section: Make, write_jsonl: Write) -> None:
+def test_rows_that_the_template_cannot_render_are_named(make_section, write_jsonl):
     row = {"messages": [USER, {"role": "tool", "content": "42"}, CHAT["messages"][1]]}
     with pytest.raises(
         DataError, match=r"train.jsonl:2: the chat template leaves out messages\[1\].content \(role tool"
@@ -176,7 +159,7 @@ def test_rows_that_the_template_cannot_render_are_named(make_section: Make, writ
         encode(make_section(path=write_jsonl([CHAT, row])), "phi3")
 
 
-def test_the_fingerprint_is_of_tokens_and_targets_alone(make_section: Make, write_jsonl: Write) -> None:
+def test_the_fingerprint_is_of_tokens_and_targets_alone(make_section, write_jsonl):
     first = encode(make_section(path=write_jsonl([CHAT, TWO_ANSWERS]))).train
     moved = encode(make_section(path=write_jsonl(["", CHAT, TWO_ANSWERS], "moved.jsonl"))).train
     other = encode(make_section(path=write_jsonl([TWO_ANSWERS, CHAT], "other.jsonl"))).train
@@ -194,7 +177,7 @@ def flat_fingerprint(examples: EncodedExamples) -> str:
     return digest_tensors(tensors)
 
 
-def test_chosen_and_joined_rows_have_the_fingerprint_of_a_copy(make_section: Make, write_jsonl: Write) -> None:
+def test_chosen_and_joined_rows_have_the_fingerprint_of_a_copy(make_section, write_jsonl):
     first = encode(make_section(path=write_jsonl([CHAT, TWO_ANSWERS, CHAT, TWO_ANSWERS, CHAT]))).train
     second = encode(make_section(path=write_jsonl([TWO_ANSWERS, CHAT], "other.jsonl"), train_on="each_turn")).train
     joined = EncodedExamples.joined([first.select([3, 0, 1, 1]), second, first])
@@ -210,7 +193,7 @@ def test_chosen_and_joined_rows_have_the_fingerprint_of_a_copy(make_section: Mak
     assert {source.token_ids.data_ptr() for source in joined.select([1, 5]).sources} == one_source
 
 
-def test_rows_made_by_hand() -> None:
+def test_rows_made_by_hand():
     examples = EncodedExamples.from_rows([([5, 6, 7], [False, True, True]), ([5], [False])], end_id=7)
     assert examples.lengths.tolist() == [3, 1]
     assert examples.num_targets.tolist() == [2, 0]

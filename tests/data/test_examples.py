@@ -3,27 +3,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from datasets import Dataset, DatasetDict
 
-from finetune.config.schema import DataSection
 from finetune.data.examples import check_local_rows, load_examples, missing_here
 from finetune.errors import ConfigError, DataError
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}]}
 
-Make = Callable[..., DataSection]
-Write = Callable[..., str]
-Logged = Callable[[], list[str]]
 
-
-def test_one_file_is_all_training_data_and_the_log_says_so(
-    make_section: Make, write_jsonl: Write, logged: Logged
-) -> None:
+def test_one_file_is_all_training_data_and_the_log_says_so(make_section, write_jsonl, logged):
     splits = load_examples(make_section(path=write_jsonl([CHAT, CHAT])))
     assert len(splits.train) == 2
     assert splits.validation is splits.test is None
@@ -32,53 +22,44 @@ def test_one_file_is_all_training_data_and_the_log_says_so(
 
 
 @pytest.mark.parametrize("name", ["validation", "valid", "dev"])
-def test_a_folder_of_split_files(make_section: Make, write_jsonl: Write, tmp_path: Path, name: str) -> None:
+def test_a_folder_of_split_files(make_section, write_jsonl, tmp_path, name):
     write_jsonl([CHAT], "rows/train.jsonl")
     write_jsonl([CHAT] * 2, f"rows/{name}.jsonl")
     Dataset.from_list([CHAT] * 3).to_parquet(tmp_path / "rows/test.parquet")
     splits = load_examples(make_section(path=str(tmp_path / "rows")))
-    assert splits.validation is not None
-    assert splits.test is not None
     assert [len(splits.train), len(splits.validation), len(splits.test)] == [1, 2, 3]
     assert splits.train[0].source == f"{tmp_path}/rows/train.jsonl:1"
     assert splits.test[2].source == f"{tmp_path}/rows/test.parquet row 3"
     assert splits.test[2].messages == splits.train[0].messages
 
 
-def test_splits_can_be_named_or_be_files_elsewhere(
-    make_section: Make, write_jsonl: Write, tmp_path: Path, logged: Logged
-) -> None:
+def test_splits_can_be_named_or_be_files_elsewhere(make_section, write_jsonl, tmp_path, logged):
     write_jsonl([CHAT], "rows/small.jsonl")
     write_jsonl([CHAT] * 2, "rows/large.jsonl")
     other = write_jsonl([CHAT] * 3, "other.jsonl")
     splits = load_examples(make_section(path=str(tmp_path / "rows"), train="large", validation=other))
-    assert splits.validation is not None
     assert [len(splits.train), len(splits.validation)] == [2, 3]
     assert "rows has no split named test; data.test can name one" in logged()[0]
 
 
-def test_files_alone_are_enough(make_section: Make, write_jsonl: Write) -> None:
+def test_files_alone_are_enough(make_section, write_jsonl):
     splits = load_examples(make_section(train=write_jsonl([CHAT]), test=write_jsonl([CHAT] * 2, "b.jsonl")))
-    assert splits.test is not None
     assert [len(splits.train), len(splits.test)] == [1, 2]
 
 
-def test_a_datasets_directory_with_and_without_splits(make_section: Make, tmp_path: Path) -> None:
+def test_a_datasets_directory_with_and_without_splits(make_section, tmp_path):
     rows = Dataset.from_list([CHAT] * 2)
     DatasetDict({"train": rows, "dev": rows}).save_to_disk(tmp_path / "several")
     rows.save_to_disk(tmp_path / "one")
     several = load_examples(make_section(path=str(tmp_path / "several")))
-    assert several.validation is not None
     assert several.validation[1].source == f"{tmp_path}/several/dev row 2"
     one = load_examples(make_section(path=str(tmp_path / "one")))
     assert one.train[0].contents == ("Hi", "yes")
     assert one.validation is None
 
 
-def test_the_shipped_rows(make_section: Make) -> None:
+def test_the_shipped_rows(make_section):
     splits = load_examples(make_section(path="shipped:orders", max_rows=3))
-    assert splits.validation is not None
-    assert splits.test is not None
     assert [len(splits.train), len(splits.validation), len(splits.test)] == [3, 3, 3]
     assert splits.train[2].source == "shipped:orders/train.jsonl:3"
 
@@ -101,7 +82,7 @@ def test_the_shipped_rows(make_section: Make) -> None:
         ({"path": "{here}/" + "a" * 300}, "which cannot be read: File name too long (ENAMETOOLONG)"),
     ],
 )
-def test_what_is_not_there_is_named(make_section: Make, tmp_path: Path, keys: dict[str, str], message: str) -> None:
+def test_what_is_not_there_is_named(make_section, tmp_path, keys, message):
     (tmp_path / "a.txt").touch()
     for name in ("other/small.jsonl", "other/large.jsonl", "twice/train.jsonl", "twice/train.csv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -114,7 +95,7 @@ def test_what_is_not_there_is_named(make_section: Make, tmp_path: Path, keys: di
     assert message.format(here=tmp_path) in str(caught.value)
 
 
-def test_no_path_and_two_training_files_are_config_errors(make_section: Make, write_jsonl: Write) -> None:
+def test_no_path_and_two_training_files_are_config_errors(make_section, write_jsonl):
     with pytest.raises(ConfigError, match=r"data\.path is not set"):
         load_examples(make_section())
     path = write_jsonl([CHAT])
@@ -123,7 +104,7 @@ def test_no_path_and_two_training_files_are_config_errors(make_section: Make, wr
 
 
 @pytest.mark.process
-def test_finding_json_lines_imports_nothing_heavy() -> None:
+def test_finding_json_lines_imports_nothing_heavy():
     script = (
         "import sys; from finetune.config.schema import DataSection; from finetune.data.examples import load_examples;"
         "print(len(load_examples(DataSection(path='shipped:orders')).train));"
@@ -134,13 +115,11 @@ def test_finding_json_lines_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("keys", [{"path": "rows"}, {"validation": "rows.jsonl"}])
-def test_what_may_not_be_looked_at_is_told_and_no_traceback(
-    make_section: Make, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
-) -> None:
+def test_what_may_not_be_looked_at_is_told_and_no_traceback(make_section, write_jsonl, tmp_path, monkeypatch, keys):
     train = write_jsonl([CHAT])
     real = os.stat
 
-    def refuse(path: Any, *arguments: Any, **keywords: Any) -> Any:  # a permission would not stop root
+    def refuse(path, *arguments, **keywords):  # a permission would not stop root
         if "locked" in str(path):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path, *arguments, **keywords)

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from datasets import Dataset
 
-from finetune.config.schema import DataSection
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.errors import DataError
-from tests.tiny import Style, tiny_tokenizer
-
-Make = Callable[..., DataSection]
-Write = Callable[..., str]
+from tests.data.conftest import encode_train
+from tests.tiny import tiny_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}
@@ -33,10 +27,6 @@ ONE_TURN = {
 """One conversation, written down in every format that has turns."""
 
 
-def encode(section: DataSection, style: Style = "phi4_mini") -> EncodedExamples:
-    return encode_examples(load_examples(section), tiny_tokenizer(style), section).train
-
-
 def shown(examples: EncodedExamples, index: int = 0) -> tuple[str, str]:
     """A row's text, and the part of it that carries loss."""
     tokenizer, row = tiny_tokenizer(), examples[index]
@@ -45,35 +35,31 @@ def shown(examples: EncodedExamples, index: int = 0) -> tuple[str, str]:
 
 @pytest.mark.parametrize("written", list(ONE_TURN))
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_a_conversation_is_the_same_tokens_in_every_format(
-    make_section: Make, write_jsonl: Write, tmp_path: Path, written: str, ending: str
-) -> None:
+def test_a_conversation_is_the_same_tokens_in_every_format(make_section, write_jsonl, tmp_path, written, ending):
     path = write_jsonl([ONE_TURN[written]])
     if ending == "parquet":
         path = str(tmp_path / "rows.parquet")
         Dataset.from_list([ONE_TURN[written]]).to_parquet(path)
-    examples = encode(make_section(path=path))
+    examples = encode_train(make_section(path=path))
     assert shown(examples) == ("<|user|>Hi<|end|><|assistant|>yes<|end|><|endoftext|>", "yes<|end|>")
 
 
-def test_every_role_of_sharegpt_has_one_of_ours(make_section: Make, write_jsonl: Write) -> None:
+def test_every_role_of_sharegpt_has_one_of_ours(make_section, write_jsonl):
     turns = [
         {"from": "system", "value": "Be brief."},
         {"from": "human", "value": "Hi"},
         {"from": "observation", "value": "42"},
         {"from": "gpt", "value": "yes"},
     ]
-    text, learnt = shown(encode(make_section(path=write_jsonl([{"conversations": turns}]))))
+    text, learnt = shown(encode_train(make_section(path=write_jsonl([{"conversations": turns}]))))
     assert text == ("<|system|>Be brief.<|end|><|user|>Hi<|end|><|tool|>42<|end|><|assistant|>yes<|end|><|endoftext|>")
     assert learnt == "yes<|end|>"
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])
-def test_turns_of_either_spelling_may_stand_in_either_column(
-    make_section: Make, write_jsonl: Write, column: str
-) -> None:
+def test_turns_of_either_spelling_may_stand_in_either_column(make_section, write_jsonl, column):
     rows = [{column: [USER, ANSWER]}, {column: ONE_TURN["conversations"]["conversations"]}]
-    examples = encode(make_section(path=write_jsonl(rows)))
+    examples = encode_train(make_section(path=write_jsonl(rows)))
     assert shown(examples, 0) == shown(examples, 1)
 
 
@@ -92,31 +78,27 @@ WITH_TOOLS = f"<|tool|>{json.dumps(TOOLS)}<|/tool|><|end|><|user|>Hi<|end|><|ass
     ],
 )
 @pytest.mark.parametrize("written", ["list", "text", "parquet"])
-def test_the_tools_of_a_row_stand_in_its_system_turn(
-    make_section: Make, write_jsonl: Write, tmp_path: Path, row: dict[str, Any], system: str, written: str
-) -> None:
+def test_the_tools_of_a_row_stand_in_its_system_turn(make_section, write_jsonl, tmp_path, row, system, written):
     row = {**row, "tools": json.dumps(TOOLS) if written == "text" else TOOLS}
     path = write_jsonl([row, {**row, "tools": []}])
     if written == "parquet":  # whose columns have the keys of all tools, empty where a tool lacks one
         path = str(tmp_path / "rows.parquet")
         Dataset.from_list([row]).to_parquet(path)
-    examples = encode(make_section(path=path))
+    examples = encode_train(make_section(path=path))
     assert shown(examples) == (f"<|system|>{system}{WITH_TOOLS}", "yes<|end|>")
     assert written == "parquet" or "<|tool|>" not in shown(examples, 1)[0]
 
 
 @pytest.mark.parametrize("style", ["phi3", "phi4"])
-def test_a_template_that_knows_no_tools_refuses_rows_that_have_some(
-    make_section: Make, write_jsonl: Write, style: Style
-) -> None:
+def test_a_template_that_knows_no_tools_refuses_rows_that_have_some(make_section, write_jsonl, style):
     path = write_jsonl([{**ONE_TURN["messages"], "tools": TOOLS}])
     with pytest.raises(DataError, match=r"does not render tools \(rows that have it: 1, the first is .*:1"):
-        encode(make_section(path=path), style)
-    unread = encode(make_section(path=path, columns={"tools": "none"}), style)
+        encode_train(make_section(path=path), style)
+    unread = encode_train(make_section(path=path, columns={"tools": "none"}), style)
     assert len(unread) == 1
 
 
-def test_an_instruction_with_input_system_and_history(make_section: Make, write_jsonl: Write) -> None:
+def test_an_instruction_with_input_system_and_history(make_section, write_jsonl):
     row = {
         "instruction": "the",
         "input": "or",
@@ -124,7 +106,7 @@ def test_an_instruction_with_input_system_and_history(make_section: Make, write_
         "system": "Be brief.",
         "history": [["Hi", "yes"]],
     }
-    text, learnt = shown(encode(make_section(path=write_jsonl([row]))))
+    text, learnt = shown(encode_train(make_section(path=write_jsonl([row]))))
     assert text == (
         "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>yes<|end|><|user|>the\n\nor<|end|>"
         "<|assistant|>no<|end|><|endoftext|>"
@@ -132,23 +114,21 @@ def test_an_instruction_with_input_system_and_history(make_section: Make, write_
     assert learnt == "yes<|end|>no<|end|>"
 
 
-def test_answers_within_a_prompt_of_turns_carry_no_loss(make_section: Make, write_jsonl: Write) -> None:
+def test_answers_within_a_prompt_of_turns_carry_no_loss(make_section, write_jsonl):
     row = {"prompt": [SYSTEM, USER, ANSWER, MORE[0]], "completion": [MORE[1]]}
-    text, learnt = shown(encode(make_section(path=write_jsonl([row]))))
+    text, learnt = shown(encode_train(make_section(path=write_jsonl([row]))))
     assert "yes<|end|>" in text
     assert learnt == "no<|end|>"
 
 
-def test_instructions_need_a_chat_template(make_section: Make, write_jsonl: Write) -> None:
+def test_instructions_need_a_chat_template(make_section, write_jsonl):
     with pytest.raises(DataError, match="holds chat messages, but the tokenizer has no chat template"):
-        encode(make_section(path=write_jsonl([ONE_TURN["instruction"]])), "none")
+        encode_train(make_section(path=write_jsonl([ONE_TURN["instruction"]])), "none")
 
 
-def test_columns_can_be_called_anything(
-    make_section: Make, write_jsonl: Write, logged: Callable[[], list[str]]
-) -> None:
+def test_columns_can_be_called_anything(make_section, write_jsonl, logged):
     path = write_jsonl([{"question": "Hi", "reply": "yes", "id": 3}])
-    examples = encode(make_section(path=path, columns={"prompt": "question", "completion": "reply"}))
+    examples = encode_train(make_section(path=path, columns={"prompt": "question", "completion": "reply"}))
     assert shown(examples)[1] == "yes<|end|>"
     assert (
         f"{path}: 1 rows of prompt and completion (format prompt_completion, columns question as prompt, reply as "
@@ -156,22 +136,20 @@ def test_columns_can_be_called_anything(
     ) in logged()
 
 
-def test_renamed_columns_and_an_explicit_format_are_looked_for_under_their_names(
-    make_section: Make, write_jsonl: Write
-) -> None:
+def test_renamed_columns_and_an_explicit_format_are_looked_for_under_their_names(make_section, write_jsonl):
     path = write_jsonl([{"dialog": ONE_TURN["conversations"]["conversations"], "text": "other"}])
     section = make_section(path=path, format="conversations", columns={"conversations": "dialog"})
-    assert shown(encode(section))[1] == "yes<|end|>"
+    assert shown(encode_train(section))[1] == "yes<|end|>"
     with pytest.raises(DataError, match="no column talk; it has dialog, text"):
-        encode(section.model_copy(update={"columns": {"conversations": "talk"}}))
+        encode_train(section.model_copy(update={"columns": {"conversations": "talk"}}))
 
 
 @pytest.mark.parametrize("column", ["messages", "talk"])
-def test_in_csv_a_conversation_is_json_in_a_cell(make_section: Make, tmp_path: Path, column: str) -> None:
+def test_in_csv_a_conversation_is_json_in_a_cell(make_section, tmp_path, column):
     path = tmp_path / "rows.csv"
     Dataset.from_list([{column: json.dumps([USER, ANSWER])}]).to_csv(path)
     columns = {} if column == "messages" else {"messages": column}
-    assert shown(encode(make_section(path=str(path), columns=columns)))[1] == "yes<|end|>"
+    assert shown(encode_train(make_section(path=str(path), columns=columns)))[1] == "yes<|end|>"
 
 
 @pytest.mark.parametrize(
@@ -217,20 +195,18 @@ def test_in_csv_a_conversation_is_json_in_a_cell(make_section: Make, tmp_path: P
         ({"prompt": "Hi", "completion": "yes", "tools": TOOLS}, "there is a column tools, but prompt and completion"),
     ],
 )
-def test_a_row_that_cannot_be_used_says_why(
-    make_section: Make, write_jsonl: Write, row: dict[str, Any], problem: str
-) -> None:
+def test_a_row_that_cannot_be_used_says_why(make_section, write_jsonl, row, problem):
     with pytest.raises(DataError) as caught:
-        encode(make_section(path=write_jsonl([row])))
+        encode_train(make_section(path=write_jsonl([row])))
     assert f"train.jsonl:1: {problem}" in str(caught.value)
 
 
-def test_text_and_turns_are_not_mixed_in_one_column(make_section: Make, write_jsonl: Write) -> None:
+def test_text_and_turns_are_not_mixed_in_one_column(make_section, write_jsonl):
     rows = [ONE_TURN["prompt_completion"], ONE_TURN["prompt_completion of turns"]]
     with pytest.raises(
         DataError, match=r"train.jsonl:2: prompt or completion is a list of turns, while .*:1 has it as"
     ):
-        encode(make_section(path=write_jsonl(rows)))
+        encode_train(make_section(path=write_jsonl(rows)))
 
 
 @pytest.mark.parametrize(
@@ -242,19 +218,15 @@ def test_text_and_turns_are_not_mixed_in_one_column(make_section: Make, write_js
         ({"instruction": "a", "output": "no", "history": [["Hi", "yes"]]}, "no<|end|>"),
     ],
 )
-def test_loss_on_the_last_answer_alone(
-    make_section: Make, write_jsonl: Write, row: dict[str, Any], learnt: str
-) -> None:
+def test_loss_on_the_last_answer_alone(make_section, write_jsonl, row, learnt):
     path = write_jsonl([row])
-    everything = encode(make_section(path=path))
-    last = encode(make_section(path=path, train_on="last"))
+    everything = encode_train(make_section(path=path))
+    last = encode_train(make_section(path=path, train_on="last"))
     assert shown(last) == (shown(everything)[0], learnt)
     assert everything.prompt_and_answer(0) == last.prompt_and_answer(0)
 
 
-def test_a_template_that_shortens_earlier_answers_serves_where_the_last_alone_is_learnt(
-    make_section: Make, write_jsonl: Write
-) -> None:
+def test_a_template_that_shortens_earlier_answers_serves_where_the_last_alone_is_learnt(make_section, write_jsonl):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}"

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 
-from finetune.config.schema import DataSection
-from finetune.data.encode import encode_examples
 from finetune.data.examples import load_examples
 from finetune.data.labelled import rows_with_labels
 from finetune.data.preferences import encode_preferences, side_of_pairs
 from finetune.errors import ConfigError, DataError
-from tests.data.conftest import write_lines
-from tests.in_process import Ended, run_finetune
+from tests.data.conftest import encode_train, write_lines
+from tests.in_process import run_finetune
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY
@@ -30,8 +27,6 @@ ADVICE = (
     "label."
 )
 NOTE = "label (label is 0 or 1, which is not read as bad or good: every row is used)"
-
-MakeSection = Callable[..., DataSection]
 
 
 def rows(*labels: Any) -> list[dict[str, Any]]:
@@ -64,11 +59,11 @@ WRITERS = [write_as_jsonl, write_as_csv, write_as_parquet, write_as_datasets]
 
 
 @pytest.fixture
-def finetune(tmp_path: Path) -> Callable[..., Ended]:
+def finetune(tmp_path):
     tiny_phi3_config(vocab_size=MODEL_VOCABULARY).save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
 
-    def run(command: str, path: str, *words: str) -> Ended:
+    def run(command, path, *words):
         base = [f"model.path={tmp_path / 'base'}", "model.init=random", f"data.cache_dir={tmp_path / 'cache'}"]
         short = ["training.max_steps=1", "data.max_length=64"] if command == "train" else []
         output = [f"output_dir={tmp_path / 'run'}", *short] if command == "train" else []
@@ -77,19 +72,13 @@ def finetune(tmp_path: Path) -> Callable[..., Ended]:
     return run
 
 
-def encode(section: DataSection) -> int:
-    return len(encode_examples(load_examples(section), tiny_tokenizer(), section).train)
-
-
 @pytest.mark.trains
 @pytest.mark.parametrize(
     ("write", "command"),
     [(write_as_jsonl, "train"), *((write, "preview") for write in WRITERS)],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_rows_with_a_boolean_label_are_refused(
-    finetune: Callable[..., Ended], tmp_path: Path, write: Callable[..., str], command: str
-) -> None:
+def test_rows_with_a_boolean_label_are_refused(finetune, tmp_path, write, command):
     path = write(tmp_path / "thumbs", rows(True, False, True, False))
     place = {write_as_jsonl: f"{path}:2", write_as_datasets: f"{path}/train row 2"}.get(write, f"{path} row 2")
     name = f"{path}/train" if write is write_as_datasets else path
@@ -110,48 +99,38 @@ def test_rows_with_a_boolean_label_are_refused(
         ((None, False, "neutral"), "true in 0 of 3 rows and false in 1; the first false is .*:2"),
     ],
 )
-def test_one_boolean_is_enough(
-    make_section: MakeSection, write_jsonl: Callable[..., str], labels: tuple[Any, ...], counts: str
-) -> None:
+def test_one_boolean_is_enough(make_section, write_jsonl, labels, counts):
     with pytest.raises(DataError, match=rf"is {counts}"):
-        encode(make_section(path=write_jsonl(rows(*labels))))
+        encode_train(make_section(path=write_jsonl(rows(*labels))))
 
 
 @pytest.mark.parametrize("write", [write_as_jsonl, write_as_csv], ids=lambda write: write.__name__)
 @pytest.mark.parametrize("labels", [("positive", "negative"), ("true", "half-true"), (0, 3)])
-def test_classes_stay_a_column_that_is_not_used(
-    make_section: MakeSection,
-    logged: Callable[[], list[str]],
-    tmp_path: Path,
-    labels: tuple[Any, ...],
-    write: Callable[..., str],
-) -> None:
-    assert encode(make_section(path=write(tmp_path / "classes", rows(*labels)))) == 2
+def test_classes_stay_a_column_that_is_not_used(make_section, logged, tmp_path, labels, write):
+    assert len(encode_train(make_section(path=write(tmp_path / "classes", rows(*labels))))) == 2
     assert any(line.endswith("; columns not used: label") for line in logged())
 
 
 @pytest.mark.parametrize("write", [write_as_jsonl, write_as_csv], ids=lambda write: write.__name__)
-def test_of_0_and_1_the_log_says_that_they_are_not_read(
-    make_section: MakeSection, logged: Callable[[], list[str]], tmp_path: Path, write: Callable[..., str]
-) -> None:
+def test_of_0_and_1_the_log_says_that_they_are_not_read(make_section, logged, tmp_path, write):
     section = make_section(path=write(tmp_path / "numbers", rows(0, 1, 1)))
-    assert encode(section) == 3
+    assert len(encode_train(section)) == 3
     assert any(line.endswith(f"; columns not used: {NOTE}") for line in logged())
-    assert encode(section) == 3
+    assert len(encode_train(section)) == 3
     assert any(NOTE in line and "encoded before" in line for line in logged())
 
 
-def test_a_user_who_wants_every_row_says_so(finetune: Callable[..., Ended], tmp_path: Path) -> None:
+def test_a_user_who_wants_every_row_says_so(finetune, tmp_path):
     path = write_as_jsonl(tmp_path / "thumbs", rows(True, False))
     assert finetune("preview", path, "data.columns.label=none").returncode == 0
 
 
-def test_a_label_may_have_another_name(make_section: MakeSection, write_jsonl: Callable[..., str]) -> None:
+def test_a_label_may_have_another_name(make_section, write_jsonl):
     content = [{"prompt": "p", "completion": "yes", "thumbs_up": False}]
     path = write_jsonl(content)
-    assert encode(make_section(path=path)) == 1
+    assert len(encode_train(make_section(path=path))) == 1
     with pytest.raises(DataError, match="the column thumbs_up is true in 0 of 1 rows and false in 1"):
-        encode(make_section(path=path, columns={"label": "thumbs_up"}))
+        encode_train(make_section(path=path, columns={"label": "thumbs_up"}))
 
 
 @pytest.mark.parametrize(
@@ -164,16 +143,12 @@ def test_a_label_may_have_another_name(make_section: MakeSection, write_jsonl: C
     ],
     ids=lambda row: next(iter(row)),
 )
-def test_every_format_refuses_labels(
-    make_section: MakeSection, write_jsonl: Callable[..., str], row: dict[str, Any]
-) -> None:
+def test_every_format_refuses_labels(make_section, write_jsonl, row):
     with pytest.raises(DataError, match="the column label is true in 0 of 1 rows"):
-        encode(make_section(path=write_jsonl([row | {"label": False}])))
+        encode_train(make_section(path=write_jsonl([row | {"label": False}])))
 
 
-def test_pairs_with_labels_are_refused_unless_the_user_leaves_them_unread(
-    make_section: MakeSection, write_jsonl: Callable[..., str]
-) -> None:
+def test_pairs_with_labels_are_refused_unless_the_user_leaves_them_unread(make_section, write_jsonl):
     pair = {"prompt": "p", "chosen": "yes", "rejected": "no", "label": False}
     path = write_jsonl([pair, json.dumps(pair | {"prompt": "q"})])
     with pytest.raises(DataError, match="the column label is true in 0 of 2 rows and false in 2"):
@@ -182,18 +157,14 @@ def test_pairs_with_labels_are_refused_unless_the_user_leaves_them_unread(
     assert len(pairs.train) == 2
 
 
-def test_tools_of_pairs_are_read_from_a_column_of_another_name(
-    make_section: MakeSection, write_jsonl: Callable[..., str]
-) -> None:
+def test_tools_of_pairs_are_read_from_a_column_of_another_name(make_section, write_jsonl):
     pair = {"prompt": [{"role": "user", "content": "p"}], "chosen": "yes", "rejected": "no"}
     path = write_jsonl([json.dumps(pair | {"functions": [{"name": "weather"}]})])
     section = side_of_pairs(make_section(path=path, columns={"tools": "functions"}), "chosen")
     assert "weather" in load_examples(section).train[0].tools
 
 
-def test_the_format_and_columns_of_a_source_do_not_undo_those_of_pairs(
-    make_section: MakeSection, write_jsonl: Callable[..., str]
-) -> None:
+def test_the_format_and_columns_of_a_source_do_not_undo_those_of_pairs(make_section, write_jsonl):
     path = write_jsonl([json.dumps({"question": "p", "chosen": "yes", "rejected": "no", "completion": "other"})])
     source = {
         "path": path,
@@ -206,18 +177,14 @@ def test_the_format_and_columns_of_a_source_do_not_undo_those_of_pairs(
         assert (row.prompt, row.completion) == ("p", answer)
 
 
-def test_the_format_of_a_source_does_not_undo_that_of_labelled_rows(
-    make_section: MakeSection, write_jsonl: Callable[..., str]
-) -> None:
+def test_the_format_of_a_source_does_not_undo_that_of_labelled_rows(make_section, write_jsonl):
     path = write_jsonl([json.dumps({"prompt": "p", "completion": "yes", "good": False})])
     source = {"path": path, "format": "prompt_completion", "columns": {"label": "good"}}
     (row,) = load_examples(rows_with_labels(make_section(mixture=[source]))).train
     assert not row.is_good
 
 
-def test_a_check_cannot_leave_out_one_side_of_a_pair(
-    make_section: MakeSection, write_jsonl: Callable[..., str]
-) -> None:
+def test_a_check_cannot_leave_out_one_side_of_a_pair(make_section, write_jsonl):
     pairs = [{"prompt": "p", "chosen": "yes" * n, "rejected": "no"} for n in (1, 40)]
     section = make_section(path=write_jsonl(pairs), max_length=20, on_long_row="drop", on_truncated_answer="drop")
     with pytest.raises(ConfigError, match=r"data.on_long_row and data.on_truncated_answer are drop, but each side"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,43 +10,32 @@ import pytest
 import torch
 
 from finetune.config.compose import compose, config_from_dict
-from finetune.config.schema import DataSection
 from finetune.data.batches import BatchRule
-from finetune.data.encode import encode_examples
-from finetune.data.encoded import EncodedExamples, EncodedSplits
+from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.errors import ConfigError, DataError
 from finetune.inference.evaluation import Dialogues
+from tests.data.conftest import encode
 from tests.tiny import tiny_tokenizer
-
-Make = Callable[..., DataSection]
-Write = Callable[..., str]
 
 CHATS = [{"prompt": f"Hi {number}", "completion": "yes"} for number in range(10)]
 TEXTS = [{"text": f"the answer {number}"} for number in range(4)]
 
 
 @pytest.fixture
-def files(write_jsonl: Write) -> tuple[str, str]:
+def files(write_jsonl):
     return write_jsonl(CHATS, "chats.jsonl"), write_jsonl(TEXTS, "texts.jsonl")
-
-
-def encode(section: DataSection) -> EncodedSplits:
-    return encode_examples(load_examples(section), tiny_tokenizer(), section)
 
 
 def times(examples: EncodedExamples | None) -> Counter[str]:
     """Count how often each row of a split is in an epoch."""
-    assert examples is not None
     return Counter(Path(examples.source(row)).name for row in range(len(examples)))
 
 
 @pytest.mark.parametrize(
     ("weight", "each", "more"), [(1, 1, 0), (2, 2, 0), (0.5, 0, 5), (2.3, 2, 3), (0.04, 0, 0), (0.05, 0, 1)]
 )
-def test_a_weight_says_how_often_each_row_comes(
-    make_section: Make, files: tuple[str, str], weight: float, each: int, more: int
-) -> None:
+def test_a_weight_says_how_often_each_row_comes(make_section, files, weight, each, more):
     section = make_section(mixture=[{"path": files[0], "weight": weight}, {"path": files[1]}])
     if not each and not more:
         with pytest.raises(DataError, match=r"chats.jsonl: a weight of 0.04 selects none of its 10 rows"):
@@ -59,7 +47,7 @@ def test_a_weight_says_how_often_each_row_comes(
     assert all(found[f"texts.jsonl:{line}"] == 1 for line in range(1, 5))
 
 
-def test_rows_keep_their_tokens_and_targets(make_section: Make, files: tuple[str, str]) -> None:
+def test_rows_keep_their_tokens_and_targets(make_section, files):
     mixed = encode(make_section(mixture=[{"path": files[1]}, {"path": files[0], "weight": 1.5}])).train
     apart = {
         examples.source(row): examples[row]
@@ -75,9 +63,7 @@ def test_rows_keep_their_tokens_and_targets(make_section: Make, files: tuple[str
     assert mixed.prompt_and_answer(18).answer == tiny_tokenizer()("yes")["input_ids"]
 
 
-def test_the_same_mixture_is_the_same_rows_and_another_seed_other_ones(
-    make_section: Make, files: tuple[str, str]
-) -> None:
+def test_the_same_mixture_is_the_same_rows_and_another_seed_other_ones(make_section, files):
     section = make_section(mixture=[{"path": files[0], "weight": 0.5}, {"path": files[1], "weight": 2}])
     first = encode(section).train
     again = encode(section.model_copy(update={"cache_dir": section.cache_dir + "-2"})).train
@@ -85,7 +71,7 @@ def test_the_same_mixture_is_the_same_rows_and_another_seed_other_ones(
     assert encode(section.model_copy(update={"split_seed": 7})).train.fingerprint != first.fingerprint
 
 
-def test_each_epoch_deals_every_row_as_often_whatever_the_batches(make_section: Make, files: tuple[str, str]) -> None:
+def test_each_epoch_deals_every_row_as_often_whatever_the_batches(make_section, files):
     train = encode(make_section(mixture=[{"path": files[0], "weight": 1.5}, {"path": files[1], "weight": 3}])).train
     rule = BatchRule(lengths=train.lengths.tolist(), global_batch_size=4, batch_size=2, seed=1)
     for epoch in (0, 1):
@@ -102,9 +88,7 @@ def test_each_epoch_deals_every_row_as_often_whatever_the_batches(make_section: 
     assert rule.order(0) != rule.order(1)
 
 
-def test_a_source_is_encoded_once_whatever_its_weight(
-    make_section: Make, files: tuple[str, str], logged: Callable[[], list[str]]
-) -> None:
+def test_a_source_is_encoded_once_whatever_its_weight(make_section, files, logged):
     encode(make_section(mixture=[{"path": files[0]}, {"path": files[1]}]))
     encode(make_section(mixture=[{"path": files[0], "weight": 3}, {"path": files[1], "weight": 0.5}]))
     assert sum("encoded before" in line for line in logged()) == 2
@@ -112,7 +96,7 @@ def test_a_source_is_encoded_once_whatever_its_weight(
     assert f"train: 2 rows an epoch from the 4 of {files[1]} (weight 0.5)" in logged()
 
 
-def test_sources_have_keys_of_their_own(make_section: Make, write_jsonl: Write) -> None:
+def test_sources_have_keys_of_their_own(make_section, write_jsonl):
     asked = write_jsonl([{"question": f"Hi {number}", "reply": "no"} for number in range(5)], "asked.jsonl")
     sources: list[dict[str, Any]] = [
         {"path": write_jsonl(CHATS, "chats.jsonl"), "max_rows": 3},
@@ -121,7 +105,7 @@ def test_sources_have_keys_of_their_own(make_section: Make, write_jsonl: Write) 
     assert len(encode(make_section(mixture=sources)).train) == 8
 
 
-def test_a_share_is_taken_of_every_source_and_is_not_weighted(make_section: Make, files: tuple[str, str]) -> None:
+def test_a_share_is_taken_of_every_source_and_is_not_weighted(make_section, files):
     section = make_section(mixture=[{"path": files[0], "weight": 2}, {"path": files[1]}], validation="0.5")
     splits = encode(section)
     assert sorted(times(splits.validation).values()) == [1] * 7
@@ -129,14 +113,14 @@ def test_a_share_is_taken_of_every_source_and_is_not_weighted(make_section: Make
     assert not set(times(splits.train)) & set(times(splits.validation))
 
 
-def test_a_file_to_test_on_is_read_once(make_section: Make, write_jsonl: Write, files: tuple[str, str]) -> None:
+def test_a_file_to_test_on_is_read_once(make_section, write_jsonl, files):
     test = write_jsonl([{"prompt": "the", "completion": "no"}], "test.jsonl")
     splits = encode(make_section(mixture=[{"path": path} for path in files], test=test))
     assert times(splits.test) == {"test.jsonl:1": 1}
     assert splits.validation is None
 
 
-def test_splits_that_sources_have_are_joined(make_section: Make, write_jsonl: Write, tmp_path: Path) -> None:
+def test_splits_that_sources_have_are_joined(make_section, write_jsonl, tmp_path):
     for name in ("a", "b"):
         write_jsonl([{"prompt": name, "completion": "yes"}], f"{name}/train.jsonl")
         write_jsonl([{"prompt": f"{name}!", "completion": "yes"}], f"{name}/test.jsonl")
@@ -157,14 +141,14 @@ def test_splits_that_sources_have_are_joined(make_section: Make, write_jsonl: Wr
         ("{path: a, columns: {b: c}}", "[0].columns: there is no column b to rename; expected messages,"),
     ],
 )
-def test_a_source_that_cannot_be_is_a_config_error(source: str, problem: str) -> None:
+def test_a_source_that_cannot_be_is_a_config_error(source, problem):
     with pytest.raises(ConfigError) as caught:
         compose(["model=phi_tiny", f"data.mixture=[{source}]"])
     assert "data.mixture: " in str(caught.value)
     assert problem in str(caught.value)
 
 
-def test_a_mixture_in_words_or_a_dict_takes_the_place_of_a_path() -> None:
+def test_a_mixture_in_words_or_a_dict_takes_the_place_of_a_path():
     config = compose(["model=phi_tiny", "data.mixture=[{path: a.jsonl, weight: 0.5}, {path: b.jsonl}]"])
     assert config.data.mixture == [{"path": "a.jsonl", "weight": 0.5}, {"path": "b.jsonl"}]
     from_dict = config_from_dict({"model": "phi_tiny", "data": {"mixture": config.data.mixture}}, "here")
@@ -173,9 +157,7 @@ def test_a_mixture_in_words_or_a_dict_takes_the_place_of_a_path() -> None:
         compose(["model=phi_tiny", "data=orders", "data.mixture=[{path: a.jsonl}]"])
 
 
-def test_rows_of_plain_text_have_no_answer_in_a_split_that_also_has_conversations(
-    make_section: Make, files: tuple[str, str]
-) -> None:
+def test_rows_of_plain_text_have_no_answer_in_a_split_that_also_has_conversations(make_section, files):
     chats, texts = files
     train = encode(make_section(mixture=[{"path": texts}, {"path": chats, "max_rows": 2}])).train
     assert train.has_answer.tolist() == [False] * 4 + [True] * 2

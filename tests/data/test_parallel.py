@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,15 +20,11 @@ from finetune.data import parallel
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
-from finetune.data.formats import Example
 from finetune.data.parallel import PAYS_FROM_CHARACTERS, WorkerLostError, choose_processes, encode_in_processes
 from finetune.data.templates import AnswerTokens
 from finetune.errors import ConfigError, DataError
 from finetune.fallbacks import Fallbacks
 from tests.tiny import tiny_tokenizer
-
-Make = Callable[..., DataSection]
-Write = Callable[..., str]
 
 NUM_ROWS = 3 * parallel.ROWS_AT_ONCE + 7
 
@@ -40,7 +35,7 @@ def row(number: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def section(make_section: Make, write_jsonl: Write) -> DataSection:
+def section(make_section, write_jsonl):
     return make_section(path=write_jsonl(map(row, range(NUM_ROWS))))
 
 
@@ -59,9 +54,7 @@ def cached_bytes(section: DataSection) -> bytes:
 @pytest.mark.parametrize(
     ("count", "keys"), [(3, {}), (2, {"train_on": "last", "max_length": 36, "on_truncated_answer": "warn"})]
 )
-def test_the_bytes_are_those_of_one_process_and_none_is_left_behind(
-    section: DataSection, count: int, keys: dict[str, Any]
-) -> None:
+def test_the_bytes_are_those_of_one_process_and_none_is_left_behind(section, count, keys):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     files = []
     for processes in (1, count):
@@ -77,7 +70,7 @@ def test_the_bytes_are_those_of_one_process_and_none_is_left_behind(
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_rows_that_cannot_be_used_are_named_all_the_same(make_section: Make, write_jsonl: Write) -> None:
+def test_rows_that_cannot_be_used_are_named_all_the_same(make_section, write_jsonl):
     rows = list(map(row, range(NUM_ROWS)))
     for bad in (3, NUM_ROWS - 1):
         rows[bad]["messages"][1]["content"] = "a<|end|>"
@@ -94,18 +87,18 @@ def test_rows_that_cannot_be_used_are_named_all_the_same(make_section: Make, wri
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_what_the_tokenizer_lacks_is_said_all_the_same(section: DataSection) -> None:
+def test_what_the_tokenizer_lacks_is_said_all_the_same(section):
     with pytest.raises(DataError, match=r"train.jsonl:1 holds chat messages, but the tokenizer has no chat template"):
         encode_examples(load_examples(section), tiny_tokenizer("none"), section.model_copy(update={"num_processes": 2}))
 
 
 @pytest.fixture
-def killed_at_first_batch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def killed_at_first_batch(monkeypatch):
     """The first process that is given a batch is killed at once, as a machine without memory would."""
     killed: list[int] = []
     send = parallel._Worker.send
 
-    def send_and_kill(worker: parallel._Worker, batch: list[Example]) -> None:
+    def send_and_kill(worker, batch):
         send(worker, batch)
         if not killed:
             killed.append(worker.process.pid)
@@ -116,9 +109,7 @@ def killed_at_first_batch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.process
-def test_a_process_that_is_lost_is_done_without_and_recorded_unless_the_run_is_strict(
-    section: DataSection, killed_at_first_batch: list[int]
-) -> None:
+def test_a_process_that_is_lost_is_done_without_and_recorded_unless_the_run_is_strict(section, killed_at_first_batch):
     fallbacks = Fallbacks()
     encoded = encode(section, fallbacks, num_processes=2)
     assert len(encoded) == NUM_ROWS
@@ -138,7 +129,7 @@ class OwnTokenizer(PreTrainedTokenizerFast):
     """A class that another process cannot import from transformers."""
 
 
-def test_a_tokenizer_of_a_class_of_ones_own_is_encoded_with_by_one_process(section: DataSection) -> None:
+def test_a_tokenizer_of_a_class_of_ones_own_is_encoded_with_by_one_process(section):
     fallbacks = Fallbacks()
     tokenizer = tiny_tokenizer()
     tokenizer.__class__ = OwnTokenizer
@@ -147,7 +138,7 @@ def test_a_tokenizer_of_a_class_of_ones_own_is_encoded_with_by_one_process(secti
     assert "OwnTokenizer is not one of transformers" in fallbacks.as_records()[0]["why"]
 
 
-def test_several_processes_are_taken_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_are_taken_only_where_it_pays(monkeypatch):
     monkeypatch.setattr(parallel, "num_cores", lambda: 8)
     assert choose_processes(4096, PAYS_FROM_CHARACTERS, None) == 8
     assert choose_processes(1536, PAYS_FROM_CHARACTERS, None) == 3
@@ -176,7 +167,7 @@ with encode_in_processes(AnswerTokens(tiny_tokenizer()), "all", 2) as encode:
 
 @pytest.mark.launch
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_they_end_when_the_one_that_asked_is_killed(tmp_path: Path, by: signal.Signals) -> None:
+def test_they_end_when_the_one_that_asked_is_killed(tmp_path, by):
     script = tmp_path / "script.py"
     script.write_text(ENCODE_FOR_EVER)
     root = str(Path(__file__).resolve().parents[2])
@@ -189,7 +180,6 @@ def test_they_end_when_the_one_that_asked_is_killed(tmp_path: Path, by: signal.S
     )
     workers: list[psutil.Process] = []
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "encoding\n"
         workers = psutil.Process(process.pid).children(recursive=True)
         assert len(workers) == 2
@@ -205,24 +195,24 @@ def test_they_end_when_the_one_that_asked_is_killed(tmp_path: Path, by: signal.S
 
 
 @pytest.mark.process
-def test_encoding_in_processes_needs_no_torch() -> None:
+def test_encoding_in_processes_needs_no_torch():
     script = "import sys, finetune.data.parallel; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
 
-def test_a_process_that_has_started_ends_if_a_later_one_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_has_started_ends_if_a_later_one_cannot_start(monkeypatch):
     ended: list[str] = []
     numbers = iter(range(2))
 
     class OnlyOne:
-        def __init__(self, _: bytes) -> None:
+        def __init__(self, _):
             if next(numbers):
                 raise BlockingIOError("no more processes")
 
         connection = SimpleNamespace(close=lambda: ended.append("closed"))
 
-        def end(self) -> None:
+        def end(self):
             ended.append("ended")
 
     monkeypatch.setattr(parallel, "_Worker", OnlyOne)

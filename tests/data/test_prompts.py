@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from datasets import Dataset
@@ -18,11 +16,10 @@ from finetune.data.objective import rows_with_prompts
 from finetune.errors import DataError
 from finetune.inference.evaluation import Dialogues
 from finetune.training.prompt_rows import PromptRows, read_rows
+from tests.data.conftest import encode_train
 from tests.data.test_formats import ANSWER, MORE, ONE_TURN, SYSTEM, TOOLS, USER
 from tests.tiny import Style, tiny_tokenizer
 
-Make = Callable[..., DataSection]
-Write = Callable[..., str]
 HEADER = "<|user|>Hi<|end|><|assistant|>"
 
 
@@ -32,8 +29,7 @@ def read(section: DataSection) -> list[Example]:
 
 
 def encode(section: DataSection, style: Style = "phi4_mini") -> EncodedExamples:
-    section = rows_with_prompts(section)
-    return encode_examples(load_examples(section), tiny_tokenizer(style), section).train
+    return encode_train(rows_with_prompts(section), style)
 
 
 def prompts_of(examples: EncodedExamples) -> list[tuple[str, str]]:
@@ -66,8 +62,8 @@ def prompts_of(examples: EncodedExamples) -> list[tuple[str, str]]:
 )
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_generation_starts_after_the_prompt_and_the_last_answer_is_the_expected_one(
-    make_section: Make, write_jsonl: Write, tmp_path: Path, row: dict[str, Any], expected: tuple[str, str], ending: str
-) -> None:
+    make_section, write_jsonl, tmp_path, row, expected, ending
+):
     path = write_jsonl([row])
     if ending == "parquet":
         path = str(tmp_path / "rows.parquet")
@@ -76,9 +72,7 @@ def test_generation_starts_after_the_prompt_and_the_last_answer_is_the_expected_
 
 
 @pytest.mark.parametrize(("row", "expected"), [({"prompt": "Hi"}, ""), (ONE_TURN["prompt_completion"], "yes")], ids=str)
-def test_a_prompt_of_text_begins_as_a_row_of_text_does(
-    make_section: Make, write_jsonl: Write, row: dict[str, Any], expected: str
-) -> None:
+def test_a_prompt_of_text_begins_as_a_row_of_text_does(make_section, write_jsonl, row, expected):
     ((text, answer),) = prompts_of(encode(make_section(path=write_jsonl([row]))))
     whole = encode_examples(
         load_examples(section := make_section(path=write_jsonl([ONE_TURN["prompt_completion"]], "whole.jsonl"))),
@@ -101,9 +95,7 @@ def test_a_prompt_of_text_begins_as_a_row_of_text_does(
     ],
     ids=str,
 )
-def test_a_reward_function_sees_the_turns_that_were_answered(
-    make_section: Make, write_jsonl: Write, row: dict[str, Any]
-) -> None:
+def test_a_reward_function_sees_the_turns_that_were_answered(make_section, write_jsonl, row):
     """Never the expected answer, nor turns after it."""
     section = make_section(path=write_jsonl([{**row, "unit": "km"}]))
     rows = PromptRows(encode(section), tiny_tokenizer(), read_rows(section))
@@ -117,20 +109,20 @@ def test_a_reward_function_sees_the_turns_that_were_answered(
     assert (found.text, found.whole, tiny_tokenizer().decode(found.ids)) == ("no", "no", "no<|end|>")
 
 
-def test_tools_stand_in_the_prompt(make_section: Make, write_jsonl: Write) -> None:
+def test_tools_stand_in_the_prompt(make_section, write_jsonl):
     rows = [{"prompt": [USER], "tools": TOOLS}, {"messages": [USER], "tools": TOOLS}]
     first, second = prompts_of(encode(make_section(path=write_jsonl(rows))))
     assert first == second
     assert first[0].startswith('<|system|><|tool|>[{"name": "weather"')
 
 
-def test_rows_with_and_without_an_expected_answer_stand_in_one_file(make_section: Make, write_jsonl: Write) -> None:
+def test_rows_with_and_without_an_expected_answer_stand_in_one_file(make_section, write_jsonl):
     rows = [{"prompt": [USER]}, {"prompt": [USER], "completion": [ANSWER]}, {"messages": [USER, ANSWER]}]
     found = prompts_of(encode(make_section(path=write_jsonl(rows))))
     assert found == [(HEADER, ""), (HEADER, "yes"), (HEADER, "yes")]
 
 
-def test_an_example_keeps_the_whole_row_for_reward_functions(make_section: Make, write_jsonl: Write) -> None:
+def test_an_example_keeps_the_whole_row_for_reward_functions(make_section, write_jsonl):
     rows = [
         {"prompt": "Hi", "solution": "4", "level": 2, "tests": [{"in": 1}]},
         {"prompt": "And?", "solution": None},
@@ -144,14 +136,14 @@ def test_an_example_keeps_the_whole_row_for_reward_functions(make_section: Make,
     assert other.train[0].columns is None
 
 
-def test_the_columns_of_a_prompt_may_have_other_names(make_section: Make, write_jsonl: Write) -> None:
+def test_the_columns_of_a_prompt_may_have_other_names(make_section, write_jsonl):
     row = {"question": "Hi", "reply": "yes", "id": 3}
     columns = {"prompt": "question", "completion": "reply"}
     (example,) = read(make_section(path=write_jsonl([row]), columns=columns))
     assert (example.prompt, example.completion, example.columns) == ("Hi", "yes", row)
 
 
-def test_the_format_of_a_configuration_does_not_matter(make_section: Make, write_jsonl: Write) -> None:
+def test_the_format_of_a_configuration_does_not_matter(make_section, write_jsonl):
     (example,) = read(make_section(path=write_jsonl([{"prompt": "Hi"}]), format="messages"))
     assert example.prompt == "Hi"
 
@@ -174,27 +166,25 @@ def test_the_format_of_a_configuration_does_not_matter(make_section: Make, write
     ],
     ids=str,
 )
-def test_a_row_that_is_no_prompt_says_why(make_section: Make, write_jsonl: Write, row: object, problem: str) -> None:
+def test_a_row_that_is_no_prompt_says_why(make_section, write_jsonl, row, problem):
     with pytest.raises(DataError) as caught:
         read(make_section(path=write_jsonl([row])))
     assert f"train.jsonl:1: {problem}" in str(caught.value)
 
 
-def test_prompts_of_text_and_of_turns_are_not_mixed(make_section: Make, write_jsonl: Write) -> None:
+def test_prompts_of_text_and_of_turns_are_not_mixed(make_section, write_jsonl):
     with pytest.raises(DataError, match=r"train.jsonl:2: .* while .*:1 has it as"):
         read(make_section(path=write_jsonl([{"prompt": "Hi"}, {"prompt": [USER]}])))
 
 
-def test_other_objectives_refuse_prompts_alone(make_section: Make, write_jsonl: Write) -> None:
+def test_other_objectives_refuse_prompts_alone(make_section, write_jsonl):
     section = make_section(path=write_jsonl([{"prompt": "Hi"}]))
     with pytest.raises(DataError, match="prompt"):
         encode_examples(load_examples(section), tiny_tokenizer(), section)
 
 
 @pytest.mark.parametrize("style", get_args(Style))
-def test_a_prompt_alone_begins_as_with_its_answer_under_every_template(
-    make_section: Make, write_jsonl: Write, style: Style
-) -> None:
+def test_a_prompt_alone_begins_as_with_its_answer_under_every_template(make_section, write_jsonl, style):
     rows = [{"prompt": "Hi"}, ONE_TURN["prompt_completion"]]
     dialogues = Dialogues(encode(make_section(path=write_jsonl(rows)), style), tiny_tokenizer(style))
     assert dialogues.prompts[0] == dialogues.prompts[1] != []

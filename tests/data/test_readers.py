@@ -20,7 +20,7 @@ def values(path: Path) -> list[tuple[int, object]]:
     return [(row.number, row.value) for row in file_rows(path).rows()]
 
 
-def test_json_lines_keep_their_numbers_over_blank_lines_and_a_byte_order_mark(tmp_path: Path) -> None:
+def test_json_lines_keep_their_numbers_over_blank_lines_and_a_byte_order_mark(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "b"}')
     assert values(path) == [(1, {"text": "a"}), (4, {"text": "b"})]
@@ -36,7 +36,7 @@ def test_json_lines_keep_their_numbers_over_blank_lines_and_a_byte_order_mark(tm
         (b"[" * 100_000, "not JSON: "),
     ],
 )
-def test_a_line_that_cannot_be_read_is_a_row_with_a_problem(tmp_path: Path, line: bytes, problem: str) -> None:
+def test_a_line_that_cannot_be_read_is_a_row_with_a_problem(tmp_path, line, problem):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n' + line + b"\n")
     good, bad = file_rows(path).rows()
@@ -54,14 +54,14 @@ def test_a_line_that_cannot_be_read_is_a_row_with_a_problem(tmp_path: Path, line
         '{"text": "a"}\n\n\n{"text": "b"}\n',
     ],
 )
-def test_a_json_file_is_a_list_a_wrapped_list_or_lines(tmp_path: Path, text: str) -> None:
+def test_a_json_file_is_a_list_a_wrapped_list_or_lines(tmp_path, text):
     path = tmp_path / "a.json"
     path.write_text(text)
     assert values(path) == [(1, {"text": "a"}), (2, {"text": "b"})]
     assert file_rows(path).place(2) == "a.json row 2"
 
 
-def test_an_empty_json_list_has_no_rows(tmp_path: Path) -> None:
+def test_an_empty_json_list_has_no_rows(tmp_path):
     path = tmp_path / "a.json"
     path.write_text("[ ]")
     assert values(path) == []
@@ -77,23 +77,21 @@ def test_an_empty_json_list_has_no_rows(tmp_path: Path) -> None:
         ('{"data": [{"text": "a"}], "version": 1}', r"has the keys data, version\. Expected a list of rows"),
     ],
 )
-def test_a_json_file_that_is_malformed_says_where(tmp_path: Path, text: str, message: str) -> None:
+def test_a_json_file_that_is_malformed_says_where(tmp_path, text, message):
     path = tmp_path / "a.json"
     path.write_text(text)
     with pytest.raises(DataError, match=message):
         values(path)
 
 
-def test_cells_of_a_csv_file_stay_the_text_they_are(tmp_path: Path) -> None:
+def test_cells_of_a_csv_file_stay_the_text_they_are(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text('text\n"one, ""two""\nthree"\n007\nnull\n')
     assert values(path) == list(enumerate(ROWS, start=1))
     assert file_rows(path).place(2) == "a.csv row 2"
 
 
-def test_parquet_is_read_and_neither_kind_of_table_leaves_anything_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parquet_is_read_and_neither_kind_of_table_leaves_anything_behind(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
     path = tmp_path / "a.parquet"
@@ -102,7 +100,7 @@ def test_parquet_is_read_and_neither_kind_of_table_leaves_anything_behind(
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_a_changed_table_is_read_anew(tmp_path: Path) -> None:
+def test_a_changed_table_is_read_anew(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("text\nold\n")
     before = file_rows(path).digest(), values(path)
@@ -112,14 +110,14 @@ def test_a_changed_table_is_read_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
-def test_a_table_that_cannot_be_read_is_a_data_error(tmp_path: Path, name: str) -> None:
+def test_a_table_that_cannot_be_read_is_a_data_error(tmp_path, name):
     path = tmp_path / name
     path.write_text('text\n"a\nb,c\n' if name == "a.csv" else "PAR1 no")
     with pytest.raises(DataError, match=rf"{name} cannot be read as {path.suffix[1:]}: "):
         values(path)
 
 
-def test_the_digest_of_a_data_set_is_of_its_content(tmp_path: Path) -> None:
+def test_the_digest_of_a_data_set_is_of_its_content(tmp_path):
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "a", num_shards=2)
     on_disk = DatasetRows(Dataset.load_from_disk(str(tmp_path / "a")), "a")
     in_memory = DatasetRows(Dataset.from_list([*ROWS, {"text": "x"}]).select(range(3)), "b")
@@ -130,6 +128,6 @@ def test_the_digest_of_a_data_set_is_of_its_content(tmp_path: Path) -> None:
     assert on_disk.place(2) == "a row 2"
 
 
-def test_a_file_that_is_gone_is_a_data_error(tmp_path: Path) -> None:
+def test_a_file_that_is_gone_is_a_data_error(tmp_path):
     with pytest.raises(DataError, match=r"a\.jsonl cannot be read: No such file or directory \(ENOENT\)"):
         file_rows(tmp_path / "a.jsonl").digest()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import threading
-from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,19 +12,15 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from finetune.config.schema import DataSection
 from finetune.data.encode import encode_examples
-from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import check_local_rows, load_examples
 from finetune.data.remote import RemoteRows
 from finetune.errors import DataError
+from tests.data.conftest import encode_train
 from tests.tiny import tiny_tokenizer
 
 ROW = {"prompt": "Hi", "completion": "yes"}
 SIGNED = "?X-Amz-Credential=AKIA1&X-Amz-Signature=5ecret"
-
-Make = Callable[..., DataSection]
-Write = Callable[..., str]
 
 
 class Server(ThreadingHTTPServer):
@@ -62,7 +57,7 @@ class Handler(SimpleHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path):
     (tmp_path / "served").mkdir()
     with Server(tmp_path / "served") as running:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
@@ -73,7 +68,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def memory() -> Iterator[Callable[[str, bytes], None]]:
+def memory():
     files = fsspec.filesystem("memory")
     yield files.pipe
     files.rm("/rows", recursive=True)
@@ -83,31 +78,23 @@ def lines(count: int) -> bytes:
     return (json.dumps(ROW) + "\n").encode() * count
 
 
-def encode(section: DataSection) -> EncodedExamples:
-    return encode_examples(load_examples(section), tiny_tokenizer(), section).train
-
-
-def test_rows_of_a_server_are_copied_once_until_they_change(
-    server: Server, make_section: Make, write_jsonl: Write, logged: Callable[[], list[str]]
-) -> None:
+def test_rows_of_a_server_are_copied_once_until_they_change(server, make_section, write_jsonl, logged):
     file = server.folder / "rows.jsonl"
     file.write_bytes(lines(2))
     section = make_section(path=f"{server.address}/rows.jsonl")
-    first = encode(section)
-    assert first.fingerprint == encode(make_section(path=write_jsonl([ROW] * 2))).fingerprint
+    first = encode_train(section)
+    assert first.fingerprint == encode_train(make_section(path=write_jsonl([ROW] * 2))).fingerprint
     assert first.source(1) == f"{server.address}/rows.jsonl:2"
     asked = len(server.gets)
-    assert encode(section).fingerprint == first.fingerprint
+    assert encode_train(section).fingerprint == first.fingerprint
     assert len(server.gets) == asked
     assert any(f"{section.path}: copied before" in line for line in logged())
     file.write_bytes(lines(3))
-    assert len(encode(section)) == 3
+    assert len(encode_train(section)) == 3
     assert len(server.gets) > asked
 
 
-def test_a_file_that_was_only_read_meanwhile_is_not_copied_again(
-    memory: Callable[[str, bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_only_read_meanwhile_is_not_copied_again(memory, tmp_path, monkeypatch):
     memory("/rows/train.jsonl", lines(3))
     reads = iter(range(99))  # what SFTP tells as `time` is when the file was last read
     told = {"name": "/rows/train.jsonl", "type": "file", "size": len(lines(3)), "mtime": 5}
@@ -117,27 +104,25 @@ def test_a_file_that_was_only_read_meanwhile_is_not_copied_again(
     assert len(list(tmp_path.glob("fetched-*.jsonl"))) == 1
 
 
-def test_a_compressed_file_and_a_validation_file_at_addresses(server: Server, make_section: Make) -> None:
+def test_a_compressed_file_and_a_validation_file_at_addresses(server, make_section):
     (server.folder / "rows.jsonl.gz").write_bytes(gzip.compress(lines(3)))
     (server.folder / "dev.csv").write_bytes(b"prompt,completion\nWhat,no\n")
     section = make_section(path=f"{server.address}/rows.jsonl.gz?download=1", validation=f"{server.address}/dev.csv")
     splits = encode_examples(load_examples(section), tiny_tokenizer(), section)
-    assert splits.validation is not None
     assert (len(splits.train), len(splits.validation)) == (3, 1)
     assert splits.validation.source(0) == f"{server.address}/dev.csv row 1"
 
 
-def test_a_folder_of_split_files_in_memory(memory: Callable[[str, bytes], None], make_section: Make) -> None:
+def test_a_folder_of_split_files_in_memory(memory, make_section):
     memory("/rows/train.jsonl", lines(3))
     memory("/rows/dev.jsonl", lines(1).replace(b"Hi", b"Bye"))
     memory("/rows/notes.txt", b"no rows")
     splits = load_examples(make_section(path="memory://rows"))
-    assert splits.validation is not None
     assert (len(splits.train), len(splits.validation), splits.test) == (3, 1, None)
     assert splits.train.parts[0].source.place(2).endswith("/rows/train.jsonl:2")
 
 
-def test_a_file_may_be_written_as_an_address(make_section: Make, write_jsonl: Write) -> None:
+def test_a_file_may_be_written_as_an_address(make_section, write_jsonl):
     path = write_jsonl([ROW])
     assert len(load_examples(make_section(path=f"file://{path}")).train) == 1
     with pytest.raises(DataError, match=r"data\.path is file:///nowhere\.jsonl, but there is no such file or folder"):
@@ -159,9 +144,7 @@ def test_a_file_may_be_written_as_an_address(make_section: Make, write_jsonl: Wr
         ("nosuch://rows.jsonl", "which cannot be read (ValueError: Protocol not known: nosuch)"),
     ],
 )
-def test_what_is_not_there_is_told_before_anything_is_copied(
-    server: Server, make_section: Make, path: str, message: str
-) -> None:
+def test_what_is_not_there_is_told_before_anything_is_copied(server, make_section, path, message):
     section = make_section(path=path.format(server=server.address))
     with pytest.raises(DataError) as caught:
         check_local_rows(section, has_format=False)
@@ -169,7 +152,7 @@ def test_what_is_not_there_is_told_before_anything_is_copied(
     assert not Path(section.cache_dir).exists()
 
 
-def test_a_signature_is_never_shown(server: Server, tmp_path: Path) -> None:
+def test_a_signature_is_never_shown(server, tmp_path):
     rows = RemoteRows("data.path", f"{server.address}/gone.jsonl{SIGNED}", str(tmp_path / "cache"))
     with pytest.raises(DataError) as caught:
         rows.check()
@@ -179,9 +162,7 @@ def test_a_signature_is_never_shown(server: Server, tmp_path: Path) -> None:
     assert "AKIA1" not in shown
 
 
-def test_a_copy_that_ends_early_is_refused(
-    memory: Callable[[str, bytes], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_ends_early_is_refused(memory, tmp_path, monkeypatch):
     memory("/rows/train.jsonl", lines(3))
     rows = RemoteRows("data.path", "memory://rows/train.jsonl", str(tmp_path / "cache"))
     files = fsspec.filesystem("memory")
@@ -192,7 +173,7 @@ def test_a_copy_that_ends_early_is_refused(
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] in ([], [".lock"])
 
 
-def test_a_cache_that_cannot_be_written_is_named(memory: Callable[[str, bytes], None], tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_named(memory, tmp_path):
     memory("/rows/train.jsonl", lines(3))
     (tmp_path / "cache").touch()
     with pytest.raises(DataError, match=r"data\.cache_dir is .+cache, where memory://rows/train\.jsonl is copied to"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +12,6 @@ from finetune.data.encoded import EncodedSplits
 from finetune.data.examples import load_examples
 from finetune.errors import DataError
 from tests.tiny import CHAT_TEMPLATES, tiny_tokenizer
-
-Make = Callable[..., DataSection]
-Write = Callable[..., str]
-Logged = Callable[[], list[str]]
 
 SHORT = {"prompt": "Hi", "completion": "yes"}  # 9 tokens: <|user|> H i <|end|> <|assistant|> y es <|end|> and eos
 LONG_ANSWER = {"prompt": "Hi", "completion": "yes or no the the the"}
@@ -37,7 +32,7 @@ def refusal(section: DataSection, **keys: Any) -> str:
     return str(caught.value)
 
 
-def test_an_answer_that_is_cut_before_its_end_is_refused_and_named(make_section: Make, write_jsonl: Write) -> None:
+def test_an_answer_that_is_cut_before_its_end_is_refused_and_named(make_section, write_jsonl):
     section = make_section(path=write_jsonl([SHORT, LONG_ANSWER, SHORT]), max_length=10)
     message = refusal(section)
     assert message.startswith("train: 1 of 3 rows have an answer that data.max_length=10 cuts before its end of turn: ")
@@ -49,7 +44,7 @@ def test_an_answer_that_is_cut_before_its_end_is_refused_and_named(make_section:
     assert not encode(section, max_length=15).train.is_truncated.any()
 
 
-def test_rows_can_be_left_out_or_kept(make_section: Make, write_jsonl: Write, logged: Logged) -> None:
+def test_rows_can_be_left_out_or_kept(make_section, write_jsonl, logged):
     section = make_section(path=write_jsonl([SHORT, LONG_ANSWER, SHORT]), max_length=10)
     left = encode(section, on_truncated_answer="drop").train
     assert [left.source(row)[-1] for row in range(len(left))] == ["1", "3"]
@@ -59,9 +54,7 @@ def test_rows_can_be_left_out_or_kept(make_section: Make, write_jsonl: Write, lo
     assert any("or set data.on_truncated_answer=drop" in line for line in logged())
 
 
-def test_where_only_what_comes_after_the_last_end_is_cut_no_answer_is(
-    make_section: Make, write_jsonl: Write, logged: Logged
-) -> None:
+def test_where_only_what_comes_after_the_last_end_is_cut_no_answer_is(make_section, write_jsonl, logged):
     # Without its last token a row has lost the eos alone; at 10 the second question is cut, and its answer with it.
     for rows, max_length in (([SHORT], 8), ([TWO_TURNS], 10)):
         train = encode(make_section(path=write_jsonl(rows), max_length=max_length)).train
@@ -70,16 +63,14 @@ def test_where_only_what_comes_after_the_last_end_is_cut_no_answer_is(
 
 
 @pytest.mark.parametrize(("action", "rows"), [("warn", 2), ("drop", 1)])
-def test_long_rows_are_the_users_business(
-    make_section: Make, write_jsonl: Write, logged: Logged, action: str, rows: int
-) -> None:
+def test_long_rows_are_the_users_business(make_section, write_jsonl, logged, action, rows):
     section = make_section(path=write_jsonl([TWO_TURNS, TWO_TURNS | {"messages": TWO_TURNS["messages"][:2]}]))
     assert len(encode(section, max_length=10, on_long_row=action).train) == rows
     assert any("train: 1 of 2 rows are longer than data.max_length=10: " in line for line in logged())
     assert refusal(section, max_length=10, on_long_row="refuse").startswith("train: 1 of 2 rows are longer")
 
 
-def test_rows_without_a_target(make_section: Make, write_jsonl: Write) -> None:
+def test_rows_without_a_target(make_section, write_jsonl):
     section = make_section(path=write_jsonl([SHORT, LONG_PROMPT]), max_length=20)
     message = refusal(section)
     assert "train: 1 of 2 rows have no token that carries loss within data.max_length=20: " in message
@@ -88,14 +79,14 @@ def test_rows_without_a_target(make_section: Make, write_jsonl: Write) -> None:
     assert encode(section, on_no_target="warn").train.num_targets.tolist() == [3, 0]
 
 
-def test_rows_to_test_on_are_checked_too(make_section: Make, write_jsonl: Write) -> None:
+def test_rows_to_test_on_are_checked_too(make_section, write_jsonl):
     section = make_section(path=write_jsonl([SHORT]), test=write_jsonl([LONG_PROMPT], "test.jsonl"), max_length=50)
     assert encode(section).test is not None
     section = section.model_copy(update={"test": write_jsonl([SHORT | {"prompt": "Ho"}, LONG_PROMPT], "test.jsonl")})
     assert refusal(section, max_length=20).startswith("test: 1 of 2 rows have no token that carries loss")
 
 
-def test_nothing_that_teaches_the_end_of_turn(make_section: Make, write_jsonl: Write, logged: Logged) -> None:
+def test_nothing_that_teaches_the_end_of_turn(make_section, write_jsonl, logged):
     section = make_section(path=write_jsonl([LONG_ANSWER] * 2), max_length=10, on_truncated_answer="warn")
     message = refusal(section)
     assert message.startswith("train: none of 2 rows has the token that ends an answer (id 321) among those that carry")
@@ -104,13 +95,13 @@ def test_nothing_that_teaches_the_end_of_turn(make_section: Make, write_jsonl: W
     assert any("would not learn to stop" in line for line in logged())
 
 
-def test_plain_text_cut_into_pieces_is_only_warned_of(make_section: Make, write_jsonl: Write, logged: Logged) -> None:
+def test_plain_text_cut_into_pieces_is_only_warned_of(make_section, write_jsonl, logged):
     encode(make_section(path=write_jsonl([{"text": "the " * 40}]), max_length=10))
     assert any("none of 1 rows has the token that ends a text (id 320)" in line for line in logged())
     assert not any("cuts before its end of turn" in line for line in logged())
 
 
-def test_a_doubled_beginning_of_sequence(make_section: Make, write_jsonl: Write) -> None:
+def test_a_doubled_beginning_of_sequence(make_section, write_jsonl):
     tokenizer = tiny_tokenizer()
     tokenizer.bos_token = "<|system|>"
     tokenizer.chat_template = "{{ bos_token }}{{ bos_token }}" + CHAT_TEMPLATES["phi4_mini"]
@@ -130,7 +121,7 @@ def distinct(count: int, start: int = 0) -> list[dict[str, str]]:
     return [{"prompt": f"Hi {number}", "completion": "yes"} for number in range(start, start + count)]
 
 
-def test_rows_in_training_and_test(make_section: Make, write_jsonl: Write) -> None:
+def test_rows_in_training_and_test(make_section, write_jsonl):
     train = write_jsonl([*distinct(30), SHORT, *distinct(1)])
     test = write_jsonl([*distinct(9, start=40), SHORT, *distinct(1)], "test.jsonl")
     section = make_section(path=train, test=test)
@@ -144,7 +135,7 @@ def test_rows_in_training_and_test(make_section: Make, write_jsonl: Write) -> No
     assert len(encode(section, on_overlap="warn").train) == 32
 
 
-def test_equal_rows_are_found_among_many_and_no_others(make_section: Make, write_jsonl: Write) -> None:
+def test_equal_rows_are_found_among_many_and_no_others(make_section, write_jsonl):
     train = write_jsonl([{"text": f"the {number} or {number % 7}"} for number in range(6000)])
     section = make_section(path=train, validation=write_jsonl([{"text": "the 5999 or 0"}, {"text": "no"}], "v.jsonl"))
     assert f"validation: 1 of 2 rows are training rows too: {section.validation}:1 is {train}:6000" in refusal(section)
@@ -152,7 +143,7 @@ def test_equal_rows_are_found_among_many_and_no_others(make_section: Make, write
     assert encode(section).validation is not None
 
 
-def test_all_refusals_come_at_once(make_section: Make, write_jsonl: Write) -> None:
+def test_all_refusals_come_at_once(make_section, write_jsonl):
     section = make_section(path=write_jsonl([SHORT, LONG_ANSWER, LONG_PROMPT]), max_length=10)
     section = section.model_copy(update={"validation": write_jsonl([SHORT], "validation.jsonl")})
     lines = refusal(section).splitlines()
@@ -160,12 +151,12 @@ def test_all_refusals_come_at_once(make_section: Make, write_jsonl: Write) -> No
     assert [line.split(": ")[0].strip() for line in lines[1:]] == ["train", "train", "validation"]
 
 
-def test_dropping_everything_is_refused(make_section: Make, write_jsonl: Write) -> None:
+def test_dropping_everything_is_refused(make_section, write_jsonl):
     section = make_section(path=write_jsonl([LONG_ANSWER]), max_length=10, on_truncated_answer="drop")
     assert refusal(section).startswith("train: data.on_truncated_answer=drop leaves no row.")
 
 
-def test_the_advice_where_nothing_is_left_is_for_the_check(make_section: Make, write_jsonl: Write) -> None:
+def test_the_advice_where_nothing_is_left_is_for_the_check(make_section, write_jsonl):
     path = write_jsonl([SHORT])
     section = make_section(path=path, validation=write_jsonl([SHORT], "validation.jsonl"), on_overlap="drop")
     assert refusal(section).startswith(
@@ -173,6 +164,6 @@ def test_the_advice_where_nothing_is_left_is_for_the_check(make_section: Make, w
     )
 
 
-def test_the_checks_can_be_left_out_to_look_at_the_rows(make_section: Make, write_jsonl: Write) -> None:
+def test_the_checks_can_be_left_out_to_look_at_the_rows(make_section, write_jsonl):
     section = make_section(path=write_jsonl([SHORT, LONG_ANSWER]), max_length=10)
     assert len(encode_examples(load_examples(section), tiny_tokenizer(), section, is_checked=False).train) == 2

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ from finetune.errors import DataError
 USER = {"role": "user", "content": "Hi"}
 ASSISTANT = {"role": "assistant", "content": "yes"}
 CHAT = {"messages": [USER, ASSISTANT]}
-
-Write = Callable[..., str]
 
 
 def read(path: str, wanted: str = "auto", max_rows: int | None = None) -> Examples:
@@ -40,9 +37,7 @@ def chat(*turns: object) -> dict[str, Any]:
         ({"prompt": "a", "text": "b", **CHAT}, "messages", ("Hi", "yes")),
     ],
 )
-def test_the_row_type_is_seen_by_the_columns_and_reported(
-    write_jsonl: Write, logged: Callable[[], list[str]], row: dict[str, Any], row_type: str, contents: tuple[str, ...]
-) -> None:
+def test_the_row_type_is_seen_by_the_columns_and_reported(write_jsonl, logged, row, row_type, contents):
     examples = read(write_jsonl([{**row, "id": 3}]))
     assert examples[0].row_type == row_type
     assert examples[0].contents == contents
@@ -51,22 +46,22 @@ def test_the_row_type_is_seen_by_the_columns_and_reported(
     assert "id" in logged()[0].partition("columns not used:")[2]
 
 
-def test_the_format_chooses_among_several(write_jsonl: Write) -> None:
+def test_the_format_chooses_among_several(write_jsonl):
     assert read(write_jsonl([{"text": "b", **CHAT}]), "text")[0].text == "b"
     assert "train.jsonl:1: no column text; it has messages" in error_of(write_jsonl([CHAT]), "text")
 
 
-def test_only_the_first_rows_are_read(write_jsonl: Write) -> None:
+def test_only_the_first_rows_are_read(write_jsonl):
     assert len(read(write_jsonl([CHAT, CHAT, "not json"]), max_rows=2)) == 2
 
 
-def test_nulls_of_a_table_are_no_keys(write_jsonl: Write) -> None:
+def test_nulls_of_a_table_are_no_keys(write_jsonl):
     turn = {**ASSISTANT, "name": None, "tool_calls": None}
     assert read(write_jsonl([chat(USER, turn)]))[0].messages == (USER, ASSISTANT)
 
 
 @pytest.mark.parametrize(("written", "tools"), [('[{"name":"f"}]', '[{"name":"f"}]'), ("[]", "")])
-def test_tools_of_the_system_turn_are_those_of_the_row(write_jsonl: Write, written: str, tools: str) -> None:
+def test_tools_of_the_system_turn_are_those_of_the_row(write_jsonl, written, tools):
     system = {"role": "system", "content": "Be brief."}
     row = read(write_jsonl([chat({**system, "tools": written}, USER, ASSISTANT)]))[0]
     assert (row.messages[0], row.tools) == (system, tools)
@@ -95,9 +90,7 @@ def test_tools_of_the_system_turn_are_those_of_the_row(write_jsonl: Write, writt
         (chat(USER, {**ASSISTANT, "tool_calls": [1]}), 'messages[1].tool_calls[0] is 1; expected {"type": "function"'),
     ],
 )
-def test_a_row_that_cannot_be_used_names_its_line_and_says_why(
-    write_jsonl: Write, row: dict[str, Any] | str, problem: str
-) -> None:
+def test_a_row_that_cannot_be_used_names_its_line_and_says_why(write_jsonl, row, problem):
     message = error_of(write_jsonl([CHAT, "", row]))
     assert message.startswith("train.jsonl: 1 of 2 rows cannot be used:\n  train.jsonl:3: ")
     assert problem in message
@@ -118,29 +111,27 @@ def test_a_row_that_cannot_be_used_names_its_line_and_says_why(
         ({"text": "a"}, {"text": None}, "text is None (NoneType); expected text"),
     ],
 )
-def test_the_other_formats_are_checked_too(
-    write_jsonl: Write, first: dict[str, Any], row: dict[str, Any], problem: str
-) -> None:
+def test_the_other_formats_are_checked_too(write_jsonl, first, row, problem):
     assert f"  train.jsonl:2: {problem}" in error_of(write_jsonl([first, row]))
 
 
-def test_five_bad_rows_are_shown_and_all_are_counted(write_jsonl: Write) -> None:
+def test_five_bad_rows_are_shown_and_all_are_counted(write_jsonl):
     message = error_of(write_jsonl([CHAT, *[chat()] * 7]))
     assert message.startswith("train.jsonl: 7 of 8 rows cannot be used:")
     assert [f"train.jsonl:{line}:" in message for line in range(1, 9)] == [False] + [True] * 5 + [False] * 2
     assert "  and 2 more\n" in message
 
 
-def test_unknown_columns_are_listed(write_jsonl: Write) -> None:
+def test_unknown_columns_are_listed(write_jsonl):
     message = error_of(write_jsonl([{"question": "a", "answer": "b"}]))
     assert message.startswith("train.jsonl:1 has the columns question, answer. Expected those of one format (messages:")
     assert message.endswith("for example data.columns.prompt=question.")
 
 
-def test_a_file_of_which_no_row_can_be_read_shows_why(write_jsonl: Write) -> None:
+def test_a_file_of_which_no_row_can_be_read_shows_why(write_jsonl):
     assert "train.jsonl: 2 of 2 rows cannot be used:\n  train.jsonl:1: not JSON" in error_of(write_jsonl(["a", "b"]))
 
 
 @pytest.mark.parametrize("lines", [[], ["", "  "]])
-def test_a_split_without_rows_is_refused(write_jsonl: Write, lines: list[str]) -> None:
+def test_a_split_without_rows_is_refused(write_jsonl, lines):
     assert error_of(write_jsonl(lines)) == "train.jsonl has no rows. Put at least one in, or leave the split out."

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from finetune.config.schema import DataSection
-from finetune.data.encode import encode_examples
-from finetune.data.encoded import EncodedExamples, EncodedSplits
-from finetune.data.examples import load_examples
+from finetune.data.encoded import EncodedExamples
 from finetune.data.subset_names import names_of_sources
 from finetune.data.subsets import MOST_VALUES, by_column
 from finetune.errors import DataError
-from tests.tiny import tiny_tokenizer
-
-Make = Callable[..., DataSection]
-Write = Callable[..., str]
-
-
-def encode(section: DataSection) -> EncodedSplits:
-    return encode_examples(load_examples(section), tiny_tokenizer(), section)
+from tests.data.conftest import encode
 
 
 def rows_of(examples: EncodedExamples | None) -> dict[str, str]:
     """The name of the subset of each row, by the row's place."""
-    assert examples is not None
     names = examples.subset_names
     return {
         Path(examples.source(row)).name: names[int(examples.rows.subset[row])] if names else ""
@@ -45,22 +33,21 @@ def rows_of(examples: EncodedExamples | None) -> dict[str, str]:
         (["a.jsonl", "a.jsonl", "x/a.jsonl", "y.jsonl"], ["a", "a-2", "x-a", "y"]),
     ],
 )
-def test_a_source_is_named_by_as_much_of_its_path_as_tells_it_apart(paths: list[str], names: list[str]) -> None:
+def test_a_source_is_named_by_as_much_of_its_path_as_tells_it_apart(paths, names):
     assert names_of_sources([{"path": path} for path in paths]) == names
 
 
-def test_a_configuration_of_a_hub_data_set_is_part_of_the_name() -> None:
+def test_a_configuration_of_a_hub_data_set_is_part_of_the_name():
     sources = [{"path": "a/set", "name": "en"}, {"path": "a/set", "name": "de"}]
     assert names_of_sources(sources) == ["set-en", "set-de"]
 
 
-def test_each_source_of_a_mixture_is_a_subset(make_section: Make, write_jsonl: Write) -> None:
+def test_each_source_of_a_mixture_is_a_subset(make_section, write_jsonl):
     ours = [{"prompt": f"Hi {number}", "completion": "yes"} for number in range(10)]
     theirs = [{"text": f"the answer {number}"} for number in range(4)]
     mixture = [{"path": write_jsonl(ours, "chats.jsonl")}, {"path": write_jsonl(theirs, "texts.jsonl")}]
     splits = encode(make_section(mixture=mixture, validation="25%"))
     for split in (splits.train, splits.validation):
-        assert split is not None
         assert split.subset_names == ("chats", "texts")
         assert all(place.startswith(name) for place, name in rows_of(split).items())
     assert Counter(rows_of(splits.validation).values()) == {"chats": 3, "texts": 1}
@@ -69,11 +56,10 @@ def test_each_source_of_a_mixture_is_a_subset(make_section: Make, write_jsonl: W
         make_section(mixture=mixture, validation=write_jsonl(theirs[:2], "dev.jsonl"), on_overlap="warn")
     )
     for split in (alone, named_once.validation):
-        assert split is not None
         assert split.subset_names == ()
 
 
-def test_a_column_divides_validation_and_test_rows(make_section: Make, write_jsonl: Write) -> None:
+def test_a_column_divides_validation_and_test_rows(make_section, write_jsonl):
     values: list[object] = ["de", " en ", True, 3, 2.5, "a b", "a_b", "de"]
     rows = [{"prompt": f"Hi {n}", "completion": "yes", "kind": value} for n, value in enumerate(values)]
     section = make_section(
@@ -83,8 +69,6 @@ def test_a_column_divides_validation_and_test_rows(make_section: Make, write_jso
         on_overlap="warn",
     )
     splits = encode(section)
-    assert splits.validation is not None
-    assert splits.test is not None
     found = by_column(section, "kind", {"validation": splits.validation, "test": splits.test})
     assert found["validation"].subset_names == ("2.5", "3", "a_b", "a_b-2", "de", "en", "true")
     of_rows = rows_of(found["validation"])
@@ -106,14 +90,11 @@ def test_a_column_divides_validation_and_test_rows(make_section: Make, write_jso
         ),
     ],
 )
-def test_a_column_that_does_not_divide_the_rows_is_refused(
-    make_section: Make, write_jsonl: Write, kinds: list[object], said: str
-) -> None:
+def test_a_column_that_does_not_divide_the_rows_is_refused(make_section, write_jsonl, kinds, said):
     rows = [{"prompt": f"Hi {n}", "completion": "yes", "kind": kind} for n, kind in enumerate(kinds)]
     section = make_section(
         train=write_jsonl([{"prompt": "Hi", "completion": "no"}]), validation=write_jsonl(rows, "dev.jsonl")
     )
     validation = encode(section).validation
-    assert validation is not None
     with pytest.raises(DataError, match=said):
         by_column(section, "kind", {"validation": validation})

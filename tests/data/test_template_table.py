@@ -55,7 +55,7 @@ def table() -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (["template", *_COLUMNS], ["---"] * 6, *rows))
 
 
-def test_the_table_says_what_each_template_renders() -> None:
+def test_the_table_says_what_each_template_renders():
     before, _, rest = _PAGE.read_text(encoding="utf-8").partition(_BEGIN)
     there, _, after = rest.partition(_END)
     if os.environ.get("FINETUNE_WRITE_TABLES"):
@@ -64,7 +64,7 @@ def test_the_table_says_what_each_template_renders() -> None:
     assert there.strip() == table(), "docs/data.md is out of date; write it with FINETUNE_WRITE_TABLES=1"
 
 
-def test_the_training_template_of_phi_4_mini_gives_its_golden_ids() -> None:
+def test_the_training_template_of_phi_4_mini_gives_its_golden_ids():
     tokenizer = VARIANTS["Phi-4-mini"].tokenizer()
     use_chat_template(tokenizer, "phi4_mini")
     turns = [
@@ -82,7 +82,7 @@ def test_the_training_template_of_phi_4_mini_gives_its_golden_ids() -> None:
     assert "".join(map(str, encoded.is_target)) == golden["targets"]
 
 
-def test_without_calls_and_thinking_it_renders_what_the_models_own_template_does() -> None:
+def test_without_calls_and_thinking_it_renders_what_the_models_own_template_does():
     tokenizer = VARIANTS["Phi-4-mini"].tokenizer()
     dialogue = parse_turns(
         [{"role": "system", "content": "Be brief.", "tools": json.dumps([{"name": "f"}])}, _USER], "m"
@@ -93,6 +93,6 @@ def test_without_calls_and_thinking_it_renders_what_the_models_own_template_does
     assert ours == own
 
 
-def test_phi_tiny_has_this_template() -> None:
+def test_phi_tiny_has_this_template():
     shipped = REPOSITORY / "finetune/data/chat_templates/phi4_mini.jinja"
     assert (REPOSITORY / "finetune/assets/phi_tiny/chat_template.jinja").read_text() == shipped.read_text()

@@ -61,7 +61,7 @@ def targets(tokenizer: PreTrainedTokenizerFast, turns: list[dict[str, str]]) -> 
 
 
 @pytest.mark.parametrize("style", list(GOLDEN))
-def test_tokens_and_targets_of_a_conversation(style: Style) -> None:
+def test_tokens_and_targets_of_a_conversation(style):
     tokenizer = tiny_tokenizer(style)
     row = encode(tokenizer, CONVERSATION)
     assert isinstance(row, TokenisedRow)
@@ -79,7 +79,7 @@ def test_tokens_and_targets_of_a_conversation(style: Style) -> None:
 @pytest.mark.parametrize(
     ("style", "end"), [("phi4_mini", "<|end|>"), ("phi3", "<|end|>"), ("phi4", "<|im_end|>"), ("none", "<|endoftext|>")]
 )
-def test_end_of_turn_comes_from_the_template_and_is_first_among_stop_ids(style: Style, end: str) -> None:
+def test_end_of_turn_comes_from_the_template_and_is_first_among_stop_ids(style, end):
     tokenizer = tiny_tokenizer(style)
     end_id = tokenizer.convert_tokens_to_ids(end)
     assert end_of_turn_id(tokenizer) == end_id
@@ -88,13 +88,13 @@ def test_end_of_turn_comes_from_the_template_and_is_first_among_stop_ids(style: 
     assert stop_ids(tokenizer)[0] == end_id
 
 
-def test_end_of_turn_is_trained_where_it_is_also_eos_and_pad() -> None:
+def test_end_of_turn_is_trained_where_it_is_also_eos_and_pad():
     tokenizer = tiny_tokenizer("phi4_mini")
     tokenizer.eos_token = tokenizer.pad_token = "<|end|>"
     assert targets(tokenizer, CONVERSATION) == "yes<|end|>no<|end|>"
 
 
-def test_a_template_that_marks_its_answers_gives_the_same_targets() -> None:
+def test_a_template_that_marks_its_answers_gives_the_same_targets():
     tokenizer = tiny_tokenizer("phi4_mini")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{% if m['role'] == 'assistant' %}{% generation %}"
@@ -104,19 +104,19 @@ def test_a_template_that_marks_its_answers_gives_the_same_targets() -> None:
     assert targets(tokenizer, CONVERSATION) == "yes<|end|>no<|end|>"
 
 
-def test_line_breaks_after_the_end_of_turn_are_not_targets() -> None:
+def test_line_breaks_after_the_end_of_turn_are_not_targets():
     tokenizer = tiny_tokenizer("phi4_mini")  # its special tokens leave the line breaks of Phi-3's template alone
     tokenizer.chat_template = CHAT_TEMPLATES["phi3"]
     assert targets(tokenizer, CONVERSATION) == "yes<|end|>no<|end|>"
 
 
-def test_white_space_that_a_special_token_swallows_is_not_part_of_the_answer() -> None:
+def test_white_space_that_a_special_token_swallows_is_not_part_of_the_answer():
     turns = [CONVERSATION[1], {"role": "assistant", "content": "  \n yes"}]
     assert targets(tiny_tokenizer("phi3"), turns) == "yes<|end|>"
     assert targets(tiny_tokenizer("phi4"), turns) == "ĠĠĊĠyes<|im_end|>"
 
 
-def test_an_answer_whose_first_character_takes_several_tokens_is_a_target_from_the_first() -> None:
+def test_an_answer_whose_first_character_takes_several_tokens_is_a_target_from_the_first():
     tokenizer = tiny_tokenizer("phi4")
     turns = [CONVERSATION[1], {"role": "assistant", "content": "🍊"}]
     row = encode(tokenizer, turns)
@@ -126,7 +126,7 @@ def test_an_answer_whose_first_character_takes_several_tokens_is_a_target_from_t
     assert tokenizer.decode(answer) == "🍊<|im_end|>"
 
 
-def test_a_token_that_holds_the_end_of_the_prompt_and_the_start_of_the_answer_is_a_target() -> None:
+def test_a_token_that_holds_the_end_of_the_prompt_and_the_start_of_the_answer_is_a_target():
     tokenizer = tiny_tokenizer("phi4_mini")
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}"
@@ -136,7 +136,7 @@ def test_a_token_that_holds_the_end_of_the_prompt_and_the_start_of_the_answer_is
     assert targets(tokenizer, [CONVERSATION[1], {"role": "assistant", "content": "the"}]) == "Ġthe<|end|>"
 
 
-def test_an_assistant_may_begin_where_the_template_lets_it() -> None:
+def test_an_assistant_may_begin_where_the_template_lets_it():
     turns = [{"role": "assistant", "content": "Hi"}, *CONVERSATION[1:3]]
     assert targets(tiny_tokenizer("phi4"), turns) == "Hi<|im_end|>yes<|im_end|>"
     refusing = tiny_tokenizer("phi4")
@@ -150,7 +150,7 @@ def test_an_assistant_may_begin_where_the_template_lets_it() -> None:
     assert "the chat template refuses the row: a user must begin" in str(bad)
 
 
-def test_a_turn_that_the_template_leaves_out_is_a_problem() -> None:
+def test_a_turn_that_the_template_leaves_out_is_a_problem():
     turns = [CONVERSATION[1], {"role": "tool", "content": "42"}, CONVERSATION[2]]
     assert targets(tiny_tokenizer("phi4_mini"), turns) == "yes<|end|>"
     problem = encode(tiny_tokenizer("phi3"), turns)
@@ -158,7 +158,7 @@ def test_a_turn_that_the_template_leaves_out_is_a_problem() -> None:
     assert "leaves out messages[1].content (role tool)" in str(problem)
 
 
-def test_a_template_that_rewrites_earlier_turns_is_a_problem() -> None:
+def test_a_template_that_rewrites_earlier_turns_is_a_problem():
     tokenizer = tiny_tokenizer("phi4")
     tokenizer.chat_template = "{{ messages | length }} turns: " + CHAT_TEMPLATES["phi4"]
     (row,) = render_conversations(ChatTemplate(tokenizer), [dialogue_of(CONVERSATION)])
@@ -168,7 +168,7 @@ def test_a_template_that_rewrites_earlier_turns_is_a_problem() -> None:
         AnswerTokens(tokenizer)
 
 
-def test_a_template_without_an_end_is_refused() -> None:
+def test_a_template_without_an_end_is_refused():
     tokenizer = tiny_tokenizer("none")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -176,7 +176,7 @@ def test_a_template_without_an_end_is_refused() -> None:
         end_of_turn_id(tokenizer)
 
 
-def test_a_tokenizer_without_template_and_eos_is_refused() -> None:
+def test_a_tokenizer_without_template_and_eos_is_refused():
     tokenizer = tiny_tokenizer("none")
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="no chat template and no eos token"):

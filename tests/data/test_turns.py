@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from finetune.config.schema import DataSection
 from finetune.data.chat_template import ChatTemplate, use_chat_template
-from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
-from finetune.data.examples import load_examples
 from finetune.data.turns import Turn, dialogue_of, parse_turns
 from finetune.errors import ConfigError, DataError
+from tests.data.conftest import encode_train
 from tests.tiny import CHAT_TEMPLATES, tiny_tokenizer
-
-Make = Callable[..., DataSection]
-Write = Callable[..., str]
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Porto", "days": null}'}}
@@ -46,10 +38,6 @@ LEARNT = [
 ]
 
 
-def encode(section: DataSection, tokenizer: PreTrainedTokenizerFast | None = None) -> EncodedExamples:
-    return encode_examples(load_examples(section), tokenizer or tiny_tokenizer(), section).train
-
-
 def with_template(template: str) -> PreTrainedTokenizerFast:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
@@ -62,7 +50,7 @@ def learnt(examples: EncodedExamples, index: int = 0) -> str:
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
-def test_a_row_of_openai_is_rendered_whole(make_section: Make, write_jsonl: Write, tmp_path: Path, ending: str) -> None:
+def test_a_row_of_openai_is_rendered_whole(make_section, write_jsonl, tmp_path, ending):
     plain = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}]}
     turns = [{**turn, "content": "Is it warm?"} if turn is QUESTION else turn for turn in TURNS]
     rows = [{"messages": turns, "tools": TOOLS}, {**plain, "tools": None}]
@@ -71,13 +59,13 @@ def test_a_row_of_openai_is_rendered_whole(make_section: Make, write_jsonl: Writ
         path = str(tmp_path / "rows.parquet")
         Dataset.from_list(rows).to_parquet(path)
         assert Dataset.from_parquet(path)[1]["messages"][1]["tool_calls"] is None
-    examples = encode(make_section(path=path, chat_template="phi4_mini"))
+    examples = encode_train(make_section(path=path, chat_template="phi4_mini"))
     assert tiny_tokenizer().decode(examples[0].input_ids) == SERVED
     assert learnt(examples) == "".join(LEARNT)
     assert learnt(examples, 1) == "yes<|end|>"
 
 
-def test_parts_of_text_and_arguments_of_either_form_are_the_same_turns() -> None:
+def test_parts_of_text_and_arguments_of_either_form_are_the_same_turns():
     as_object = {**CALL, "function": {"name": "weather", "arguments": json.loads(CALL["function"]["arguments"])}}  # type: ignore[index]
     text = {"role": "user", "content": "Is it warm?"}
     parts, objects = (
@@ -93,17 +81,17 @@ def test_parts_of_text_and_arguments_of_either_form_are_the_same_turns() -> None
     }
 
 
-def test_an_answer_of_weight_0_is_context(make_section: Make, write_jsonl: Write) -> None:
+def test_an_answer_of_weight_0_is_context(make_section, write_jsonl):
     turns = [
         TURNS[1],
         {"role": "assistant", "content": "no", "weight": 0},
         {"role": "user", "content": "Hi", "weight": 0},
     ]
     path = write_jsonl([{"messages": [*turns, {"role": "assistant", "content": "yes", "weight": 1}]}])
-    examples = encode(make_section(path=path))
+    examples = encode_train(make_section(path=path))
     assert "<|assistant|>no<|end|>" in tiny_tokenizer().decode(examples[0].input_ids)
     assert learnt(examples) == "yes<|end|>"
-    assert learnt(encode(make_section(path=path, train_on="last"))) == "yes<|end|>"
+    assert learnt(encode_train(make_section(path=path, train_on="last"))) == "yes<|end|>"
 
 
 @pytest.mark.parametrize(
@@ -129,65 +117,59 @@ def test_an_answer_of_weight_0_is_context(make_section: Make, write_jsonl: Write
         ({"content": "a", "extra": {"b": "\ud800"}}, "messages[1].extra has half a surrogate pair"),
     ],
 )
-def test_a_turn_that_cannot_be_used_says_why(
-    make_section: Make, write_jsonl: Write, turn: dict[str, Any], problem: str
-) -> None:
+def test_a_turn_that_cannot_be_used_says_why(make_section, write_jsonl, turn, problem):
     row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", **turn}]}
     with pytest.raises(DataError) as caught:
-        encode(make_section(path=write_jsonl([row])))
+        encode_train(make_section(path=write_jsonl([row])))
     assert problem in str(caught.value)
 
 
-def test_a_result_of_no_call_is_refused(make_section: Make, write_jsonl: Write) -> None:
+def test_a_result_of_no_call_is_refused(make_section, write_jsonl):
     turns = [{**turn, "tool_call_id": "c2"} if turn["role"] == "tool" else turn for turn in TURNS]
     with pytest.raises(DataError, match=r"messages\[3\].tool_call_id is 'c2'; expected the id of a call before it: c1"):
-        encode(make_section(path=write_jsonl([{"messages": turns}])))
+        encode_train(make_section(path=write_jsonl([{"messages": turns}])))
 
 
-def test_a_key_that_the_template_does_not_render_is_refused_or_named(
-    make_section: Make, write_jsonl: Write, logged: Callable[[], list[str]]
-) -> None:
+def test_a_key_that_the_template_does_not_render_is_refused_or_named(make_section, write_jsonl, logged):
     row = {"messages": [{"role": "user", "content": "Hi", "name": "Ann"}, {"role": "assistant", "content": "yes"}]}
     path = write_jsonl([{"messages": TURNS[1:2] + TURNS[-1:]}, row, row])
     section = make_section(path=path, chat_template="phi4_mini")
     for _ in ("encoded", "read from the cache"):
         with pytest.raises(DataError) as caught:
-            encode(section)
+            encode_train(section)
         assert str(caught.value) == (
             f"{path}: the chat template of phi4_mini does not render name (role user) (rows that have it: 2, the "
             f"first is {path}:2): the model would not see it. Use a template that renders it (data.chat_template), "
             "remove the key, or set data.on_ignored_key=warn to train without it."
         )
-    assert len(encode(section.model_copy(update={"on_ignored_key": "warn"}))) == 3
+    assert len(encode_train(section.model_copy(update={"on_ignored_key": "warn"}))) == 3
     assert any("does not render name (role user) (rows that have it: 2" in line for line in logged())
 
 
-def test_what_a_template_of_its_own_leaves_out_is_named_with_the_template(
-    make_section: Make, write_jsonl: Write
-) -> None:
+def test_what_a_template_of_its_own_leaves_out_is_named_with_the_template(make_section, write_jsonl):
     tokenizer = tiny_tokenizer()
     tokenizer.name_or_path = "microsoft/Phi-4-mini-instruct"
     turns = [{**turn, "role": "system"} if turn["role"] == "developer" else turn for turn in TURNS]
     path = write_jsonl([{"messages": turns}])
     with pytest.raises(DataError) as caught:
-        encode(make_section(path=path), tokenizer)
+        encode_train(make_section(path=path), tokenizer)
     assert (
         "the chat template of microsoft/Phi-4-mini-instruct does not render reasoning_content (role assistant), "
         "tool_calls (role assistant), and messages[2] has no other text to learn; expected a template that renders it"
     ) in str(caught.value)
 
 
-def test_a_role_that_is_no_token_is_refused(make_section: Make, write_jsonl: Write) -> None:
+def test_a_role_that_is_no_token_is_refused(make_section, write_jsonl):
     with pytest.raises(DataError, match=r"writes <\|developer\|> for the role of messages\[0\], which is no token"):
-        encode(make_section(path=write_jsonl([{"messages": [TURNS[0], TURNS[1], TURNS[4]]}])))
+        encode_train(make_section(path=write_jsonl([{"messages": [TURNS[0], TURNS[1], TURNS[4]]}])))
 
 
-def test_thinking_that_a_template_drops_cannot_be_learnt_from_the_whole(make_section: Make, write_jsonl: Write) -> None:
+def test_thinking_that_a_template_drops_cannot_be_learnt_from_the_whole(make_section, write_jsonl):
     more = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "no", "thinking": "It is not."}]
     section = make_section(path=write_jsonl([{"messages": [TURNS[1], TURNS[4], *more]}]), chat_template="phi4_mini")
     with pytest.raises(DataError, match=r"leaves out messages\[1\].reasoning_content \(role assistant\); expected a"):
-        encode(section)
-    last = encode(section.model_copy(update={"train_on": "last"}))
+        encode_train(section)
+    last = encode_train(section.model_copy(update={"train_on": "last"}))
     assert learnt(last) == "<think>\nIt is not.\n</think>\n\nno<|end|>"
 
 
@@ -206,9 +188,7 @@ REFUSES = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + CHAT_TE
         (REFUSES, {("assistant", "reasoning_content"), ("assistant", "tool_calls"), ("", "tools")}),
     ],
 )
-def test_keys_are_tried_and_thinking_has_the_name_that_the_template_reads(
-    template: str, ignored: set[tuple[str, str]]
-) -> None:
+def test_keys_are_tried_and_thinking_has_the_name_that_the_template_reads(template, ignored):
     reader = ChatTemplate(with_template(template))
     dialogue = parse_turns(TURNS[1:], "messages", TOOLS)
     assert reader.ignored(dialogue) == ignored
@@ -218,7 +198,7 @@ def test_keys_are_tried_and_thinking_has_the_name_that_the_template_reads(
     assert ("weather" in text) is (("", "tools") not in ignored)
 
 
-def test_rows_with_and_without_tools_are_rendered_in_their_order() -> None:
+def test_rows_with_and_without_tools_are_rendered_in_their_order():
     tokenizer = tiny_tokenizer()
     use_chat_template(tokenizer, "phi4_mini")
     bare = dialogue_of([{"role": "user", "content": "Hi"}])
@@ -227,7 +207,7 @@ def test_rows_with_and_without_tools_are_rendered_in_their_order() -> None:
     assert ["weather" in str(text) for text in texts] == [False, True, True, False]
 
 
-def test_a_template_may_be_a_file_and_one_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_template_may_be_a_file_and_one_that_is_not_there_is_named(tmp_path):
     path = tmp_path / "mine.jinja"
     path.write_text(THINKS)
     tokenizer = tiny_tokenizer()
