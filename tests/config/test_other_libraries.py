@@ -63,16 +63,12 @@ def test_each_name_is_answered(name):
     ("word", "answer"),
     [
         ("training.per_device_train_batch_size=4", "Did you mean training.batch_size?"),
-        ("lora.lora_alpha=8", "Did you mean lora.alpha?"),
-        ("training.num_train_epochs=3", "Did you mean training.num_epochs?"),
         ("training.learning_rate=1", "Did you mean optim.learning_rate?"),
         (
             "training.gradient_accumulation_steps=8",
             "Set training.global_batch_size: the examples of an optimizer step over all processes. They are cut into "
             "micro-batches of training.batch_size, so there is no number of accumulation steps.",
         ),
-        ("training.fp16=true", "Write training.precision=fp16."),
-        ("load_in_4bit=true", "Write lora.quantize=nf4."),
     ],
 )
 def test_what_a_person_from_there_reads(word, answer):

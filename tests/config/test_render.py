@@ -10,35 +10,9 @@ from finetune.config.keys import fields
 from finetune.config.schema import Config
 
 AWKWARD = [
-    "1e-4",
-    ".5e3",
-    "0o17",
-    "007",
-    "yes",
-    "null",
-    "~",
-    "",
-    " x ",
-    "2025-01-15",
-    "1:30",
-    "a: b",
-    "# a",
-    "*.x",
-    "!x",
-]
-AWKWARD += [
-    "{{ a }}\n{% b %}\n",
-    "'quoted'",
-    '"',
-    "\\",
-    "ünï ☃ \U0001f600",
-    "=",
-    "<<",
-    "- a",
-    "tab\t",
-    "\x07",
+    *("1e-4", ".5e3", "0o17", "007", "yes", "null", "~", "", " x ", "2025-01-15", "1:30", "a: b", "# a", "*.x", "!x"),
+    *("{{ a }}\n{% b %}\n", "'quoted'", '"', "\\", "ünï ☃ \U0001f600", "=", "<<", "- a", "tab\t", "\x07", "\u2028"),
     "x" * 500,
-    "\u2028",
 ]
 
 
@@ -64,16 +38,7 @@ def test_awkward_text_reads_back(tmp_path, text):
 
 
 def test_awkward_values_read_back(tmp_path):
-    args: dict[str, object] = {
-        "a": None,
-        "b": [],
-        "c": {},
-        "d": 1e-300,
-        "e": 1e22,
-        "f": float("inf"),
-        "g": True,
-        "h": [[1], {"x": 2.0}],
-    }
+    args = {"a": None, "b": [], "c": {}, "d": 1e-300, "e": 1e22, "f": float("inf"), "g": True, "h": [[1], {"x": 2.0}]}
     config = Config.model_validate({"optim": {"args": args}})
     again = read_back(tmp_path, config)
     assert again == config

@@ -151,14 +151,6 @@ def test_special_tokens_in_a_content_are_refused(make_section, write_jsonl, row,
     assert f" contains {special}, a special token of the tokenizer" in str(caught.value)
 
 
-def test_rows_that_the_template_cannot_render_are_named(make_section, write_jsonl):
-    row = {"messages": [USER, {"role": "tool", "content": "42"}, CHAT["messages"][1]]}
-    with pytest.raises(
-        DataError, match=r"train.jsonl:2: the chat template leaves out messages\[1\].content \(role tool"
-    ):
-        encode(make_section(path=write_jsonl([CHAT, row])), "phi3")
-
-
 def test_the_fingerprint_is_of_tokens_and_targets_alone(make_section, write_jsonl):
     first = encode(make_section(path=write_jsonl([CHAT, TWO_ANSWERS]))).train
     moved = encode(make_section(path=write_jsonl(["", CHAT, TWO_ANSWERS], "moved.jsonl"))).train
