@@ -12,12 +12,9 @@ from finetune.config.yaml_reader import DottedName, Setting
 
 
 def read_dict(values: Mapping[str, object], origin: str, problems: list[str]) -> list[Setting]:
-    """Return one setting per leaf, as from a file.
+    """Return one setting per leaf, as from a file. `origin` names the dict in messages.
 
-    Args:
-        values: sections as mappings, or dotted keys.
-        origin: names the dict in messages.
-        problems: receives keys that are not text, and keys given both in a section and with dots.
+    `problems` receives keys that are not text, and keys that are given both in a section and with dots.
     """
     settings = list(_settings(values, (), origin, problems))
     counts = Counter(setting.dotted for setting in settings)

@@ -51,11 +51,8 @@ class HubFault(NamedTuple):
 def find_fault(repository: Repository, *, is_cached: bool = False) -> HubFault | None:
     """Ask the hub for a repository, once a minute at most; None if it answers.
 
-    A hub that cannot be reached is not asked for a second repository either, unless that question may wait longer.
-
-    Args:
-        repository: what to ask for.
-        is_cached: all that is needed is in the hub's cache, so that little time is spent.
+    A hub that cannot be reached is not asked for a second repository either, unless that question may wait longer. If
+    `is_cached`, all that is needed is in the hub's cache, so that little time is spent.
     """
     from huggingface_hub import constants
 
@@ -97,11 +94,8 @@ def fault_of(error: BaseException) -> HubFault | None:
 def explain(fault: HubFault, repository: Repository, key: str, state: str) -> str:
     """Write what is wrong and what helps against it, and nothing that does not.
 
-    Args:
-        fault: of this repository.
-        repository: what was asked for.
-        key: the key that names it, for example ``model.path``.
-        state: what of it is here, after "which".
+    `key` is the key that names the repository, for example ``model.path``. `state` says after "which" what of it is
+    here.
     """
     return f"{key} is {repository.name}, which {state}, and {fault.text}. {what_to_do(fault, repository, key)}"
 

@@ -121,9 +121,7 @@ TABLE: dict[str, tuple[Rule, ...]] = {
 def translate(settings: list[Setting], problems: list[str]) -> list[Setting]:
     """Translate the settings of one file or of the command line, with one warning for all renamed keys.
 
-    Args:
-        settings: as they were written.
-        problems: receives refused keys, and keys given in both spellings.
+    `problems` receives refused keys, and keys that are given in both spellings.
     """
     kept: list[Setting] = []
     refused: set[str] = set()

@@ -49,10 +49,7 @@ def show(config: Config) -> str:
 def commented_run_file(config: Config, groups: Mapping[str, str], file: object) -> str:
     """Write a run file that gives this configuration: every key with its meaning, most of them commented out.
 
-    Args:
-        config: composed from overrides. The file sets the keys that they set.
-        groups: the names of the group files that the overrides choose.
-        file: the file's name, for the comment at its beginning.
+    The file sets the keys that the overrides set, and chooses the group files that they choose.
     """
     found = values(config)
     is_set = {key: config.origin(key).startswith(COMMAND_LINE) for key in found}

@@ -84,25 +84,18 @@ for _tag, (_pattern, _first_characters) in PLAIN_VALUES.items():
 
 
 def read_file(path: Path, shown: str, problems: list[str]) -> list[Setting]:
-    """Read all settings of a file that can be read.
+    """Read all settings of a file that can be read. `shown` is its name in messages and origins.
 
-    Args:
-        path: the file.
-        shown: its name in messages and origins.
-        problems: receives one line per problem, beginning with ``file:line``.
+    `problems` receives one line per problem, beginning with ``file:line``.
     """
     text = _file_text(path, shown, problems)
     return [] if text is None else _Reading(shown, problems).settings(text)
 
 
 def read_value(key: Sequence[str], text: str, problems: list[str], *, as_text: bool) -> list[Setting]:
-    """Read the value of an override.
+    """Read the value of an override: the text that follows the ``=``. `problems` receives its problems.
 
-    Args:
-        key: the parts of the override's dotted key.
-        text: all that follows the ``=``.
-        problems: receives the problems of the value.
-        as_text: the key takes text. A value that is not valid YAML, such as ``*.jsonl``, is then taken as it is.
+    With `as_text`, the key takes text. A value that is not valid YAML, such as ``*.jsonl``, is then taken as it is.
     """
     found: list[str] = []
     settings = _Reading(COMMAND_LINE, found, at=tuple(key)).settings(text)

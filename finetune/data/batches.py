@@ -202,16 +202,7 @@ class BatchRule:
 
 
 class TrainLoader(DataLoader[Microbatch]):
-    """Loads the micro-batches of this rank step by step.
-
-    Args:
-        examples: the training rows.
-        rule: assigns the rows to steps.
-        keys: workers, pinning, prefetching.
-        rank: this process.
-        world_size: the number of processes that share the micro-batches.
-        collate: makes a micro-batch of rows; None: `pad`.
-    """
+    """Loads the micro-batches of this rank step by step. `collate` makes a micro-batch of rows; None: `pad`."""
 
     def __init__(
         self,
@@ -266,15 +257,9 @@ def evaluation_batches(examples: EncodedExamples, keys: LoaderKeys, boundary: in
 class EvaluationLoader(DataLoader[Microbatch]):
     """Loads this rank's part of a split, each row once over all ranks.
 
-    Args:
-        examples: the rows of the split.
-        keys: workers, pinning, prefetching, and the rows of a batch. Rows are batched longest first, so `drop_last`,
-            which leaves out batches that are not full, leaves out the shortest rows, or all of a split smaller than a
-            batch; and rows just above the boundary.
-        boundary: see `BatchRule`.
-        rank: of this process.
-        world_size: the number of processes.
-        collate: makes a microbatch of rows; None pads them.
+    Rows are batched longest first. So `keys.drop_last`, which leaves out batches that are not full, leaves out the
+    shortest rows, or all of a split smaller than a batch; and rows just above the boundary, for which see `BatchRule`.
+    `collate` makes a micro-batch of rows; None: `pad`.
 
     Attributes:
         row_batches: the rows of each batch.
@@ -310,12 +295,10 @@ def packer(
     prepare_attention: Callable[..., Any] | None = None,
     windows: Sequence[int | None] = (None,),
 ) -> Collate:
-    """Make a collation that packs rows without padding.
+    """Make a collation that packs rows without padding; for `share_prefixes` see `pack`.
 
-    Args:
-        share_prefixes: see `pack`.
-        prepare_attention: prepares attention here, perhaps in a worker; None: the first layer that attends does.
-        windows: of the model's layers, for `prepare_attention`.
+    `prepare_attention` prepares attention for the windows of the model's layers here, perhaps in a worker. Without it,
+    the first layer that attends does.
     """
     return partial(_packed, share_prefixes=share_prefixes, prepare_attention=prepare_attention, windows=windows)
 

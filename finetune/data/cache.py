@@ -51,12 +51,7 @@ def encoding_key(examples: Examples, tokenizer_digest: str, section: DataSection
 def load_or_encode(folder: Path, key: str, encode: Encode, fallbacks: Fallbacks, what: str) -> EncodedRows:
     """Map the rows of the cache, or encode them and write them there first.
 
-    Args:
-        folder: the cache; created if missing.
-        key: see `encoding_key`.
-        encode: puts the rows into a writer.
-        fallbacks: records that the cache cannot be written.
-        what: names the rows in the log.
+    The folder is created if it is missing. For `key` see `encoding_key`; `what` names the rows in the log.
 
     Raises:
         DataError: whatever `encode` raises.

@@ -28,12 +28,7 @@ RowKey = tuple[str, str]
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer.
-
-    Args:
-        tokenizer: with the template.
-        name: names the template in messages. Default: the name of the tokenizer.
-    """
+    """The chat template of a tokenizer. `name` names it in messages. Default: the name of the tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str = "") -> None:
         self.tokenizer = tokenizer
@@ -43,9 +38,7 @@ class ChatTemplate:
     def render(self, dialogues: Sequence[Dialogue], *, with_prompt: bool = False) -> list[str | BadRowError]:
         """Render each conversation as text, or say why the template refuses it.
 
-        Args:
-            dialogues: the conversations with their tools.
-            with_prompt: end with the header of the assistant's turn, for an answer to follow.
+        With `with_prompt`, each text ends with the header of the assistant's turn, for an answer to follow.
         """
         texts: list[str | BadRowError] = []
         for tools, alike in groupby(dialogues, key=lambda dialogue: dialogue.tools):
@@ -115,11 +108,9 @@ class ChatTemplate:
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None) -> None:
-    """Replace the chat template of a tokenizer by `data.chat_template`. None changes nothing.
+    """Replace the chat template of a tokenizer, in place, by `data.chat_template`. None changes nothing.
 
-    Args:
-        tokenizer: changed in place, and saved with its template beside the weights.
-        wanted: the name of a shipped template, or the path of a .jinja file.
+    `wanted` is the name of a shipped template, or the path of a .jinja file.
 
     Raises:
         ConfigError: there is no such template.

@@ -107,13 +107,6 @@ def encode_rows(
     The rows are read twice and are not kept in memory. All rows are checked before the first one is encoded, so that a
     row that cannot be used is reported early.
 
-    Args:
-        examples: all rows of a source.
-        tokens: the tokenizer and its special tokens.
-        section: `max_length`, `train_on`, `num_processes`.
-        fallbacks: records that the other processes were lost.
-        writer: takes the rows.
-
     Raises:
         DataError: a row cannot be used, or none has a target token.
         CannotWriteError: the writer refused a row.

@@ -94,9 +94,7 @@ def missing_here(section: DataSection) -> list[str]:
 def check_local_rows(section: DataSection, *, has_format: bool) -> None:
     """Refuse files that are not there or cannot be read, before anything is downloaded. The hub is not asked.
 
-    Args:
-        section: the rows of a run.
-        has_format: also look for the columns of a known format in the first row of JSON files.
+    With `has_format`, the first row of a JSON file must also have the columns of a known format.
 
     Raises:
         ConfigError: see `load_examples`.

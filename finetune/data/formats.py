@@ -68,12 +68,7 @@ class Format:
 
 
 def parse_row(row: object, known: Format, columns: Mapping[str, str]) -> Example:
-    """Make an example from a row.
-
-    Args:
-        row: the row as it was read.
-        known: its format.
-        columns: our names of columns to theirs, if they differ.
+    """Make an example from a row as it was read. `columns` maps our names of columns to theirs, if they differ.
 
     Raises:
         BadRowError: the row cannot be used.

@@ -28,14 +28,9 @@ class SplitSize:
 
 
 def rows_of_split(num_rows: int, *, split: str, sizes: Mapping[str, SplitSize], seed: int, label: str) -> list[int]:
-    """Return the rows of one split in ascending order.
+    """Return the rows of one split in ascending order. The split train has the rows that the others leave.
 
-    Args:
-        num_rows: all rows of the source.
-        split: train, validation or test; train has the remaining rows.
-        sizes: the size of each other split.
-        seed: data.split_seed.
-        label: names the rows in messages.
+    `sizes` has the size of each other split, and `label` names the rows in messages.
 
     Raises:
         DataError: no row is left to train on.

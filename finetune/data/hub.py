@@ -28,11 +28,7 @@ _Answer = TypeVar("_Answer")
 
 
 def split_names(section: DataSection, path: str) -> list[str]:
-    """Return the names of a data set's splits. Without the hub, these are the splits that were read before.
-
-    Args:
-        section: `data.name` and `data.revision`.
-        path: a hub id or a local folder.
+    """Return the splits at a hub id or in a local folder. Without the hub, these are the splits that were read before.
 
     Raises:
         DataError: the hub does not answer, does not have it, or the data set cannot be read.
@@ -54,10 +50,7 @@ def split_names(section: DataSection, path: str) -> list[str]:
 def open_split(section: DataSection, path: str, split: str) -> FileRows | DatasetRows:
     """Return the rows of a split. The first `data.max_rows` of a hub data set are read without downloading the others.
 
-    Args:
-        section: `data.name`, `data.revision`, `data.max_rows` and `data.cache_dir`.
-        path: a hub id or a local folder.
-        split: a split, or a slice of one in the notation of `datasets`: `train[:10%]`.
+    `split` may also be a slice in the notation of `datasets`: `train[:10%]`.
 
     Raises:
         DataError: see `split_names`; or the first rows cannot be kept.

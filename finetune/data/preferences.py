@@ -36,12 +36,7 @@ class EncodedPair(NamedTuple):
 
 
 class EncodedPairs(Dataset[EncodedPair]):
-    """The encoded pairs of one split.
-
-    Args:
-        chosen: the chosen side of every pair.
-        rejected: the rejected side, in the same order.
-        label: the file or split, for messages.
+    """The encoded pairs of one split, both sides in the same order. `label` names the file or split in messages.
 
     Attributes:
         sides: the chosen and the rejected answers, each with its prompt.
@@ -99,13 +94,9 @@ def side_of_pairs(section: DataSection, side: Literal["chosen", "rejected"]) -> 
 def reading_as(
     section: DataSection, format_name: str, names: Collection[str], fixed: Mapping[str, str] | None = None
 ) -> DataSection:
-    """Return a section that reads all rows, also those of each source of a mixture, in one format.
+    """Return a section that reads all rows in one format, whatever the section and the sources of its mixture name.
 
-    Args:
-        section: describes the rows.
-        format_name: the format, whatever the section and its sources name.
-        names: our names of the columns that may have other names in the rows.
-        fixed: further columns, our names to theirs.
+    `names` are our names of the columns that may have other names in the rows. `fixed` maps further ones to theirs.
     """
 
     def mapped(columns: Mapping[str, str]) -> dict[str, str]:

@@ -156,10 +156,7 @@ def name_of(address: str) -> str:
 def ask(key: str, address: str, question: Callable[[Any, str], _Answer]) -> _Answer:
     """Call fsspec, and turn its errors into one sentence without credentials.
 
-    Args:
-        key: the key that names the address.
-        address: of a file or a folder.
-        question: the call, given the file system and the path there.
+    `key` names the address in messages. The question gets the file system and the path there.
 
     Raises:
         DataError: there is no such scheme, file or folder, a package is missing, or the server refuses.

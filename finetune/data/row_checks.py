@@ -98,11 +98,7 @@ def check_rows(
 ) -> dict[str, list[Part]]:
     """Run all checks. Rows are dropped, refused or named in a warning, as the section says.
 
-    Args:
-        parts: the parts of each split, each row once.
-        section: `on_…` sets each check.
-        bos_id: the beginning-of-sequence token, if the tokenizer has one.
-        template: names the chat template.
+    `parts` has each row of a split once. `template` names the chat template.
 
     Raises:
         DataError: one or more checks refuse the rows; the message names all of them.

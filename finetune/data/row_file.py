@@ -74,12 +74,7 @@ class CannotWriteError(Exception):
 
 
 class RowWriter:
-    """Lays rows end to end.
-
-    Args:
-        token_ids: takes the tokens of all rows.
-        is_target: takes a byte for each token.
-    """
+    """Lays rows end to end: their tokens in one stream, and a byte for each token in another."""
 
     def __init__(self, token_ids: IO[bytes], is_target: IO[bytes]) -> None:
         self._streams = (token_ids, is_target)

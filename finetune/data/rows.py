@@ -43,11 +43,7 @@ class RowProblems:
             self._shown.append(f"  {place}: {problem}")
 
     def raise_if_any(self, label: str, num_rows: int) -> None:
-        """Refuse the split if a row was noted.
-
-        Raises:
-            DataError: at least one row was noted.
-        """
+        """Raise a DataError if a row was noted."""
         if not self.count:
             return
         more = [f"  and {self.count - _MAX_SHOWN} more"] if self.count > _MAX_SHOWN else []
@@ -162,11 +158,7 @@ class Examples(_OfRows):
 
 
 class JoinedExamples(_OfRows):
-    """The rows of a split that has several sources, one source after the other, each row once whatever its weight.
-
-    Args:
-        parts: the sources, at least one.
-    """
+    """The rows of a split that has several sources, one source after the other, each row once whatever its weight."""
 
     def __init__(self, parts: Sequence[Examples]) -> None:
         self.parts = tuple(parts)

@@ -27,12 +27,7 @@ MOST_VALUES = 32
 
 @waiting("reading the column of validation.by")
 def by_column(section: DataSection, column: str, splits: Mapping[str, EncodedExamples]) -> dict[str, EncodedExamples]:
-    """Return the splits with a subset for each value of a column.
-
-    Args:
-        section: describes the rows.
-        column: its name in the files.
-        splits: encoded rows, by the name of the split.
+    """Return the splits, by name, with a subset for each value that a column has in their files.
 
     Raises:
         DataError: a row has no text, number or truth value there, or the values are too many.

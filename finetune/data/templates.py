@@ -49,9 +49,7 @@ class TokenisedRow(NamedTuple):
 class AnswerTokens:
     """A tokenizer with its special tokens and its end of turn, found once.
 
-    Args:
-        tokenizer: a fast tokenizer, with or without a chat template.
-        template_name: names its chat template in messages. Default: the tokenizer's name.
+    The tokenizer may have no chat template. `template_name` names the template in messages, see `ChatTemplate`.
 
     Raises:
         DataError: the tokenizer is not fast, or answers end with no special token.
@@ -154,11 +152,8 @@ def render_examples(
 ) -> list[RenderedRow | BadRowError]:
     """Render each row as text, or say why it cannot be. All rows must have one type.
 
-    Args:
-        template: of the tokenizer.
-        examples: the rows.
-        train_on: `last` marks only the last answer of a conversation, so that a template may drop parts of earlier
-            answers, for example reasoning.
+    With `train_on=last`, only the last answer of a conversation is marked, so that a template may drop parts of earlier
+    answers, for example reasoning.
 
     Raises:
         DataError: the tokenizer lacks what rows of this type need.

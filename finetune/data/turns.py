@@ -61,12 +61,9 @@ def text_turn(role: str, content: str) -> Turn:
 
 
 def parse_turns(value: object, column: str, tools: object = None) -> Dialogue:
-    """Read a list of turns, or JSON text of one.
+    """Read the list of turns in a column, or JSON text of one.
 
-    Args:
-        value: the cell.
-        column: its name, for messages.
-        tools: the column `tools` of the row. Tools may stand in the system turn instead, for Phi-4-mini's template.
+    `tools` is the column `tools` of the row. Tools may stand in the system turn instead, for Phi-4-mini's template.
 
     Raises:
         BadRowError: it cannot be used.
@@ -93,12 +90,8 @@ def parse_turns(value: object, column: str, tools: object = None) -> Dialogue:
 def parse_tools(tools: object, where: str = "tools") -> str:
     """Read the tools of a row as JSON text; empty if there are none. Text stays as it is written.
 
-    Args:
-        tools: a list of objects, the same as JSON text, or None.
-        where: its place in the row, for messages.
-
     Raises:
-        BadRowError: it is something else.
+        BadRowError: they are no list of objects, nor JSON text of one.
     """
     if tools is None or tools == [] or (isinstance(tools, str) and not tools.strip()):
         return ""
