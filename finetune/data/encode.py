@@ -153,11 +153,7 @@ class _Seen(NamedTuple):
 
 
 def _look_through(examples: Examples, template: ChatTemplate, train_on: str) -> _Seen:
-    """Read and check all rows of a source.
-
-    Raises:
-        DataError: a row cannot be used.
-    """
+    """Read and check all rows of a source."""
     row_type = ""
     num_rows = num_to_encode = characters = 0
     ignored: dict[str, tuple[int, int]] = {}

@@ -137,12 +137,9 @@ def _hub_fault(section: DataSection, path: str) -> HubFault | None:
 
 
 def _ask(section: DataSection, path: str, question: Callable[[], _Answer]) -> _Answer:
-    """Call `datasets`, and turn its errors into one sentence.
+    """Call `datasets`, and turn its errors into one sentence of a DataError.
 
     If the hub does not answer, the client only uses its cache, which has the data sets that were prepared here.
-
-    Raises:
-        DataError: the hub does not answer, does not have it, or the data set cannot be read.
     """
     fault = _hub_fault(section, path)
     try:

@@ -110,11 +110,7 @@ def reading_as(
 
 
 def refuse_each_turn(section: DataSection) -> None:
-    """Refuse `data.train_on=each_turn`, which has no meaning for answers that are compared.
-
-    Raises:
-        ConfigError: it is set.
-    """
+    """Raise a ConfigError for `data.train_on=each_turn`, which has no meaning for answers that are compared."""
     if section.train_on == "each_turn":
         raise ConfigError(
             "data.train_on is each_turn, but a row of preferences has one answer to learn from, or one on each side. "
@@ -123,11 +119,7 @@ def refuse_each_turn(section: DataSection) -> None:
 
 
 def _refuse_drops(section: DataSection) -> None:
-    """Refuse checks that drop rows: each side is checked separately, so the two could lose different rows.
-
-    Raises:
-        ConfigError: one is set to drop.
-    """
+    """Refuse checks that drop rows: each side is checked separately, so the two could lose different rows."""
     drops = [
         f"data.{key}" for key in (*(check.key for check in ROW_CHECKS), "on_overlap") if getattr(section, key) == "drop"
     ]

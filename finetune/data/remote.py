@@ -49,13 +49,7 @@ def local_path(path: str) -> Path:
 
 @dataclass(frozen=True)
 class RemoteRows:
-    """The rows of a file at an address. It is copied on first use.
-
-    Attributes:
-        key: the key that names it, for messages.
-        address: of the file.
-        cache_dir: the folder of the copy.
-    """
+    """The rows of a file at an address. It is copied into `cache_dir` on first use. Messages name it by its key."""
 
     key: str
     address: str
@@ -134,11 +128,7 @@ RowSource: TypeAlias = FileRows | DatasetRows | RemoteRows
 
 
 def names_at(key: str, address: str) -> dict[str, str]:
-    """Return the addresses of the data files in a folder at an address, by file name.
-
-    Raises:
-        DataError: there is no such folder, or it cannot be read.
-    """
+    """Return the addresses of the data files in a folder at an address, by file name. Raises the errors of `ask`."""
 
     def listed(files: Any, path: str) -> dict[str, str]:
         return {name_of(one): files.unstrip_protocol(one) for one in sorted(files.ls(path, detail=False))}

@@ -237,11 +237,7 @@ def _equal_rows(
 
 
 def _without(parts: Sequence[Part], keep: Sequence[torch.Tensor], split: str, key: str, advice: str) -> list[Part]:
-    """Keep the marked rows of each part, and drop parts without rows.
-
-    Raises:
-        DataError: no row is left.
-    """
+    """Keep the marked rows of each part, and drop parts without rows. Raise a DataError if no row is left."""
     left = [
         replace(part, examples=part.examples.select(mask.nonzero()[:, 0]))
         for part, mask in zip(parts, keep, strict=True)

@@ -91,11 +91,7 @@ class RowWriter:
         self.is_good = bytearray()
 
     def add(self, number: int, row: TokenisedRow, *, max_length: int, is_good: bool = True) -> None:
-        """Append a row, cut at `max_length` tokens.
-
-        Raises:
-            CannotWriteError: the disk refused.
-        """
+        """Append a row, cut at `max_length` tokens. Raise a CannotWriteError if the disk refuses it."""
         ids, is_target = array("i", row.token_ids[:max_length]), row.is_target[:max_length]
         try:
             self._streams[0].write(ids)

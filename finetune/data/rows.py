@@ -120,11 +120,7 @@ class Examples(_OfRows):
         return (self,)
 
     def check_format(self) -> None:
-        """Refuse columns of no known format, by the first row that can be read; the others are not read.
-
-        Raises:
-            DataError: see `rows`.
-        """
+        """Raise a DataError if the first row that can be read has columns of no known format. Read no other row."""
         if self.format == "auto":
             _detect(self.source.rows(), self)
 

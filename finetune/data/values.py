@@ -19,11 +19,7 @@ def quote(value: object) -> str:
 
 
 def parse_text(value: object, where: str) -> str:
-    """Check that a value is text that can be encoded.
-
-    Raises:
-        BadRowError: it is not.
-    """
+    """Return a value that is text which can be encoded. Raise a BadRowError for any other."""
     if not isinstance(value, str):
         raise BadRowError(f"{where} is {quote(value)} ({type(value).__name__}); expected text")
     if not value.isascii():
@@ -37,11 +33,7 @@ def parse_text(value: object, where: str) -> str:
 
 
 def refuse_blank(value: str, where: str) -> str:
-    """Check that a text is not empty or white space.
-
-    Raises:
-        BadRowError: it is.
-    """
+    """Return a text. Raise a BadRowError if it is empty or white space."""
     if not value.strip():
         raise BadRowError(f"{where} is blank ({quote(value)}); expected text to learn")
     return value
