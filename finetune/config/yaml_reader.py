@@ -88,8 +88,22 @@ def read_file(path: Path, shown: str, problems: list[str]) -> list[Setting]:
 
     `problems` receives one line per problem, beginning with ``file:line``.
     """
-    text = _file_text(path, shown, problems)
-    return [] if text is None else _Reading(shown, problems).settings(text)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        problems.append(f"{shown}: cannot be read ({error.strerror}). Expected a YAML file.")
+        return []
+    if len(data) > MAX_FILE_BYTES:
+        problems.append(f"{shown}: larger than {MAX_FILE_BYTES:,} bytes, which no config is.")
+        return []
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        problems.append(f"{shown}:{line}: not UTF-8 text (byte {error.start}). Save the file as UTF-8.")
+        return []
+    return _Reading(shown, problems).settings(text)
 
 
 def read_value(key: Sequence[str], text: str, problems: list[str], *, as_text: bool) -> list[Setting]:
@@ -106,24 +120,6 @@ def read_value(key: Sequence[str], text: str, problems: list[str], *, as_text: b
         found.append(f"{COMMAND_LINE}: {'.'.join(key)}: has no value but a comment. Put the value in quotes.")
     problems.extend(found)
     return settings
-
-
-def _file_text(path: Path, shown: str, problems: list[str]) -> str | None:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        problems.append(f"{shown}: cannot be read ({error.strerror}). Expected a YAML file.")
-        return None
-    if len(data) > MAX_FILE_BYTES:
-        problems.append(f"{shown}: larger than {MAX_FILE_BYTES:,} bytes, which no config is.")
-        return None
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        problems.append(f"{shown}:{line}: not UTF-8 text (byte {error.start}). Save the file as UTF-8.")
-        return None
 
 
 class _Reading:

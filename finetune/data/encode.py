@@ -137,7 +137,7 @@ def encode_rows(
             f"data.max_length={section.max_length}; the longest row has {max(writer.full_lengths)} tokens. Raise "
             "data.max_length, or shorten the rows."
         )
-    return RowFacts(seen.row_type, examples.read_as, seen.ignored_keys)
+    return seen.facts
 
 
 class _Seen(NamedTuple):
@@ -147,9 +147,7 @@ class _Seen(NamedTuple):
     num_to_encode: int
     characters: int
     """A lower limit: counting stops where several processes pay off."""
-    row_type: str
-    ignored_keys: list[tuple[str, int, int]]
-    """See `EncodedRows`."""
+    facts: RowFacts
 
 
 def _look_through(examples: Examples, template: ChatTemplate, train_on: str) -> _Seen:
@@ -169,7 +167,7 @@ def _look_through(examples: Examples, template: ChatTemplate, train_on: str) -> 
                 count, first = ignored.get(describe_key(key), (0, example.number))
                 ignored[describe_key(key)] = count + 1, first
     keys = [(key, *where) for key, where in sorted(ignored.items())]
-    return _Seen(num_rows, num_to_encode, characters, row_type, keys)
+    return _Seen(num_rows, num_to_encode, characters, RowFacts(row_type, examples.read_as, keys))
 
 
 def _to_encode(row: Example, train_on: str) -> Iterable[Example]:
