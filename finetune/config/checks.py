@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from finetune.config.config_files import GROUPS, list_configs
-from finetune.config.keys import (
-    did_you_mean_key,
-    expected,
-    fields,
-    section_class,
-    takes_mapping,
-    takes_text,
-)
+from finetune.config.keys import did_you_mean_key, expected, fields, section_class, takes_mapping, takes_text
 from finetune.config.schema import Config, is_allowed_object, refused_object
 from finetune.config.yaml_reader import DottedName, Setting
 from finetune.errors import ConfigError

@@ -15,10 +15,12 @@ path has the precedence of a group file in its place, but it wins over all group
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from finetune.config.checks import build_config
 from finetune.config.config_files import (
@@ -31,12 +33,11 @@ from finetune.config.config_files import (
     list_configs,
     shown_path,
 )
-from finetune.config.dict_reader import read_dict
 from finetune.config.keys import expected, fields, takes_text
 from finetune.config.older_spelling import translate, with_current_keys
 from finetune.config.render import json_schema, resolved_yaml, show
-from finetune.config.schema import Config
-from finetune.config.yaml_reader import COMMAND_LINE, Setting, read_file, read_value
+from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config
+from finetune.config.yaml_reader import COMMAND_LINE, DottedName, Setting, read_file, read_value
 
 __all__ = ["compose", "config_from_dict", "json_schema", "list_configs", "load_config", "resolved_yaml", "show"]
 
@@ -118,7 +119,7 @@ def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
         ConfigError: with every problem found, one per line.
     """
     problems: list[str] = []
-    asked = _with_groups(translate(read_dict(values, origin, problems), problems))
+    asked = _with_groups(translate(_read_dict(values, origin, problems), problems))
     return build_config(chain(*_read_groups(asked.groups, problems), asked.settings), problems)
 
 
@@ -129,7 +130,7 @@ def config_from_record(values: Mapping[str, object]) -> Config:
         ConfigError: with every problem found, one per line.
     """
     problems: list[str] = []
-    return build_config(with_current_keys(read_dict(values, "run.json", problems)), problems, complete=False)
+    return build_config(with_current_keys(_read_dict(values, "run.json", problems)), problems, complete=False)
 
 
 @dataclass(frozen=True)
@@ -215,3 +216,48 @@ def _with_groups(settings: list[Setting]) -> _Asked:
         else:
             found.settings.append(setting)
     return found
+
+
+def _read_dict(values: Mapping[str, object], origin: str, problems: list[str]) -> list[Setting]:
+    """Return one setting per leaf, as from a file. `origin` names the dict in messages.
+
+    `problems` receives keys that are not text, and keys that are given both in a section and with dots.
+    """
+    settings = list(_unfold(values, (), origin, problems))
+    counts = Counter(setting.dotted for setting in settings)
+    problems += [f"{origin}: {key}: given twice. Keep one of the two." for key, n in counts.items() if n > 1]
+    return settings
+
+
+def _unfold(
+    values: Mapping[str, object], above: tuple[str, ...], origin: str, problems: list[str]
+) -> Iterator[Setting]:
+    """Yield one setting per leaf. As in a file, dots separate the parts of top-level keys only."""
+    for name, value in values.items():
+        if not isinstance(name, str) or not name:
+            problems.append(f"{origin}: {'.'.join((*above, repr(name)))}: a key must be text")
+            continue
+        key = (*above, name) if above else tuple(name.split("."))
+        if isinstance(value, Mapping) and value:
+            yield from _unfold(value, key, origin, problems)
+        else:
+            yield Setting(key=key, value=_plain(value), origin=origin)
+
+
+def _plain(value: object) -> object:
+    """Convert a value to the types that YAML gives: lists, text, and the dotted name of a class."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, PurePath):
+        return str(value)
+    return _dotted_name(value) if isinstance(value, type) else value
+
+
+def _dotted_name(kind: type) -> DottedName:
+    """Name a class by the allowed module that exports it: ``torch.optim.AdamW``."""
+    for module in ALLOWED_OBJECT_MODULES:
+        if getattr(sys.modules.get(module), kind.__name__, None) is kind:  # nothing is imported for this
+            return DottedName(f"{module}.{kind.__name__}")
+    return DottedName(f"{kind.__module__}.{kind.__qualname__}")

@@ -98,11 +98,8 @@ class BatchRule:
             examples = self.examples_of_step(order, step)
             rows = self._rows_of(examples)
             # If a step has one row only, the row before it is the last row of the step before.
-            last = (
-                rows[-1]
-                if len(rows) > 1
-                else self._rows_of([order[step // self.repeats * self.global_batch_size - 1]])[-1]
-            )
+            start = step // self.repeats * self.global_batch_size
+            last = rows[-1] if len(rows) > 1 else self._rows_of([order[start - 1]])[-1]
             before = dict(zip(rows, [last, *rows], strict=False))
             groups = self.split(examples)
             ours = assign_to_ranks([group.num_tokens for group in groups], world_size)[rank]

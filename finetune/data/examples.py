@@ -149,8 +149,7 @@ def _load_mixture(section: DataSection) -> ExampleSplits:
     for split in ("validation", "test"):
         wanted = getattr(section, split)
         if wanted is not None and suffix_of(wanted) in SUFFIXES:
-            source = _find_split(split, wanted, None, section.cache_dir)
-            parts[split] = [] if source is None else [_as_examples(source, section)]
+            parts[split] = [_as_examples(_named_split(split, wanted, None, section.cache_dir), section)]
     named_for_all = {split for split, examples in parts.items() if examples}
     for name, source_keys in zip(names_of_sources(section.mixture), section.mixture, strict=True):
         of_source = _load_source(_section_of(section, source_keys), without=named_for_all)
@@ -201,8 +200,11 @@ def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sourc
         )
     wanted = {split: getattr(section, split) for split in SPLIT_NAMES if split not in without}
     sizes = {split: size for split, text in wanted.items() if (size := _size_of(split, text, at_path)) is not None}
-    others = {split: text for split, text in wanted.items() if split not in sizes}
-    sources = {split: _find_split(split, text, at_path, section.cache_dir) for split, text in others.items()}
+    sources = {
+        split: _default_split(split, at_path) if text is None else _named_split(split, text, at_path, section.cache_dir)
+        for split, text in wanted.items()
+        if split not in sizes
+    }
     return _Sources(at_path, sizes, sources)
 
 
@@ -232,9 +234,7 @@ def _why_off(split: str, at_path: _Splits | None) -> str:
     return f"{at_path.label} has no split named {' or '.join(SPLIT_NAMES[split])}; data.{split} can name one"
 
 
-def _find_split(split: str, wanted: str | None, at_path: _Splits | None, cache_dir: str) -> RowSource | None:
-    if wanted is None:
-        return _default_split(split, at_path)
+def _named_split(split: str, wanted: str, at_path: _Splits | None, cache_dir: str) -> RowSource:
     if at_path is not None and at_path.has(wanted):
         return at_path.open_split(wanted)
     if is_address(wanted):

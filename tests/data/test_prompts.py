@@ -123,10 +123,7 @@ def test_rows_with_and_without_an_expected_answer_stand_in_one_file(make_section
 
 
 def test_an_example_keeps_the_whole_row_for_reward_functions(make_section, write_jsonl):
-    rows = [
-        {"prompt": "Hi", "solution": "4", "level": 2, "tests": [{"in": 1}]},
-        {"prompt": "And?", "solution": None},
-    ]
+    rows = [{"prompt": "Hi", "solution": "4", "level": 2, "tests": [{"in": 1}]}, {"prompt": "And?", "solution": None}]
     section = make_section(path=write_jsonl(rows))
     examples = read(section)
     assert [example.columns for example in examples] == rows

@@ -16,9 +16,7 @@ from tests.tiny import CHAT_TEMPLATES, tiny_tokenizer
 SHORT = {"prompt": "Hi", "completion": "yes"}  # 9 tokens: <|user|> H i <|end|> <|assistant|> y es <|end|> and eos
 LONG_ANSWER = {"prompt": "Hi", "completion": "yes or no the the the"}
 LONG_PROMPT = {"prompt": "x" * 40, "completion": "yes"}
-TWO_TURNS = {
-    "messages": [{"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "yes"))] * 2,
-}
+TWO_TURNS = {"messages": [{"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "yes"))] * 2}
 
 
 def encode(section: DataSection, **keys: Any) -> EncodedSplits:
