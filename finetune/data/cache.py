@@ -7,7 +7,6 @@ processes of a node take turns by a file lock, not by a collective, because enco
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -61,18 +60,17 @@ def load_or_encode(folder: Path, key: str, encode: Encode, fallbacks: Fallbacks,
     found = _read(path, what)
     if found is not None:
         return found
-    with contextlib.ExitStack() as stack:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(file_lock(path.with_suffix(".lock"), waiting_for=f"the encoding of {what}"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with file_lock(path.with_suffix(".lock"), waiting_for=f"the encoding of {what}"):
             found = _read(path, what)  # another process may have written it meanwhile
-            if found is not None:
-                return found
-            write_rows(path, encode)
-            return map_rows(path)
-        except (OSError, CannotWriteError) as error:
-            used = "no cache: every process encodes the rows itself, at every start"
-            fallbacks.take(_fallback("data.cache_dir", str(folder), used, error))
+            if found is None:
+                write_rows(path, encode)
+                found = map_rows(path)
+            return found
+    except (OSError, CannotWriteError) as error:
+        used = "no cache: every process encodes the rows itself, at every start"
+        fallbacks.take(_fallback("data.cache_dir", str(folder), used, error))
     return _without_cache(encode, fallbacks)
 
 

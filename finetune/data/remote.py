@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -103,21 +104,17 @@ class RemoteRows:
 
     def _fetch(self, file: Path, size: int | None) -> None:
         """Copy the file piece by piece."""
-        with waiting(f"copying {self.label}"), replacing(file) as copy:
-            for piece in self._pieces():
+        with (
+            waiting(f"copying {self.label}"),
+            closing(self._ask(lambda files, path: files.open(path, "rb"))) as remote,
+            replacing(file) as copy,
+        ):
+            while piece := self._ask(lambda *_: remote.read(_PIECE_BYTES)):
                 copy.write(piece)
             copied = copy.tell()
             if size is not None and copied != size:
                 raise DataError(f"{self.label} ended after {copied:,} of {size:,} bytes. Start again.")
         _log.info("%s: %s copied to %s", self.label, format_bytes(copied), file)
-
-    def _pieces(self) -> Iterator[bytes]:
-        remote = self._ask(lambda files, path: files.open(path, "rb"))
-        try:
-            while piece := self._ask(lambda *_: remote.read(_PIECE_BYTES)):
-                yield piece
-        finally:
-            remote.close()
 
     def _ask(self, question: Callable[[Any, str], _Answer]) -> _Answer:
         return ask(self.key, self.address, question)
