@@ -66,14 +66,17 @@ def encode_examples(
         ConfigError: there is no template of the name in `data.chat_template`.
     """
     use_chat_template(tokenizer, section.chat_template)
-    encoder = _Encoder(tokenizer, section, fallbacks or Fallbacks())
+    fallbacks = fallbacks or Fallbacks()
+    tokens = AnswerTokens(tokenizer, section.chat_template or "")
+    digest = digest_tokenizer(tokenizer)
+    encoded = {whole: _encode_source(whole, tokens, digest, section, fallbacks) for whole in splits.wholes()}
     parts = {
-        split: [encoder.encode(part) for part in examples.parts]
+        split: [_part_of(encoded[part.whole], part) for part in examples.parts]
         for split, examples in vars(splits).items()
         if examples is not None
     }
     if is_checked:
-        parts = check_rows(parts, section, tokenizer.bos_token_id, encoder.tokens.template.name)
+        parts = check_rows(parts, section, tokenizer.bos_token_id, tokens.template.name)
     result = EncodedSplits(**{split: _mix(split, of_split, section.split_seed) for split, of_split in parts.items()})
     for line in describe(result):
         _log.info("%s", line)
@@ -177,33 +180,25 @@ def _to_encode(row: Example, train_on: str) -> Iterable[Example]:
     return (row._replace(messages=row.messages[: answer + 1], learnt=(answer,)) for answer in row.learnt)
 
 
-class _Encoder:
-    """Encodes all sources with one tokenizer. A source that several splits use is encoded once."""
+def _encode_source(
+    whole: Examples, tokens: AnswerTokens, tokenizer_digest: str, section: DataSection, fallbacks: Fallbacks
+) -> EncodedExamples:
+    """Encode all rows of a source, or read them from the cache."""
+    rows = load_or_encode(
+        Path(section.cache_dir).expanduser(),
+        encoding_key(whole, tokenizer_digest, section),
+        partial(encode_rows, whole, tokens, section, fallbacks),
+        fallbacks,
+        whole.label,
+    )
+    return EncodedExamples([rows], tokens.end_id_of(rows.row_type), whole.source.place)
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, section: DataSection, fallbacks: Fallbacks) -> None:
-        self.tokens = AnswerTokens(tokenizer, section.chat_template or "")
-        self._digest = digest_tokenizer(tokenizer)
-        self._section = section
-        self._fallbacks = fallbacks
-        self._done: dict[Examples, EncodedExamples] = {}
 
-    def encode(self, examples: Examples) -> Part:
-        """Encode the rows that a split has from one source."""
-        whole = examples.whole
-        if whole not in self._done:
-            rows = load_or_encode(
-                Path(self._section.cache_dir).expanduser(),
-                encoding_key(whole, self._digest, self._section),
-                partial(encode_rows, whole, self.tokens, self._section, self._fallbacks),
-                self._fallbacks,
-                whole.label,
-            )
-            end_id = self.tokens.end_id_of(rows.row_type)
-            self._done[whole] = EncodedExamples([rows], end_id, whole.source.place)
-        encoded = self._done[whole]
-        if examples.choose is not None:
-            encoded = encoded.select_examples(examples.choose(encoded.num_examples))
-        return Part(encoded, examples.label, examples.weight, examples.name)
+def _part_of(encoded: EncodedExamples, part: Examples) -> Part:
+    """Return the rows that a split has from a source."""
+    if part.choose is not None:
+        encoded = encoded.select_examples(part.choose(encoded.num_examples))
+    return Part(encoded, part.label, part.weight, part.name)
 
 
 def _batches(examples: Examples, train_on: str) -> Iterator[list[Example]]:

@@ -138,12 +138,9 @@ def write_rows(path: Path, encode: Encode) -> None:
         facts += b" " * (-(file.tell() + len(facts)) % 8)  # the numbers of 8 bytes after it must be aligned
         file.write(facts)
         header: dict[str, Any] = {}
-        for name, dtype, length in (
-            ("token_ids", "I32", num_tokens),
-            ("is_target", "BOOL", num_tokens),
-            ("facts", "U8", len(facts)),
-        ):
-            _enter(header, name, dtype, length)
+        _enter(header, "token_ids", "I32", num_tokens)
+        _enter(header, "is_target", "BOOL", num_tokens)
+        _enter(header, "facts", "U8", len(facts))
         for name, (dtype, values) in writer.of_each_row().items():
             _enter(header, name, dtype, len(values))
             file.write(values)
