@@ -7,9 +7,7 @@ import json
 import pytest
 from datasets import Dataset
 
-from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
-from finetune.data.examples import load_examples
 from finetune.errors import DataError
 from tests.data.conftest import encode_train
 from tests.tiny import tiny_tokenizer
@@ -218,17 +216,3 @@ def test_loss_on_the_last_answer_alone(make_section, write_jsonl, row, learnt):
     last = encode_train(make_section(path=path, train_on="last"))
     assert shown(last) == (shown(everything)[0], learnt)
     assert everything.prompt_and_answer(0) == last.prompt_and_answer(0)
-
-
-def test_a_template_that_shortens_earlier_answers_serves_where_the_last_alone_is_learnt(make_section, write_jsonl):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}"
-        "{% if m['role'] == 'assistant' and not loop.last %}{{ m['content'].split('-')[-1] }}"
-        "{% else %}{{ m['content'] }}{% endif %}{{ '<|end|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-    )
-    rows = [{"messages": [USER, ANSWER, *MORE[:1], {"role": "assistant", "content": "so-no"}]}]
-    section = make_section(path=write_jsonl(rows), train_on="last")
-    train = encode_examples(load_examples(section), tokenizer, section).train
-    assert tokenizer.decode(train[0].input_ids[train[0].is_target]) == "so-no<|end|>"

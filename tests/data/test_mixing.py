@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from finetune.config.compose import compose, config_from_dict
-from finetune.data.batches import BatchRule
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.errors import ConfigError, DataError
@@ -69,23 +68,6 @@ def test_the_same_mixture_is_the_same_rows_and_another_seed_other_ones(make_sect
     again = encode(section.model_copy(update={"cache_dir": section.cache_dir + "-2"})).train
     assert again.fingerprint == first.fingerprint
     assert encode(section.model_copy(update={"split_seed": 7})).train.fingerprint != first.fingerprint
-
-
-def test_each_epoch_deals_every_row_as_often_whatever_the_batches(make_section, files):
-    train = encode(make_section(mixture=[{"path": files[0], "weight": 1.5}, {"path": files[1], "weight": 3}])).train
-    rule = BatchRule(lengths=train.lengths.tolist(), global_batch_size=4, batch_size=2, seed=1)
-    for epoch in (0, 1):
-        for world_size, first_step in ((1, 0), (3, 0), (2, 3)):
-            dealt = [
-                row
-                for rank in range(world_size)
-                for step in rule.steps_of_rank(epoch, first_step, rank, world_size)
-                for microbatch in step
-                for row in microbatch.rows
-            ]
-            assert sorted(dealt) == sorted(rule.order(epoch)[first_step * 4 :])
-    assert sorted(rule.order(0)) == sorted(rule.order(1)) == list(range(len(train)))
-    assert rule.order(0) != rule.order(1)
 
 
 def test_a_source_is_encoded_once_whatever_its_weight(make_section, files, logged):
