@@ -49,7 +49,8 @@ class EncodedPairs(Dataset[EncodedPair]):
     row_type = "preference"
 
     def __init__(self, chosen: EncodedExamples, rejected: EncodedExamples, label: str) -> None:
-        self.chosen, self.rejected = self.sides = chosen, rejected
+        self.chosen, self.rejected = chosen, rejected
+        self.sides = chosen, rejected
         self.label = label
         if chosen.rows.numbers.tolist() != rejected.rows.numbers.tolist():
             raise DataError(f"{label}: {len(chosen)} rows have a chosen answer and {len(rejected)} a rejected one.")
