@@ -98,7 +98,6 @@ class Snapshot:
 
 def take_snapshot(
     folder: RunFolder,
-    step: int,
     *,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -111,7 +110,6 @@ def take_snapshot(
 
     Args:
         folder: an open run folder. If it has a `base/`, the adapter names that as its base.
-        step: optimizer steps done; equals `state.step`.
         model: the bare model (a PeftModel or a transformers model), not wrapped in DDP.
         optimizer: an optimizer whose state holds tensors and numbers, or a wrapper that passes on `state_dict`.
         state: the counters of training.
@@ -120,8 +118,6 @@ def take_snapshot(
     Raises:
         CheckpointError: the state of this model or optimizer cannot be saved.
     """
-    if step != state.step:
-        raise ValueError(f"step={step}, but the state says {state.step}")
     base = folder.base if folder.base.is_dir() else None
     files: dict[str, Chunks] = {
         **encode_model(model, base),
@@ -129,7 +125,7 @@ def take_snapshot(
         **(encode_tokenizer(tokenizer) if tokenizer is not None else {}),
         STATE_FILE: [(json.dumps(state.as_record(), indent=2, allow_nan=False) + "\n").encode()],
     }
-    return Snapshot(step, files)
+    return Snapshot(state.step, files)
 
 
 def commit_snapshot(folder: RunFolder, snapshot: Snapshot, *, go_on: Callable[[], None] = lambda: None) -> Path:

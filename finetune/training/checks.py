@@ -69,9 +69,6 @@ def has_reference(config: Config) -> bool:
 def check_paths(config: Config) -> None:
     """Refuse files and folders that do not exist, all in one error. Nothing is read, and the hub is not asked.
 
-    Args:
-        config: the whole run.
-
     Raises:
         DataError: rows are missing, and perhaps the model as well.
         ModelError: a folder of the model is missing.
@@ -92,11 +89,8 @@ def check_paths(config: Config) -> None:
 def check_inputs(config: Config, *, needs_weights: bool) -> None:
     """Refuse a model or rows that a run could not use, before anything is downloaded or encoded.
 
-    Rows are read only if the model is not on this machine yet. Otherwise training reads them at once anyway.
-
-    Args:
-        config: the whole run.
-        needs_weights: the run reads the model's weights, if they are not random.
+    Rows are read only if the model is not on this machine yet. Otherwise training reads them at once anyway. With
+    `needs_weights`, the run reads the model's weights, if they are not random.
 
     Raises:
         DataError: rows are missing, cannot be read or have no known format.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from finetune.data.batches import (
     BatchRule,
@@ -36,9 +36,7 @@ this n, 0.9 s at 400 TFLOPS and 1.2 s at 50 GB/s. Links between the GPUs of a no
 def global_batch_size(config: Config, world_size: int) -> int:
     """Return the examples per optimizer step: as configured, else `training.batch_size` for each requested process.
 
-    Args:
-        config: the whole run.
-        world_size: of the launch, for a configuration without `parallel.world_size`.
+    `world_size` is that of the launch. It is used where `parallel.world_size` is not set.
     """
     asked = config.parallel.world_size or world_size
     return config.training.global_batch_size or config.training.batch_size * asked
@@ -67,12 +65,13 @@ def plan_batches(
             "training.packing is false, but data.train_on=each_turn packs the answers of a conversation into one "
             "micro-batch. Remove training.packing=false, or set data.train_on=all."
         )
+    rows_of_pair = 3 if config.training.objective == "orpo" else 2  # the third row of ORPO learns the prompt
     return BatchRule(
         lengths=rows.lengths.numpy().data,  # a list of numbers would take five times the memory
         global_batch_size=global_batch_size,
         batch_size=training.batch_size,
         max_tokens=training.max_tokens_per_microbatch,
-        each=_sides(config) if isinstance(rows, EncodedPairs) else 1,
+        each=rows_of_pair if isinstance(rows, EncodedPairs) else 1,
         boundary=boundary,
         drop_last=training.drop_last,
         seed=config.seed,
@@ -82,18 +81,8 @@ def plan_batches(
     )
 
 
-def _sides(config: Config) -> int:
-    """Return the rows of a pair: both answers, and for ORPO a third row, which learns the prompt."""
-    return 3 if config.training.objective == "orpo" else 2
-
-
 def refuse_dropping_all(config: Config, splits: Any, rule: BatchRule) -> None:
-    """Refuse a split of which `drop_last` leaves nothing to train on or to measure.
-
-    Args:
-        config: the whole run.
-        splits: see `build_loaders`.
-        rule: of the training split.
+    """Refuse a split of which `drop_last` leaves nothing to train on or to measure; `rule` is of the training split.
 
     Raises:
         DataError: names the split, its rows and its batch.
@@ -116,18 +105,10 @@ def refuse_dropping_all(config: Config, splits: Any, rule: BatchRule) -> None:
             )
 
 
-class Loaders(NamedTuple):
-    """The loaders of this rank. Rank 0 has all test rows, and the others none, unless the model is sharded."""
-
-    train: TrainLoader
-    validation: EvaluationLoader | None
-    test: EvaluationLoader | None
-
-
 def build_loaders(
     runtime: Runtime, config: Config, splits: Any, *, collate: Collate, is_packed: bool, boundary: int | None
-) -> Loaders:
-    """Build the loaders of this rank.
+) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:
+    """Build the loaders of this rank. Rank 0 has all test rows, and the others none, unless the model is sharded.
 
     Args:
         runtime: this process's place in the world.
@@ -153,7 +134,7 @@ def build_loaders(
 
     rank, world_size = runtime.rank, runtime.world_size
     train_keys = loader_keys_on(device_type, config.training)
-    loaders = Loaders(
+    loaders = (
         TrainLoader(splits.train, rule, train_keys, rank=rank, world_size=world_size, collate=collate),
         evaluation(splits.validation, config.validation, rank, world_size),
         evaluation(splits.test, config.testing, *((0, 1) if runtime.shard_size is None else (rank, world_size))),
@@ -200,10 +181,7 @@ def log_batches(config: Config, rule: BatchRule, *, num_steps: int, world_size: 
 def log_traffic(rule: BatchRule, *, received_bytes: int, world_size: int) -> None:
     """Log how many bytes each process receives per step because the model is sharded, and how to reduce them.
 
-    Args:
-        rule: of the run.
-        received_bytes: in a micro-batch.
-        world_size: processes that train.
+    `received_bytes` is for a micro-batch, and `world_size` counts the processes that train.
     """
     cuts = rule.microbatches_of_step(0, 0)
     rounds = -(-len(cuts) // world_size)

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config
 
 
-BY_LOSS = Criteria()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
     """The steps after which a run validates, saves and ends. Steps count from 1.
@@ -64,12 +61,7 @@ class Cadence:
         return by_steps or by_epochs or self.is_last(step)
 
     def most_checkpoints(self, *, keep: int, has_best: bool) -> int:
-        """Return the largest number of checkpoints that are on the disk at the same time.
-
-        Args:
-            keep: how many checkpoints stay.
-            has_best: whether the best one stays too.
-        """
+        """Return the most checkpoints on the disk at once: `keep` of them stay, and the best with `has_best`."""
         num_saves = sum(map(self.saves_after, range(1, self.num_steps + 1)))
         return min(num_saves, keep + has_best + 1)  # one is being written
 
@@ -117,7 +109,7 @@ class StopRules(NamedTuple):
 
     patience: int | None = None
     """Validations without improvement after which the run stops; None: it never stops early."""
-    criteria: Criteria = BY_LOSS
+    criteria: Criteria = Criteria()
     """Which metric counts."""
     max_skipped_steps: int = 0
     """Steps of the run, over all its starts, that may be skipped because they were not finite."""

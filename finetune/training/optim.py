@@ -107,13 +107,7 @@ def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 
 def learning_rate_at(step: int, num_steps: int, section: OptimSection) -> float:
-    """Return the learning rate of a step. A pure function, so there is no scheduler state to save.
-
-    Args:
-        step: from 1 to `num_steps`.
-        num_steps: of the whole run.
-        section: peak rate, warm-up and schedule.
-    """
+    """Return the rate of a step, from 1 to `num_steps`. A pure function, so there is no scheduler state to save."""
     if step <= section.warmup_steps:
         return section.learning_rate * step / section.warmup_steps
     falling = num_steps - section.warmup_steps

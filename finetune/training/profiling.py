@@ -200,9 +200,7 @@ def _describe_steps(first: int, last: int) -> str:
 def _shares_of_operators(averages: Any, time: str) -> dict[str, float]:
     """Return the share of each operator in the time of all, the largest first; empty if no time was recorded.
 
-    Args:
-        averages: of torch's profiler.
-        time: the attribute of an average that holds the operator's own time.
+    `time` names the attribute of torch's averages that holds an operator's own time.
     """
     # A range that was named around operators is not an operator, and a kernel counts for the one that launched it.
     operators = [each for each in averages if each.device_type.name == "CPU" and not each.is_user_annotation]

@@ -33,13 +33,8 @@ def log_disk_need(
 ) -> None:
     """Log the size of a run's checkpoints before its first step, and warn where they do not fit.
 
-    Args:
-        folder: an open run folder.
-        snapshot: of the model and the optimizer as they are now.
-        optimizer: the same.
-        cadence: which steps save.
-        keep: how many checkpoints stay.
-        has_best: whether the best one stays too.
+    `snapshot` is of the model and the optimizer as they are now. For the last two arguments see
+    `Cadence.most_checkpoints`.
     """
     at_once = cadence.most_checkpoints(keep=keep, has_best=has_best)
     need = disk_need(folder, snapshot, optimizer, at_once=at_once)

@@ -102,11 +102,7 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
 def refuse_other_global_batch(folder: RunFolder, config: Config, *, global_batch_size: int, world_size: int) -> None:
     """Refuse to resume when the global batch size differs from the checkpoints, because this would change the curve.
 
-    Args:
-        folder: the run's, open.
-        config: of the resumed run.
-        global_batch_size: examples per optimizer step in this start.
-        world_size: processes of this start.
+    Both sizes are those of this start.
 
     Raises:
         CheckpointError: names both global batch sizes and world sizes.

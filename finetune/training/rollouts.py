@@ -362,12 +362,7 @@ def reward_on_main(
 ) -> list[list[float]]:
     """Reward all answers on the main process, so that a function sees them together. Collective.
 
-    Args:
-        setup: the run.
-        rewards: its functions.
-        prompts: of the split.
-        rows: the row of each answer.
-        answers: token ids.
+    `rows` has the row of each answer, and `answers` the token ids of each.
 
     Raises:
         DataError: on all ranks, if a function failed.

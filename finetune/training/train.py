@@ -43,25 +43,16 @@ def train(config: Config) -> None:
 
 
 def build_trainer(runtime: Runtime, config: Config, *, rewards_answers: bool = True) -> Trainer:
-    """Build the trainer for the configuration's objective, with its model and rows.
+    """Build the trainer for the configuration's objective, with its model and rows. Collective: every rank.
 
-    Collective: every rank.
-
-    Args:
-        runtime: this process's place in the world.
-        config: the whole run.
-        rewards_answers: whether reward functions will be called; a replay has their recorded rewards.
+    With `rewards_answers=False`, no reward function will be called: a replay has their recorded rewards.
     """
     trainer = trainer_for(config, rewards_answers=rewards_answers)  # checks the configuration before anything slow
     return trainer(runtime, config, *build_parts(runtime, config))
 
 
 def trainer_for(config: Config, *, rewards_answers: bool = True) -> type[Trainer]:
-    """Choose the trainer for the configuration's objective.
-
-    Args:
-        config: the whole run.
-        rewards_answers: see `build_trainer`.
+    """Choose the trainer for the configuration's objective. For `rewards_answers` see `build_trainer`.
 
     Raises:
         ConfigError: the configuration does not suit the objective.

@@ -26,12 +26,7 @@ from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
 from finetune.signals import no_step_is_left
 from finetune.training.half_precision import LossScale
-from finetune.training.loaders import (
-    build_loaders,
-    global_batch_size,
-    log_batches,
-    log_traffic,
-)
+from finetune.training.loaders import build_loaders, global_batch_size, log_batches, log_traffic
 from finetune.training.loop import Cadence, StopRules, run_loop
 from finetune.training.optim import build_optimizer, warn_of_long_warmup
 from finetune.training.preemption import preempted_in_test, preempted_in_training
@@ -116,12 +111,7 @@ class Trainer:
 
     @staticmethod
     def loss_of(config: Config, choices: Choices = BY_DEVICE) -> LossFunction:
-        """Make the `loss_function` of a configuration, for `finetune plan` too.
-
-        Args:
-            config: the whole run.
-            choices: how packed rows are computed.
-        """
+        """Make the `loss_function` of a configuration, also for `finetune plan`; `choices` say how to compute rows."""
         del config  # this loss has no settings
         return partial(summed_cross_entropy, choices=choices)
 
@@ -275,7 +265,7 @@ class Trainer:
     def _start_journal(
         self, journal: Journal, state: TrainerState, cadence: Cadence, optimizer: torch.optim.Optimizer
     ) -> None:
-        snapshot = take_snapshot(journal.folder, 0, model=self.model, optimizer=optimizer, state=self._fresh_state())
+        snapshot = take_snapshot(journal.folder, model=self.model, optimizer=optimizer, state=self._fresh_state())
         keep, has_best = self.config.checkpoint.save_total_limit, self.splits.validation is not None
         log_disk_need(journal.folder, snapshot, optimizer, cadence, keep=keep, has_best=has_best)
         journal.start_training(state, cadence.num_steps)

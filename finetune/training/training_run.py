@@ -160,9 +160,7 @@ class TrainingRun:
         runtime, folder = self._runtime, RunFolder(self._config.output_dir)
         runtime.at("saving", state.step)
         _log.info("Saving checkpoint %s at epoch %d", folder.checkpoint(state.step).name, self._objective.epoch)
-        take = partial(
-            take_snapshot, folder, state.step, model=self._setup.model, optimizer=self._optimizer, state=state
-        )
+        take = partial(take_snapshot, folder, model=self._setup.model, optimizer=self._optimizer, state=state)
         during = f"saving step {state.step}"
         if not runtime.shards_trained:
             self._setup.on_main(lambda journal: journal.save(take(), best=state.best_step), during)
@@ -180,8 +178,7 @@ class TrainingRun:
             self.last_loss = result.loss
         journal = self._setup.journal
         if journal is not None:
-            waits, ranks = self._data_wait_seconds, result.rank_seconds
-            journal.step(state, result, data_wait_seconds=waits, rank_seconds=ranks)
+            journal.step(state, result, data_wait_seconds=self._data_wait_seconds)
             try:
                 journal.collect_saves()
             except FinetuneError as error:

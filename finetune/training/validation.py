@@ -173,12 +173,7 @@ def answered_rows(config: Config, rows: EncodedExamples) -> EncodedExamples:
 
 
 def measured_in_subsets(config: Config, rows: EncodedExamples | None) -> list[str]:
-    """Return the names of the metrics that validations measure in each subset of their rows: `loss/NAME`, ...
-
-    Args:
-        config: the whole run.
-        rows: the validation split, if there is one.
-    """
+    """Return the names of the metrics that validations measure in each subset of their rows: `loss/NAME`, ..."""
     if rows is None or config.training.objective != "sft":
         return []
     found = []

@@ -82,7 +82,7 @@ def load_and_go_on(words: list[str]) -> None:
         folder = RunFolder(config.output_dir)
         newest = folder.checkpoint(folder.checkpoint_steps()[-1])
         state = load_checkpoint(newest, model=trainer.model, optimizer=optimizer)
-        snapshot = take_snapshot(folder, state.step, model=trainer.model, optimizer=optimizer, state=state)
+        snapshot = take_snapshot(folder, model=trainer.model, optimizer=optimizer, state=state)
         with runtime.full_tensors(snapshot.tensors) as whole:
             for name, content in snapshot.read_by(whole).files.items() if runtime.is_main_process else ():
                 if name.endswith(".safetensors"):

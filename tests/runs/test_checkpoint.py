@@ -103,15 +103,15 @@ def lora():
     return model, optimizer
 
 
-def save_checkpoint(folder, step, **parts):
-    return commit_snapshot(folder, take_snapshot(folder, step, **parts))
+def save_checkpoint(folder, **parts):
+    return commit_snapshot(folder, take_snapshot(folder, **parts))
 
 
 def save(folder, lora, step=12):
     model, optimizer = lora
     if not folder.base.exists():
         save_base(folder, build_base())
-    return save_checkpoint(folder, step, model=model, optimizer=optimizer, state=replace(STATE, step=step))
+    return save_checkpoint(folder, model=model, optimizer=optimizer, state=replace(STATE, step=step))
 
 
 @pytest.mark.parametrize("kind", ["phi3", "phi3 tied", "phi"])
@@ -120,7 +120,7 @@ def test_plain_peft_and_transformers_load_it_with_the_same_logits(folder, kind):
     model = build_lora(kind)
     optimizer = torch.optim.AdamW(trained(model), lr=0.01)
     take_steps(model, optimizer)
-    path = save_checkpoint(folder, 12, model=model, optimizer=optimizer, state=STATE)
+    path = save_checkpoint(folder, model=model, optimizer=optimizer, state=STATE)
     assert {file.name for file in path.iterdir()} == {
         "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "state.json", "manifest.json",
         "generation_config.json",
@@ -143,7 +143,7 @@ def test_a_full_model_loads_in_plain_transformers_and_goes_on_training(folder, k
     model.config.use_cache = False
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     take_steps(model, optimizer)
-    path = save_checkpoint(folder, 12, model=model, optimizer=optimizer, state=STATE)
+    path = save_checkpoint(folder, model=model, optimizer=optimizer, state=STATE)
     model.save_pretrained(folder.path / "theirs")
     theirs = load_file(folder.path / "theirs" / "model.safetensors")
     ours = load_file(path / "model.safetensors")
@@ -184,11 +184,11 @@ def test_any_optimizer_goes_on_bit_by_bit(folder, name, dtype):
     model = build_lora().to(dtype)
     optimizer = OPTIMIZERS[name](trained(model))
     take_steps(model, optimizer, 3)
-    path = save_checkpoint(folder, 12, model=model, optimizer=optimizer, state=STATE)
+    path = save_checkpoint(folder, model=model, optimizer=optimizer, state=STATE)
     other = build_lora(seed=5).to(dtype)
     again = OPTIMIZERS[name](trained(other))
     assert load_checkpoint(path, model=other, optimizer=again) == STATE
-    second = save_checkpoint(folder, 13, model=other, optimizer=again, state=replace(STATE, step=13))
+    second = save_checkpoint(folder, model=other, optimizer=again, state=replace(STATE, step=13))
     for file in ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"):
         assert (path / file).read_bytes() == (second / file).read_bytes()
     take_steps(model, optimizer, 3)
@@ -207,7 +207,7 @@ def test_an_optimizer_that_keeps_lists_is_refused_before_anything_is_written(fol
     optimizer = torch.optim.LBFGS(model.parameters())
     optimizer.state[optimizer.param_groups[0]["params"][0]]["old_dirs"] = [torch.ones(1)]
     with pytest.raises(CheckpointError, match=r"LBFGS keeps old_dirs as list.*optim\.optimizer"):
-        save_checkpoint(folder, 12, model=model, optimizer=optimizer, state=STATE)
+        save_checkpoint(folder, model=model, optimizer=optimizer, state=STATE)
     assert list(folder.path.iterdir()) == [folder.lock_file]
 
 
@@ -484,7 +484,7 @@ def test_a_tokenizer_travels_with_checkpoint_and_base(folder, lora, tokenizer):
 
     model, optimizer = lora
     base = save_base(folder, build_base(), tokenizer)
-    path = save_checkpoint(folder, 12, model=model, optimizer=optimizer, state=STATE, tokenizer=tokenizer)
+    path = save_checkpoint(folder, model=model, optimizer=optimizer, state=STATE, tokenizer=tokenizer)
     assert verify(path) == verify_published(base) == []
     for place in (path, base, publish_adapter(folder, path)):
         again = AutoTokenizer.from_pretrained(place)
@@ -507,7 +507,7 @@ def test_a_base_is_saved_once_and_mended_when_torn(folder):
 def test_an_adapter_without_a_base_to_name_is_refused(folder, lora):
     model, optimizer = lora
     with pytest.raises(CheckpointError, match="nothing to name"):
-        save_checkpoint(folder, 12, model=model, optimizer=optimizer, state=STATE)
+        save_checkpoint(folder, model=model, optimizer=optimizer, state=STATE)
     assert list(folder.path.iterdir()) == [folder.lock_file]
 
 
@@ -515,7 +515,7 @@ def test_a_hub_base_is_named_with_its_revision(folder, lora, monkeypatch):
     model, optimizer = lora
     monkeypatch.setattr(model.peft_config["default"], "base_model_name_or_path", "microsoft/phi-4")
     monkeypatch.setattr(model.peft_config["default"], "revision", "main")
-    path = save_checkpoint(folder, 12, model=model, optimizer=optimizer, state=STATE)
+    path = save_checkpoint(folder, model=model, optimizer=optimizer, state=STATE)
     config = json.loads((path / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("microsoft/phi-4", "main")
     assert config["target_modules"] == sorted(config["target_modules"])

@@ -11,7 +11,7 @@ HEALTHY = {"reward": 0.5, "equal_groups": 0.5, "truncated": 0.1, "entropy": 1.0}
 
 def kinds(events):
     warnings = CurveWarnings()
-    return [warning.name for event in events for warning in warnings.take(event)]
+    return [found.name for event in events if (found := warnings.take(event))]
 
 
 def steps(count, **values):

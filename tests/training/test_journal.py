@@ -33,7 +33,7 @@ def write_all(folder: Path) -> list[dict[str, object]]:
         global_batch={"global_batch_size": 8}, fingerprints={},
     )  # fmt: skip
     journal.start_training(TrainerState(), 2)
-    journal.step(TrainerState(step=1, steps_in_epoch=1), result(), data_wait_seconds=9.0, rank_seconds=(1.0, 3.0))
+    journal.step(TrainerState(step=1, steps_in_epoch=1), result(rank_seconds=(1.0, 3.0)), data_wait_seconds=9.0)
     skipped = result(loss=float("nan"), not_finite="the loss is nan", metrics={"reward_margin": 0.25})
     journal.step(TrainerState(step=2, epoch=1), skipped, data_wait_seconds=9.0)
     sums = LossSums(nats=22.0, num_targets=20.0, num_examples=2.0, example_means=2.2, squared_example_means=2.5)

@@ -62,7 +62,7 @@ def take_step(model, optimizer):
 
 
 def snapshot(folder, model, optimizer, step):
-    return take_snapshot(folder, step, model=model, optimizer=optimizer, state=TrainerState(step=step))
+    return take_snapshot(folder, model=model, optimizer=optimizer, state=TrainerState(step=step))
 
 
 def saver(folder, *, fallbacks=None, before=lambda: None, **keys):

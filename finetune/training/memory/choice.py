@@ -290,16 +290,8 @@ def agree_on_memory(
 ) -> MemoryChoice:
     """Make one choice for all ranks, by the least memory that any has; a resumed run keeps the recorded one.
 
-    Collective: every rank.
-
-    Args:
-        runtime: this process's place in the world; the model is on its device.
-        config: see `choose`.
-        model: see `choose`.
-        how: see `choose`.
-        longest: see `choose`.
-        collate: see `choose`.
-        recorded: on the main process, the choice in run.json if the run resumes; empty if it recorded none.
+    Collective: every rank. The arguments are those of `choose`, with the model on this rank's device. On the main
+    process of a resumed run, `recorded` is the choice in run.json, empty if it has none.
     """
     fraction = config.training.memory_fraction
     has_own = runtime.device.type == "cuda" and not config.parallel.share_gpus
@@ -330,12 +322,9 @@ def agree_on_memory(
 
 
 def free_memory(device: torch.device, *, num_sharing: int, fraction: float = 1.0) -> int:
-    """Return the bytes that this process can still take on its device.
+    """Return the bytes that this process can still take on its device, whose memory `num_sharing` processes share.
 
-    Args:
-        device: of this process.
-        num_sharing: processes that share the device's memory.
-        fraction: `training.memory_fraction`.
+    `fraction` is `training.memory_fraction`.
     """
     num_sharing = max(1, num_sharing)
     if device.type == "cuda":
@@ -382,13 +371,7 @@ def _free(room: int) -> str:
 
 
 def _bound(model: Any, *, rows: int, length: int) -> int:
-    """Return an upper bound of a step's memory without running it: a multiple of all products' inputs and outputs.
-
-    Args:
-        model: on any device.
-        rows: of the micro-batch.
-        length: of each row.
-    """
+    """Return an upper bound of a step's memory without running it: a multiple of all products' inputs and outputs."""
     config = bare_model(model).config
     weights = list(model.parameters())
     # A token passes through some experts of a layer, whose weights are one tensor of three dimensions.

@@ -48,16 +48,13 @@ _LISTS_OF_LAYERS = ("layers", "h", "blocks")
 IN_A_LAYER = re.compile(rf"\.(?:{'|'.join(_LISTS_OF_LAYERS)})\.(\d+)\.(.*)")
 """Matches the number of a weight's layer, and its name there."""
 
-LossOf = Callable[[Choices], LossFunction]
-"""The loss of a run, given how the engine computes packed rows."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Computation:
     """How a run computes a step, as far as memory depends on it.
 
     Attributes:
-        loss_of: the loss of the run.
+        loss_of: the loss of the run, given how the engine computes packed rows.
         device_type: the type of device to predict for: cpu or cuda.
         dtype: the type in which the run computes.
         is_fused: the engine's functions are fused, so their intermediate tensors are not counted.
@@ -65,7 +62,7 @@ class Computation:
         learns: there is a backward pass. Without one, the forward pass runs in evaluation mode, as in a validation.
     """
 
-    loss_of: LossOf
+    loss_of: Callable[[Choices], LossFunction]
     device_type: str
     dtype: torch.dtype = torch.float32
     is_fused: bool = False
@@ -93,10 +90,7 @@ def trace(
     As in a step, A and B of an adapter are cast to the type of the run once, and the copies are kept (`cast`). Without
     a backward pass, nothing keeps them.
 
-    Args:
-        model: on the meta device, in training mode.
-        microbatch: on the CPU.
-        how: how the run computes a step.
+    The model is on the meta device, in training mode, and the micro-batch is on the CPU.
     """
     rows = microbatch.rows if isinstance(microbatch, PreferenceMicrobatch) else microbatch
     choices = _choices_on(how.device_type, how.dtype)

@@ -53,12 +53,7 @@ class GroupLoss:
     longest: int
 
     def denominator(self, num_answers: int, num_tokens: int) -> int:
-        """Return the number by which the sum over all tokens of a global batch is divided.
-
-        Args:
-            num_answers: all answers of the batch.
-            num_tokens: of all answers that are in the loss.
-        """
+        """Return the divisor of the sum over a global batch; `num_tokens` counts the answers that are in the loss."""
         by_type = {"grpo": num_answers, "dr_grpo": num_answers * self.longest}
         return max(1, by_type.get(self.section.loss_type, num_tokens))
 

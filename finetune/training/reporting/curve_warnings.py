@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from typing import NamedTuple
 
 from finetune.runs.metrics import Event, number_in
-from finetune.training.reporting.reward_warnings import RewardWarnings
+from finetune.training.reporting.reward_warnings import RewardWarnings, RunWarning
 
 _WINDOW = 10
 """Steps averaged for a comparison: the mean of 10 has a third of one step's noise."""
@@ -37,14 +36,6 @@ _WAITS_IN_A_ROW = 2
 _KEPT_DIFFERENCES = 1000
 
 
-class CurveWarning(NamedTuple):
-    """A warning about a run."""
-
-    name: str
-    """`flat`, `exploding`, `data`, or a kind of `RewardWarnings`."""
-    text: str
-
-
 class CurveWarnings:
     """Check every event of a run, including those of its earlier starts. Each type of warning is given once."""
 
@@ -60,28 +51,25 @@ class CurveWarnings:
         self._has_learning_rate = False
         self._rewards = RewardWarnings()
 
-    def take(self, event: Event) -> list[CurveWarning]:
-        """Return the warnings that this event causes, at most one."""
+    def take(self, event: Event) -> RunWarning | None:
+        """Return the warning that this event causes."""
         if event["event"] == "warning":
             self._said.add(str(event.get("kind")))
-        found: CurveWarning | None = None
+        found: RunWarning | None = None
         if event["event"] == "step" and "reward" in event:  # its loss is near 0, whatever is learnt
-            found = self._of_rewards(self._rewards.after_step(event))
+            found = self._rewards.after_step(event)
         elif event["event"] == "step":
             found = self._after_step(event)
         elif event["event"] == "validation":
-            found = self._of_rewards(self._rewards.after_validation(event))
+            found = self._rewards.after_validation(event)
         elif event["event"] == "resources":
             found = self._after_interval(event)
         if found is None or found.name in self._said:
-            return []
+            return None
         self._said.add(found.name)
-        return [found]
+        return found
 
-    def _of_rewards(self, reason: tuple[str, str] | None) -> CurveWarning | None:
-        return None if reason is None else CurveWarning(*reason)
-
-    def _after_step(self, event: Event) -> CurveWarning | None:
+    def _after_step(self, event: Event) -> RunWarning | None:
         loss = number_in(event, "loss")
         if loss is None or not math.isfinite(loss) or event.get("skipped"):
             return None
@@ -98,7 +86,7 @@ class CurveWarnings:
             return None
         return self._exploding() or self._flat()
 
-    def _exploding(self) -> CurveWarning | None:
+    def _exploding(self) -> RunWarning | None:
         recent = statistics.median(list(self._recent)[-_WINDOW:])  # one bad step does not move it
         before = list(self._recent)[-2 * _WINDOW : -_WINDOW]
         self._lowest = min(self._lowest, statistics.fmean(before), statistics.fmean(self._first))
@@ -113,9 +101,9 @@ class CurveWarnings:
             "optim.learning_rate, add optim.warmup_steps or set optim.max_grad_norm, and go on from the last good "
             "checkpoint"
         )
-        return CurveWarning("exploding", text)
+        return RunWarning("exploding", text)
 
-    def _flat(self) -> CurveWarning | None:
+    def _flat(self) -> RunWarning | None:
         """Compare with the start of the run only: a run that has learned may stay where it is."""
         if self._num_losses < _FLAT_AFTER or self._num_losses % _FLAT_WINDOW:
             return None
@@ -129,7 +117,7 @@ class CurveWarnings:
             f"the loss is flat: {now:.4g} over the last {len(self._recent)} steps, {statistics.fmean(self._begin):.4g} "
             f"over the first. {why}, or few of the tokens carry loss: see finetune preview"
         )
-        return CurveWarning("flat", text)
+        return RunWarning("flat", text)
 
     def _move(self, before: list[float], now: float) -> bool:
         """Return whether the means of the last steps and of `before` differ by enough, and by more than noise."""
@@ -145,7 +133,7 @@ class CurveWarnings:
         """
         return 1.4826 * statistics.median(self._differences) / math.sqrt(2) if self._differences else 0.0
 
-    def _after_interval(self, event: Event) -> CurveWarning | None:
+    def _after_interval(self, event: Event) -> RunWarning | None:
         share = number_in(event, "data_wait_share")
         if share is None:
             return None
@@ -156,4 +144,4 @@ class CurveWarnings:
             f"the data loader slows training down: {share:.0%} of the time is spent waiting for rows. Raise "
             "training.num_workers (and training.prefetch_factor), or put data on a faster disk"
         )
-        return CurveWarning("data", text)
+        return RunWarning("data", text)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.compose import resolved_yaml
@@ -143,15 +143,8 @@ class Journal:
         self._progress.__enter__()
         self._last_step_at = time.monotonic()
 
-    def step(
-        self,
-        state: TrainerState,
-        result: StepResult,
-        *,
-        data_wait_seconds: float | None = None,
-        rank_seconds: Sequence[float] = (),
-    ) -> None:
-        """Record an optimizer step; `state` is the one after it. For the other arguments see `Interval.add`."""
+    def step(self, state: TrainerState, result: StepResult, *, data_wait_seconds: float | None = None) -> None:
+        """Record an optimizer step; `state` is the one after it. For the time of waiting see `Interval.add`."""
         now = time.monotonic()
         seconds = max(now - self._last_step_at, 1e-9)
         self._last_step_at = now
@@ -161,7 +154,7 @@ class Journal:
             seconds=seconds,
             num_tokens=result.num_tokens,
             data_wait_seconds=data_wait_seconds,
-            rank_seconds=rank_seconds,
+            rank_seconds=result.rank_seconds,
         )
         if result.num_overflows:
             self.result["num_overflows"] = state.num_overflows
@@ -201,11 +194,11 @@ class Journal:
         for listener in (self._progress, self._trackers):
             if listener is not None:
                 listener.take(event)
-        for cause, text in self._warnings.take(event):
-            _log.warning("step %d: %s", event["step"], text, extra={"is_on_view": True})
-            self._emit("warning", step=event["step"], kind=cause, text=text)
+        if warning := self._warnings.take(event):
+            _log.warning("step %d: %s", event["step"], warning.text, extra={"is_on_view": True})
+            self._emit("warning", step=event["step"], kind=warning.name, text=warning.text)
 
-    def validation(self, state: TrainerState, sums: LossSums, *, metrics: Mapping[str, float] | None = None) -> None:
+    def validation(self, state: TrainerState, sums: LossSums, *, metrics: Mapping[str, float]) -> None:
         """Record a validation after a step; `metrics` are its metrics other than the loss."""
         if metrics:
             self.result["validation_figures"] = dict(metrics)
@@ -216,7 +209,7 @@ class Journal:
             loss=sums.loss,
             standard_error=sums.standard_error,
             num_targets=int(sums.num_targets),
-            **(metrics or {}),
+            **metrics,
             **({} if self._best_metric == "loss" else {"best_metric": self._best_metric}),
         )
         self._last_step_at = time.monotonic()  # validation does not count towards the next step

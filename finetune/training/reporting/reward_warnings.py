@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from typing import NamedTuple
 
 from finetune.runs.metrics import Event, number_in
-
-Reason = tuple[str, str]
-"""The kind of a warning, and its text."""
 
 _WINDOW = 10
 """Steps averaged: one rollout is noisy."""
@@ -23,6 +21,14 @@ _RISES_BY = 0.02
 """Smaller changes may be noise: if half of 2,500 answers are rewarded, twice the standard error of the mean is 0.02."""
 
 
+class RunWarning(NamedTuple):
+    """A warning about a run."""
+
+    name: str
+    """The `kind` of its event in metrics.jsonl."""
+    text: str
+
+
 class RewardWarnings:
     """Checks steps and validations of a run; nothing happens where these have no rewards."""
 
@@ -32,8 +38,8 @@ class RewardWarnings:
         self._validations: list[tuple[float, float]] = []
         """Of each validation: the mean reward of the steps before it, and its own."""
 
-    def after_step(self, event: Event) -> Reason | None:
-        """Return the reason for a warning after a step."""
+    def after_step(self, event: Event) -> RunWarning | None:
+        """Return the warning that a step causes."""
         for name in ("reward", "equal_groups", "truncated", "entropy"):
             if (value := number_in(event, name)) is not None:
                 self._recent.setdefault(name, deque(maxlen=_WINDOW)).append(value)
@@ -41,8 +47,8 @@ class RewardWarnings:
             self._first_entropy.append(entropy)
         return self._equal() or self._truncated() or self._collapsed()
 
-    def after_validation(self, event: Event) -> Reason | None:
-        """Return the reason for a warning after a validation."""
+    def after_validation(self, event: Event) -> RunWarning | None:
+        """Return the warning that a validation causes."""
         reward, trained = number_in(event, "reward"), self._mean("reward")
         if reward is None or trained is None:
             return None
@@ -57,14 +63,14 @@ class RewardWarnings:
             f"reward falls from {best:.3f} to {last:.3f}: the model learns its training prompts by heart, or exploits "
             "a reward function. Set grpo.beta, lower optim.learning_rate, or look at the answers in rollouts/"
         )
-        return "overfitted", text
+        return RunWarning("overfitted", text)
 
     def _mean(self, name: str) -> float | None:
         """Return the mean of the last steps; None before there are enough."""
         values = self._recent.get(name, ())
         return statistics.fmean(values) if len(values) == _WINDOW else None
 
-    def _equal(self) -> Reason | None:
+    def _equal(self) -> RunWarning | None:
         share = self._mean("equal_groups")
         if share is None or share <= _MOST_EQUAL:
             return None
@@ -73,9 +79,9 @@ class RewardWarnings:
             "steps, so there is little to learn from. Take prompts that are neither too easy nor too hard, or raise "
             "rollout.num_generations or rollout.temperature"
         )
-        return "equal", text
+        return RunWarning("equal", text)
 
-    def _truncated(self) -> Reason | None:
+    def _truncated(self) -> RunWarning | None:
         share = self._mean("truncated")
         if share is None or share <= _MOST_TRUNCATED:
             return None
@@ -83,9 +89,9 @@ class RewardWarnings:
             f"{share:.0%} of the answers of the last {_WINDOW} steps have no end. Raise rollout.max_completion_length, "
             "or reward short answers: add length to reward.functions, with a small weight"
         )
-        return "truncated", text
+        return RunWarning("truncated", text)
 
-    def _collapsed(self) -> Reason | None:
+    def _collapsed(self) -> RunWarning | None:
         entropy = self._mean("entropy")
         if entropy is None or len(self._first_entropy) < _WINDOW:
             return None
@@ -97,4 +103,4 @@ class RewardWarnings:
             "tries anything new. Lower optim.learning_rate, raise grpo.epsilon_high or rollout.temperature, and go on "
             "from an earlier checkpoint"
         )
-        return "collapsed", text
+        return RunWarning("collapsed", text)

@@ -27,14 +27,7 @@ def show_summary(
 ) -> None:
     """Write five lines to stderr if it is a terminal. Elsewhere, the log has the same information.
 
-    Args:
-        runtime: device and precision.
-        config: the whole run.
-        model: to train.
-        splits: encoded rows, or pairs.
-        rule: how the rows become batches.
-        first_step: steps done before this start.
-        num_steps: optimizer steps of the whole run.
+    `first_step` counts the steps done before this start, and `num_steps` those of the whole run.
     """
     if not speaks_to_a_person():
         return
