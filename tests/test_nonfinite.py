@@ -28,6 +28,7 @@ from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid, verify
 from recipes.finetune_lora import main
 from tests.launches import run_command
+from tests.methods.tiny_training import events, record
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY, write_rows
@@ -100,8 +101,7 @@ def train(inputs: Path, output_dir: Path, *more: str) -> subprocess.CompletedPro
 
 
 def steps(folder: Path) -> list[dict[str, Any]]:
-    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [event for event in events if event["event"] == "step"]
+    return events(folder, "step")
 
 
 def skipped(folder: Path) -> list[int]:
@@ -109,8 +109,7 @@ def skipped(folder: Path) -> list[int]:
 
 
 def result(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "run.json").read_text())["result"]
-    return found
+    return record(folder)["result"]
 
 
 def newest(folder: Path) -> int | None:
@@ -200,7 +199,7 @@ def test_stop_then_skip_then_more_ends_in_the_bytes_of_the_run_that_skipped_all_
         done = train(inputs, run, *WORLDS[world], *more)
         assert done.returncode == FAILED, done.stdout
         assert "Traceback" not in done.stdout
-        assert json.loads((run / "run.json").read_text())["status"] == "failed"
+        assert record(run)["status"] == "failed"
         assert newest(run) == step - 1
         assert steps(run)[-1]["step"] == step - 1
         error: str = result(run)["error"]
@@ -280,22 +279,21 @@ def test_a_bad_row_in_the_validation_split_ends_the_run_before_its_step_is_saved
         with pytest.raises(RunFailedError, match=r"validation loss after step 3 is nan.*rows of the validation split"):
             main(words(inputs, run, *more, f"resume={resume}"))
         assert newest(run) == 2
-    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [event["loss"] for event in events if event["event"] == "validation"] == ["NaN"]
+    assert [event["loss"] for event in events(run, "validation")] == ["NaN"]
     state = json.loads((run / "checkpoints/step-000002/state.json").read_text())
     assert (state["best_loss"], state["best_step"], state["num_skipped_steps"]) == (None, None, 0)
 
 
 def test_a_state_of_before_there_was_skipping_has_skipped_nothing() -> None:
-    record = TrainerState(step=3).as_record()
-    del record["num_skipped_steps"]
-    assert TrainerState.from_record(record, source="here") == TrainerState(step=3, num_skipped_steps=0)
+    older = TrainerState(step=3).as_record()
+    del older["num_skipped_steps"]
+    assert TrainerState.from_record(older, source="here") == TrainerState(step=3, num_skipped_steps=0)
     for value in (-1, "2", True, None):
         with pytest.raises(CheckpointError, match="num_skipped_steps="):
-            TrainerState.from_record(record | {"num_skipped_steps": value}, source="here")
+            TrainerState.from_record(older | {"num_skipped_steps": value}, source="here")
     for loss in (math.nan, math.inf):
         with pytest.raises(CheckpointError, match="best_loss="):
-            TrainerState.from_record(record | {"best_loss": loss, "best_step": 2}, source="here")
+            TrainerState.from_record(older | {"best_loss": loss, "best_step": 2}, source="here")
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

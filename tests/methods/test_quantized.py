@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from finetune import Trainer, add_lora, build_tokenizer, encode_examples, launch, load_config, load_examples
+from finetune import add_lora, load_config
 from finetune.config.schema import LoraSection, ModelSection
 from finetune.data.batches import packer
 from finetune.diagnose.plan_devices import read_device
@@ -140,17 +140,7 @@ def load_on_cpu(section):
 
 def train(words):
     """The recipe's lines, past the line that asks for a GPU."""
-    config = load_config(words, task="finetune_qlora")
-    with launch(config) as runtime:
-        base = load_on_cpu(config.model)
-        tokenizer = build_tokenizer(config.model)
-        splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
-        model = add_lora(base, config.lora)
-        trainer = Trainer(runtime, config, model, tokenizer, splits)
-        train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
-        trainer.run_training(train_loader, val_loader)
-        trainer.run_test(test_loader)
-        return trainer
+    return train_plain(["task=finetune_qlora", *words], load_on_cpu)
 
 
 @needs_bitsandbytes

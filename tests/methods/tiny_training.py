@@ -6,7 +6,7 @@ import atexit
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from finetune import (
     load_config,
     load_examples,
 )
+from finetune.config.schema import ModelSection
 from finetune.training import training_run
 from tests.tiny_runs import write_base, write_rows
 
@@ -91,14 +92,14 @@ def words_for(inputs: Path, run: Path) -> list[str]:
     ]
 
 
-def train(words: list[str]) -> Trainer:
+def train(words: list[str], build_base: Callable[[ModelSection], torch.nn.Module] = build_base_model) -> Trainer:
     """Train, then test: the lines of the recipes, in this process."""
     config = load_config(words)
     with launch(config) as runtime:
         tokenizer = build_tokenizer(config.model)
         add_tokens(tokenizer, config.lora)
         splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
-        base = build_base_model(config.model)
+        base = build_base(config.model)
         model = base if config.training.method == "full" else add_lora(base, config.lora, tokenizer)
         trainer = Trainer(runtime, config, model, tokenizer, splits)
         train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
@@ -107,13 +108,13 @@ def train(words: list[str]) -> Trainer:
         return trainer
 
 
-def break_at(patch: pytest.MonkeyPatch, step: int) -> None:
+def break_at(patch: pytest.MonkeyPatch, step: int, error: BaseException | None = None) -> None:
     """Training ends with an error in the middle of a step."""
     whole = training_run.train_step
 
     def breaking(*args, **keys):
         if args[4].step == step:
-            raise RuntimeError("power cut")
+            raise error or RuntimeError("power cut")
         return whole(*args, **keys)
 
     patch.setattr(training_run, "train_step", breaking)
@@ -133,12 +134,14 @@ def refuse_to_differ_after_a_break(words: list[str], whole: Path, broken: Path) 
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    """All files below a folder, by relative path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def events(run: Path, kind: str) -> list[dict]:
+def events(run: Path, kind: str | None = None) -> list[dict]:
+    """The events of metrics.jsonl, or those of one kind."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["event"] == kind]
+    return [line for line in lines if kind is None or line["event"] == kind]
 
 
 def curve(run: Path) -> list[dict]:

@@ -8,17 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune import (
-    Trainer,
-    add_lora,
-    build_base_model,
-    build_tokenizer,
-    encode_examples,
-    launch,
-    load_config,
-    load_examples,
-)
 from finetune.errors import ConfigError
+from tests.methods import tiny_training
+from tests.methods.tiny_training import events, record
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import PHI3_SIZES, build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
 from tests.tiny_runs import MODEL_VOCABULARY
@@ -74,8 +66,9 @@ def inputs(tmp_path_factory):
 
 
 def train(inputs: Path, run: Path, base: str, *words: str):
-    config = load_config(
+    tiny_training.train(
         [
+            "task=finetune_lora",
             *(f"model.path={inputs / base}", f"data.path={inputs}", f"data.cache_dir={inputs / 'cache'}"),
             *(
                 f"output_dir={run}",
@@ -85,23 +78,12 @@ def train(inputs: Path, run: Path, base: str, *words: str):
                 "training.batch_size=3",
             ),
             *("training.global_batch_size=8", "training.max_steps=5", "optim.learning_rate=2e-2", *words),
-        ],
-        task="finetune_lora",
+        ]
     )
-    with launch(config) as runtime:
-        tokenizer = build_tokenizer(config.model)
-        splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
-        model = build_base_model(config.model)
-        if config.training.method == "lora":
-            model = add_lora(model, config.lora)
-        trainer = Trainer(runtime, config, model, tokenizer, splits)
-        train_loader, val_loader, _ = trainer.prepare_dataloaders()
-        trainer.run_training(train_loader, val_loader)
 
 
 def curve(run: Path):
-    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [event["loss"] for event in events if event["event"] in ("step", "validation")]
+    return [event["loss"] for event in events(run) if event["event"] in ("step", "validation")]
 
 
 def weights(run: Path):
@@ -117,10 +99,6 @@ def assert_one_curve(run: Path, reference: Path):
     ours, theirs = weights(run), weights(reference)
     difference = math.sqrt(sum(float((ours[name] - theirs[name]).square().sum()) for name in theirs))
     assert difference <= 1e-5 * math.sqrt(sum(float(tensor.square().sum()) for tensor in theirs.values()))
-
-
-def record(run: Path):
-    return json.loads((run / "run.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -182,8 +160,7 @@ def test_full_fine_tuning_in_bf16_comes_as_close_as_the_models_own_forward_does(
 
 
 def computed(run: Path):
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [event for event in steps if event["event"] == "step"]
+    steps = events(run, "step")
     return sum(event["num_computed"] for event in steps) / sum(event["num_tokens"] for event in steps)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from finetune.config.compose import load_config
 from finetune.config.schema import Config, LoraSection
@@ -38,6 +37,7 @@ from finetune.training.optim import build_optimizer
 from finetune.training.trainer import Trainer
 from tests.in_process import Ended, run_script
 from tests.launches import REPOSITORY, run_launched
+from tests.methods.tiny_training import adapter_tensors, curve, record
 from tests.model.variants import VARIANTS
 from tests.tiny_models import build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
 from tests.tiny_runs import conversation_words, write_base, write_rows
@@ -154,9 +154,9 @@ def test_least_memory_is_checkpointing_one_row_and_inputs_of_layers_in_main_memo
 
 def test_a_record_of_an_older_run_is_still_kept() -> None:
     choice = choice_of(config_of(), device_type="cpu", room=10**12)
-    record = choice.as_record()
-    del record["offloads"]
-    assert MemoryChoice.from_record(record, config_of()) == choice
+    older = choice.as_record()
+    del older["offloads"]
+    assert MemoryChoice.from_record(older, config_of()) == choice
 
 
 def test_inputs_of_layers_in_main_memory_take_none_of_the_device() -> None:
@@ -279,10 +279,10 @@ def test_what_cannot_be_predicted_stays_as_it_is_configured(monkeypatch: pytest.
 
 def test_a_record_holds_as_long_as_the_same_is_asked() -> None:
     choice = choice_of(config_of(), device_type="cpu", room=10**10)
-    record = json.loads(json.dumps(choice.as_record()))
-    assert MemoryChoice.from_record(record, config_of()) == choice
-    assert MemoryChoice.from_record(record, config_of("training.batch_size=4")) is None
-    assert MemoryChoice.from_record({**record, "more": 1}, config_of()) is None
+    recorded = json.loads(json.dumps(choice.as_record()))
+    assert MemoryChoice.from_record(recorded, config_of()) == choice
+    assert MemoryChoice.from_record(recorded, config_of("training.batch_size=4")) is None
+    assert MemoryChoice.from_record({**recorded, "more": 1}, config_of()) is None
     assert MemoryChoice.from_record({}, config_of()) is None
 
 
@@ -311,11 +311,6 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-def record_of(run: Path) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((run / "run.json").read_text())
-    return record
-
-
 @pytest.mark.launch
 def test_two_ranks_choose_by_the_one_with_less_memory_and_a_resumed_run_keeps_the_choice(
     words: list[str], tmp_path: Path
@@ -323,7 +318,7 @@ def test_two_ranks_choose_by_the_one_with_less_memory_and_a_resumed_run_keeps_th
     words = [*words, f"output_dir={tmp_path / 'run'}"]
     done = run_launched("torchrun", [SCRIPT, *words, "training.max_steps=2"], ROOM_OF_RANK_1="20000")
     assert done.returncode == 0, done.stdout
-    chosen = record_of(tmp_path / "run")["memory"]
+    chosen = record(tmp_path / "run")["memory"]
     assert chosen["gradient_checkpointing"] is True
     assert "20 kB that are free" in chosen["why"]
     assert done.stdout.count("gradient checkpointing is on: ") == 1
@@ -332,7 +327,7 @@ def test_two_ranks_choose_by_the_one_with_less_memory_and_a_resumed_run_keeps_th
     assert done.returncode == 0, done.stdout
     assert "when the run began; run.json has kept it" in done.stdout
     assert "checkpointed: True" in done.stdout
-    assert record_of(tmp_path / "run")["memory"] == chosen
+    assert record(tmp_path / "run")["memory"] == chosen
 
 
 @pytest.mark.few(1)
@@ -352,11 +347,6 @@ def test_checkpointing_changes_no_byte_with_or_without_dropout(
     assert adapters[0] == adapters[1]
 
 
-def losses_of(run: Path) -> list[float]:
-    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [event["loss"] for event in events if event["event"] == "step"]
-
-
 def train_short(words: list[str], run: Path, short: str, *more: str) -> Ended:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHORT", short)
@@ -373,10 +363,10 @@ def whole(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_one_curve(run: Path, whole: Path) -> None:
-    assert len(losses_of(whole)) == 3
-    for ours, theirs in zip(losses_of(run), losses_of(whole), strict=True):
-        assert abs(ours - theirs) <= 1e-6 * max(1, abs(theirs))
-    one, other = (load_file(path / "adapter" / "adapter_model.safetensors") for path in (run, whole))
+    assert len(curve(whole)) == 3
+    for ours, theirs in zip(curve(run), curve(whole), strict=True):
+        assert abs(ours["loss"] - theirs["loss"]) <= 1e-6 * max(1, abs(theirs["loss"]))
+    one, other = map(adapter_tensors, (run, whole))
     difference = sum(float((one[name] - other[name]).square().sum()) for name in other) ** 0.5
     assert difference <= 1e-5 * sum(float(tensor.square().sum()) for tensor in other.values()) ** 0.5
 
@@ -389,16 +379,15 @@ def test_memory_that_runs_out_in_the_first_step_makes_micro_batches_smaller(
     done = train_short(words, run, "0:40")
     assert done.returncode == 0, done.stdout
     assert_one_curve(run, whole)
-    record = record_of(run)
-    limit = record["memory"]["max_tokens"]
-    assert record["fallbacks"] == []
+    limit = record(run)["memory"]["max_tokens"]
+    assert record(run)["fallbacks"] == []
     assert f"micro-batches compute up to {limit} tokens: memory ran out in step 1 with larger ones" in done.stdout
     assert done.stdout.count("out of memory in step 1, which is tried again") >= 1
     more = ["training.max_steps=4", "resume=auto", "resume.allow=training.max_steps"]
     again = train_short(words, run, "0:40", *more)
     assert again.returncode == 0, again.stdout
     assert "out of memory" not in again.stdout, "the limit that worked is there from the start"
-    assert record_of(run)["memory"]["max_tokens"] == limit
+    assert record(run)["memory"]["max_tokens"] == limit
 
 
 @pytest.mark.trains
@@ -407,7 +396,7 @@ def test_memory_that_runs_out_says_what_it_costs_to_cut_conversations(words: lis
     done = train_short(words, tmp_path / "run", "0:150", *rows, "training.max_steps=1")
     assert done.returncode == 0, done.stdout
     before, _, after = done.stdout.partition("out of memory in step 1, which is tried again")
-    limit = record_of(tmp_path / "run")["memory"]["max_tokens"]
+    limit = record(tmp_path / "run")["memory"]["max_tokens"]
     assert "their answers are cut into several micro-batches" not in before
     assert f"of 16 conversations exceed training.max_tokens_per_microbatch={limit}: their answers are cut" in after
 
@@ -418,7 +407,7 @@ def test_with_dropout_smaller_micro_batches_are_a_fallback_that_strict_refuses(
 ) -> None:
     done = train_short(words, tmp_path / "run", "0:40", "lora.dropout=0.1")
     assert done.returncode == 0, done.stdout
-    taken = record_of(tmp_path / "run")["fallbacks"]
+    taken = record(tmp_path / "run")["fallbacks"]
     assert {(one["what"], one["why"]) for one in taken} == {
         ("training.max_tokens_per_microbatch", "memory ran out in step 1")
     }
@@ -446,12 +435,12 @@ def test_a_rank_that_runs_out_of_memory_takes_the_others_back_with_it(
     assert done.returncode == 0, done.stdout
     assert_one_curve(tmp_path / "run", whole)
     assert "memory ran out in step 1 with larger ones" in done.stdout
-    assert record_of(tmp_path / "run")["memory"]["max_tokens"] <= 40
+    assert record(tmp_path / "run")["memory"]["max_tokens"] <= 40
     done = run_launched("torchrun", [SCRIPT, *words, f"output_dir={tmp_path / 'none'}"], SHORT="1:5")
     assert done.returncode != 0
     assert "rank 1" in done.stdout.splitlines()[-1] or "out of memory: DefaultCPUAllocator" in done.stdout
-    assert record_of(tmp_path / "none")["status"] == "failed"
-    assert "out of memory" in record_of(tmp_path / "none")["result"]["error"]
+    assert record(tmp_path / "none")["status"] == "failed"
+    assert "out of memory" in record(tmp_path / "none")["result"]["error"]
 
 
 @pytest.mark.launch
@@ -464,4 +453,4 @@ def test_with_torchs_reducer_memory_that_runs_out_ends_the_run(words: list[str],
     assert "out of memory: DefaultCPUAllocator" in done.stdout
     assert "Lower training.batch_size" in done.stdout
     assert "which is tried again" not in done.stdout
-    assert record_of(run)["status"] == "failed"
+    assert record(run)["status"] == "failed"

@@ -15,7 +15,7 @@ from finetune.training import training_run
 from finetune.training.profiling import StepProfiler
 from tests.in_process import run_finetune
 from tests.launches import run_launched
-from tests.tiny_runs import write_base, write_rows
+from tests.methods.tiny_training import events, record, write_inputs
 
 TRACE = "trace-steps-{}-rank{}.json.gz"
 
@@ -24,10 +24,7 @@ pytestmark = pytest.mark.warm
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    write_base(folder / "base")
-    write_rows(folder / "rows")
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +54,9 @@ def unprofiled(words, tmp_path_factory):
     return run
 
 
-def record(run):
-    return json.loads((run / "run.json").read_text())
-
-
 def losses(run):
-    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     names = ("loss", "grad_norm", "learning_rate", "num_tokens")
-    return [[event[name] for name in names] for event in events if event["event"] == "step"]
+    return [[event[name] for name in names] for event in events(run, "step")]
 
 
 def weights(run):

@@ -20,6 +20,7 @@ from finetune.runs.durable import committed_folder
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 from finetune.training.resume import accepted_changes, at_its_place, record_of_start
+from tests.methods.tiny_training import contents, curve, record
 from tests.tiny_runs import write_base, write_rows
 
 pytestmark = pytest.mark.trains
@@ -97,11 +98,6 @@ class Started:
 @pytest.fixture
 def started(tmp_path: Path) -> Started:
     return Started(tmp_path / "run")
-
-
-def contents(folder: Path) -> dict[str, str]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 # --- which keys ---------------------------------------------------------------------------------------------------
@@ -413,16 +409,6 @@ def words(inputs: Path, tmp_path: Path) -> list[str]:
     ]
 
 
-def record(run: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((run / "run.json").read_text())
-    return found
-
-
-def rates(run: Path) -> list[float]:
-    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [event["learning_rate"] for event in events if event["event"] == "step"]
-
-
 def test_a_run_is_compared_with_what_was_last_accepted(words: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     train_from_overrides([*words, "optim.learning_rate=1e-3"])
@@ -435,7 +421,7 @@ def test_a_run_is_compared_with_what_was_last_accepted(words: list[str], tmp_pat
     assert contents(run) == before
 
     train_from_overrides([*changed, "resume.allow=optim.learning_rate"])
-    assert rates(run) == [1e-3] * 4 + [1e-4] * 2
+    assert [step["learning_rate"] for step in curve(run)] == [1e-3] * 4 + [1e-4] * 2
     (accepted,) = record(run)["resume_changes"]
     assert accepted == {
         "at": record(run)["starts"][1],
@@ -461,8 +447,7 @@ def test_fewer_rows_once_allowed_make_shorter_epochs(words: list[str], tmp_path:
     with pytest.raises(CheckpointError, match=r"(?s)rows .*\(data\.train\).*resume\.allow=data\."):
         train_from_overrides([*words, "training.max_steps=8"])
     train_from_overrides([*words, "training.max_steps=8", "resume.allow=data"])
-    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    epochs = [event["epoch"] for event in events if event["event"] == "step"]
+    epochs = [step["epoch"] for step in curve(tmp_path / "run")]
     assert epochs == [0, 0, 0, 0, 0, 1, 2, 2]  # six steps an epoch, then three: step 6 is the last of the second
 
 

@@ -1,4 +1,5 @@
 import json
+import shutil
 from typing import NamedTuple
 
 import pytest
@@ -21,9 +22,9 @@ from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedEr
 from finetune.inference.losses import LossSums, SplitLosses
 from finetune.threads import set_waiting
 from finetune.training import trainer as trainer_module
-from finetune.training import training_run
 from finetune.training.reporting.journal import Journal
-from tests.tiny_runs import random_model_words, write_base, write_rows
+from tests.methods.tiny_training import break_at, contents, curve, events, record, write_inputs
+from tests.tiny_runs import random_model_words, write_rows
 
 pytestmark = pytest.mark.trains
 
@@ -40,20 +41,16 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    write_base(folder / "base")
-    write_rows(folder / "rows")
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.fixture
-def words(inputs, tmp_path):
+def words_for(inputs, run):
     """18 rows in global batches of 8 make 3 steps an epoch, the last of 2 rows."""
     return [
         f"model.path={inputs / 'base'}",
         f"data.path={inputs / 'rows'}",
         f"data.cache_dir={inputs / 'cache'}",
-        f"output_dir={tmp_path / 'run'}",
+        f"output_dir={run}",
         "lora.r=2",
         "optim.learning_rate=1e-2",
         "training.device=cpu",
@@ -65,6 +62,11 @@ def words(inputs, tmp_path):
         "testing.num_samples=1",
         "testing.max_new_tokens=3",
     ]
+
+
+@pytest.fixture
+def words(inputs, tmp_path):
+    return words_for(inputs, tmp_path / "run")
 
 
 def train(words, *, task="finetune_lora", has_adapter=True):
@@ -82,33 +84,11 @@ def train(words, *, task="finetune_lora", has_adapter=True):
         return Ended(trainer, results, trainer.run_test(test_loader))
 
 
-def events(run, kind=None):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if kind is None or line["event"] == kind]
-
-
-def curve(run):
-    return [{key: value for key, value in e.items() if key != "tokens_per_second"} for e in events(run, "step")]
-
-
-def record(run):
-    return json.loads((run / "run.json").read_text())
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def break_at(monkeypatch, step, error):
-    """Training ends with an error in the middle of a step."""
-    whole = training_run.train_step
-
-    def breaking(*args, **keys):
-        if args[4].step == step:
-            raise error
-        return whole(*args, **keys)
-
-    monkeypatch.setattr(training_run, "train_step", breaking)
+@pytest.fixture(scope="module")
+def complete(inputs, tmp_path_factory):
+    """A run that is only read: its folder, and what it left in memory."""
+    run = tmp_path_factory.mktemp("complete") / "run"
+    return run, train(words_for(inputs, run))
 
 
 def give_validation_losses(monkeypatch, losses):
@@ -176,14 +156,14 @@ def test_one_thread_computes_a_narrow_model_unless_the_user_asks_for_more(asked,
     assert ("one thread computes" in (tmp_path / "run" / "log.txt").read_text()) == (count == 1)
 
 
-def test_a_validation_at_the_end_of_an_epoch_belongs_to_it(words, tmp_path):
-    train(words)
-    assert [(event["step"], event["epoch"]) for event in events(tmp_path / "run", "validation")] == [(3, 0), (5, 1)]
+def test_a_validation_at_the_end_of_an_epoch_belongs_to_it(complete):
+    run, _ = complete
+    assert [(event["step"], event["epoch"]) for event in events(run, "validation")] == [(3, 0), (5, 1)]
 
 
-def test_the_log_tells_the_run_from_its_first_line_to_its_last(words, tmp_path):
-    train(words)
-    log = (tmp_path / "run" / "log.txt").read_text()
+def test_the_log_tells_the_run_from_its_first_line_to_its_last(complete):
+    run, _ = complete
+    log = (run / "log.txt").read_text()
     lines = log.splitlines()
     assert "Process 0/1 started" in lines[1]
     assert f"launcher none, device cpu, fp32, world of 1; threads: 1, {set_waiting()}" in lines[0]
@@ -220,17 +200,16 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, tmp_path, 
     assert record(broken)["status"] == "completed"
 
 
-def test_dropout_is_in_force_in_a_run(words, tmp_path):
+def test_dropout_is_in_force_in_a_run(words, complete, tmp_path):
     # The adapter's output is zero at first, so dropout shows from the second step on.
-    train([*words, f"output_dir={tmp_path / 'off'}"])
-    train([*words, f"output_dir={tmp_path / 'on'}", "lora.dropout=0.3"])
-    off, on = (curve(tmp_path / name) for name in ("off", "on"))
+    train([*words, "lora.dropout=0.3"])
+    off, on = curve(complete[0]), curve(tmp_path / "run")
     assert off[0]["loss"] == on[0]["loss"]
     assert off[1]["loss"] != on[1]["loss"]
 
 
-def test_a_complete_run_that_is_resumed_does_nothing_more(words, tmp_path):
-    train(words)
+def test_a_complete_run_that_is_resumed_does_nothing_more(words, complete, tmp_path):
+    shutil.copytree(complete[0], tmp_path / "run")
     before = contents(tmp_path / "run" / "checkpoints")
     ended = train([*words, "resume=auto"])
     assert ended.results.state.step == 5
@@ -248,36 +227,35 @@ def test_a_damaged_checkpoint_is_passed_over(words, tmp_path):
     assert [event["step"] for event in events(run, "step")] == [1, 2, 3, 4, 5]
 
 
-def test_a_second_start_without_resume_is_refused_and_changes_nothing(words, tmp_path):
-    train(words)
+def test_a_second_start_without_resume_is_refused_and_changes_nothing(words, complete, tmp_path):
+    shutil.copytree(complete[0], tmp_path / "run")
     before = contents(tmp_path / "run")
     with pytest.raises(CheckpointError, match="holds a run already"):
         train(words)
     assert contents(tmp_path / "run") == before
 
 
-def test_another_global_batch_cannot_go_on_with_a_run(words, tmp_path):
-    train([*words, "training.max_steps=3"])
+def test_another_global_batch_cannot_go_on_with_a_run(words, complete, tmp_path):
+    shutil.copytree(complete[0], tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"global batch of 8 examples, this run asks for 6.*batch_size=8"):
-        train([*words, "training.max_steps=3", "training.global_batch_size=6", "resume=auto"])
+        train([*words, "training.global_batch_size=6", "resume=auto"])
 
 
-def test_the_adapter_gives_the_same_logits_in_plain_peft(words, inputs, tmp_path):
-    ended = train(words)
+def test_the_adapter_gives_the_same_logits_in_plain_peft(complete, inputs):
+    run, ended = complete
     base = AutoModelForCausalLM.from_pretrained(inputs / "base").eval()
     with torch.no_grad():
         untuned = base(input_ids=IDS).logits
-        plain = PeftModel.from_pretrained(base, tmp_path / "run" / "adapter").eval()(input_ids=IDS).logits
+        plain = PeftModel.from_pretrained(base, run / "adapter").eval()(input_ids=IDS).logits
         ours = ended.trainer.model.eval()(input_ids=IDS).logits
     assert torch.equal(plain, ours)
     assert not torch.allclose(plain, untuned, atol=1e-4)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "adapter")
+    tokenizer = AutoTokenizer.from_pretrained(run / "adapter")
     assert tokenizer.chat_template == ended.trainer.tokenizer.chat_template
 
 
-def test_every_layer_of_the_adapter_was_trained(words, tmp_path):
-    train(words)
-    tensors = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+def test_every_layer_of_the_adapter_was_trained(complete):
+    tensors = load_file(complete[0] / "adapter" / "adapter_model.safetensors")
     trained = {name: tensor for name, tensor in tensors.items() if "lora_B" in name}
     assert len(trained) == 8
     assert all(tensor.abs().max() > 0 for tensor in trained.values())
@@ -349,18 +327,16 @@ def test_a_test_loss_that_leaves_rows_out_is_recorded_as_such(words, tmp_path):
 
 
 @pytest.mark.slow
-def test_gradient_checkpointing_gives_the_same_curve(words, tmp_path):
-    train([*words, f"output_dir={tmp_path / 'plain'}"])
-    train([*words, f"output_dir={tmp_path / 'less_memory'}", "training.gradient_checkpointing=true"])
-    plain, less = (curve(tmp_path / name) for name in ("plain", "less_memory"))
+def test_gradient_checkpointing_gives_the_same_curve(words, complete, tmp_path):
+    train([*words, "training.gradient_checkpointing=true"])
+    plain, less = curve(complete[0]), curve(tmp_path / "run")
     assert [step["loss"] for step in less] == pytest.approx([step["loss"] for step in plain], rel=1e-6)
 
 
 @pytest.mark.slow
-def test_bf16_is_near_fp32(words, tmp_path):
-    train([*words, f"output_dir={tmp_path / 'fp32'}"])
-    train([*words, f"output_dir={tmp_path / 'bf16'}", "training.precision=bf16"])
-    full, half = ([step["loss"] for step in curve(tmp_path / name)] for name in ("fp32", "bf16"))
+def test_bf16_is_near_fp32(words, complete, tmp_path):
+    train([*words, "training.precision=bf16"])
+    full, half = ([step["loss"] for step in curve(run)] for run in (complete[0], tmp_path / "run"))
     assert half == pytest.approx(full, rel=0.01)
     assert half != full
 

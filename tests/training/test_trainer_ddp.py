@@ -11,7 +11,7 @@ from finetune.errors import ConfigError, LaunchError, RunFailedError
 from finetune.runs.file_lock import try_file_lock
 from finetune.training import training_run
 from tests.launches import free_port, run_launched
-from tests.tiny_runs import write_base, write_rows
+from tests.methods.tiny_training import events, write_inputs
 
 pytestmark = [pytest.mark.trains, pytest.mark.warm]
 
@@ -20,10 +20,7 @@ SCRIPTS = Path(__file__).with_name("guide_scripts.py")
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("inputs")
-    write_base(folder / "base")
-    write_rows(folder / "rows")
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture
@@ -87,9 +84,9 @@ def test_one_process_trains_and_tests_from_a_dict(config, tmp_path):
     assert record(config)["status"] == "completed"
 
 
-def test_the_guides_log_lines_are_there(config, tmp_path):
+def test_the_guides_log_lines_are_there_and_a_validation_has_its_standard_error(config, tmp_path):
     with TrainerDDP(0, config) as trainer:
-        _, test_loader = train(trainer)
+        (_, val_results), test_loader = train(trainer)
         trainer.run_test(test_loader)
     log = (tmp_path / "run" / "log.txt").read_text()
     lines = [
@@ -104,16 +101,9 @@ def test_the_guides_log_lines_are_there(config, tmp_path):
         "Training and testing completed successfully!",
     ]
     assert [log.index(line) for line in lines] == sorted(log.index(line) for line in lines)
-
-
-def test_validation_is_logged_with_its_standard_error(config, tmp_path):
-    with TrainerDDP(0, config) as trainer:
-        (_, val_results), _ = train(trainer)
-    shown = f"Validation: loss={val_results.loss:.3f} ± {val_results.standard_error:.3f}"
-    assert shown in (tmp_path / "run" / "log.txt").read_text()
+    assert f"Validation: loss={val_results.loss:.3f} ± {val_results.standard_error:.3f}" in log
     assert val_results.standard_error > 0
-    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    last = [event for event in events if event["event"] == "validation"][-1]
+    last = events(tmp_path / "run", "validation")[-1]
     assert (last["loss"], last["standard_error"]) == (val_results.loss, val_results.standard_error)
 
 
