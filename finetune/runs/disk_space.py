@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from functools import partial
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from finetune.runs.checkpoints import Snapshot
 from finetune.runs.folder import RunFolder
@@ -46,37 +43,12 @@ class DiskNeed(NamedTuple):
         )
 
 
-def disk_need(folder: RunFolder, snapshot: Snapshot, optimizer: torch.optim.Optimizer, *, at_once: int) -> DiskNeed:
+def disk_need(folder: RunFolder, snapshot: Snapshot, *, optimizer_state: int | None, at_once: int) -> DiskNeed:
     """Predict the size of `at_once` checkpoints like this one.
 
-    Args:
-        folder: an open run folder.
-        snapshot: a snapshot of the model and of this optimizer, whose state may still be empty.
-        optimizer: the optimizer.
-        at_once: the most checkpoints on disk at one time.
+    `optimizer_state` has the bytes of the optimizer's state after a step, for a snapshot from before the first one.
     """
     saved = snapshot.files.get(OPTIMIZER_FILE)
     held = saved.num_bytes if isinstance(saved, TensorFile) else 0
     model = snapshot.num_bytes - held
-    return DiskNeed(model, held or _state_after_a_step(optimizer), at_once, shutil.disk_usage(folder.path).free)
-
-
-def _state_after_a_step(optimizer: torch.optim.Optimizer) -> int | None:
-    """Return the bytes of an optimizer's state, from a copy that takes a step on the meta device."""
-    inner: Any = getattr(optimizer, "optimizer", optimizer)
-    try:
-        empty = partial(torch.empty, device="meta")  # not like the weight, which may lie in parts on several processes
-        groups = [
-            {**group, "params": [empty(weight.shape, dtype=weight.dtype) for weight in group["params"]]}
-            for group in inner.param_groups
-        ]
-        twin = type(inner)(groups)
-        for group in groups:
-            for weight in group["params"]:
-                weight.grad = torch.empty_like(weight)
-        twin.step()
-    except Exception:  # an optimizer that does not work on the meta device: its size is reported as unknown
-        return None
-    states = twin.state_dict()["state"].values()
-    tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return DiskNeed(model, held or optimizer_state, at_once, shutil.disk_usage(folder.path).free)

@@ -150,7 +150,8 @@ def try_file_lock(path: Path) -> FileLock | None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_still_at(path, descriptor):
-                _write_holder(descriptor)
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, _as_holder(), 0)
                 return FileLock(path, descriptor)
         except BlockingIOError:
             os.close(descriptor)
@@ -194,11 +195,6 @@ def _is_still_at(path: Path, descriptor: int) -> bool:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-def _write_holder(descriptor: int) -> None:
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, _as_holder(), 0)
 
 
 def _as_holder() -> bytes:

@@ -197,12 +197,9 @@ class RecordedRun:
     def _record(self) -> tuple[dict[str, Any], str]:
         file = self.folder.record_file
         record = read_run_record(file)
-        return (
-            record or {},
-            ""
-            if record is not None
-            else f"{file.name} is {'half-written and is left out' if file.exists() else 'missing'}",
-        )
+        if record is None:
+            return {}, f"{file.name} is {'half-written and is left out' if file.exists() else 'missing'}"
+        return record, ""
 
     @cached_property
     def _events(self) -> tuple[list[Event], str]:

@@ -12,17 +12,10 @@ from finetune.errors import CheckpointError
 SCHEMA_VERSION = 1
 """Raised when a field of `TrainerState` changes its meaning; checkpoints of another version are refused."""
 _ADDED_LATER = {
-    "num_skipped_steps": 0,
-    "best_value": None,
-    "stopping_merit": None,
-    "best_metric": None,
-    "stopping_metric": None,
-    "validated_step": None,
-    "loss_scale": None,
-    "steps_at_loss_scale": 0,
-    "num_overflows": 0,
+    *("num_skipped_steps", "best_value", "stopping_merit", "best_metric", "stopping_metric", "validated_step"),
+    *("loss_scale", "steps_at_loss_scale", "num_overflows"),
 }
-"""Fields that older checkpoints lack, with the value that they had then."""
+"""Fields that older checkpoints lack. Their defaults are the values that they had then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +85,13 @@ class TrainerState:
                 f"{source} has schema_version {record.get('schema_version')!r}, this version of finetune "
                 f"reads {SCHEMA_VERSION}. Go on with the version that wrote it (see run.json)."
             )
-        names = {field.name for field in fields(cls)}
-        record = {**_ADDED_LATER, **record}
-        if set(record) != names:
+        defaults = {field.name: field.default for field in fields(cls)}
+        names = defaults.keys()
+        record = {**{name: defaults[name] for name in _ADDED_LATER}, **record}
+        if record.keys() != names:
             raise CheckpointError(
-                f"{source} has other fields than expected: missing {sorted(names - set(record)) or 'none'}, "
-                f"unknown {sorted(set(record) - names) or 'none'}."
+                f"{source} has other fields than expected: missing {sorted(names - record.keys()) or 'none'}, "
+                f"unknown {sorted(record.keys() - names) or 'none'}."
             )
         wrong = [f"{name}={record[name]!r}" for name in sorted(names) if not _fits(name, record[name])]
         if wrong:

@@ -172,10 +172,10 @@ class RunView:
         return f"{_SEPARATOR.join(parts)}  {curve(list(self._losses), _CURVE_WIDTH)}".rstrip()
 
     def _reward(self) -> str:
-        parts = [_format_metric(self._last, "reward", ".3f")]
-        lengths = _format_metric(self._last, "answer_length", ".0f")
+        reward = _format_metric(self._last, "reward", ".3f")
+        length = _format_metric(self._last, "answer_length", ".0f")
         truncated = _format_metric(self._last, "truncated", ".0%")
-        return _SEPARATOR.join([*parts, f"{lengths} tokens an answer", f"{truncated} truncated"])
+        return _SEPARATOR.join([reward, f"{length} tokens an answer", f"{truncated} truncated"])
 
     def _validated(self) -> str:
         parts = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,10 +57,6 @@ class Fp8Error:
         """Whether both differences are within their limits. False if one is not a number."""
         is_loss_near = abs(self.loss_fp8 - self.loss_bf16) <= self.loss_limit
         return is_loss_near and self.gradient_error <= self.gradient_limit
-
-    def as_record(self) -> dict[str, Any]:
-        """Convert to plain values for run.json."""
-        return asdict(self)
 
     def __str__(self) -> str:
         return (

@@ -14,6 +14,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import verify, verify_published
 from finetune.training.loop import Cadence
+from finetune.training.memory.forecast import optimizer_need
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,9 @@ def log_disk_need(
     `Cadence.most_checkpoints`.
     """
     at_once = cadence.most_checkpoints(keep=keep, has_best=has_best)
-    need = disk_need(folder, snapshot, optimizer, at_once=at_once)
+    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+    known = optimizer_need(inner, device_type="cpu")
+    need = disk_need(folder, snapshot, optimizer_state=known and known.state, at_once=at_once)
     _log.info("disk: %s", need)
     held = sum(path.lstat().st_size for path in folder.checkpoints.rglob("*"))
     if need.total > need.free + held:

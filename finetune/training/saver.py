@@ -80,7 +80,7 @@ class Saver:
         """
         began = time.monotonic()
         saved = self.finish()
-        if self._in_background and (_has_shards(snapshot) or not self._has_room(snapshot)):
+        if self._in_background and (any(map(is_sharded, snapshot.tensors)) or not self._has_room(snapshot)):
             self._in_background = False
         if self._in_background:
             snapshot = snapshot.copied()
@@ -153,10 +153,6 @@ class Saver:
         wanted, used = "written in the background", "written while training waits"
         self._fallbacks.take(Fallback(what="checkpoint.background", wanted=wanted, used=used, why=why))
         return False
-
-
-def _has_shards(snapshot: Snapshot) -> bool:
-    return any(map(is_sharded, snapshot.tensors))
 
 
 class _Writer(threading.Thread):

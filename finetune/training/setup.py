@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -252,17 +252,12 @@ def _try_precision(
 ) -> None:
     """Compute a few rows before step 1, if the run's precision may be too coarse for this model. Collective."""
     if runtime.precision == "fp16":
-        _refuse_overflow(runtime, model, splits, collate)
+        row = splits.train[0]
+        is_plain = isinstance(splits.train, EncodedExamples) and runtime.shard_size is None
+        refuse_overflow(runtime, model, collate([row]), row if is_plain else None)
     if wants_fp8(config):
         refuse_fp8_without_engine(config, why_not_engine)
         _round_base(runtime, model, splits, collate, journal)
-
-
-def _refuse_overflow(runtime: Runtime, model: Any, splits: EncodedSplits, collate: Any) -> None:
-    """Check on one row that activations fit into fp16. Collective, if the model is sharded."""
-    row = splits.train[0]
-    is_plain = isinstance(splits.train, EncodedExamples) and runtime.shard_size is None
-    refuse_overflow(runtime, model, collate([row]), row if is_plain else None)
 
 
 def _round_base(runtime: Runtime, model: Any, splits: EncodedSplits, collate: Collate, journal: Journal | None) -> None:
@@ -277,7 +272,7 @@ def _round_base(runtime: Runtime, model: Any, splits: EncodedSplits, collate: Co
     with runtime.failing_together("rounding the base to fp8"):
         measured = round_base_to_fp8(runtime, model, collate([rows[first + index] for index in range(count)]))
         if journal is not None:
-            journal.record(fp8=measured.as_record())
+            journal.record(fp8=asdict(measured))
 
 
 def _saves_base(config: Config) -> bool:

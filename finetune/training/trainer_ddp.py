@@ -20,7 +20,6 @@ from finetune.data.batches import EvaluationLoader, TrainLoader
 from finetune.distributed.ddp_init import cleanup_ddp, initialize_ddp, is_joined
 from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
-from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, LaunchError, PreemptedError
 from finetune.fallbacks import Fallbacks
 from finetune.inference.scores import Evaluation
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from finetune.inference.losses import LossSums
 
 _log = logging.getLogger(__name__)
-_ORIGIN = "the dict given to TrainerDDP"
 
 
 class TrainerDDP(Trainer):
@@ -75,7 +73,11 @@ class TrainerDDP(Trainer):
             runtime = self._world.enter_context(launch(checked))
             TrainerDDP._open = self
             atexit.register(self._close_at_exit)
-            _check_rank(rank, runtime)
+            if rank != runtime.rank:
+                raise LaunchError(
+                    f"TrainerDDP was given rank {rank}, but this process is rank {runtime.rank} of "
+                    f"{runtime.world_size}. Give the rank that initialize_ddp was given, or int(os.environ['RANK'])."
+                )
             super().__init__(runtime, checked, *build_parts(runtime, checked))
 
     @property
@@ -156,12 +158,13 @@ def _checked(config: Mapping[str, object] | Config) -> Config:
             f"TrainerDDP(rank, config): config is {type(config).__name__}; expected a dict in the shape of a run file, "
             "or what load_config returns."
         )
-    if not _has_section(config, "parallel"):
+    keys = config.model_fields_set if isinstance(config, Config) else map(str, config)
+    if not any(key == "parallel" or key.startswith("parallel.") for key in keys):
         raise ConfigError(
             "TrainerDDP(rank, config): the config has no section `parallel`, which says how the processes find each "
             "other. Add one, for example parallel: {world_size: 2}; or use Trainer, which reads it from the launcher."
         )
-    return config if isinstance(config, Config) else config_from_dict(config, _ORIGIN)
+    return config if isinstance(config, Config) else config_from_dict(config, "the dict given to TrainerDDP")
 
 
 def _join_as_configured(world: ExitStack, rank: int, config: Config) -> None:
@@ -183,18 +186,3 @@ def _join_as_configured(world: ExitStack, rank: int, config: Config) -> None:
         shares_gpus=parallel.share_gpus,
         fallbacks=Fallbacks(strict=config.strict),
     )
-
-
-def _check_rank(rank: int, runtime: Runtime) -> None:
-    if rank != runtime.rank:
-        raise LaunchError(
-            f"TrainerDDP was given rank {rank}, but this process is rank {runtime.rank} of {runtime.world_size}. "
-            "Give the rank that initialize_ddp was given, or int(os.environ['RANK'])."
-        )
-
-
-def _has_section(config: Mapping[str, object] | Config, name: str) -> bool:
-    """Return whether the config contains a section, its group or one of its keys."""
-    if isinstance(config, Config):
-        return name in config.model_fields_set
-    return any(key == name or str(key).startswith(f"{name}.") for key in config)

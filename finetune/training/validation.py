@@ -131,7 +131,12 @@ def check_metrics(
         ConfigError: a metric is unknown or not allowed, or a criterion is not measured; or rows are not answers.
     """
     wanted = config.validation.metrics
-    _refuse_subsets_of_objective(config)
+    if config.validation.by is not None and config.training.objective != "sft":
+        raise ConfigError(
+            f"validation.by is {config.validation.by} ({config.origin('validation.by')}), but the validation of "
+            f"training.objective={config.training.objective} is not reported by parts of the rows. Only sft's is. "
+            "Remove validation.by."
+        )
     if wanted and config.training.objective != "sft":
         raise ConfigError(
             f"validation.metrics is {', '.join(wanted)} ({config.origin('validation.metrics')}), but the rows of "
@@ -184,20 +189,6 @@ def measured_in_subsets(config: Config, rows: EncodedExamples | None) -> list[st
         if sample is not None and bool((sample.rows.subset == index).any()):
             found += [subset_key(metric, name) for metric in config.validation.metrics]
     return found
-
-
-def _refuse_subsets_of_objective(config: Config) -> None:
-    """Refuse `validation.by` if the objective does not measure the rows of each value on their own.
-
-    Raises:
-        ConfigError: the objective is not sft.
-    """
-    if config.validation.by is not None and config.training.objective != "sft":
-        raise ConfigError(
-            f"validation.by is {config.validation.by} ({config.origin('validation.by')}), but the validation of "
-            f"training.objective={config.training.objective} is not reported by parts of the rows. Only sft's is. "
-            "Remove validation.by."
-        )
 
 
 def refuse_rows_without_answers(config: Config, row_type: str) -> None:

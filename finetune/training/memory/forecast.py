@@ -230,12 +230,13 @@ def forecast_step(
 
 
 def optimizer_need(optimizer: torch.optim.Optimizer, *, device_type: str) -> OptimizerNeed | None:
-    """Measure an optimizer over weights on the meta device: a copy of it takes two steps.
+    """Measure an optimizer over unsharded weights: a copy of it takes two steps on the meta device.
 
     None for an optimizer that cannot step without data.
     """
+    empty = partial(torch.empty, device="meta")  # not like the weight, which may be sharded
     groups = [
-        {**group, "params": [torch.empty_like(weight, device="meta") for weight in group["params"]]}
+        {**group, "params": [empty(weight.shape, dtype=weight.dtype) for weight in group["params"]]}
         for group in optimizer.param_groups
     ]
     for group in groups:
@@ -253,7 +254,7 @@ def optimizer_need(optimizer: torch.optim.Optimizer, *, device_type: str) -> Opt
             state = allocations.in_use
             allocations.enter("step")
             twin.step()
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):
+    except Exception:  # of a class that is not torch's own, for example
         return None
     return OptimizerNeed(state, sum(allocations.peak("step").values()) - state)
 
