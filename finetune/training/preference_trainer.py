@@ -47,12 +47,8 @@ class PreferenceTrainer(Trainer):
 
     Collective: every rank makes one and calls the same methods in the same order.
 
-    Args:
-        runtime: this process's place in the world.
-        config: the whole run; a script that does not set `training.objective` trains and records dpo.
-        model: on the CPU; a PEFT model where the objective has a reference.
-        tokenizer: the model's.
-        splits: encoded pairs or labelled answers, as the objective needs them.
+    The arguments are those of `Trainer`, with encoded pairs or labelled answers, as the objective needs them, and a
+    PEFT model where it has a reference. A script that does not set `training.objective` trains and records dpo.
 
     Raises:
         ConfigError: there is no adapter to switch off, or it does not start at the base; the objective is sft, has
@@ -81,7 +77,7 @@ class PreferenceTrainer(Trainer):
 
     @staticmethod
     def loss_of(config: Config, choices: Choices = BY_DEVICE) -> LossFunction:
-        """See `Trainer.loss_of`."""
+        """See `Objective.loss_of`."""
         loss = _loss_of(config)
         return LossWithMetrics(
             partial(summed_preferences, loss=loss, choices=choices),
@@ -92,23 +88,23 @@ class PreferenceTrainer(Trainer):
 
     @staticmethod
     def evaluation_of(config: Config, choices: Choices = BY_DEVICE) -> Any:
-        """See `Trainer.evaluation_of`."""
+        """See `Objective.evaluation_of`."""
         return partial(measure_rows, objective=_loss_of(config).objective, choices=choices)
 
     @staticmethod
     def metrics_of(config: Config) -> tuple[str, ...]:
-        """See `Trainer.metrics_of`."""
+        """See `Objective.metrics_of`."""
         return _loss_of(config).metrics
 
     @staticmethod
     def collation_of(config: Config, collate: Collate) -> Any:
-        """See `Trainer.collation_of`: a row is a pair or a labelled answer here."""
+        """See `Objective.collation_of`: a row is a pair or a labelled answer here."""
         if OBJECTIVES[config.training.objective].rows == "labelled":
             return partial(put_labelled_together, rows=collate)
         return partial(put_pairs_together, rows=collate, learns_prompt=config.training.objective == "orpo")
 
     def measure(self, loader: EvaluationLoader) -> SplitLosses:
-        """See `Trainer.measure`."""
+        """See `Objective.measure`."""
         loss = _loss_of(self.config)
         sums, metrics = sum_preference_losses(self.runtime, self.model, loader, loss=loss)
         num_pairs, num_cut_short, *totals = self.runtime.sum([sums.num_targets, sums.num_cut_short, *metrics])

@@ -46,12 +46,8 @@ class RewardTrainer(Trainer):
 
     Collective: every rank makes one and calls the same methods in the same order.
 
-    Args:
-        runtime: this process's place in the world.
-        config: the whole run.
-        model: on the CPU; a PEFT model if `grpo.beta` is not 0.
-        tokenizer: the model's.
-        splits: encoded rows, as `encode_for_objective` reads them.
+    The arguments are those of `Trainer`, with rows as `encode_for_objective` reads them, and a PEFT model if
+    `grpo.beta` is not 0.
 
     Raises:
         ConfigError: the reward functions and their weights do not fit, or the run trains every weight although its loss
@@ -82,20 +78,20 @@ class RewardTrainer(Trainer):
 
     @staticmethod
     def loss_of(config: Config, choices: Choices = BY_DEVICE) -> LossFunction:
-        """See `Trainer.loss_of`."""
+        """See `Objective.loss_of`."""
         loss = GroupLoss(config.grpo, config.rollout.max_completion_length)
         compute = partial(summed_group_loss, loss=loss, temperature=config.rollout.temperature, choices=choices)
         return LossWithMetrics(compute, METRICS)
 
     @staticmethod
     def metrics_of(config: Config) -> tuple[str, ...]:
-        """See `Trainer.metrics_of`."""
+        """See `Objective.metrics_of`."""
         del config
         return ("reward",)
 
     @staticmethod
     def longest_row(config: Config, splits: Any) -> int:
-        """See `Trainer.longest_row`: no prompt with its answer is longer."""
+        """See `Objective.longest_row`: no prompt with its answer is longer."""
         return int(splits.train.lengths.max()) + config.rollout.max_completion_length
 
     def prepare_dataloaders(self) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:

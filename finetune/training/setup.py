@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from finetune.config.compose import resolved_yaml
 from finetune.data.batches import Collate, EvaluationLoader
@@ -17,7 +18,7 @@ from finetune.distributed.gradients import LossFunction
 from finetune.distributed.precision import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
-from finetune.engine.loss import BY_DEVICE, Choices
+from finetune.engine.loss import BY_DEVICE, Choices, cross_entropy_per_target, summed_cross_entropy
 from finetune.fallbacks import Fallback
 from finetune.inference.losses import SplitLosses
 from finetune.model.base import checkpoint_gradients
@@ -55,41 +56,61 @@ _NOT_IN_BACKGROUND = Fallback(
 )
 
 
-class Objective(Protocol):
-    """The methods in which training objectives differ. Each trainer class implements them.
+class Objective(ABC):
+    """The methods in which training objectives differ. Each trainer class inherits them.
+
+    Here they are those of `training.objective=sft`: rows are plain, and no loss or metric has settings.
 
     Attributes:
         objectives: the values of `training.objective` that it trains.
-        epoch: the current epoch; the run sets it.
+        config: the whole run.
+        epoch: the current or last epoch, counted from 0; the run sets it.
         validation_metrics: the metrics of the last validation beside the loss, by name.
     """
 
-    objectives: ClassVar[tuple[str, ...]]
+    objectives: ClassVar[tuple[str, ...]] = ("sft",)
+    config: Config
     epoch: int
     validation_metrics: dict[str, float]
 
     @property
     def loss_function(self) -> LossFunction:
-        """The sum of the loss over the targets of a micro-batch."""
+        """The sum of the loss over a micro-batch's targets; `train_step` minimises the mean."""
+        return self.loss_of(self.config)
 
     @staticmethod
     def loss_of(config: Config, choices: Choices = BY_DEVICE) -> LossFunction:
-        """Make the loss function of a configuration."""
+        """Make the `loss_function` of a configuration, also for `finetune plan`; `choices` say how to compute rows."""
+        del config
+        return partial(summed_cross_entropy, choices=choices)
+
+    @staticmethod
+    def evaluation_of(config: Config, choices: Choices = BY_DEVICE) -> Any:
+        """Make the function that `measure` computes of each micro-batch, for `finetune plan`. See `loss_of`."""
+        del config
+        return partial(cross_entropy_per_target, choices=choices)
 
     @staticmethod
     def metrics_of(config: Config) -> tuple[str, ...]:
         """Return the names of the metrics that a validation measures beside loss and `validation.metrics`."""
+        del config
+        return ()
 
     @staticmethod
     def collation_of(config: Config, collate: Collate) -> Any:
         """Return the collate function for the loaders, given the one for plain rows."""
+        del config
+        return collate
 
     @staticmethod
     def longest_row(config: Config, splits: Any) -> int:
         """Return the tokens of the longest row of a micro-batch."""
+        del config
+        return int(splits.train.lengths.max())
 
+    @abstractmethod
     def measure(self, loader: EvaluationLoader) -> SplitLosses:
-        """Measure this rank's rows of the validation split. Collective."""
+        """Measure this rank's rows of the validation split; cut short if a rank was preempted. Collective."""
 
 
 @dataclass(kw_only=True)

@@ -6,15 +6,12 @@ import logging
 import math
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.data.batches import Collate, EvaluationLoader, TrainLoader
+from finetune.data.batches import EvaluationLoader, TrainLoader
 from finetune.data.encoded import EncodedSplits
-from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
-from finetune.engine.loss import BY_DEVICE, Choices, cross_entropy_per_target, summed_cross_entropy
 from finetune.inference.evaluation import run_test_phase
 from finetune.inference.losses import LossSums, SplitLosses, sum_losses
 from finetune.inference.scores import Evaluation, show_test_result
@@ -36,7 +33,7 @@ from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.summary import show_summary
 from finetune.training.resume import at_its_place
 from finetune.training.schedule_free import go_on_training
-from finetune.training.setup import set_up
+from finetune.training.setup import Objective, set_up
 from finetune.training.training_run import TrainingRun
 from finetune.training.validation import Criteria, under_criteria
 
@@ -57,7 +54,7 @@ class TrainingResults(NamedTuple):
     """Loss of the last step that was not skipped, in nats per target token; nan if no step was left to do."""
 
 
-class Trainer:
+class Trainer(Objective):
     """Train one model in one run folder, as one process of a world.
 
     Collective: every rank makes one and calls the same methods in the same order.
@@ -78,8 +75,6 @@ class Trainer:
         ConfigError: model, rows and configuration do not fit each other.
         CheckpointError: the run's folder cannot be used.
     """
-
-    objectives: ClassVar[tuple[str, ...]] = ("sft",)
 
     def __init__(
         self,
@@ -103,41 +98,6 @@ class Trainer:
     def global_batch_size(self) -> int:
         """Examples per optimizer step: as configured, else batch_size x the requested world size."""
         return global_batch_size(self.config, self.runtime.environment.world_size)
-
-    @property
-    def loss_function(self) -> LossFunction:
-        """The sum of the loss over a micro-batch's targets; `train_step` minimises the mean."""
-        return self.loss_of(self.config)
-
-    @staticmethod
-    def loss_of(config: Config, choices: Choices = BY_DEVICE) -> LossFunction:
-        """Make the `loss_function` of a configuration, also for `finetune plan`; `choices` say how to compute rows."""
-        del config  # this loss has no settings
-        return partial(summed_cross_entropy, choices=choices)
-
-    @staticmethod
-    def evaluation_of(config: Config, choices: Choices = BY_DEVICE) -> Any:
-        """Make the function that `measure` computes of each micro-batch, for `finetune plan`. See `loss_of`."""
-        del config  # the loss of an answer has no settings
-        return partial(cross_entropy_per_target, choices=choices)
-
-    @staticmethod
-    def metrics_of(config: Config) -> tuple[str, ...]:
-        """Return the names of the metrics that a validation measures beside loss and `validation.metrics`."""
-        del config  # this loss has none
-        return ()
-
-    @staticmethod
-    def collation_of(config: Config, collate: Collate) -> Any:
-        """Return the collate function for the loaders, given the one for plain rows."""
-        del config  # rows are plain here
-        return collate
-
-    @staticmethod
-    def longest_row(config: Config, splits: Any) -> int:
-        """Return the tokens of the longest row of a micro-batch."""
-        del config
-        return int(splits.train.lengths.max())
 
     def prepare_dataloaders(self) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:
         """Build the loaders of this rank. Rank 0 has all test rows, unless the model is sharded.
@@ -239,7 +199,7 @@ class Trainer:
             return evaluation
 
     def measure(self, loader: EvaluationLoader) -> SplitLosses:
-        """Measure this rank's rows of the validation split; cut short if a rank was preempted. Collective."""
+        """See `Objective.measure`."""
         return sum_losses(self.runtime, self.model, loader, is_to_stop=self.runtime.stop_requested_on_any_rank)
 
     def _fresh_state(self) -> TrainerState:
