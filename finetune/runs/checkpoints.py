@@ -102,7 +102,6 @@ def take_snapshot(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     state: TrainerState,
-    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Snapshot:
     """Collect the content of a checkpoint. Its tensors are the model's own until `Snapshot.copied`.
 
@@ -113,7 +112,6 @@ def take_snapshot(
         model: the bare model (a PeftModel or a transformers model), not wrapped in DDP.
         optimizer: an optimizer whose state holds tensors and numbers, or a wrapper that passes on `state_dict`.
         state: the counters of training.
-        tokenizer: if given, its files and chat template are saved with the checkpoint.
 
     Raises:
         CheckpointError: the state of this model or optimizer cannot be saved.
@@ -122,7 +120,6 @@ def take_snapshot(
     files: dict[str, Chunks] = {
         **encode_model(model, base),
         **encode_optimizer(model, optimizer),
-        **(encode_tokenizer(tokenizer) if tokenizer is not None else {}),
         STATE_FILE: [(json.dumps(state.as_record(), indent=2, allow_nan=False) + "\n").encode()],
     }
     return Snapshot(state.step, files)
@@ -131,10 +128,7 @@ def take_snapshot(
 def commit_snapshot(folder: RunFolder, snapshot: Snapshot, *, go_on: Callable[[], None] = lambda: None) -> Path:
     """Write a checkpoint and log it. On return it is durable; it has not been read back.
 
-    Args:
-        folder: an open run folder.
-        snapshot: the content.
-        go_on: called before each piece of a file. An exception from it ends the save, which leaves nothing behind.
+    `go_on` is called before each piece of a file. An exception from it ends the save, which leaves nothing behind.
 
     Raises:
         RunFailedError: a weight is not a finite number, or the disk is full or failing; earlier checkpoints are intact.
@@ -147,26 +141,18 @@ def commit_snapshot(folder: RunFolder, snapshot: Snapshot, *, go_on: Callable[[]
     return path
 
 
-def load_checkpoint(
-    path: Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> TrainerState:
-    """Load a checkpoint into a model and an optimizer of the same types, on any device.
+def load_checkpoint(path: Path, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> TrainerState:
+    """Load a checkpoint into a bare model and an optimizer of the same types, on any device.
 
     Every rank may call it. All names and shapes are checked. The digests are not: `newest_valid` or `verify` has
     checked them.
-
-    Args:
-        path: a folder in which `verify` finds no problem.
-        model: the bare model, as for `take_snapshot`.
-        optimizer: None loads the weights only.
 
     Raises:
         CheckpointError: it does not fit the model or the optimizer, or a file cannot be read.
     """
     state = read_state(path)
     load_model(model, path)
-    if optimizer is not None:
-        load_optimizer(model, optimizer, path)
+    load_optimizer(model, optimizer, path)
     return state
 
 
@@ -237,10 +223,6 @@ def save_base(folder: RunFolder, model: torch.nn.Module, tokenizer: PreTrainedTo
 @contextmanager
 def adapter_for_server(folder: RunFolder, model: torch.nn.Module) -> Iterator[Path]:
     """Write the adapter of a PeftModel as PEFT reads it, for a server that loads it, and remove it after the block.
-
-    Args:
-        folder: an open run folder.
-        model: a PeftModel.
 
     Raises:
         RunFailedError: the disk is full or failing.

@@ -125,12 +125,7 @@ def remove_folder(path: Path) -> None:
 def clear_leftovers(parent: Path, is_ours: Callable[[str], bool]) -> list[str]:
     """Remove what killed writers left in a folder, and restore folders that were renamed but not replaced.
 
-    Args:
-        parent: the folder to clear.
-        is_ours: whether the file or folder with this final name may be touched.
-
-    Returns:
-        The names that were removed or restored.
+    Only files and folders whose final name `is_ours` are touched. Their names are returned.
 
     Raises:
         OSError: the disk refused.
@@ -204,12 +199,7 @@ def find_damage(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def disk_failures_end_the_run(doing: str, path: Path, *, then: str = "go on with resume=auto") -> Iterator[None]:
-    """Turn an OSError into a message that a user can act on.
-
-    Args:
-        doing: the operation, for the message.
-        path: what it writes.
-        then: what to do once the disk is mended.
+    """Turn an OSError into a message that a user can act on; `then` says what to do once the disk is mended.
 
     Raises:
         RunFailedError: the message names the operation, the path, the reason and the free bytes.

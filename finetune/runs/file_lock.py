@@ -53,9 +53,7 @@ class LockHolder:
 class FileLock:
     """A held lock. The end of its `with` block, or `release`, releases it and removes its file.
 
-    Args:
-        path: the lock's file.
-        descriptor: of the open and locked file; None without `fcntl`.
+    `descriptor` is of the open and locked file; None without `fcntl`.
     """
 
     def __init__(self, path: Path, descriptor: int | None) -> None:

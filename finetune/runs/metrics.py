@@ -74,9 +74,6 @@ class MetricsWriter:
     def cut_behind(self, step: int) -> int:
         """Remove the events after a step, the test results and half-written lines, by replacing the file once.
 
-        Args:
-            step: the last step to keep; 0 for a start from scratch.
-
         Returns:
             The number of lines removed.
 

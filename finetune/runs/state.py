@@ -71,11 +71,7 @@ class TrainerState:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], *, source: str) -> TrainerState:
-        """Read what `as_record` wrote, strictly by names and types.
-
-        Args:
-            record: the content of state.json.
-            source: the file, for messages.
+        """Read what `as_record` wrote, strictly by names and types. `source` names the file in messages.
 
         Raises:
             CheckpointError: the record has another schema version, or a field is missing, unknown or of another type.

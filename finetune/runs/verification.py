@@ -73,10 +73,7 @@ def newest_valid(folder: RunFolder, verified: Callable[[Path], list[str]] = veri
     """Find the newest intact checkpoint. A warning names each damaged one on the way, which stays as it is.
 
     If the checkpoint of the best step is damaged, an older one is preferred, from which the best is trained again.
-
-    Args:
-        folder: the run's.
-        verified: `verify`, or a function that remembers what it found.
+    `verified` is `verify`, or a function that remembers what it found.
     """
     without_best = None
     for path in whole_checkpoints(folder, verified):

@@ -50,11 +50,7 @@ class Trend(NamedTuple):
 
 
 class RunView:
-    """The metrics of a run so far, rendered by rich or as a line.
-
-    Args:
-        num_steps: optimizer steps of the whole run, if known.
-    """
+    """The metrics of a run so far, rendered by rich or as a line. `num_steps` is for the whole run, if it is known."""
 
     def __init__(self, num_steps: int | None = None) -> None:
         self.num_steps = num_steps

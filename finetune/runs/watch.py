@@ -22,12 +22,7 @@ _LINE_EVERY = 10
 
 
 class Watch:
-    """Show a run until it ends.
-
-    Args:
-        folder: the run's folder.
-        console: a terminal gets the live view, anything else a line every few steps.
-    """
+    """Show a run until it ends: a live view on a terminal, elsewhere a line every few steps."""
 
     def __init__(self, folder: RunFolder, console: Console) -> None:
         self._folder = folder

@@ -28,12 +28,7 @@ class AdapterWatch:
 
     It looks at B because B is zero at the start and A has no gradient as long as B is zero. Gradients are looked at
     before each update, when they are summed over ranks, so all ranks find the same. The host waits for the device once,
-    after the last of these steps.
-
-    Args:
-        model: a PEFT model, or a model without adapters, of which nothing is watched.
-        optimizer: prepared by the runtime.
-        config: the whole run.
+    after the last of these steps. Nothing is watched of a model without adapters.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: Config) -> None:

@@ -23,12 +23,7 @@ SERVER_DIFFERENCE = "server_difference"
 
 
 class RolloutServer:
-    """The server of a run. Every rank makes one; only the main process asks the server.
-
-    Args:
-        setup: the run.
-        section: of its configuration; `server` is set.
-    """
+    """The server that `rollout.server` names. Every rank makes one; only the main process asks the server."""
 
     def __init__(self, setup: Setup, section: RolloutSection) -> None:
         self._setup = setup

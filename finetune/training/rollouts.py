@@ -66,13 +66,7 @@ class RolloutLoader:
     """A loader like `TrainLoader`, whose rows are answers that the model generates.
 
     Collective: every rank makes one and takes its steps in the same order. The answers to a step are generated when it
-    is asked for, with the weights of the step before.
-
-    Args:
-        setup: the run.
-        rule: assigns the prompts to steps.
-        prompts: of the training split.
-        rewards: the functions of the run.
+    is asked for, with the weights of the step before. `rule` assigns the prompts of the training split to steps.
 
     Attributes:
         recorded: a folder whose rollouts are learnt from instead of new ones; None: answers are generated.

@@ -66,11 +66,7 @@ class Saver:
         self._writer: _Writer | None = None
 
     def save(self, snapshot: Snapshot, *, best: int | None) -> list[Saved]:
-        """Begin to write a checkpoint, after the one before is finished.
-
-        Args:
-            snapshot: not copied yet.
-            best: the step whose checkpoint is not pruned.
+        """Begin to write a checkpoint, after the one before is finished. The one of the step `best` is not pruned.
 
         Returns:
             The checkpoints that were written since the last call of a method of this class.
@@ -103,10 +99,7 @@ class Saver:
         return [] if self._writer is None or self._writer.is_alive() else self.finish()
 
     def finish(self, *, is_last: bool = False) -> list[Saved]:
-        """Wait for the save in progress, if there is one.
-
-        Args:
-            is_last: no save follows, so that training cannot go on without this one.
+        """Wait for the save in progress, if there is one. If it is the last, training cannot go on without it.
 
         Raises:
             RunFailedError: it could not be written.

@@ -41,16 +41,8 @@ class TrainingRun:
 
     Collective: every rank makes one, and the loop calls its methods in the same order on every rank.
 
-    Args:
-        setup: the run.
-        objective: its loss and how it validates.
-        optimizer: prepared by the runtime.
-        cadence: which steps save and validate.
-        train_loader: yields this rank's micro-batches. One that generates its rows, as `RolloutLoader` does, has
-            `metrics` of the last step and a method `halve`.
-        val_loader: the validation split; None without one.
-        profiler: sees each step.
-        loss_scale: for the first step, in fp16; None in other precisions.
+    A `train_loader` that generates its rows, as `RolloutLoader` does, has `metrics` of the last step and a method
+    `halve`. `loss_scale` is for the first step, in fp16; None in other precisions.
 
     Attributes:
         last_loss: of the last step that was not skipped, in nats per target token; nan before it.

@@ -23,7 +23,7 @@ from transformers.optimization import Adafactor
 from finetune.errors import CheckpointError, RunFailedError
 from finetune.runs.checkpoints import commit_snapshot, load_checkpoint, prune, publish_adapter, save_base, take_snapshot
 from finetune.runs.folder import RunFolder
-from finetune.runs.model_files import load_model
+from finetune.runs.model_files import encode_tokenizer, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.tensors import TensorFile, read_tensors
 from finetune.runs.verification import newest_valid, verify, verify_published
@@ -484,7 +484,8 @@ def test_a_tokenizer_travels_with_checkpoint_and_base(folder, lora, tokenizer):
 
     model, optimizer = lora
     base = save_base(folder, build_base(), tokenizer)
-    path = save_checkpoint(folder, model=model, optimizer=optimizer, state=STATE, tokenizer=tokenizer)
+    snapshot = take_snapshot(folder, model=model, optimizer=optimizer, state=STATE)
+    path = commit_snapshot(folder, replace(snapshot, files={**snapshot.files, **encode_tokenizer(tokenizer)}))
     assert verify(path) == verify_published(base) == []
     for place in (path, base, publish_adapter(folder, path)):
         again = AutoTokenizer.from_pretrained(place)

@@ -202,16 +202,17 @@ def choose(
         return replace(configured, why=f"the memory of {how.device_type} is not known")
     rows = _longest_rows_of(config, configured, longest, world_size, limits_tokens=limits_tokens)
     usable = round(_USED_SHARE * max(0, room))
+    free = f"{format_bytes(max(0, room))} that are free"
     bound = _bound(model, rows=rows.most * rows.tokens // longest, length=longest)
     if how.device_type == "cpu" and bound <= usable:  # to trace a step would take seconds, in runs that take seconds
-        return replace(configured, why=f"a step needs less than {format_bytes(bound)}, of {_free(room)}")
+        return replace(configured, why=f"a step needs less than {format_bytes(bound)}, of {free}")
     try:
         steps = _Steps(config, model, how, longest=longest, collate=collate, world_size=world_size)
         decision = _decide_by_forecast(steps, rows, usable, config)
     except CANNOT_TRACE as error:
         why = f"the memory of a step cannot be predicted without data ({type(error).__name__}: {first_line(error)})"
         return replace(configured, max_rows=config.training.batch_size, why=why)
-    why = f"a step needs at most {format_bytes(decision.num_bytes)} beside the weights, of {_free(room)}"
+    why = f"a step needs at most {format_bytes(decision.num_bytes)} beside the weights, of {free}"
     if decision.num_bytes > usable:
         why += ", so memory may run out: see `finetune plan`"
     chosen = replace(configured, gradient_checkpointing=decision.is_checkpointing, why=why)
@@ -366,10 +367,6 @@ def _row_limit(config: Config, world_size: int) -> int:
     return -(-global_batch_size(config, world_size) // asked)
 
 
-def _free(room: int) -> str:
-    return f"{format_bytes(max(0, room))} that are free"
-
-
 def _bound(model: Any, *, rows: int, length: int) -> int:
     """Return an upper bound of a step's memory without running it: a multiple of all products' inputs and outputs."""
     config = bare_model(model).config
@@ -423,15 +420,13 @@ class _Steps:
 
     def _size(self, num_rows: int) -> Size:
         known = (num_rows, self._is_checkpointing)
-        if known not in self._known:
-            self._known[known] = self._predict_size(num_rows)
-        return self._known[known]
-
-    def _predict_size(self, num_rows: int) -> Size:
+        if known in self._known:
+            return self._known[known]
         rows = longest_rows(self._config.training.objective, num_rows, self._longest)
         microbatch = self._collate([rows[index] for index in range(num_rows)])
         shards = shards_of(self._config.parallel, self._world_size)
         forecast = forecast_step(self._model, microbatch, self._how)
         peak = forecast.peak(self._optimizer, world_size=self._world_size, shards=shards)
         weights = sum(peak.parts.get(part, 0) for part in ("weights", "adapter", "gathered"))
-        return Size(microbatch.num_computed, peak.total - weights)
+        self._known[known] = Size(microbatch.num_computed, peak.total - weights)
+        return self._known[known]

@@ -165,10 +165,7 @@ class StepForecast:
     def peak(self, optimizer: OptimizerNeed, *, world_size: int = 1, shards: Shards = WHOLE) -> Peak:
         """Predict the peak of the second training step or a later one, or of a validation after it, on one rank.
 
-        Args:
-            optimizer: see `optimizer_need`; over whole weights.
-            world_size: the number of processes.
-            shards: how the weights are sharded.
+        `optimizer` is its need over unsharded weights.
         """
         weights, trained_shards = self.weights, self.weights.trained_shards(shards)
         held: dict[Part, int] = {

@@ -90,12 +90,9 @@ class PreferenceMicrobatch:
 def put_pairs_together(
     pairs: Sequence[EncodedPair], *, rows: Collate, learns_prompt: bool = False
 ) -> PreferenceMicrobatch:
-    """Make a micro-batch with the answers of each pair next to each other.
+    """Make a micro-batch with the answers of each pair next to each other; `rows` packs or pads them.
 
-    Args:
-        pairs: at least one.
-        rows: packs or pads rows.
-        learns_prompt: add the chosen answer again, with the loss on its prompt; packed, it shares all its tokens.
+    `learns_prompt` adds the chosen answer again, with the loss on its prompt. Packed, it shares all its tokens.
     """
     of_pairs = [[*pair, *([_prompt_of(pair.chosen)] if learns_prompt else [])] for pair in pairs]
     return PreferenceMicrobatch(
@@ -123,11 +120,7 @@ def summed_preferences(
 ) -> torch.Tensor:
     """Sum the loss over a micro-batch, with a gradient, followed by the sums of its metrics; float64.
 
-    Args:
-        model: in training mode; a PEFT model if the loss has a reference.
-        microbatch: on the model's device.
-        loss: of a pair or labelled answer.
-        choices: how packed rows are computed.
+    The model is in training mode, and a PEFT model if the loss has a reference.
     """
     return measure_preferences(model, microbatch, loss=loss, choices=choices).sums()
 

@@ -24,12 +24,9 @@ _FOLDER = "trackers"
 
 
 class Trackers:
-    """Pass events on to trackers. A tracker that fails during training is dropped, and a fallback is recorded.
+    """Pass events on to trackers, which write their files to `trackers/` in the run's folder.
 
-    Args:
-        config: of the run.
-        folder: of the run; trackers write their files to its `trackers/`.
-        fallbacks: records each tracker that was dropped.
+    A tracker that fails during training is dropped, and a fallback is recorded.
     """
 
     def __init__(self, config: Config, folder: RunFolder, fallbacks: Fallbacks) -> None:
