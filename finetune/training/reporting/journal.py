@@ -279,21 +279,19 @@ class Journal:
             self._note_saved(self._saver.close(error))
             self.end_training()
             self._trackers.close()
-            status = _status(error)
+            status, why = _status(error), f"{type(error).__name__}: {error}"
             self._record.update(fallbacks=self._fallbacks.as_records())
             if status == "preempted":
-                result = {**self.result, "why": str(error)}
-            else:
-                result = self.result if error is None else {**self.result, "error": f"{type(error).__name__}: {error}"}
-            self._record.finish(status, result)
+                self.result["why"] = str(error)
+            elif error is not None:
+                self.result["error"] = why
+            self._record.finish(status, self.result)
             if error is None:
                 self._say_what_was_written()
                 show_what_next(self.folder.path, self._example_prompt, self._profile_summary)
             else:  # the command prints it on the screen
-                why = (
-                    "from the keyboard" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-                )
-                log_only_to(self._log_file, __name__, f"the run {status}: {why}")
+                said = "from the keyboard" if isinstance(error, KeyboardInterrupt) else why
+                log_only_to(self._log_file, __name__, f"the run {status}: {said}")
         except RunFailedError:
             if error is None:
                 raise  # else report the first error: a full disk refuses run.json too
