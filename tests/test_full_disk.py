@@ -11,6 +11,7 @@ import pytest
 from finetune.runs.folder import RunFolder
 from finetune.runs.verification import newest_valid
 from tests.launches import run_command
+from tests.methods.tiny_training import events
 from tests.tiny_runs import write_base, write_rows
 from tests.warm import with_interpreter
 
@@ -41,13 +42,8 @@ def command(tmp_path, disk):
         *(sys.executable, "-m", "finetune", "train", "task=finetune_lora", f"model.path={write_base(tmp_path / 'b')}"),
         *(f"data.path={write_rows(tmp_path / 'rows', validation=0, test=0)}", f"data.cache_dir={tmp_path / 'cache'}"),
         *(f"output_dir={disk / 'run'}", "training.global_batch_size=4", "training.batch_size=2", "lora.r=2"),
-        *(
-            "training.max_steps=60",
-            "checkpoint.save_every=2",
-            "checkpoint.save_total_limit=2",
-            "training.log_every=1",
-            "checkpoint.save_every_epochs=null",
-        ),
+        *("training.max_steps=60", "training.log_every=1", "checkpoint.save_every=2"),
+        *("checkpoint.save_total_limit=2", "checkpoint.save_every_epochs=null"),
     ]
 
 
@@ -70,8 +66,7 @@ def fill(disk):
 
 
 def steps_in(run):
-    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [event["step"] for event in events if event["event"] == "step"]
+    return [event["step"] for event in events(run, "step")]
 
 
 def start(command, screen, *words):

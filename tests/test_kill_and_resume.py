@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.in_process import run_finetune
+from tests.methods.tiny_training import events
 from tests.tiny_runs import conversation_words, write_base, write_rows
 
 NUM_STEPS = 24
@@ -29,8 +29,7 @@ def start(words: list[str]) -> subprocess.Popen[str]:
 
 
 def steps_in(folder: Path) -> list[tuple[int, float]]:
-    events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(event["step"], event["loss"]) for event in events if event["event"] == "step"]
+    return [(event["step"], event["loss"]) for event in events(folder, "step")]
 
 
 def plain_words(folder: Path) -> list[str]:

@@ -83,13 +83,8 @@ def words(inputs: Path, output_dir: Path, *more: str) -> list[str]:
         *(f"model.path={inputs / 'base'}", f"data.path={inputs / 'rows'}", f"data.cache_dir={inputs / 'cache'}"),
         *(f"output_dir={output_dir}", "training.device=cpu", "training.precision=fp32", "lora.r=4", "lora.dropout=0.1"),
         *("training.batch_size=1", "training.global_batch_size=4", f"training.num_epochs={NUM_EPOCHS}"),
-        *(
-            "seed=2",
-            "optim.learning_rate=1e-2",
-            "checkpoint.save_every=1",
-            "checkpoint.save_total_limit=100",
-            "testing.num_samples=0",
-        ),
+        *("seed=2", "optim.learning_rate=1e-2", "checkpoint.save_every=1", "checkpoint.save_total_limit=100"),
+        "testing.num_samples=0",
         *more,
     ]
 

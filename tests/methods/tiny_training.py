@@ -82,13 +82,8 @@ def words_for(inputs: Path, run: Path) -> list[str]:
         f"data.cache_dir={inputs / 'cache'}",
         f"output_dir={run}",
         *("training.device=cpu", "training.precision=fp32", "training.global_batch_size=8", "training.batch_size=3"),
-        *(
-            "training.max_steps=4",
-            "checkpoint.save_every=2",
-            "checkpoint.save_every_epochs=null",
-            "checkpoint.save_total_limit=9",
-        ),
-        *("testing.num_samples=0", "resume=auto"),
+        *("training.max_steps=4", "checkpoint.save_every=2", "checkpoint.save_every_epochs=null"),
+        *("checkpoint.save_total_limit=9", "testing.num_samples=0", "resume=auto"),
     ]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,8 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.saved import examine_run
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
+from tests.in_process import run_finetune
+from tests.methods.tiny_training import events
 from tests.tiny_runs import write_base, write_rows
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
@@ -162,12 +162,6 @@ def test_it_changes_nothing_and_follows_no_link(folder, tmp_path):
         examine_run(folder.path)
 
 
-def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "finetune", "checkpoints", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
-
-
-@pytest.mark.process
 def test_a_folder_that_is_no_run_is_exit_code_2(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "other").mkdir()
@@ -179,25 +173,22 @@ def test_a_folder_that_is_no_run_is_exit_code_2(tmp_path):
         "other": "holds no run of finetune: notes.txt",
         "file": "is not a folder",
     }.items():
-        done = run(tmp_path / name)
-        assert done.returncode == 2, done.stdout + done.stderr
-        assert part in done.stderr
-        assert done.stderr.count("CheckpointError") == 1
-        assert "Traceback" not in done.stderr
+        done = run_finetune("checkpoints", tmp_path / name)
+        assert done.returncode == 2, done.stdout
+        assert part in done.errors
+        assert done.errors.count("CheckpointError") == 1
+        assert "Traceback" not in done.errors
 
 
-@pytest.mark.process
 def test_a_run_that_has_saved_nothing_yet_says_so(tmp_path):
     (tmp_path / "run.json").write_text("{}")
-    done = run(tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "No checkpoint was saved yet: resume=auto starts from the beginning.\n"
+    done = run_finetune("checkpoints", tmp_path)
+    assert (done.returncode, done.errors) == (0, "")
+    assert done.answer == "No checkpoint was saved yet: resume=auto starts from the beginning.\n"
 
 
-@pytest.mark.process
 def test_json(folder):
-    done = run(folder.path, "--json")
-    record = json.loads(done.stdout)
+    record = json.loads(run_finetune("checkpoints", folder.path, "--json").answer)
     assert (record["exit_code"], record["resumes_from"], record["best_step"]) == (0, 30, 20)
     assert [(saved["step"], saved["validation_loss"], saved["problems"]) for saved in record["checkpoints"]] == [
         *((10, 0.9, []), (20, 0.4, []), (30, 0.7, []))
@@ -221,8 +212,7 @@ def test_a_real_run(tmp_path):
         "checkpoint.save_total_limit=9",
     ]
     train_from_overrides(words)
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    losses = {e["step"]: e["loss"] for e in map(json.loads, lines) if e["event"] == "validation"}
+    losses = {event["step"]: event["loss"] for event in events(tmp_path / "run", "validation")}
     found = examine_run(tmp_path / "run")
     assert [saved.step for saved in found.checkpoints] == [2, 3, 4, 5]
     assert [saved.validation_loss for saved in found.checkpoints] == [losses.get(step) for step in (2, 3, 4, 5)]

@@ -1,11 +1,10 @@
 """The recorded shares of time that training waits for data and for the slowest rank."""
 
-import json
-
 import pytest
 
 from finetune.training.reporting.interval import Interval
 from tests.launches import run_launched
+from tests.methods.tiny_training import events
 from tests.tiny_runs import write_base, write_rows
 
 
@@ -53,11 +52,6 @@ with launch(config) as runtime:
 """
 
 
-def resources(run):
-    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [event for event in events if event["event"] in ("resources", "warning")]
-
-
 @pytest.mark.launch
 @pytest.mark.warm
 @pytest.mark.sampled(1)
@@ -71,13 +65,12 @@ def test_a_run_records_whom_it_waited_for(tmp_path, launcher, delay):
     words += ["training.kernels=reference"]
     done = run_launched(launcher, [script, delay, *words])
     assert done.returncode == 0, done.stdout
-    found = resources(tmp_path / "run")
-    shares = [event for event in found if event["event"] == "resources"]
+    shares = events(tmp_path / "run", "resources")
     assert [event["step"] for event in shares] == [3, 6, 9]
     if launcher == "python":
         assert all(event["data_wait_share"] > 0.5 for event in shares)
         assert "slowest_rank_share" not in shares[0]
-        (warning,) = [event for event in found if event["event"] == "warning"]
+        (warning,) = events(tmp_path / "run", "warning")
         assert (warning["kind"], warning["step"]) == ("data", 6)
         assert "the data loader slows training down" in done.stdout
     else:

@@ -15,6 +15,7 @@ from finetune.fallbacks import Fallbacks
 from finetune.runs.folder import RunFolder
 from finetune.training.reporting.trackers import Trackers
 from tests.launches import REPOSITORY, run_command
+from tests.methods.tiny_training import events, record
 from tests.runs.screens import FINETUNE
 from tests.tiny_runs import write_base, write_rows
 
@@ -47,11 +48,6 @@ def train(folder, inputs, *words, **variables):
     return run_command(
         [*FINETUNE, "train", *places, *own, *words], cwd=folder, variables={"PYTHONPATH": path, **variables}
     )
-
-
-def figures(run, kind):
-    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [event for event in events if event["event"] == kind]
 
 
 @pytest.mark.slow
@@ -111,9 +107,9 @@ def test_one_that_fails_is_dropped_and_recorded(tmp_path):
     for step in (1, 2, 3):
         trackers.take({"event": "step", "step": step, "loss": 2.0, "grad_norm": "NaN", "skipped": True})
     assert broken.taken == [(1, {"step/loss": 2.0, "step/skipped": True})]
-    (record,) = fallbacks.as_records()
-    assert (record["what"], record["wanted"], record["used"]) == ("training.report_to", "wandb", "none")
-    assert record["why"].startswith("ConnectionError: the service is gone")
+    (taken,) = fallbacks.as_records()
+    assert (taken["what"], taken["wanted"], taken["used"]) == ("training.report_to", "wandb", "none")
+    assert taken["why"].startswith("ConnectionError: the service is gone")
 
 
 def test_steps_never_go_back_for_a_checkpoint_that_is_told_later(tmp_path):
@@ -161,14 +157,14 @@ def test_tensorboard_has_the_figures_of_metrics_jsonl_after_a_restart_too(tmp_pa
     scalars = json.loads(read.stdout)
     run = tmp_path / "run"
     for name in ("loss", "learning_rate", "grad_norm", "num_tokens"):
-        told = [(event["step"], event[name]) for event in figures(run, "step")]
+        told = [(event["step"], event[name]) for event in events(run, "step")]
         assert [step for step, _ in scalars[f"step/{name}"]] == [step for step, _ in told] == [1, 2, 3, 4, 5, 6]
         assert [value for _, value in scalars[f"step/{name}"]] == pytest.approx([v for _, v in told], rel=1e-6)
-    assert [step for step, _ in scalars["validation/loss"]] == [e["step"] for e in figures(run, "validation")]
+    assert [step for step, _ in scalars["validation/loss"]] == [e["step"] for e in events(run, "validation")]
     assert {"resources/host_memory", "resources/tokens_per_second", "checkpoint/num_bytes"} < scalars.keys()
     for file in [path for path in run.rglob("*") if path.is_file()]:
         assert b"hf_very_secret" not in file.read_bytes(), file
-    assert json.loads((run / "run.json").read_text())["fallbacks"] == []
+    assert record(run)["fallbacks"] == []
 
 
 @pytest.mark.sweep
@@ -181,7 +177,7 @@ def test_wandb_works_offline(tmp_path, inputs):
     content = file.read_bytes()
     assert b"step/loss" in content
     assert b"k" * 40 not in content
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["fallbacks"] == []
+    assert record(tmp_path / "run")["fallbacks"] == []
 
 
 @pytest.mark.sweep
@@ -193,8 +189,8 @@ def test_trackio_has_the_figures_in_its_own_folder(tmp_path, inputs):
     with closing(sqlite3.connect(tmp_path / "trackio" / "finetune.db")) as database:
         rows = [(step, json.loads(text)) for step, text in database.execute("SELECT step, metrics FROM metrics")]
     losses = sorted((step, row["step/loss"]) for step, row in rows if "step/loss" in row)
-    assert losses == [(event["step"], event["loss"]) for event in figures(tmp_path / "run", "step")]
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["fallbacks"] == []
+    assert losses == [(event["step"], event["loss"]) for event in events(tmp_path / "run", "step")]
+    assert record(tmp_path / "run")["fallbacks"] == []
 
 
 @pytest.mark.sweep
@@ -207,8 +203,8 @@ def test_mlflow_has_the_figures_in_its_database(tmp_path, inputs):
     with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
         query = "SELECT step, value FROM metrics WHERE key = 'step/loss' ORDER BY step"
         assert list(database.execute(query)) == [
-            (event["step"], event["loss"]) for event in figures(tmp_path / "run", "step")
+            (event["step"], event["loss"]) for event in events(tmp_path / "run", "step")
         ]
         query = "SELECT value FROM params WHERE key = 'training.max_steps'"
         assert list(database.execute(query)) == [("4",)]
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["fallbacks"] == []
+    assert record(tmp_path / "run")["fallbacks"] == []

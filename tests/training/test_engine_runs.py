@@ -70,14 +70,9 @@ def train(inputs: Path, run: Path, base: str, *words: str):
         [
             "task=finetune_lora",
             *(f"model.path={inputs / base}", f"data.path={inputs}", f"data.cache_dir={inputs / 'cache'}"),
-            *(
-                f"output_dir={run}",
-                "lora.r=2",
-                "training.precision=fp32",
-                "training.device=cpu",
-                "training.batch_size=3",
-            ),
-            *("training.global_batch_size=8", "training.max_steps=5", "optim.learning_rate=2e-2", *words),
+            *(f"output_dir={run}", "lora.r=2", "training.precision=fp32", "training.device=cpu"),
+            *("training.batch_size=3", "training.global_batch_size=8", "training.max_steps=5"),
+            *("optim.learning_rate=2e-2", *words),
         ]
     )
 

@@ -24,7 +24,7 @@ from finetune.model.fp8_base import refuse_where_fp8_is_impossible, round_frozen
 from finetune.training.fp8_error import GRADIENT_LIMIT, Fp8Error, loss_limit
 from finetune.training.memory.forecast import WHOLE, Weights, copy_without_data
 from finetune.training.train import train as train_as_configured
-from tests.methods.tiny_training import break_at, contents, curve, record, train, words_for
+from tests.methods.tiny_training import curve, record, refuse_to_differ_after_a_break, train, words_for
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY, write_rows
@@ -49,10 +49,21 @@ def inputs(tmp_path_factory):
     return folder
 
 
+def words_of(inputs, run):
+    own = ["lora.r=4", "optim.learning_rate=1e-2", "training.precision=bf16", "model.frozen_precision=fp8"]
+    return [*words_for(inputs, run), *own]
+
+
 @pytest.fixture
 def words(inputs, tmp_path):
-    own = ["lora.r=4", "optim.learning_rate=1e-2", "training.precision=bf16", "model.frozen_precision=fp8"]
-    return [*words_for(inputs, tmp_path / "run"), *own]
+    return words_of(inputs, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def with_dropout(inputs, tmp_path_factory):
+    run = tmp_path_factory.mktemp("dropout") / "run"
+    train([*words_of(inputs, run), "lora.dropout=0.1"])
+    return run
 
 
 def losses(run):
@@ -83,31 +94,21 @@ def test_the_curve_is_near_that_of_bf16_and_the_error_is_recorded(words, tmp_pat
     assert others == {torch.bfloat16}
 
 
-def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, tmp_path):
+def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, with_dropout, tmp_path):
     words = [*words, "lora.dropout=0.1"]
-    train([*words, f"output_dir={tmp_path / 'whole'}"])
-    with pytest.MonkeyPatch.context() as patch:
-        break_at(patch, 3)
-        with pytest.raises(RuntimeError, match="power cut"):
-            train(words)
-    train(words)
-    assert "resumed from step=2" in (tmp_path / "run/log.txt").read_text()
-    for folder in ("checkpoints/step-000004", "adapter"):
-        assert contents(tmp_path / "run" / folder) == contents(tmp_path / "whole" / folder)
-    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
-    assert record(tmp_path / "run")["fp8"] == record(tmp_path / "whole")["fp8"]
+    refuse_to_differ_after_a_break(words, with_dropout, tmp_path / "run")
+    assert record(tmp_path / "run")["fp8"] == record(with_dropout)["fp8"]
     with pytest.raises(Exception, match=r"model\.frozen_precision"):
         train([*words, "model.frozen_precision=auto"])
 
 
-def test_measuring_leaves_no_trace_in_the_run(words, tmp_path):
+def test_measuring_leaves_no_trace_in_the_run(words, with_dropout, tmp_path):
     """Checkpointing, the mode of the model and random numbers are as before: another measurement, the same curve."""
-    train([*words, "lora.dropout=0.1"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("finetune.training.setup._TOKENS_FOR_FP8_ERROR", 1)
-        train([*words, "lora.dropout=0.1", f"output_dir={tmp_path / 'other'}"])
-    assert record(tmp_path / "other")["fp8"]["num_targets"] < record(tmp_path / "run")["fp8"]["num_targets"]
-    assert curve(tmp_path / "other") == curve(tmp_path / "run")
+        train([*words, "lora.dropout=0.1"])
+    assert record(tmp_path / "run")["fp8"]["num_targets"] < record(with_dropout)["fp8"]["num_targets"]
+    assert curve(tmp_path / "run") == curve(with_dropout)
 
 
 @pytest.mark.few(1)

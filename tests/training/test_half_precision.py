@@ -25,10 +25,21 @@ def inputs(tmp_path_factory):
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
+def words_of(inputs, run):
+    own = ["lora.r=2", "optim.learning_rate=1e-2", "training.precision=fp16", "training.max_steps=5"]
+    return [*words_for(inputs, run), *own]
+
+
 @pytest.fixture
 def words(inputs, tmp_path):
-    own = ["lora.r=2", "optim.learning_rate=1e-2", "training.precision=fp16", "training.max_steps=5"]
-    return [*words_for(inputs, tmp_path / "run"), *own]
+    return words_of(inputs, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def in_fp32(inputs, tmp_path_factory):
+    run = tmp_path_factory.mktemp("fp32") / "run"
+    train([*words_of(inputs, run), "training.precision=fp32"])
+    return run
 
 
 @pytest.fixture
@@ -53,11 +64,10 @@ def test_a_scale_grows_slowly_and_shrinks_at_once():
     assert LossScale(half_precision._LARGEST, 1999).after_step().value == half_precision._LARGEST
 
 
-def test_the_base_is_in_fp16_and_the_curve_is_near_that_of_fp32(words, tmp_path):
+def test_the_base_is_in_fp16_and_the_curve_is_near_that_of_fp32(words, in_fp32, tmp_path):
     ended = train(words)
-    train([*words, "training.precision=fp32", f"output_dir={tmp_path / 'fp32'}"])
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "fp32"), rel=2e-3)
-    assert losses(tmp_path / "run") != losses(tmp_path / "fp32")
+    assert losses(tmp_path / "run") == pytest.approx(losses(in_fp32), rel=2e-3)
+    assert losses(tmp_path / "run") != losses(in_fp32)
     types = {weight.requires_grad: weight.dtype for weight in ended.trainer.model.parameters()}
     assert types == {True: torch.float32, False: torch.float16}
     assert record(tmp_path / "run")["precision"] == "fp16"
@@ -68,7 +78,7 @@ def test_the_base_is_in_fp16_and_the_curve_is_near_that_of_fp32(words, tmp_path)
     assert state(tmp_path / "run", 5)["steps_at_loss_scale"] == 5 - max(shrunk, default=0)
 
 
-def test_a_step_that_overflows_is_computed_again_and_no_batch_is_lost(words, tmp_path, starts_too_large):
+def test_a_step_that_overflows_is_computed_again_and_no_batch_is_lost(words, in_fp32, tmp_path, starts_too_large):
     train(words)
     first, *others = curve(tmp_path / "run")
     assert first["overflows"] > 0
@@ -81,8 +91,7 @@ def test_a_step_that_overflows_is_computed_again_and_no_batch_is_lost(words, tmp
         f"step 1 overflows in fp16: computed again with loss scale {TOO_LARGE // 2}"
         in (tmp_path / "run/log.txt").read_text()
     )
-    train([*words, "training.precision=fp32", f"output_dir={tmp_path / 'fp32'}"])
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "fp32"), rel=2e-3)
+    assert losses(tmp_path / "run") == pytest.approx(losses(in_fp32), rel=2e-3)
 
 
 @pytest.mark.slow

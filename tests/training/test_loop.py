@@ -1,5 +1,3 @@
-import itertools
-
 import pytest
 
 from finetune.errors import RunFailedError
@@ -200,14 +198,6 @@ def test_what_rank_0_decides_about_stopping_counts(answer):
     assert recorder.steps_of("train") == ([1] if answer else [1, 2, 3, 4, 5, 6])
     assert recorder.steps_of("save")[-1] == recorder.steps_of("train")[-1]
     assert not any(asked)
-
-
-def test_cadence_answers_are_those_of_a_plain_count():
-    for steps_per_epoch, every in itertools.product(range(1, 5), range(1, 5)):
-        plan = cadence(steps_per_epoch=steps_per_epoch, num_steps=10, save_every=every)
-        assert [step for step in range(1, 11) if plan.saves_after(step)] == [
-            step for step in range(1, 11) if step % every == 0 or step == 10
-        ]
 
 
 def test_skipped_steps_are_counted_and_reported_and_trained_on_nothing():

@@ -31,18 +31,9 @@ def inputs(tmp_path_factory):
 def words(inputs):
     """18 rows in global batches of 8 make 3 steps an epoch, each followed by a validation and a checkpoint."""
     return [
-        "train",
-        "task=finetune_lora",
-        f"model.path={inputs / 'base'}",
-        f"data.path={inputs / 'rows'}",
-        f"data.cache_dir={inputs / 'cache'}",
-        "lora.r=2",
-        "lora.dropout=0.1",
-        "optim.schedule=constant",
-        "training.device=cpu",
-        "training.global_batch_size=8",
-        "training.batch_size=3",
-        "training.max_steps=5",
+        *("train", "task=finetune_lora", f"model.path={inputs / 'base'}", f"data.path={inputs / 'rows'}"),
+        *(f"data.cache_dir={inputs / 'cache'}", "lora.r=2", "lora.dropout=0.1", "optim.schedule=constant"),
+        *("training.device=cpu", "training.global_batch_size=8", "training.batch_size=3", "training.max_steps=5"),
         "testing.num_samples=0",
     ]
 

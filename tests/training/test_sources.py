@@ -49,12 +49,8 @@ def words(inputs, run, *more):
         f"data.mixture={mixture}",
         *("lora.r=4", "optim.learning_rate=1e-2", "optim.warmup_steps=0", "optim.schedule=constant"),
         *("training.max_steps=10", "validation.validate_every=2", "checkpoint.save_total_limit=20"),
-        *(
-            "validation.metrics=exact_match",
-            "validation.max_new_tokens=6",
-            "testing.max_new_tokens=6",
-            "checkpoint.best_metric=loss/long",
-        ),
+        *("validation.metrics=exact_match", "validation.max_new_tokens=6", "testing.max_new_tokens=6"),
+        "checkpoint.best_metric=loss/long",
         *more,
     ]
 
