@@ -125,7 +125,8 @@ def remove_folder(path: Path) -> None:
 def clear_leftovers(parent: Path, is_ours: Callable[[str], bool]) -> list[str]:
     """Remove what killed writers left in a folder, and restore folders that were renamed but not replaced.
 
-    Only files and folders whose final name `is_ours` are touched. Their names are returned.
+    `is_ours` says whether the file or folder with a final name may be touched. Returns the names that were removed or
+    restored.
 
     Raises:
         OSError: the disk refused.

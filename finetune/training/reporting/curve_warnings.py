@@ -52,7 +52,7 @@ class CurveWarnings:
         self._rewards = RewardWarnings()
 
     def take(self, event: Event) -> RunWarning | None:
-        """Return the warning that this event causes."""
+        """Return the warning that this event causes, if any."""
         if event["event"] == "warning":
             self._said.add(str(event.get("kind")))
         found: RunWarning | None = None

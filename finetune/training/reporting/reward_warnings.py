@@ -39,7 +39,7 @@ class RewardWarnings:
         """Of each validation: the mean reward of the steps before it, and its own."""
 
     def after_step(self, event: Event) -> RunWarning | None:
-        """Return the warning that a step causes."""
+        """Return the warning that a step causes, if any."""
         for name in ("reward", "equal_groups", "truncated", "entropy"):
             if (value := number_in(event, name)) is not None:
                 self._recent.setdefault(name, deque(maxlen=_WINDOW)).append(value)
@@ -48,7 +48,7 @@ class RewardWarnings:
         return self._equal() or self._truncated() or self._collapsed()
 
     def after_validation(self, event: Event) -> RunWarning | None:
-        """Return the warning that a validation causes."""
+        """Return the warning that a validation causes, if any."""
         reward, trained = number_in(event, "reward"), self._mean("reward")
         if reward is None or trained is None:
             return None
