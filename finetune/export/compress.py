@@ -39,7 +39,6 @@ from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.vectors import Vectors, make_vectors, read_vectors, write_vectors
 from finetune.export.verifying import InVllm, verify_folder
 from finetune.inference.finished_run import FinishedRun, LoadedRun, read_finished_run
-from finetune.inference.scores import Evaluation
 from finetune.model.base import read_model_config
 from finetune.model.new_tokens import build_run_tokenizer
 from finetune.runs.durable import FolderWriter
@@ -138,12 +137,7 @@ def draw_rows(splits: EncodedSplits, num_rows: int, seed: int) -> list[list[int]
 
 
 def _refuse_unsupported(run: FinishedRun) -> None:
-    """Refuse runs that cannot be compared, and models that were not tried.
-
-    Raises:
-        ConfigError: the rows have no single answer.
-        ModelError: the model has experts.
-    """
+    """Refuse runs that cannot be compared, and models that were not tried."""
     rows = OBJECTIVES[run.config.training.objective].rows
     if rows in ("pairs", "labelled"):
         raise ConfigError(
@@ -159,11 +153,7 @@ def _refuse_unsupported(run: FinishedRun) -> None:
 
 
 def _run_llm_compressor(python: str, model: Path, out: Path, scheme: str, rows: list[list[int]]) -> list[str]:
-    """Compress a model in the environment of llm-compressor. Returns the linear layers that it keeps as they are.
-
-    Raises:
-        ModelError: it refuses the model; the message repeats its reason.
-    """
+    """Compress a model in the environment of llm-compressor. Returns the linear layers that it keeps as they are."""
     request, report = (out.with_name(name) for name in ("request.json", "report.json"))
     wanted = {"model": str(model), "out": str(out), "scheme": scheme, "rows": rows, "report": str(report)}
     request.write_text(json.dumps(wanted), encoding="utf-8")
@@ -219,19 +209,14 @@ def _compare(run: FinishedRun, folder: Path, *, has_validation: bool) -> dict[st
         return {}
     testing = run.config.testing.model_copy(update={"compare_base": False, "num_samples": MOST_ANSWERS})
     config = run.config.model_copy(update={"testing": testing})
-    found: list[Evaluation] = []
+    with launch(config, trains=False) as runtime:
+        before = measure_split(runtime, config, read_finished_run(runtime, run), "validation", {})
     # The engine does not know the layers of compressed-tensors.
     reference = config.training.model_copy(update={"kernels": "reference"})
-    for is_compressed in (False, True):
-        if is_compressed:
-            config = config.model_copy(update={"training": reference})
-        with launch(config, trains=False) as runtime:
-            if is_compressed:
-                loaded = LoadedRun(load_compressed(folder), build_run_tokenizer(config))
-            else:
-                loaded = read_finished_run(runtime, run)
-            found.append(measure_split(runtime, config, loaded, "validation", {}))
-    before, after = found
+    config = config.model_copy(update={"training": reference})
+    with launch(config, trains=False) as runtime:
+        compressed = LoadedRun(load_compressed(folder), build_run_tokenizer(config))
+        after = measure_split(runtime, config, compressed, "validation", {})
     pairs = zip(before.answers, after.answers, strict=True)
     return {
         "num_validated": before.num_rows,

@@ -74,7 +74,7 @@ def export_onnx(model: Path, out: Path, onnx: Onnx) -> Verified:
         if bound is None:
             bound = onnx_bound(writer.path) + vectors.merge_bound
         comparison = _compare_elsewhere(writer.path, bound)
-        if not comparison.is_same and not onnx.allows_differences:
+        if comparison.mismatches and not onnx.allows_differences:
             raise RunFailedError(_refusal(comparison.mismatches, model))
     out = out.expanduser().absolute()
     verified = Verified(folder=out, source="base and adapter", vectors=vectors, comparison=comparison)
@@ -83,11 +83,7 @@ def export_onnx(model: Path, out: Path, onnx: Onnx) -> Verified:
 
 
 def _build(model: Path, out: Path, weight_type: OnnxType) -> None:
-    """Run the builder, which runs no code from the model.
-
-    Raises:
-        ModelError: it does not support the model.
-    """
+    """Run the builder, which runs no code from the model."""
     with tempfile.TemporaryDirectory(dir=out) as scratch:
         source = Path(scratch, "model")
         source.mkdir()
@@ -101,11 +97,7 @@ def _build(model: Path, out: Path, weight_type: OnnxType) -> None:
 
 
 def _compare_elsewhere(folder: Path, bound: float) -> ServedComparison:
-    """Compare in a process of its own: a runtime in native code can end its process.
-
-    Raises:
-        RunFailedError: the runtime cannot load the folder, or ended the process.
-    """
+    """Compare in a process of its own: a runtime in native code can end its process."""
     with ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(_compare_here, folder, bound).result()

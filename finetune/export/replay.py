@@ -53,11 +53,6 @@ class Replayed(NamedTuple):
     recorded: float
     computed: float
 
-    @property
-    def difference(self) -> float:
-        """Return how far the losses are apart, see `loss_difference`."""
-        return loss_difference(self.recorded, self.computed)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
@@ -77,11 +72,6 @@ class Replay:
     device: str
     notes: tuple[str, ...]
 
-    @property
-    def most_apart(self) -> float:
-        """Return the largest difference of two losses."""
-        return max(one.difference for one in self.steps)
-
     def as_record(self) -> dict[str, Any]:
         """Convert to plain values for certificate.json."""
         steps = [one._asdict() for one in self.steps]
@@ -94,7 +84,7 @@ class Replay:
             f"step {one.step}: the loss is {one.computed!r} again, but {one.recorded!r} was recorded; expected a "
             f"difference of at most {self.bound:.3g} x max(1, loss)"
             for one in self.steps
-            if not one.difference <= self.bound
+            if not loss_difference(one.recorded, one.computed) <= self.bound
         ]
 
 
@@ -169,9 +159,7 @@ def open_replay(run: RecordedRun, config: Config, base: Path | None) -> Iterator
 def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
     """Return the run's configuration for one process, with the values that the run chose when it started.
 
-    Args:
-        run: the run.
-        overrides: change its configuration, as `key=value`.
+    The overrides, as `key=value`, change it.
 
     Raises:
         CheckpointError: the folder is not a run, or the run was resumed with another configuration.
@@ -217,16 +205,12 @@ def _global_batch_size(run: RecordedRun, config: Config) -> int | None:
     return whole(recorded.get("global_batch_size")) or config.training.global_batch_size
 
 
-def _save_interval(cadence: Cadence) -> int:
-    """Return the most steps between two checkpoints."""
-    by_epochs = cadence.save_every_epochs and cadence.save_every_epochs * cadence.steps_per_epoch
-    return min(filter(None, (cadence.save_every, by_epochs)), default=cadence.num_steps)
-
-
 def choose_steps(
     run: RecordedRun, recorded: Iterable[int], cadence: Cadence, num_steps: int
 ) -> tuple[dict[int, list[int]], list[str]]:
-    """Choose recorded steps to compute again, by the start or the kept checkpoint from which each is in reach.
+    """Choose recorded steps to compute again: those that one save interval reaches from the start or a kept checkpoint.
+
+    The first step after each start is chosen first, then the second after each, and so on.
 
     Returns:
         The chosen steps by their start, and notes about the steps that cannot be replayed.
@@ -235,26 +219,15 @@ def choose_steps(
         CheckpointError: no recorded step is in reach.
     """
     starts = [0, *(int(path.name.removeprefix("step-")) for path in whole_checkpoints(run.folder))]
-    return _choose(sorted(recorded), sorted(starts), _save_interval(cadence), num_steps)
+    by_epochs = cadence.save_every_epochs and cadence.save_every_epochs * cadence.steps_per_epoch
+    save_interval = min(filter(None, (cadence.save_every, by_epochs)), default=cadence.num_steps)
+    return _choose(sorted(recorded), sorted(starts), save_interval, num_steps)
 
 
 def _choose(
     recorded: Sequence[int], starts: Sequence[int], reach: int, num_steps: int
 ) -> tuple[dict[int, list[int]], list[str]]:
-    """Choose the steps to replay: the first step after each start, then the second after each, and so on.
-
-    Args:
-        recorded: steps with a recorded loss, ascending.
-        starts: steps from which a replay can start, ascending.
-        reach: the most steps from a start.
-        num_steps: the most steps to choose.
-
-    Returns:
-        The chosen steps by their start, and notes about the steps that cannot be replayed.
-
-    Raises:
-        CheckpointError: no recorded step is in reach.
-    """
+    """Choose at most `num_steps` recorded steps that are at most `reach` after one of the starts; both ascend."""
     ends = [*starts[1:], math.inf]
     reachable = {
         start: [step for step in recorded if start < step <= min(start + reach, end)]

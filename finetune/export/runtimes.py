@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,8 +91,8 @@ def load_transformers(folder: Path) -> ServedModel:
 
     if scheme_of(folder) is not None:
         refuse_no_compressed_tensors()
-
-    model, tokenizer = _or_failure(folder, lambda: _load(folder, folder))
+    with _failing_as_one_error(folder):
+        model, tokenizer = _load(folder, folder)
     return ServedByTransformers(model, tokenizer, _stop_ids(model.generation_config), _name_and_version(transformers))
 
 
@@ -109,25 +110,21 @@ def load_peft(folder: Path, base: str | None = None, revision: str | None = None
     import peft
     import transformers
 
-    def load() -> tuple[Any, Any, list[int]]:
-        named, at = base, revision
-        if named is None:
+    with _failing_as_one_error(folder):
+        if base is None:
             config = peft.PeftConfig.from_pretrained(str(folder))
-            named, at = config.base_model_name_or_path, config.revision
-        at = at or "main"
-        model, tokenizer = _load(named, folder, at)
+            base, revision = config.base_model_name_or_path, config.revision
+        revision = revision or "main"
+        model, tokenizer = _load(base, folder, revision)
         if len(tokenizer) > len(model.get_input_embeddings().weight):
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         read: Any = transformers.GenerationConfig.from_pretrained
         has_own = (folder / "generation_config.json").is_file()
-        stops = _stop_ids(read(folder if has_own else named, revision=at, local_files_only=True))
+        stops = _stop_ids(read(folder if has_own else base, revision=revision, local_files_only=True))
         with quiet_peft():
-            return peft.PeftModel.from_pretrained(model, str(folder)), tokenizer, stops
-
-    model, tokenizer, stops = _or_failure(folder, load)
-    return ServedByTransformers(
-        model, tokenizer, stops, f"{_name_and_version(peft)} on {_name_and_version(transformers)}"
-    )
+            model = peft.PeftModel.from_pretrained(model, str(folder))
+    runtime = f"{_name_and_version(peft)} on {_name_and_version(transformers)}"
+    return ServedByTransformers(model, tokenizer, stops, runtime)
 
 
 RUNTIMES = (
@@ -173,9 +170,10 @@ def _load(model_folder: Path | str, tokenizer_folder: Path, revision: str = "mai
     return model, AutoTokenizer.from_pretrained(tokenizer_folder, **safe)
 
 
-def _or_failure(folder: Path, load: Callable[[], Any]) -> Any:
+@contextmanager
+def _failing_as_one_error(folder: Path) -> Iterator[None]:
     try:
-        return load()
+        yield
     except Exception as error:  # of several libraries, for files that were changed in any way
         raise RunFailedError(f"{folder} cannot be loaded by the runtime that serves it: {first_line(error)}") from error
 

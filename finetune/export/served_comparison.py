@@ -55,11 +55,6 @@ class ServedComparison:
         return tuple(line for name in CHECKS if name in self.checks for line in self.checks[name].mismatches)
 
     @property
-    def is_same(self) -> bool:
-        """Tell whether no check found a difference."""
-        return not self.mismatches
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """Return a sentence about a bound that is too wide, and about a system turn that servers do not add."""
         wide = (

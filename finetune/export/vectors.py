@@ -128,17 +128,15 @@ class Vectors:
         return zip(self.vectors, rows, strict=True)
 
 
-def prompts_to_ask(tokenizer: Any, model: Any, system: str | None = None, seed: int = 0) -> list[Vector]:
+def prompts_to_ask(tokenizer: Any, model: Any, system: str | None) -> list[Vector]:
     """Make the prompts that this chat template renders and this model has room for, then prompts of random tokens.
+
+    They have no answers yet. All token ids are below the number of the model's embedding rows.
 
     Args:
         tokenizer: the run's.
-        model: gives the length of its context and the number of its embedding rows, which all token ids are below.
+        model: the run's.
         system: the system turn of the training rows; None keeps the one in `CONVERSATIONS`.
-        seed: for the random tokens.
-
-    Returns:
-        Prompts without answers.
     """
     room = max_context(model)
     ceiling = min(model.get_input_embeddings().weight.shape[0], len(tokenizer))
@@ -156,7 +154,7 @@ def prompts_to_ask(tokenizer: Any, model: Any, system: str | None = None, seed: 
             continue
         if ids and max(ids) < ceiling and (room is None or len(ids) + MAX_NEW_TOKENS <= room):
             asked.append(Vector(name=name, turns=own, text=text, token_ids=ids, positions=_positions(ids)))
-    rng = random.Random(seed)
+    rng = random.Random(0)
     for number in range(1, _RANDOM_PROMPTS + 1):
         ids = [rng.randrange(ceiling) for _ in range(_RANDOM_LENGTH)]
         asked.append(Vector(name=f"random tokens {number}", token_ids=ids, positions=_positions(ids)))
@@ -260,11 +258,8 @@ def read_vectors(place: Path) -> Vectors:
     return found
 
 
-def copy_vectors(model: Path, writer: FolderWriter) -> str | None:
-    """Copy the test vectors of a merged folder, unchanged, into an exported folder.
-
-    Returns:
-        The SHA-256 of test_vectors.json; None, with a warning, if the merged folder has none.
+def copy_vectors(model: Path, writer: FolderWriter) -> None:
+    """Copy the test vectors of a merged folder, unchanged, into an exported folder. Warn if there are none.
 
     Raises:
         CheckpointError: they are damaged.
@@ -273,8 +268,7 @@ def copy_vectors(model: Path, writer: FolderWriter) -> str | None:
         _log.warning(
             "%s has no test vectors, so what is exported cannot be verified. Merge the run again to have them", model
         )
-        return None
-    vectors = read_vectors(model)
+        return
+    read_vectors(model)
     for name in (LOGITS_FILE, VECTORS_FILE):
         writer.write(name, [(model / name).read_bytes()])
-    return vectors.sha256

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -120,26 +120,24 @@ def served_by_vllm(
         ConfigError: vLLM is not installed.
         RunFailedError: the server does not start, or refuses the adapter.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        if url is None:
-            with _started(folder if base is None else base, None if base is None else folder, Path(scratch)) as server:
-                yield from _served(server, folder, ends, is_adapter=base is not None)
+    opened: AbstractContextManager[VllmServer]
+    if url is not None:
+        opened = nullcontext(VllmServer(url, patience_seconds=_PATIENCE_SECONDS))
+    elif base is None:
+        opened = _started(folder, adapter=None)
+    else:
+        opened = _started(base, adapter=folder)
+    with opened as server:
+        server.wait()
+        if base is None:
+            yield ServedByVllm(server, server.base_model()["id"], ends)
         else:
-            server = VllmServer(url, patience_seconds=_PATIENCE_SECONDS)
-            yield from _served(server, folder, ends, is_adapter=base is not None)
-
-
-def _served(server: VllmServer, folder: Path, ends: Sequence[int], *, is_adapter: bool) -> Iterator[ServedByVllm]:
-    server.wait()
-    if not is_adapter:
-        yield ServedByVllm(server, server.base_model()["id"], ends)
-        return
-    with server.loaded(folder) as name:
-        yield ServedByVllm(server, name, ends)
+            with server.loaded(folder) as name:
+                yield ServedByVllm(server, name, ends)
 
 
 @contextmanager
-def _started(model: Path | str, adapter: Path | None, scratch: Path) -> Iterator[VllmServer]:
+def _started(model: Path | str, adapter: Path | None) -> Iterator[VllmServer]:
     """Start a server on a free port, and end it after the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -155,30 +153,28 @@ def _started(model: Path | str, adapter: Path | None, scratch: Path) -> Iterator
         command += ["--enable-lora", "--max-lora-rank", str(most)]
     settings = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     settings |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
-    log = scratch / "vllm.log"
-    with log.open("w") as file:
+    with tempfile.NamedTemporaryFile() as log:
         process = subprocess.Popen(
-            command, env={**os.environ, **settings}, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        server = VllmServer(
-            f"http://127.0.0.1:{port}",
-            patience_seconds=_PATIENCE_SECONDS,
-            is_to_stop=lambda: process.poll() is not None,
+            command, env={**os.environ, **settings}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
+            server = VllmServer(
+                f"http://127.0.0.1:{port}",
+                patience_seconds=_PATIENCE_SECONDS,
+                is_to_stop=lambda: process.poll() is not None,
+            )
             server.wait(logging.DEBUG)
             yield server
         except (ServerLostError, ServerGoneError):
-            text = log.read_text(encoding="utf-8", errors="replace")
+            text = Path(log.name).read_text(encoding="utf-8", errors="replace")
             raise RunFailedError(f"vLLM does not serve {model}: {_cause(text)}") from None
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=_ENDS_WITHIN_SECONDS)
-        with suppress(ProcessLookupError):  # what is left of its processes
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_ENDS_WITHIN_SECONDS)
+            with suppress(ProcessLookupError):  # what is left of its processes
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _python() -> str:

@@ -6,7 +6,7 @@ Vega-Lite (Satyanarayan et al., 2017) is compiled when the report is written, so
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -26,8 +26,6 @@ LOG_FROM_RATIO = 50.0
 """An axis is logarithmic if its largest value is so many times the smallest one."""
 _VEGA_LITE = "6.1"
 _PER_GIB = 2.0**-30
-
-Scale = Callable[[float], float]
 
 
 @dataclass(frozen=True, kw_only=True)
